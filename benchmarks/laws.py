@@ -18,9 +18,10 @@ from typing import Any
 import torch
 
 from benchmarks.picture import Chart, ChartLine, page
-from rayps.bench.hosts import HostRank, every
+from rayps.bench.hosts import HostRank
 from rayps.bench.netns import Hosts, NamespaceActor, bits
 from rayps.bench.shards import HostShard, HostWorker
+from rayps.bench.together import together
 from rayps.core.errors import ConfigError
 from rayps.ps.server_group import ServerGroup
 
@@ -143,13 +144,13 @@ class _Bench:
     def ring(self, algorithms: Sequence[str], workers: int, slow: str = "") -> list[LawRow]:
         """A row for each algorithm between the first `workers`."""
         ranks, rows = self._workers[:workers], list[LawRow]()
-        addresses = every(ranks, "address", timeout=_START_SECONDS)
-        every(ranks, "form", addresses, 1, next(self._generations), "ring", timeout=_START_SECONDS)
+        addresses = together(ranks, "address", timeout=_START_SECONDS)
+        together(ranks, "form", addresses, 1, next(self._generations), "ring", timeout=_START_SECONDS)
         if slow:
             self._hosts.shape(workers - 1, slow)
         for name in algorithms:
             before = self._sent()
-            found = every(ranks, "measure", self._size, [name], self._repeats, timeout=_TURN_SECONDS)
+            found = together(ranks, "measure", self._size, [name], self._repeats, timeout=_TURN_SECONDS)
             left = [(b - a) / self._repeats for a, b in zip(before, self._sent(), strict=True)]
             seconds = statistics.median(map(max, zip(*(rank[name] for rank in found), strict=True)))
             rows.append(self._row(name, workers, 0, slow, max(left), sum(left), seconds))
@@ -168,11 +169,11 @@ class _Bench:
             workers=workers,
             cluster=where,  # type: ignore[arg-type]
         ) as group:
-            every(ranks, "worker", "join", group, timeout=_TURN_SECONDS)
+            together(ranks, "worker", "join", group, timeout=_TURN_SECONDS)
             before = self._sent()
-            turns = [every(ranks, "worker", "turn", timeout=_TURN_SECONDS) for _ in range(self._repeats)]
+            turns = [together(ranks, "worker", "turn", timeout=_TURN_SECONDS) for _ in range(self._repeats)]
             left = [(b - a) / self._repeats for a, b in zip(before, self._sent(), strict=True)]
-            every(ranks, "worker", "leave", timeout=_START_SECONDS)
+            together(ranks, "worker", "leave", timeout=_START_SECONDS)
         seconds = statistics.median(max(end for _, end in turn) - min(begin for begin, _ in turn) for turn in turns)
         busiest = max(left[len(self._workers) :])
         return self._row("server", workers, shards, "", busiest, sum(left), seconds)

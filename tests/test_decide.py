@@ -12,6 +12,7 @@ from rayps.core.errors import (
     TrainingError,
     WorkloadError,
 )
+from rayps.core.families import Rebuild, ReplaceOne, RestartAll, recovery_now
 from rayps.runtime.decide import GRACE_SECONDS, Continue, Fail, Finish, Mend, Replace, Restart, RunFacts, Stop, decide
 
 LOST = PeerLost("worker-1 closed the connection", peer="worker-1")
@@ -32,7 +33,7 @@ ERRORS = [
 DEAD = [(), (("worker-1", "killed"),), (("shard-0", "killed"),), (("worker-1", "killed"), ("shard-0", "gone"))]
 EVERY = list(
     itertools.product(
-        FINISHED, ERRORS, DEAD, [0.0, GRACE_SECONDS], [0, 2, 3], [True, False], [True, False], [True, False]
+        FINISHED, ERRORS, DEAD, [0.0, GRACE_SECONDS], [0, 2, 3], [RestartAll(), ReplaceOne(), Rebuild()], [True, False]
     )
 )
 
@@ -49,14 +50,14 @@ def law(facts):
     if trouble:
         if facts.failures >= facts.max_failures:
             return Fail
-        return Mend if facts.mends else Restart if facts.lockstep else Replace
+        return {RestartAll(): Restart, ReplaceOne(): Replace, Rebuild(): Mend}[facts.recovery]
     return Finish if len(facts.finished) == facts.size else Continue
 
 
 def test_every_combination_of_facts():
     kinds = set()
-    for finished, errors, dead, broken, failures, lockstep, stop, mends in EVERY:
-        facts = RunFacts(2, finished, errors, dead, broken, failures, 3, lockstep, stop, mends)
+    for finished, errors, dead, broken, failures, recovery, stop in EVERY:
+        facts = RunFacts(2, finished, errors, dead, broken, failures, 3, recovery, stop)
         decision = decide(facts)
         assert type(decision) is law(facts), facts
         kinds.add(type(decision))
@@ -69,9 +70,25 @@ def test_every_combination_of_facts():
     assert kinds == {Continue, Finish, Stop, Restart, Mend, Replace, Fail}
 
 
+@pytest.mark.parametrize(
+    ("declared", "holds_tables", "rejoins", "now"),
+    [
+        (RestartAll(), False, False, RestartAll()),
+        (RestartAll(), True, False, ReplaceOne()),
+        (ReplaceOne(), False, False, ReplaceOne()),
+        (ReplaceOne(), True, False, ReplaceOne()),
+        (Rebuild(), False, False, Rebuild()),
+        (Rebuild(from_servers=True), False, True, ReplaceOne()),
+        (Rebuild(from_servers=True), False, False, RestartAll()),
+    ],
+)
+def test_what_is_declared_decides_what_a_death_brings_about(declared, holds_tables, rejoins, now):
+    assert recovery_now(declared, holds_tables=holds_tables, rejoins=rejoins) == now
+
+
 @pytest.mark.parametrize("error", [USERS, NAN, RaypsError("x"), ClusterError("y")])
 def test_what_no_retry_can_mend_is_not_tried_again(error):
-    decision = decide(RunFacts(2, errors=(("worker-1", error),), lockstep=False))
+    decision = decide(RunFacts(2, errors=(("worker-1", error),), recovery=ReplaceOne()))
     assert decision == Fail(error, f"worker-1: {error}")
 
 
@@ -103,7 +120,7 @@ def test_nobody_is_blamed_without_a_name():
 
 
 def test_out_of_step_all_who_lost_a_connection_begin_anew_together():
-    decision = decide(RunFacts(3, errors=(("worker-2", LOST),), broken_for=GRACE_SECONDS, lockstep=False))
+    decision = decide(RunFacts(3, errors=(("worker-2", LOST),), broken_for=GRACE_SECONDS, recovery=ReplaceOne()))
     assert isinstance(decision, Replace)
     assert decision.lost == ("worker-2",)
 

@@ -251,7 +251,7 @@ def test_a_job_with_one_is_stored_by_name(site, folder):
         ({"strategy": "easgd:EASGD:betta=1"}, "strategy", "no option 'betta'"),
         ({"strategy": {"name": "raises:S"}}, "strategy", "ZeroDivisionError"),
         ({"working_dir": None}, "working_dir", "give working_dir"),
-        ({"working_dir": "/not/there"}, "working_dir", "no directory"),
+        ({"working_dir": "/not/there"}, "working_dir", "not a directory"),
         ({"strategy": [{"epochs": 1, "strategy": "missing:S"}, {"strategy": "all_reduce"}]}, "strategy", "no module"),
     ],
 )

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from rayps.bench.rows import Ids, Rows
+from rayps.bench.together import together
 from rayps.cluster.local import ActorHandle, Cluster
 from rayps.core.errors import ConfigError
 from rayps.ps import group as elastic
@@ -60,15 +62,16 @@ class RayRows:
         torch.set_num_threads(1)
         self._table = torch.zeros(rows, dim)
 
-    def pull(self, ids: Any) -> Any:
+    def pull(self, ids: Ids) -> Rows:
         """Return these rows."""
-        return self._table.index_select(0, torch.from_numpy(ids)).numpy()
+        found: Rows = self._table.index_select(0, torch.from_numpy(ids)).numpy()
+        return found
 
     def ping(self) -> int:
         """Return the process id."""
         return os.getpid()
 
-    def push(self, ids: Any, grads: Any) -> None:
+    def push(self, ids: Ids, grads: Rows) -> None:
         """Step these rows; ids are unique."""
         self._table.index_add_(0, torch.from_numpy(ids), torch.from_numpy(grads) * -_LR)
 
@@ -150,13 +153,13 @@ class TableBench:
         tables.push(tables.step, 1.0)
 
 
-def _batches(rank: int, rows: int, ids: int) -> list[Any]:
+def _batches(rank: int, rows: int, ids: int) -> list[Ids]:
     """Draw unique ids in random order."""
     chance = np.random.default_rng(rank)
     return [chance.choice(rows, ids, replace=False) for _ in range(_BATCHES)]
 
 
-def _cut(ids: Any, parts: int) -> list[tuple[Any, Any]]:
+def _cut(ids: Ids, parts: int) -> list[tuple[Ids, Ids]]:
     """Return for each part the positions of its ids, and the ids within the part."""
     found = []
     for part in range(parts):
@@ -203,14 +206,15 @@ def bench_calls(
     few = max(2, turns // 4)
     try:
         space = running.open(a_space(workers, dim, segments, optimizer))
-        _all(actors, "join", running, space)
-        _all(actors, "own", rows, ids, _BATCHES)  # warm-up: creates the rows
-        pids = _all(actors, "ping")
-        mine, theirs = [*pids, *(server["pid"] for server in running.facts()["servers"])], [*pids, *_all(parts, "ping")]
+        together(actors, "join", running, space, timeout=WAIT_SECONDS)
+        together(actors, "own", rows, ids, _BATCHES, timeout=WAIT_SECONDS)  # warm-up: creates the rows
+        pids = together(actors, "ping", timeout=WAIT_SECONDS)
+        mine = [*pids, *(server["pid"] for server in running.facts()["servers"])]
+        theirs = [*pids, *together(parts, "ping", timeout=WAIT_SECONDS)]
         for _ in range(repeats):
             own.append(_measured(mine, workers, turns, actors, "own", rows, ids))
             calls.append(_measured(theirs, workers, few, actors, "calls", parts, rows, ids, dim))
-        _all(actors, "close")
+        together(actors, "close", timeout=WAIT_SECONDS)
     finally:
         for handle in [*actors, *parts]:
             cluster.kill(handle)
@@ -243,7 +247,7 @@ def _measured(
 ) -> tuple[float, float | None]:
     """Return turns per second of all workers, and CPU seconds per turn."""
     before = _cpu(pids)
-    rate = _rate(_all(actors, method, *args, turns), workers * turns)
+    rate = _rate(together(actors, method, *args, turns, timeout=WAIT_SECONDS), workers * turns)
     after = _cpu(pids)
     # each worker makes one warm-up turn
     return rate, None if before is None or after is None else (after - before) / (workers * (turns + 1))
@@ -259,10 +263,6 @@ def _cpu(pids: list[int]) -> float | None:
         fields = path.read_text().rpartition(")")[2].split()
         found += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return found
-
-
-def _all(actors: list[ActorHandle], method: str, *args: Any) -> list[Any]:
-    return [reply.result(WAIT_SECONDS) for reply in [actor.call(method, *args) for actor in actors]]
 
 
 def _rate(spans: list[tuple[float, float]], turns: int) -> float:

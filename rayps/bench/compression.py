@@ -11,15 +11,17 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from rayps.bench.hosts import HostRank, every
+from rayps.bench.hosts import HostRank
 from rayps.bench.netns import Hosts
-from rayps.comm.ring.compressed_mean import compressed
+from rayps.bench.together import together
+from rayps.comm.ring import Ring
+from rayps.comm.ring.compressed_mean import CompressedRing, compressed
 from rayps.core.compression import compression_of
 from rayps.core.errors import ConfigError
+from rayps.core.values import JsonObject
 from rayps.tensors.flat import Gradient
 
 OFF = "off"
@@ -46,16 +48,16 @@ class CompressionRow:
 class CompressionRank(HostRank):
     """An actor: one rank of every contender."""
 
-    def means(self, size: int, names: list[str], repeats: int) -> dict[str, tuple[list[float], float, dict[str, Any]]]:
+    def means(self, size: int, names: list[str], repeats: int) -> dict[str, tuple[list[float], float, JsonObject]]:
         """Return by name: seconds of every repetition, bytes sent for one mean, and the choice as an event."""
         ring = self._ring
         assert ring is not None, "form comes first"
         gradient = Gradient(ring.buffer(max(1, size // 4) + 1), samples=32)
-        ways = {
+        ways: dict[str, tuple[Ring | CompressedRing, JsonObject]] = {
             name: (ring, {"compression": OFF, "message": "given"}) if name == OFF else compressed(ring, name, gradient)
             for name in names
         }
-        found: dict[str, tuple[list[float], float, dict[str, Any]]] = {}
+        found: dict[str, tuple[list[float], float, JsonObject]] = {}
         for name, (_, event) in ways.items():
             found[name] = ([], 0.0, event)
         sample = torch.randn(len(gradient.packed))
@@ -100,8 +102,8 @@ def bench_compression(
         ]
         for actor in actors:
             actor.started.result(_START_SECONDS)
-        every(actors, "form", every(actors, "address", timeout=_START_SECONDS), timeout=_START_SECONDS)
-        found = every(actors, "means", size, names, repeats, timeout=_RUN_SECONDS)
+        together(actors, "form", together(actors, "address", timeout=_START_SECONDS), timeout=_START_SECONDS)
+        found = together(actors, "means", size, names, repeats, timeout=_RUN_SECONDS)
     medians = {
         name: statistics.median(map(max, zip(*(rank[name][0] for rank in found), strict=True))) for name in names
     }

@@ -11,13 +11,12 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rayps.cluster.local import ActorHandle, Cluster
-from rayps.ps.server_group import ServerGroup
+from rayps.ps.server_group import ServerGroup, SharedParameters
 
 SEGMENTS = 32
 KINDS = 2  # slots of a rank in a segment: the number of pushes, and the sum of their numbers
@@ -65,7 +64,7 @@ class PushBench:
             self._thread.join(WAIT_SECONDS)
         return self._done
 
-    def _push(self, server: Any, group: ServerGroup, pause: float) -> None:
+    def _push(self, server: SharedParameters, group: ServerGroup, pause: float) -> None:
         done, size = self._done, group.layout.size
         grad, out = torch.zeros(size, dtype=torch.float64), torch.empty(size, dtype=torch.float64)
         places = slots(size, group.workers, self._rank)

@@ -11,11 +11,11 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from rayps.bench.netns import Hosts, NamespaceActor, bits
+from rayps.bench.netns import Hosts, bits
+from rayps.bench.together import together
 from rayps.comm.link import Listener
 from rayps.comm.ring import Ring
 from rayps.comm.ring.autotune import NAMES
@@ -121,10 +121,10 @@ def bench_hosts(
         ]
         for actor in actors:
             actor.started.result(_START_SECONDS)
-        addresses = every(actors, "address", timeout=_START_SECONDS)
-        choices = every(actors, "form", addresses, streams, timeout=timeout)[0]
+        addresses = together(actors, "address", timeout=_START_SECONDS)
+        choices = together(actors, "form", addresses, streams, timeout=timeout)[0]
         for size in sizes:
-            seconds = every(actors, "measure", size, list(algorithms), repeats, timeout=10 * timeout)
+            seconds = together(actors, "measure", size, list(algorithms), repeats, timeout=10 * timeout)
             limit = 2 * (hosts - 1) / hosts * size / (bits(rate) / 8)
             for name in algorithms:
                 median = statistics.median(map(max, zip(*(rank[name] for rank in seconds), strict=True)))
@@ -143,9 +143,3 @@ def bench_hosts(
                     )
                 )
     return rows
-
-
-def every(actors: Sequence[NamespaceActor], method: str, *args: Any, timeout: float) -> list[Any]:
-    """Call a method of all actors at once; return the answers in their order."""
-    replies = [actor.call(method, *args) for actor in actors]
-    return [reply.result(timeout) for reply in replies]

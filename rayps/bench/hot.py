@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from rayps.bench.calls import WAIT_SECONDS, a_space
 from rayps.cluster.local import ActorHandle, Cluster
@@ -127,7 +127,7 @@ def bench_hot(
     )
 
 
-def _look(cluster: Cluster, running: ManagerClient, work: Any, seconds: float) -> _Look:
+def _look(cluster: Cluster, running: ManagerClient, work: Callable[[float], int], seconds: float) -> _Look:
     hosts = {
         server["name"]: cluster.find(actor_name(running.name, server["name"])) for server in running.facts()["servers"]
     }
@@ -151,7 +151,7 @@ def _served(hosts: dict[str, ActorHandle | None]) -> dict[str, tuple[float, dict
     return found
 
 
-def _moved(running: ManagerClient, work: Any) -> int:
+def _moved(running: ManagerClient, work: Callable[[float], int]) -> int:
     """Wait until the policy has finished its moves; return the number of moved segments."""
     moves, calm, end = 0, time.monotonic(), time.monotonic() + SETTLE_SECONDS
     while time.monotonic() < end and time.monotonic() - calm < CALM_SECONDS + (0.0 if moves else FIRST_SECONDS):

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from rayps.bench.contender import plain_steps
 from rayps.bench.mlp import Mlp
-from rayps.bench.step import CONTENDERS, StepBench, together
+from rayps.bench.step import CONTENDERS, StepBench
+from rayps.bench.together import together
 from rayps.cluster.local import ActorHandle, Cluster
 from rayps.core.errors import ClusterError, ConfigError
 

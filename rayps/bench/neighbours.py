@@ -6,10 +6,10 @@ import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rayps.bench.elastic import SEGMENTS, WAIT_SECONDS, Crowd, median
 from rayps.cluster.local import ActorHandle, Cluster
@@ -135,7 +135,7 @@ def bench_jobs(
 
 def _train(
     cluster: Cluster, running: ManagerClient, jobs: list[list[ActorHandle]], n: int, rounds: int
-) -> list[tuple[float, list[np.ndarray[Any, Any]]]]:
+) -> list[tuple[float, list[NDArray[np.float32]]]]:
     """Run jobs at the same time; return for each its rounds per second and its final parameters."""
     groups = [
         ServerGroup(
@@ -167,7 +167,7 @@ def _train(
             group.close()
 
 
-def _same(one: tuple[float, list[Any]], other: tuple[float, list[Any]]) -> bool:
+def _same(one: tuple[float, list[NDArray[np.float32]]], other: tuple[float, list[NDArray[np.float32]]]) -> bool:
     return all(bool((a == b).all()) for a, b in zip(one[1], other[1], strict=True))
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import time
 from dataclasses import dataclass
-from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rayps.bench.elastic import SEGMENTS
 from rayps.cluster.local import ActorHandle, Cluster
 from rayps.core.errors import ConfigError
+from rayps.core.values import Keywords
 from rayps.ps.protocol.segment_map import SpaceMap
 from rayps.ps.server_group import ServerGroup
 
@@ -43,6 +45,9 @@ class ResizeRow:
     same_curve: bool
 
 
+TrainedWorker = tuple[list[float], list[float], NDArray[np.float32]]  # ends of rounds, losses, final parameters
+
+
 class TrainBench:
     """An actor: one worker of a synchronous run on a quadratic; its gradients depend on all earlier rounds."""
 
@@ -50,7 +55,7 @@ class TrainBench:
         torch.set_num_threads(1)
         self._rank = rank
 
-    def train(self, group: ServerGroup, rounds: int, pause: float) -> tuple[list[float], list[float], Any]:
+    def train(self, group: ServerGroup, rounds: int, pause: float) -> TrainedWorker:
         """Return each round's end (wall clock), its losses, and the final parameters."""
         server, n = group.join(self._rank), group.layout.size
         noise = torch.Generator().manual_seed(self._rank)
@@ -119,7 +124,7 @@ def _run(
     replicas: int,
     pause: float,
     rounds: int,
-) -> tuple[list[Any], list[dict[str, Any]]]:
+) -> tuple[list[TrainedWorker], list[Keywords]]:
     """Make one run with these resizes; return the workers' results, and a row for each resize."""
     with ServerGroup(
         torch.zeros(n),
@@ -154,7 +159,7 @@ def _run(
     return found, rows
 
 
-def _resized(group: ServerGroup, before: int, after: int) -> dict[str, Any]:
+def _resized(group: ServerGroup, before: int, after: int) -> Keywords:
     time.sleep(CALM_SECONDS)
     running, space = group.group, group.space
     assert running is not None and space is not None

@@ -15,11 +15,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rayps.bench.peer import peer
+from rayps.bench.together import together
 from rayps.cluster.local import ActorHandle, Cluster
 from rayps.comm.ring import Ring
 from rayps.comm.ring.autotune import NAMES
+from rayps.comm.ring.ring import Backend
 from rayps.core.errors import ConfigError
 
 RESIDENT = "resident"  # the vector is in shared memory and its sum is read in place
@@ -58,11 +61,12 @@ class RingBench:
         """Form the rings; return each contender's transport."""
         own = self._join("own")
         for algorithm in algorithms:
-            self._rings[algorithm] = self._join(algorithm) if algorithm in ("gloo", "nccl") else own
+            torchs: Backend | None = "gloo" if algorithm == "gloo" else "nccl" if algorithm == "nccl" else None
+            self._rings[algorithm] = own if torchs is None else self._join(torchs)
         self._own = own
         return {algorithm: str(ring.choices["transport"]) for algorithm, ring in self._rings.items()}
 
-    def _join(self, backend: str) -> Ring:
+    def _join(self, backend: Backend) -> Ring:
         return Ring.join(
             f"{self._name}-{backend}", self._rank, self._size, timeout=self._timeout, backend=backend, host=None
         )
@@ -73,7 +77,7 @@ class RingBench:
         self._x = torch.ones(n)
         shared = self._own.buffer(n) if RESIDENT in self._rings else self._x
         self._calls = calls_of(size)
-        self._work: dict[str, Callable[[], Any]] = {}
+        self._work: dict[str, Callable[[], Tensor]] = {}
         for name, ring in self._rings.items():
             if name == RESIDENT:
                 self._work[name] = lambda ring=ring: ring.total(shared)  # type: ignore[misc]
@@ -143,21 +147,21 @@ def bench_ring(
     try:
         for rank in range(workers):
             actors.append(cluster.spawn("rayps.bench.ring:RingBench", name, rank, workers, timeout))
-        transports = _all(actors, "prepare", ours, timeout=2 * timeout)[0] | {MPICH: MPICH}
+        transports = together(actors, "prepare", ours, timeout=2 * timeout)[0] | {MPICH: MPICH}
         if MPICH in algorithms:
             mpich = peer("mpich:Mpich", workers, timeout, actors[0].call("niceness").result(timeout))
         copy = actors[0].call("copy_bandwidth").result(timeout)
         rows: list[RingRow] = []
         for size in sizes:
-            _all(actors, "begin", size, timeout=timeout)
+            together(actors, "begin", size, timeout=timeout)
             turns: list[dict[str, float]] = []
             for number in range(repeats or _repeats(size)):
-                found = _all(actors, "turn", number, timeout=10 * timeout)
+                found = together(actors, "turn", number, timeout=10 * timeout)
                 turns.append({algorithm: max(seconds[algorithm] for seconds in found) for algorithm in ours})
                 if mpich is not None:
                     turns[-1][MPICH] = mpich.turn(size, calls_of(size))
             rows += _rows(size, turns, [transports[algorithm] for algorithm in algorithms], (workers, copy), algorithms)
-        _all(actors, "close", timeout=timeout)
+        together(actors, "close", timeout=timeout)
         return rows
     finally:
         for actor in actors:
@@ -173,11 +177,6 @@ def calls_of(size: int) -> int:
 
 def _repeats(size: int) -> int:
     return 30 if size <= 2 << 20 else 9 if size <= 32 << 20 else 5
-
-
-def _all(actors: list[ActorHandle], method: str, *args: Any, timeout: float) -> list[Any]:
-    replies = [actor.call(method, *args) for actor in actors]
-    return [reply.result(timeout) for reply in replies]
 
 
 def _rows(

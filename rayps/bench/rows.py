@@ -11,15 +11,18 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rayps.cluster.local import ActorHandle, Cluster
 from rayps.core.errors import ConfigError
 from rayps.core.partition import slices
 from rayps.ps.server_group import ServerGroup
+
+Ids = NDArray[np.int64]
+Rows = NDArray[np.float32]  # [ids, width]
 
 CONTENDERS = ("own", "fresh", "ray")
 SPARSITY = 4  # rows of the table per requested row
@@ -47,11 +50,11 @@ class RayTable:
     def __init__(self, rows: int, dim: int) -> None:
         self._table = np.zeros((rows, dim), np.float32)
 
-    def pull(self, ids: Any) -> Any:
+    def pull(self, ids: Ids) -> Rows:
         """Return these rows."""
         return self._table[ids]
 
-    def push(self, ids: Any, rows: Any) -> None:
+    def push(self, ids: Ids, rows: Rows) -> None:
         """Step these rows; ids are unique."""
         self._table[ids] -= _LR * rows
 
@@ -100,7 +103,7 @@ class RowsBench:
         return began, time.time()
 
 
-def _batches(rank: int, rows: int, count: int) -> list[Any]:
+def _batches(rank: int, rows: int, count: int) -> list[Ids]:
     """Draw unique ids in random order."""
     chance = np.random.default_rng(rank)
     return [chance.permutation(rows * SPARSITY)[:rows] for _ in range(count)]

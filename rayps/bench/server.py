@@ -9,10 +9,10 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rayps.cluster.local import ActorHandle, Cluster
 from rayps.core.errors import ConfigError
@@ -43,7 +43,7 @@ class RayShard:
     def __init__(self, n: int) -> None:
         self._params = np.zeros(n, np.float32)
 
-    def push_pull(self, grad: Any) -> Any:
+    def push_pull(self, grad: NDArray[np.float32]) -> NDArray[np.float32]:
         """Step, and return the parameters."""
         self._params -= 0.01 * grad
         return self._params

@@ -87,7 +87,7 @@ def _measure(waiting: int, seconds: float) -> WaitingRow:
 
 async def _fill(settings: Settings, waiting: int) -> str:
     spec = JobSpec("digits:Digits", workers=2).to_dict()
-    rows = [
+    rows: list[job_folders.JobRow] = [
         {
             "id": f"{number:026}",
             "name": "digits",

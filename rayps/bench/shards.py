@@ -21,10 +21,12 @@ from typing import Any
 import torch
 
 from rayps.bench.netns import Hosts, NamespaceActor, bits
+from rayps.bench.together import together
 from rayps.comm.link import Listener
 from rayps.core.errors import ConfigError
 from rayps.ps.fixed.shard_actor import ShardActor, ShardPlan
 from rayps.ps.server_group import ServerGroup, SharedParameters
+from rayps.tensors.snapshot import Snapshot
 
 _START_SECONDS = 60.0
 _TURN_SECONDS = 600.0
@@ -58,9 +60,9 @@ class HostShard(ShardActor):
         _sgd([warm]).step()  # loads the optimizer's modules, which do not count as the parameters' memory
         self._before = _resident()
 
-    def begin(self, plan: ShardPlan, snapshot: Any) -> None:
+    def begin(self, plan: ShardPlan, snapshot: bytes | Snapshot) -> None:
         """Start the shard; the snapshot is pickled, because pipes would pass its tensors by descriptor."""
-        super().begin(plan, pickle.loads(snapshot))
+        super().begin(plan, snapshot if isinstance(snapshot, Snapshot) else pickle.loads(snapshot))
 
     def memory(self) -> float:
         """Return the bytes that serving has added so far."""
@@ -109,10 +111,10 @@ class _OnHosts:
         self.shards.append(actor)
         return actor
 
-    def share(self, value: Any) -> bytes:
+    def share(self, value: Snapshot) -> bytes:
         return pickle.dumps(value)
 
-    def kill(self, handle: Any) -> None:
+    def kill(self, handle: NamespaceActor) -> None:
         handle.kill()
 
 
@@ -161,17 +163,12 @@ def _with_shards(count: int, rate: str, size: int, workers: int, repeats: int, w
             actors = [hosts.spawn(0, "rayps.bench.shards:HostWorker", rank) for rank in range(workers)]
             for actor in actors:
                 actor.started.result(_START_SECONDS)
-            _all(actors, "join", group)
-            turns = [_all(actors, "turn") for _ in range(repeats)]
+            together(actors, "join", group, timeout=_TURN_SECONDS)
+            turns = [together(actors, "turn", timeout=_TURN_SECONDS) for _ in range(repeats)]
             memory = max(shard.call("memory").result(_START_SECONDS) for shard in where.shards)
-            _all(actors, "leave")
+            together(actors, "leave", timeout=_TURN_SECONDS)
     spans = [max(end for _, end in turn) - min(begin for begin, _ in turn) for turn in turns]
     return statistics.median(spans), memory
-
-
-def _all(actors: list[NamespaceActor], method: str, *args: Any) -> list[Any]:
-    replies = [actor.call(method, *args) for actor in actors]
-    return [reply.result(_TURN_SECONDS) for reply in replies]
 
 
 def _resident() -> float:

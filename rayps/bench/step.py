@@ -24,10 +24,12 @@ from torch import nn
 from rayps.bench.contender import plain_steps, workload
 from rayps.bench.peer import peer
 from rayps.bench.plain_processes import PlainActor
-from rayps.cluster.local import Cluster
+from rayps.bench.together import together
+from rayps.cluster.local import ActorHandle, Cluster
 from rayps.comm.ring import Ring
 from rayps.core.calendar import Boundary
 from rayps.core.errors import ConfigError
+from rayps.core.records import Point
 from rayps.strategies.all_reduce import AllReduce
 from rayps.tensors.flat import FlatModel
 from rayps.tensors.snapshot import Snapshot
@@ -124,7 +126,7 @@ class StepBench:
         loop.load_state_dict(Snapshot(flat.layout, flat.vector))
 
         def turn(steps: int) -> dict[str, float]:
-            points: list[dict[str, Any]] = []
+            points: list[Point] = []
             loop.w.plan = dataclasses.replace(plan, end=loop.w.position + steps)
             start = time.perf_counter()
             run = PlanRun(loop, points.append, lambda part: None, lambda: loop.w.position >= loop.w.plan.end)
@@ -157,8 +159,8 @@ def bench_step(
         if contender not in CONTENDERS:
             raise ConfigError(f"no contender {contender!r}; use some of {', '.join(CONTENDERS)}", contender=contender)
     name, names = f"step-{secrets.token_hex(4)}", list(contenders)
-    actors: list[Any] = []
-    plain: list[Any] = []
+    actors: list[ActorHandle] = []
+    plain: list[PlainActor] = []
     found: dict[str, list[dict[str, float]]] = {contender: [] for contender in names}
     parameters = sum(p.numel() for p in workload(model, hidden, 1).model().parameters())
     train = peer("ray_train:RayTrain", workers, model, hidden, timeout) if "ray_train" in names else None
@@ -191,12 +193,6 @@ def bench_step(
         for process in plain:
             process.kill()
     return _rows(found, workers, parameters, repeats)
-
-
-def together(actors: Sequence[Any], method: str, *args: Any, timeout: float) -> list[Any]:
-    """Call a method of all actors; return the answers by rank."""
-    replies = [actor.call(method, *args) for actor in actors]
-    return [reply.result(timeout) for reply in replies]
 
 
 def _rows(found: dict[str, list[dict[str, float]]], workers: int, parameters: int, repeats: int) -> list[StepRow]:

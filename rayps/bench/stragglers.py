@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +26,7 @@ from rayps.cluster.local import Cluster
 from rayps.comm.link import Link, Message, connect
 from rayps.core.calendar import Boundary
 from rayps.core.errors import ConfigError, TrainingError
+from rayps.core.records import Point
 from rayps.core.user_module import pack
 from rayps.data import Batch, Data, parquet
 from rayps.data.base import random_of
@@ -190,7 +190,7 @@ class _Stage:
         boundary, end = Boundary(0, -1), 1_000_000
         self._group.begin(Orders(self._generation, strategy, seed, end, boundary, False, 60.0), self._start)
         link = self._watcher()
-        points: list[dict[str, Any]] = []
+        points: list[Point] = []
         began = time.monotonic()
         try:
             while (looked := self._look(link))[0] < target:
@@ -212,7 +212,7 @@ class _Stage:
         """Stop workers and shards."""
         self._group.close()
 
-    def _poll(self) -> list[dict[str, Any]]:
+    def _poll(self) -> list[Point]:
         points = self._group.poll()
         for member in [*self._group.workers, *self._group.shards]:
             error = getattr(member.facts, "error", None)

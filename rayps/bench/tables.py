@@ -13,11 +13,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
+from rayps.bench.rows import Ids
 from rayps.core.errors import ConfigError
 from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables import parquet
@@ -180,13 +180,13 @@ def _measure(table: SparseTable, rows: int, ids: int, zipf: float | None, repeat
     )
 
 
-def _batch(chance: np.random.Generator, rows: int, ids: int, zipf: float | None) -> Any:
+def _batch(chance: np.random.Generator, rows: int, ids: int, zipf: float | None) -> Ids:
     if zipf is not None:
         return np.unique((chance.zipf(zipf, ids) - 1) % rows)
     return np.sort(chance.choice(rows, min(ids, rows), replace=False))
 
 
-def _turn(segments: list[TableSegment], dense: Dense, ids: Any, step: int) -> list[float]:
+def _turn(segments: list[TableSegment], dense: Dense, ids: Ids, step: int) -> list[float]:
     """Return CPU seconds of index_select, index_add_, torch's step, the pulls and the pushes of a batch."""
     table = segments[0].table
     grad, order_bounds, places = torch.rand(len(ids), table.dim), split(ids, table.segments), torch.from_numpy(ids)

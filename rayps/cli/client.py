@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 from urllib.parse import quote
 
 import typer
@@ -14,6 +14,7 @@ from rayps.cli.show import Output
 from rayps.core.errors import ConfigError
 from rayps.core.job import Status
 from rayps.federated.remote.signed_orders import NAME, ClientToken
+from rayps.service.answers import TokenAnswer
 from rayps.service.client import Client
 from rayps.service.settings import Settings
 
@@ -144,7 +145,7 @@ def create(
     _show_token(found, to, output)
 
 
-def _show_token(found: dict[str, Any], to: str | None, output: Output) -> None:
+def _show_token(found: TokenAnswer, to: str | None, output: Output) -> None:
     if output is Output.json and to in (None, "-"):
         show.dump(found)
         return
@@ -260,11 +261,11 @@ def joined(
         show.note(found["waits"])
 
 
-def _of_user(token: dict[str, Any]) -> bool:
+def _of_user(token: TokenAnswer) -> bool:
     return "job" not in token
 
 
-def _holder(token: dict[str, Any]) -> str:
+def _holder(token: TokenAnswer) -> str:
     if _of_user(token):
         return "the service's own command line" if token["name"] == LOCAL else f"the user {token['name']}"
     client = f"the client {token['name']}" if token["name"] else "any client"

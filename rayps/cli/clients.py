@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rayps.cli import show
 from rayps.cli.show import Output
 from rayps.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rayps.data.clients import Clients
 
 _SHADES = " ░▒▓█"
 
@@ -54,7 +57,7 @@ def clients(
     _table(found)
 
 
-def _table(found: Any) -> None:
+def _table(found: Clients) -> None:
     table, summary = found.statistics(), found.summary()
     rows, columns = [], ["client", "rows"]
     if "labels" in table.column_names:

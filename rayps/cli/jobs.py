@@ -6,13 +6,15 @@ import itertools
 import json
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from rayps.cli import show
 from rayps.cli.show import Output
 from rayps.core.job import Status
+from rayps.core.records import Event, GroupFacts
+from rayps.service.answers import JobAnswer
 from rayps.service.client import Client, Job
 from rayps.service.job_file import read
 
@@ -105,7 +107,7 @@ class _StatusLine:
         self._epoch: tuple[str, int] | None = None
         self._at = 0.0
 
-    def update(self, data: dict[str, Any]) -> None:
+    def update(self, data: JobAnswer) -> None:
         """Take the newest view of the job."""
         progress = data.get("progress") or {}
         if data["status"] == Status.RUNNING and progress.get("epochs"):
@@ -136,7 +138,7 @@ def ls(
     if output is Output.json:
         show.dump([job.data for job in jobs])
         return
-    rows = [
+    rows: list[list[show.Cell]] = [
         [
             job.id,
             job.data["name"],
@@ -242,9 +244,9 @@ def events(job_id: Id, output: Format = Output.table) -> None:
     show.table(["when", "what", ""], [[show.clock(e["time"]), e["kind"], text] for e, text in _shortened(found)])
 
 
-def _shortened(events: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
+def _shortened(events: list[Event]) -> list[tuple[Event, str]]:
     """Return events with their texts; of consecutive checkpoints the first and the last, with the number between."""
-    found: list[tuple[dict[str, Any], str]] = []
+    found: list[tuple[Event, str]] = []
     for kind, group in itertools.groupby(events, key=lambda event: str(event["kind"])):
         row = list(group)
         texts = [str(event["message"]) for event in row]
@@ -287,7 +289,7 @@ def open_page(to: show.To = None) -> None:
         show.secret(client.page_address(), to)
 
 
-def _operations(group: dict[str, Any] | None) -> str | None:
+def _operations(group: GroupFacts | None) -> str | None:
     """Format a job's operations per second on its server group, and their quota."""
     if not group or group.get("operations_s") is None:
         return None
@@ -295,7 +297,7 @@ def _operations(group: dict[str, Any] | None) -> str | None:
     return show.number(float(group["operations_s"])) + ("" if most is None else f" (quota {most:g})")
 
 
-def _held_back(job: dict[str, Any]) -> str | None:
+def _held_back(job: JobAnswer) -> str | None:
     return (
         ((job.get("progress") or {}).get("server_group") or {}).get("held_back")
         if (job["status"] == "RUNNING")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -14,6 +14,8 @@ from rayps.cli.sizes import size as size_of
 from rayps.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from rayps.cluster.local import Cluster
 
 T = TypeVar("T")
@@ -35,7 +37,7 @@ def run(address: str | None, workers: int, measure: Callable[[Cluster], T]) -> T
         cluster.close()
 
 
-def show_rows(output: Output, rows: list[Any], columns: dict[str, str]) -> None:
+def show_rows(output: Output, rows: Sequence[DataclassInstance], columns: dict[str, str]) -> None:
     """Print dataclasses as a table of these columns, or with all fields as JSON."""
     if output is Output.json:
         show.dump([dataclasses.asdict(row) for row in rows])

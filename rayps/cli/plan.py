@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, NotRequired, TypedDict
 
 import typer
 
@@ -24,10 +24,13 @@ from rayps.core.replica import Pipeline, pipeline_of
 from rayps.core.strategy import Phase, StrategyView
 from rayps.core.topology import replica_of, replicas_in
 from rayps.core.traffic import Sizes
+from rayps.core.values import Json, JsonObject
 from rayps.strategies.catalogue import parse, wire
 
 if TYPE_CHECKING:
-    from rayps.parallel.division.division import Division
+    from rayps.data.base import Data
+    from rayps.parallel.division.division import ColumnFacts, Division
+    from rayps.workload.base import Workload
 
 _WIDTH = 100
 _MEMORY = ("parameters", "gradients", "optimizer", "activations", "all")
@@ -93,6 +96,29 @@ def plan(
         each.show()
 
 
+class DrawnSchedule(TypedDict):
+    """A pipeline's schedule, JSON-ready: shares of the time, and what each stage does when."""
+
+    unit: str
+    makespan: float
+    idle: float
+    idles: list[float]
+    activations: list[int]
+    rows: list[list[list[str | float]]]
+
+
+class PlanRecord(TypedDict):
+    """The plan of a phase, JSON-ready."""
+
+    strategy: Json
+    workers: int
+    grid: dict[str, int]
+    division: list[ColumnFacts] | None
+    costs: JsonObject
+    unfit: list[str]
+    schedule: NotRequired[DrawnSchedule]
+
+
 class _Plan:
     """The plan of one phase."""
 
@@ -121,10 +147,10 @@ class _Plan:
         m = replica.micro_batches
         return f"{replica.schedule}: {replica.stages} stages{of}, {m} micro-batch{'es'[: 2 * (m != 1)]}"
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> PlanRecord:
         """Return the plan as JSON data."""
         grid = self.costs.grid
-        found: dict[str, Any] = {
+        found: PlanRecord = {
             "strategy": wire([Phase(None, self.strategy)]),
             "workers": grid.size,
             "grid": {"data": grid.data, "stage": grid.stage, "tensor": grid.tensor},
@@ -283,14 +309,14 @@ def _user_table(path: Path | None, phases: list[Phase]) -> Table | None:
     return rows
 
 
-def _workload(target: str, batch: int | None) -> Any:
+def _workload(target: str, batch: int | None) -> Workload:
     from rayps.workload.base import load
 
     workload = load(target)
     if batch is not None:
         whole = workload.data
 
-        def data() -> Any:
+        def data() -> Data:
             found = whole()
             found.batch_size = batch
             return found
@@ -299,12 +325,14 @@ def _workload(target: str, batch: int | None) -> Any:
     return workload
 
 
-def _divisions(workload: Any, target: str | None, phases: list[Phase], workers: int | None) -> list[Any]:
+def _divisions(
+    workload: Workload, target: str | None, phases: list[Phase], workers: int | None
+) -> list[Division | None]:
     """Divide the model for each phase. Raises the errors of a run before it starts."""
     from rayps.runtime.preflight import preflight
     from rayps.strategies.job import JobSpec
 
-    found = []
+    found: list[Division | None] = []
     for phase in phases:  # one by one: without --workers, phases may have replicas of different sizes
         alone = [Phase(None, phase.strategy)]
         spec = JobSpec(str(target), wire(alone), _workers(phase.strategy, workers)).check()
@@ -323,7 +351,9 @@ def _workers(strategy: StrategyView, given: int | None) -> int:
     return count
 
 
-def _timeline(strategy: StrategyView, own: Table | None, workload: Any, division: Any, workers: int) -> Timeline | None:
+def _timeline(
+    strategy: StrategyView, own: Table | None, workload: Workload | None, division: Division | None, workers: int
+) -> Timeline | None:
     replica = pipeline_of(replica_of(strategy))
     if replica is None:
         return None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, TypeVar
 
 import typer
 from rich.text import Text
@@ -11,6 +11,7 @@ from rich.text import Text
 from rayps.cli import show
 from rayps.cli.show import Output
 from rayps.core.errors import ServiceError
+from rayps.service.answers import GroupAnswer, SegmentLine, SpaceAnswer
 from rayps.service.client import Client
 from rayps.service.remote_group import RemoteGroup, summary
 
@@ -29,6 +30,7 @@ Wait = Annotated[bool, typer.Option("--wait", help="Wait until all servers are r
 Timeout = Annotated[float, typer.Option(metavar="SECONDS", min=0, help="How long --wait waits.")]
 _COLOURS = {"ready": "green", "alive": "green", "dead": "red", "degraded": "red", "unreachable": "red"}
 _EVENTS = 5
+_Line = TypeVar("_Line")
 
 
 @app.command()
@@ -198,7 +200,7 @@ def size(value: float | None) -> str:
     return f"{rest:.0f} B" if units[0] == "B" else f"{rest:.1f} {units[0]}"
 
 
-def _find_space(spaces: list[dict[str, Any]], text: str) -> tuple[str, int]:
+def _find_space(spaces: list[SpaceAnswer], text: str) -> tuple[str, int]:
     """Return the full name of the space that `text` names, and its bytes."""
     exact = [each for each in spaces if each["name"] == text]
     near = exact or [each for each in spaces if str(each["name"]).upper().startswith(text.upper())]
@@ -226,7 +228,7 @@ def _show_result(group: RemoteGroup, wait: bool, timeout: float, form: Output) -
             show.note(f"`rayps servers show {group.name}` shows its status")
 
 
-def _tables(data: dict[str, Any]) -> None:
+def _tables(data: GroupAnswer) -> None:
     show.facts(
         [
             ("name", data["name"]),
@@ -305,19 +307,19 @@ def _tables(data: dict[str, Any]) -> None:
 
 
 def _section(
-    title: str, columns: list[str], found: list[dict[str, Any]], row: Callable[[dict[str, Any]], list[Any]]
+    title: str, columns: list[str], found: Sequence[_Line], row: Callable[[_Line], Sequence[show.Cell]]
 ) -> None:
     if found:
         show.line(f"\n{title}")
         show.table(columns, [["" if cell is None else cell for cell in row(each)] for each in found])
 
 
-def _ready_segments(segments: list[dict[str, Any]]) -> str:
+def _ready_segments(segments: list[SegmentLine]) -> str:
     ready = sum(segment.get("state") == "ready" for segment in segments)
     return str(len(segments)) if ready == len(segments) else f"{ready} of {len(segments)} ready"
 
 
-def quota(given: dict[str, Any] | None) -> str:
+def quota(given: Mapping[str, float | None] | None) -> str:
     """Format a quota; "-" if there is none."""
     found = given or {}
     parts = [

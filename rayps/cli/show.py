@@ -7,10 +7,11 @@ import json
 import os
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import typer
 from rich.console import Console
@@ -19,6 +20,8 @@ from rich.text import Text
 
 from rayps.core.errors import ConfigError
 from rayps.core.text import written
+from rayps.core.values import Json, JsonObject
+from rayps.service.answers import JobAnswer
 from rayps.service.settings import private_write
 from rayps.strategies.catalogue import catalogue
 
@@ -33,6 +36,8 @@ _COLOURS = {
 _LAST = 14  # least width of a table's last column before others are cut
 _UNKNOWN = object()
 _CUT = 6  # least width of a column that is cut
+
+Cell: TypeAlias = str | float | Text | None  # of a table
 
 
 class Output(enum.StrEnum):
@@ -119,7 +124,7 @@ def dump(data: Any) -> None:
     line(json.dumps(data, indent=2, ensure_ascii=False))
 
 
-def table(columns: list[str], rows: list[list[Any]], cut: tuple[str, ...] = ()) -> None:
+def table(columns: list[str], rows: Sequence[Sequence[Cell]], cut: tuple[str, ...] = ()) -> None:
     """Print rows under headings. On a narrow terminal the columns in `cut` are cut and the last one wraps.
 
     Nothing is cut if stdout is not a terminal.
@@ -151,7 +156,7 @@ def status(word: str) -> Text:
     return Text(word, style=_COLOURS.get(word, ""))
 
 
-def facts(pairs: list[tuple[str, Any]]) -> None:
+def facts(pairs: Sequence[tuple[str, Cell | Mapping[str, float]]]) -> None:
     """Print names and values, one pair per line, without empty values."""
     width = max(len(name) for name, _ in pairs)
     for name, value in pairs:
@@ -175,28 +180,28 @@ def clock(at: float) -> str:
     return datetime.fromtimestamp(at).strftime("%Y-%m-%d %H:%M:%S")
 
 
-def number(value: Any) -> str:
+def number(value: float | str | None) -> str:
     """Format a figure with four digits; None is empty."""
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def measures(found: dict[str, Any] | None) -> str:
+def measures(found: Mapping[str, float] | None) -> str:
     """Format metrics on one line."""
     return "  ".join(f"{name} {number(value)}" for name, value in (found or {}).items())
 
 
-def strategy(spec: Any) -> str:
+def strategy(spec: Json) -> str:
     """Write a strategy in its text form, without options that have their default."""
     return written(_brief(spec))
 
 
 @cache
-def _defaults() -> dict[str, dict[str, Any]]:
+def _defaults() -> dict[str, JsonObject]:
     """Return each strategy's default options."""
     return {each["name"]: {option["name"]: option["default"] for option in each["options"]} for each in catalogue()}
 
 
-def _brief(spec: Any) -> Any:
+def _brief(spec: Json) -> Json:
     if isinstance(spec, list):
         return [{**phase, "strategy": _brief(phase["strategy"])} for phase in spec]
     if not isinstance(spec, dict):
@@ -205,7 +210,7 @@ def _brief(spec: Any) -> Any:
     return {key: _brief(value) for key, value in spec.items() if key == "name" or defaults.get(key, _UNKNOWN) != value}
 
 
-def learns(job: dict[str, Any]) -> str:
+def learns(job: JobAnswer) -> str:
     """Describe a job's strategy, and its server group if it has one."""
     spec, group = job["spec"], (job.get("progress") or {}).get("server_group") or {}
     name = spec.get("server_group")
@@ -222,7 +227,7 @@ def learns(job: dict[str, Any]) -> str:
     )
 
 
-def _without_servers(spec: Any) -> Any:
+def _without_servers(spec: Json) -> Json:
     if isinstance(spec, list):
         return [{**phase, "strategy": _without_servers(phase["strategy"])} for phase in spec]
     return (
@@ -232,7 +237,7 @@ def _without_servers(spec: Any) -> Any:
     )
 
 
-def result(job: dict[str, Any]) -> str:
+def result(job: JobAnswer) -> str:
     """Describe a job's result: its metrics; while it runs, the last evaluation or the last batch's loss."""
     if job.get("metrics"):
         return measures(job["metrics"])

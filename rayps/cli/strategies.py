@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -12,7 +12,7 @@ from rayps.cli.show import Output
 from rayps.core.errors import ConfigError
 from rayps.core.text import nested
 from rayps.service.strategy_check import strategies_in
-from rayps.strategies.catalogue import catalogue
+from rayps.strategies.catalogue import StrategyDescription, catalogue
 
 
 def strategies(
@@ -38,5 +38,5 @@ def strategies(
     )
 
 
-def _options(each: dict[str, Any]) -> str:
+def _options(each: StrategyDescription) -> str:
     return " ".join(f"{option['name']}={nested(option['default'])}" for option in each["options"])

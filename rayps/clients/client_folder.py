@@ -16,16 +16,17 @@ import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import safetensors
 import safetensors.torch
 from torch import Tensor
 
 from rayps.core.errors import Conflict
+from rayps.core.values import Keywords
 from rayps.service.settings import private_write
 
-Starts = Sequence[tuple[int, int]]  # each start of the job: its first round and its first order
+Starts = Sequence[Sequence[int]]  # (round, order) at which the job has begun, or begun again
 
 
 class ClientFolder:
@@ -109,7 +110,7 @@ class ClientFolder:
     def _state(self, round: int) -> Path:
         return self.folder / f"state-{round}.safetensors"
 
-    def _read(self, name: str) -> dict[str, Any]:
+    def _read(self, name: str) -> Keywords:
         try:
             found = json.loads((self.folder / name).read_bytes())
         except (OSError, ValueError):

@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import httpx2
 import numpy as np
@@ -30,8 +30,8 @@ from rayps.data.base import Data
 from rayps.data.other_files import elsewhere
 from rayps.federated import remote_codec
 from rayps.federated.client import ClientReply, ClientRows, Task, Trainer
-from rayps.federated.remote.join_options import deadline_of
-from rayps.federated.remote.signed_orders import ClientToken, verified
+from rayps.federated.remote.signed_orders import ClientToken, OrderFacts, verified
+from rayps.federated.view import FederatedView, deadline_of
 from rayps.service.client import checked
 from rayps.strategies.catalogue import parse
 from rayps.strategies.fedavg import FedAvg
@@ -56,6 +56,17 @@ class Ended:
     status: Status
     reason: str
     rounds: int  # in which this client's update was accepted
+
+
+class WorkAnswer(TypedDict, total=False):
+    """What the service answers a client that asks for work."""
+
+    kind: str  # round, wait or end
+    status: str
+    reason: str | None
+    verdict: str | None  # why the newest update was rejected
+    order: str
+    signature: str
 
 
 class ServiceConnection:
@@ -204,14 +215,14 @@ class ClientProcess:
     def _headers(self, **more: str) -> dict[str, str]:
         return {"Rayps-Client": f"{self.job}:{self._number}:{self._folder.key}", **more}
 
-    def _ask(self) -> dict[str, Any]:
+    def _ask(self) -> WorkAnswer:
         params = {"after": self._folder.settled, "wait": LONG_POLL}
-        found: dict[str, Any] = self._connection.call(
+        found: WorkAnswer = self._connection.call(
             "GET", "/api/v1/client/work", params=params, headers=self._headers()
         ).json()
         return found
 
-    def verified_order(self, work: dict[str, Any]) -> dict[str, Any]:
+    def verified_order(self, work: WorkAnswer) -> OrderFacts:
         """Return the order if it is signed by the token's service, for this client and job, and newer than the last.
 
         Raises:
@@ -228,10 +239,10 @@ class ClientProcess:
             raise _refusal(f"it is order {serial}, and order {newest} was received before: it is replayed")
         return order
 
-    def train_round(self, order: dict[str, Any]) -> None:
+    def train_round(self, order: OrderFacts) -> None:
         """Execute a round's order: train and send the update."""
         serial, round, asked = order["serial"], order["round"], time.monotonic()
-        strategy: Any = parse(order["strategy"])[0].strategy
+        strategy = _strategy_of(order)
         self._folder.begin(serial)
         try:
             raw = self._connection.call(
@@ -261,7 +272,7 @@ class ClientProcess:
             self._rounds += 1
             self._report(f"round {round}: {reply.n} samples, loss {reply.loss:.4g}, {seconds:.1f} s; sent")
 
-    def _send(self, order: dict[str, Any], reply: ClientReply) -> bool:
+    def _send(self, order: OrderFacts, reply: ClientReply) -> bool:
         raw = remote_codec.update(reply)
         headers = self._headers(
             **{"Rayps-Sha256": hashlib.sha256(raw).hexdigest(), "Content-Type": "application/octet-stream"}
@@ -275,15 +286,15 @@ class ClientProcess:
             return False
         return True
 
-    def _update_not_counted(self, order: dict[str, Any], error: RaypsError) -> None:
+    def _update_not_counted(self, order: OrderFacts, error: RaypsError) -> None:
         if error.data.get("code") not in ("late", "no_order", "not_asked"):
             raise error
         self._folder.settle(order["serial"], None)
         if "trained" not in order or time.monotonic() < order["ends"]:  # the job was restored from a checkpoint
             self._report(f"round {order['round']}: {error}")
             return
-        strategy: Any = parse(order["strategy"])[0].strategy
-        deadline = deadline_of(strategy.population)
+        strategy = _strategy_of(order)
+        deadline = deadline_of(strategy)
         self._report(
             f"round {order['round']}: the update was too late and not counted: training took {order['trained']:.1f} s, "
             f"and {order['seconds']:.1f} s were left of the round's deadline of {deadline:g} s. In the job's strategy, "
@@ -297,6 +308,12 @@ class ClientProcess:
             self._folder.drop(self._folder.last)
             self._folder.settle(self._folder.settled, None)
             self._rounds -= 1
+
+
+def _strategy_of(order: OrderFacts) -> FederatedView:
+    strategy = parse(order["strategy"])[0].strategy
+    assert isinstance(strategy, FederatedView), "the service gives clients orders of federated strategies only"
+    return strategy
 
 
 def rows_of(data: Data) -> ClientRows:

@@ -13,13 +13,6 @@ from rayps.core.errors import ConfigError
 from rayps.core.grid import Grid
 
 
-class Laid(Protocol):
-    """A strategy, as far as it lays out workers."""
-
-    def grid(self, workers: int) -> Grid:
-        """How so many workers are laid out."""
-
-
 class Planned(Protocol):
     """A phase, as far as its length goes; `epochs` None = until the run ends."""
 
@@ -27,9 +20,8 @@ class Planned(Protocol):
     def epochs(self) -> int | None:
         """Epochs of the phase."""
 
-    @property
-    def strategy(self) -> Laid:
-        """What runs in it."""
+    def grid(self, workers: int) -> Grid:
+        """How `workers` are laid out in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +81,7 @@ class Calendar:
         self.spans: list[PhaseSpan] = []
         begin = epoch = 0
         for phase, end, count in zip(phases, ends, steps, strict=True):
-            grid = phase.strategy.grid(workers)
+            grid = phase.grid(workers)
             self.spans.append(PhaseSpan(begin, end, epoch, count, grid.data, grid.columns))
             begin, epoch = end, epoch + (phase.epochs or 0)
 

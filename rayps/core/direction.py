@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from rayps.core.errors import ConfigError
 
 
-def direction(groups: Iterable[Mapping[str, Any]]) -> int:
+def direction(groups: Iterable[Mapping[str, bool]]) -> int:
     """1, or -1 where the optimizer of these parameter groups maximizes.
 
     Raises:

@@ -161,6 +161,19 @@ def recovery_of(topology: Topology) -> Recovery:
     return RestartAll() if topology.replica is None else Rebuild(from_servers=isinstance(topology, Servers))
 
 
+def recovery_now(declared: Recovery, *, holds_tables: bool, rejoins: bool) -> Recovery:
+    """What a death brings about in a run as it is now, under a strategy that declares `declared`.
+
+    Parameters in one space with tables are too large for a snapshot, so one is replaced. `rejoins`: a replica can begin
+    again from the servers; where it cannot, all restart.
+    """
+    if isinstance(declared, Rebuild):
+        if not declared.from_servers:
+            return declared
+        return ReplaceOne() if rejoins else RestartAll()
+    return ReplaceOne() if holds_tables else declared
+
+
 class HasRecovery(Protocol):
     """A strategy, as far as deaths go."""
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from typing import Any
 
 import pyarrow as pa
 
-Point = dict[str, Any]
+from rayps.core.records import Point
 
 # means over ranks; data: getting the batch; the last two where there are sparse tables: in pulls of rows, and of these
 # while it computed

@@ -9,21 +9,32 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
+from rayps.core.values import Json, JsonObject
+
+Option: TypeAlias = dataclasses.Field[Any]  # a field of any type
 NESTED = {"nested": True}  # the metadata of such a field
 
 
-def options_of(kind: type[Any]) -> list[dataclasses.Field[Any]]:
+class HasName(Protocol):
+    """A strategy or a replica, as far as its wire form needs it; its options are its dataclass fields."""
+
+    @property
+    def name(self) -> str:
+        """By which it is found again."""
+
+
+def options_of(kind: type) -> list[Option]:
     """The options of a class as they are written, in order; none where it is no dataclass."""
-    found: list[dataclasses.Field[Any]] = []
+    found: list[Option] = []
     for field in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
         inner = _kind(field)
         found += [field] if inner is None else options_of(inner)
     return found
 
 
-def written_options(value: Any) -> Iterator[tuple[dataclasses.Field[Any], Any]]:
+def written_options(value: Any) -> Iterator[tuple[Option, Any]]:
     """Each option of a value as it is written, and what it is."""
     for field in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
         held = getattr(value, field.name)
@@ -33,23 +44,23 @@ def written_options(value: Any) -> Iterator[tuple[dataclasses.Field[Any], Any]]:
             yield field, held
 
 
-def wire_of(value: Any) -> dict[str, Any]:
+def wire_of(value: HasName) -> JsonObject:
     """A strategy or a replica as JSON-ready data: its name and options; none where none is the default is left out."""
-    found: dict[str, Any] = {"name": value.name}
+    found: JsonObject = {"name": value.name}
     for field, held in sorted(written_options(value), key=lambda option: option[0].default is None):
         if field.default is not None or held is not None:
             found[field.name] = _plain(held)
     return found
 
 
-def _kind(field: dataclasses.Field[Any]) -> type[Any] | None:
+def _kind(field: Option) -> type | None:
     """The dataclass of a nested value; None where the field is an option itself."""
     made = field.default_factory
     return made if "nested" in field.metadata and isinstance(made, type) else None
 
 
 def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and hasattr(value, "name"):
+    if hasattr(value, "__dataclass_fields__") and hasattr(value, "name"):
         return wire_of(value)
     return list(value) if isinstance(value, tuple) else value
 
@@ -80,7 +91,7 @@ class FlatOptions:
             raise TypeError(f"{kind.__name__} has no option {next(iter(options))!r}; it has {', '.join(names)}")
         getattr(self, "__post_init__", lambda: None)()
 
-    def __init_subclass__(cls, **more: Any) -> None:
+    def __init_subclass__(cls, **more: Json) -> None:
         super().__init_subclass__(**more)
         if "__init__" not in cls.__dict__:
             cls.__init__ = FlatOptions.__init__  # type: ignore[method-assign]
@@ -93,7 +104,7 @@ class FlatOptions:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
-def _taken(kind: type[Any], field: dataclasses.Field[Any], options: dict[str, Any]) -> Any:
+def _taken(kind: type, field: Option, options: dict[str, Any]) -> Any:
     """The value of a field, made of the options that belong to it; these are taken out."""
     inner = _kind(field)
     given = options.pop(field.name, dataclasses.MISSING)

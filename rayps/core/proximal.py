@@ -36,8 +36,8 @@ def prox(regularizer: str | None, v: Tensor, t: float) -> Tensor:
     """prox_{tg}(v) in place, for g as `canonical` writes it; None is g = 0, which leaves `v` as it is."""
     if regularizer is None:
         return v
-    spec = form(regularizer)
-    return PROX[spec["name"]](v, t * spec["weight"])
+    name, weight = _read(form(regularizer))
+    return PROX[name](v, t * weight)
 
 
 def canonical(given: Json) -> str | None:
@@ -49,12 +49,23 @@ def canonical(given: Json) -> str | None:
     if given is None:
         return None
     spec = _spec(given) if isinstance(given, str) else given
-    if not isinstance(spec, dict) or set(spec) != {"name", "weight"} or spec["name"] not in PROX:
-        raise _refused(given)
-    weight = spec["weight"]
+    try:
+        name, weight = _read(spec)
+    except ValueError:
+        raise _refused(given) from None
+    return f"{name}(weight={weight!r})"
+
+
+def _read(spec: Json) -> tuple[str, float]:
+    """The name and the weight of a regularizer in wire form. Raises ValueError: it is none."""
+    if not isinstance(spec, dict) or set(spec) != {"name", "weight"}:
+        raise ValueError("a regularizer has a name and a weight")
+    name, weight = spec["name"], spec["weight"]
+    if not isinstance(name, str) or name not in PROX:
+        raise ValueError(f"there is no regularizer {name!r}")
     if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < float("inf"):
-        raise _refused(given)
-    return f"{spec['name']}(weight={float(weight)!r})"
+        raise ValueError(f"{weight!r} is no weight")
+    return name, float(weight)
 
 
 def _spec(given: str) -> JsonObject | None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
 
 from rayps.core import options
 from rayps.core.compression import compression_of
 from rayps.core.errors import ConfigError
 from rayps.core.replica import Replica, must_go_with
-from rayps.core.strategy import ShardView
+from rayps.core.strategy import ShardView, Vector
 from rayps.core.topology import ASP, REPLAY, PerPush, PerRound, Servers, Update, consistency_of
+from rayps.core.values import Json, JsonObject, Keywords
 
 
 def plain_servers(
@@ -72,19 +72,19 @@ def update_of(staleness: int | None) -> Update:
     return PerRound(means=True, borrows=True) if staleness == 0 else PerPush(borrows=True)
 
 
-def apply_push(shard: ShardView, value: Any, weight: float) -> None:
+def apply_push(shard: ShardView, value: Vector, weight: float) -> None:
     """Apply w <- w - step(g_i / N); a push without samples changes nothing."""
     if weight:
         shard.step(value, 1 / shard.size)
 
 
-def apply_mean(shard: ShardView, values: Any, weights: Sequence[float]) -> None:
+def apply_mean(shard: ShardView, values: Sequence[Vector], weights: Sequence[float]) -> None:
     """Apply w <- w - step(sum(n_i g_i) / sum(n_i)); a round without samples changes nothing."""
     if sum(weights):
         shard.step_mean(values, weights)
 
 
-def apply_sum(shard: ShardView, value: Any, weight: float) -> None:
+def apply_sum(shard: ShardView, value: Vector, weight: float) -> None:
     """Apply w <- w - step(a), a the sum of the gradients since the last push; decay the weights once per gradient."""
     if weight:
         shard.step(value, decays=shard.rounds)
@@ -111,7 +111,7 @@ class PlainServers:
         """Itself."""
         return self
 
-    def on_push(self, shard: ShardView, value: Any, weight: float) -> None:
+    def on_push(self, shard: ShardView, value: Vector, weight: float) -> None:
         """Out of step: one push, at once."""
         servers = self.topology
         if servers.update.spans:
@@ -119,17 +119,17 @@ class PlainServers:
         elif not servers.in_step:
             apply_push(shard, value, weight)
 
-    def on_round(self, shard: ShardView, values: list[Any], weights: list[float]) -> None:
+    def on_round(self, shard: ShardView, values: list[Vector], weights: list[float]) -> None:
         """In step: the mean of the round."""
         apply_mean(shard, values, weights)
 
-    def to_wire(self) -> dict[str, Any]:
+    def to_wire(self) -> JsonObject:
         """Its strategy's options as JSON-ready data, without those that are none and without `replica`.
 
         Servers need not know of how many workers a replica is: each column has a space of its own.
         """
         servers = self.topology
-        found: dict[str, Any] = {"name": self.name, "shards": servers.count, "replay_mb": servers.replay_mb}
+        found: JsonObject = {"name": self.name, "shards": servers.count, "replay_mb": servers.replay_mb}
         if servers.update.spans:
             found |= {"adagrad": servers.adagrad}
         else:
@@ -138,9 +138,9 @@ class PlainServers:
         return found if servers.update.spans else found | {"staleness": servers.staleness}
 
     @classmethod
-    def from_wire(cls, found: Mapping[str, Any]) -> PlainServers:
+    def from_wire(cls, found: Mapping[str, Json]) -> PlainServers:
         """What `to_wire` wrote. Raises ValueError, TypeError, ConfigError: it did not."""
-        options = dict(found)
+        options: Keywords = dict(found)
         name = options.pop("name", None)
         if name not in ("parameter_server", "downpour"):
             raise ValueError(f"servers that follow {name!r} cannot be read: there are parameter_server and downpour")
@@ -150,14 +150,14 @@ class PlainServers:
         return cls(summing_servers(**{option: options[option] for option in known if option in options}))
 
 
-def weighted_mean(values: list[Any], weights: list[float]) -> Any:
-    """Sum(w_i v_i) / sum(w_i), in the order given; None where all weights are 0.
+def weighted_mean(values: list[Vector], weights: list[float]) -> Vector:
+    """Sum(w_i v_i) / sum(w_i), in the order given. Raises ValueError: all weights are 0.
 
     Half precision adds in float32 and is rounded once. A value of weight 0 is not read: it may be NaN.
     """
     total = sum(weights)
     if total == 0:
-        return None
+        raise ValueError(f"the weights of {len(weights)} values are all 0, so there is no mean: give one above 0")
     half = values[0].is_floating_point() and values[0].element_size() < 4
     shares = [(value.float() if half else value, w / total) for value, w in zip(values, weights, strict=True) if w]
     mean = shares[0][0] * shares[0][1]

@@ -6,10 +6,9 @@ of a name in `FIRST` may stand without its own: `krum(4)` is `krum(f=4)`.
 
 from __future__ import annotations
 
-from typing import Any
-
 from rayps.core.errors import ConfigError
 from rayps.core.spelling import near
+from rayps.core.values import Json, JsonObject
 
 DEEPEST = 20  # parentheses in one another; a strategy needs three
 FIRST = {
@@ -38,7 +37,7 @@ def may_stand_first(name: str, option: str | None) -> None:
         FIRST[name] = option
 
 
-def form(text: str, depth: int = 0) -> dict[str, Any]:
+def form(text: str, depth: int = 0) -> JsonObject:
     """`name`, `name:option=value,...` or `name(option=value,...)` as {"name": ..., option: ...}.
 
     Raises:
@@ -50,21 +49,22 @@ def form(text: str, depth: int = 0) -> dict[str, Any]:
         name, inside = text[:opens], _inside(text, opens, depth)
     else:
         name, _, inside = text.partition(":")
-    found: dict[str, Any] = {"name": name.strip()}
+    name = name.strip()
+    found: JsonObject = {"name": name}
     for part in _parts(inside):
         key, equals, value = part.partition("=")
         key = key.strip()
         if not equals or "(" in key:
-            if len(found) > 1 or found["name"] not in FIRST:
-                raise _nameless(found["name"], part)
-            key, value = FIRST[found["name"]], part
+            if len(found) > 1 or name not in FIRST:
+                raise _nameless(name, part)
+            key, value = FIRST[name], part
         if key in found:
             raise ConfigError(f"strategy option {key!r} is given twice in {_short(text)}", field="strategy")
         found[key] = _value(value.strip(), depth)
     return found
 
 
-def scalar(text: str) -> Any:
+def scalar(text: str) -> Json:
     """A word of the text form as what it says: none, true, false, a number, or itself."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
@@ -76,7 +76,7 @@ def scalar(text: str) -> Any:
     return text
 
 
-def written(spec: Any) -> str:
+def written(spec: Json) -> str:
     """A strategy in wire form as text; `parse` reads it again."""
     if isinstance(spec, list):
         return " > ".join(
@@ -89,11 +89,11 @@ def written(spec: Any) -> str:
     return f"{spec.get('name')}:{options}" if options else str(spec.get("name"))
 
 
-def _listed(options: dict[str, Any]) -> str:
+def _listed(options: JsonObject) -> str:
     return ",".join(f"{key}={nested(value)}" for key, value in options.items())
 
 
-def nested(value: Any) -> str:
+def nested(value: Json) -> str:
     """A value as it stands within options, such as `krum(f=4)`."""
     if isinstance(value, dict):
         return f"{value.get('name', '')}({_listed({k: v for k, v in value.items() if k != 'name'})})"
@@ -116,7 +116,7 @@ def _nameless(name: str, part: str) -> ConfigError:
     return ConfigError(f"{_short(part)} is given to {to} without a name: {hint}", field="strategy")
 
 
-def _value(text: str, depth: int) -> Any:
+def _value(text: str, depth: int) -> Json:
     if "(" not in text:
         return scalar(text)
     inside = _inside(text, text.find("("), depth)

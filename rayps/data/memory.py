@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sized
-from typing import Any, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, default_collate
 
 from rayps.core.errors import DataError, RaypsError
-from rayps.data.base import Batch, Data, batch_size_of, check_place, dealt, kept, map_tensors
+from rayps.data.base import Batch, Data, Nested, batch_size_of, check_place, dealt, kept, map_tensors
 from rayps.data.clients import Clients, GivenClients, divide, given
 from rayps.data.partition_rules import Ints, PartitionRule
 from rayps.data.unsupported import refuse_ray_data
@@ -124,16 +124,16 @@ def _not_finite(values: torch.Tensor) -> int | None:
     return int(bad.nonzero()[0]) if bool(bad.any()) else None
 
 
-class DatasetData(InMemory):
+class DatasetData(InMemory, Generic[Item]):
     """Items of a map-style torch Dataset: (x, y) pairs, or x alone."""
 
     def __init__(
         self,
-        source: MapStyle[Any],
+        source: MapStyle[Item],
         *,
         batch_size: int = 32,
         shuffle: bool = True,
-        collate: Callable[[list[Any]], Any] | None = None,
+        collate: Callable[[list[Item]], Nested | Batch] | None = None,
         client: GivenClients = None,
     ) -> None:
         self.client = given(client)
@@ -177,7 +177,7 @@ class DatasetData(InMemory):
             self._empty = Batch(map_tensors(one.x, _no_rows), map_tensors(one.y, _no_rows), 0)
         return self._empty
 
-    def _item(self, row: int) -> Any:
+    def _item(self, row: int) -> Item:
         try:
             return self.source[row]
         except RaypsError:
@@ -187,7 +187,7 @@ class DatasetData(InMemory):
                 f"dataset: item {row} of {self.rows()} cannot be read: {type(error).__name__}: {error}", row=row
             ) from error
 
-    def _collated(self, items: list[Any]) -> Batch:
+    def _collated(self, items: list[Item]) -> Batch:
         try:
             made = self.collate(items)
         except Exception as error:
@@ -227,7 +227,7 @@ def dataset(
     *,
     batch_size: int = 32,
     shuffle: bool = True,
-    collate: Callable[[list[Item]], Any] | None = None,
+    collate: Callable[[list[Item]], Nested | Batch] | None = None,
     client: GivenClients = None,
 ) -> Data:
     """Items of any map-style `torch.utils.data.Dataset`, collated as torch's DataLoader does.

@@ -30,7 +30,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -38,12 +37,13 @@ from torch import Tensor
 
 from rayps.comm.ring.ring import Ring
 from rayps.core.errors import ConfigError
+from rayps.core.values import Json
 from rayps.federated.attacks import OWN, agreed, counted, false_buffers, false_sums, spoilt
 from rayps.federated.buffer_statistics import NEGATIVE, BufferStatistics
 from rayps.federated.exact_sum import NOT_FINITE, TOO_LARGE, ExactSum, refusal
 from rayps.federated.gather_replies import Gathering, Replies
 from rayps.federated.population.attack_spec import AttackSpec, attack_of
-from rayps.federated.robust_rules import rule_of
+from rayps.federated.robust_rules import AggregationRule, rule_of
 from rayps.federated.rules import Matrix, Picks, Vector, aggregate, beside, clip_factor, median, members, picks
 
 BEFORE = "rule.before"  # in the server's memory: the last round's result, where a rule begins with it
@@ -68,14 +68,70 @@ class RoundAggregate:
     skipped: str | None = None  # why the model stays as it is
 
 
+class _ReplySums:
+    """What workers add up in a round: one vector of int64, so that they meet in one sum."""
+
+    def __init__(self, kinds: Mapping[str, tuple[int, torch.dtype]], places: int) -> None:
+        """`kinds`: by name, length and dtype of what is added up; `places`: the most clients of a round."""
+        rooms, told = [ExactSum.room(size, dtype) for size, dtype in kinds.values()], len(_REASONS) * places
+        self._home = torch.zeros(sum(rooms) + told, dtype=torch.int64)
+        parts = torch.split(self._home, [*rooms, told])
+        self.beside = {
+            name: ExactSum(size, dtype, home) for (name, (size, dtype)), home in zip(kinds.items(), parts, strict=False)
+        }
+        self.main = self.beside.pop(_UPDATE)
+        self.told, self.places = parts[-1], places  # how often each reason was given for each place
+
+    def clear(self) -> None:
+        """Begin at zero."""
+        for each in (self.main, *self.beside.values()):
+            each.clear()
+
+    def meet(self, ring: Ring, refused: Sequence[int]) -> None:
+        """Add up everyone's; `refused` is this worker's `told`."""
+        self.told.copy_(torch.tensor(refused))
+        for each in (self.main, *self.beside.values()):
+            _ = each.limbs  # settled: they stand in _home
+        ring.sum(self._home)
+
+
+@dataclass(slots=True)
+class _OpenRound:
+    """The round under way."""
+
+    round: int
+    w_t: Tensor
+    buffers: Tensor | None  # the model's before the round, packed
+    place: dict[int, int]  # each client's number in the cohort
+    sums: _ReplySums
+    refused: list[int] = field(init=False)  # here: how often each reason was given for each place
+
+    def __post_init__(self) -> None:
+        self.refused = [0] * (len(_REASONS) * self.sums.places)
+
+    def refuse(self, client: int, why: str) -> None:
+        """Count a reply that is left out."""
+        self.refused[_REASONS.index(why) * self.sums.places + self.place[client]] += 1
+
+    def rejected(self) -> list[tuple[int, str]]:
+        """Whose replies were left out, and why, once the workers have met."""
+        told = self.sums.told.view(len(_REASONS), self.sums.places).T.tolist()
+        return [
+            (client, why)
+            for client, times in zip(self.place, told, strict=False)
+            for why, count in zip(_REASONS, times, strict=True)
+            for _ in range(count)
+        ]
+
+
 class Aggregate:
     """The rounds of one worker's aggregation; all workers of a job make it alike and call it alike."""
 
     def __init__(
         self,
-        rule: Any,
+        rule: Json | AggregationRule,
         clip: float | None,
-        attack: Any,
+        attack: Json | AttackSpec,
         size: int,
         dtype: torch.dtype,
         *,
@@ -103,7 +159,7 @@ class Aggregate:
         self.gathers = self.rule.robust or (self.attack is not None and self.attack.omniscient)
         self._whole = not (asynchronous or self.gathers or clip is not None)  # w_k are added up, not w_k - w_t
         self._asynchronous = asynchronous
-        self._places = 0
+        self._sums: _ReplySums | None = None  # for as many clients as a round had so far
         gathered: dict[str, tuple[int, torch.dtype]] = {_UPDATE: (size, dtype)}
         if self.rule.robust:
             gathered |= self._extras
@@ -115,30 +171,21 @@ class Aggregate:
 
         `buffers`: those of the model before the round, packed, where there are any.
         """
-        if len(clients) > self._places or not self._places:
-            self._lay_out(max(1, len(clients)))
-        for each in (self._main, *self._beside.values()):
-            each.clear()
-        self._refused = [0] * (len(_REASONS) * self._places)
-        self._round, self._w_t, self._buffers = round, w_t.detach().cpu(), buffers
-        self._place = {int(client): place for place, client in enumerate(dict.fromkeys(clients))}
+        if self._sums is None or len(clients) > self._sums.places:
+            self._sums = _ReplySums(self._kinds(), max(1, len(clients)))
+        self._sums.clear()
+        place = {int(client): place for place, client in enumerate(dict.fromkeys(clients))}
+        self._now = _OpenRound(round, w_t.detach().cpu(), buffers, place, self._sums)
         self._gathering.clear()
 
-    def _lay_out(self, places: int) -> None:
-        """All that is added up stands in one vector of int64, so that workers meet in one sum."""
+    def _kinds(self) -> dict[str, tuple[int, torch.dtype]]:
+        """What is added up: by name, its length and dtype."""
         kinds = {_UPDATE: (0 if self.gathers else self.size, self.dtype)}
         if not self.rule.robust:
             kinds |= self._extras
             if self._statistics is not None:  # and the samples, by which they are weighted
                 kinds[_BUFFERS] = (self._statistics.size + 1, torch.float64)
-        rooms, told = [ExactSum.room(size, dtype) for size, dtype in kinds.values()], len(_REASONS) * places
-        self._home = torch.zeros(sum(rooms) + told, dtype=torch.int64)
-        parts = torch.split(self._home, [*rooms, told])
-        made = {
-            name: ExactSum(size, dtype, home) for (name, (size, dtype)), home in zip(kinds.items(), parts, strict=False)
-        }
-        self._main = made.pop(_UPDATE)
-        self._beside, self._told, self._places = made, parts[-1], places
+        return kinds
 
     def flips(self, client: int) -> bool:
         """Whether this client trains on `attack.labels` in place of its labels."""
@@ -180,10 +227,10 @@ class Aggregate:
         if why is None:
             why = self._added(client, (reply.detach().cpu(), base.detach().cpu()), weight, sent)
         if why is not None:
-            self._refused[_REASONS.index(why) * self._places + self._place[client]] += 1
+            self._now.refuse(client, why)
         elif not self.rule.robust:
             for name, each in self._weighted(sent, samples).items():
-                self._beside[name].add(each)
+                self._now.sums.beside[name].add(each)
         return why
 
     def _refusal(self, sent: Mapping[str, Tensor], samples: float) -> str | None:
@@ -205,15 +252,15 @@ class Aggregate:
         self, client: int, vectors: tuple[Tensor, Tensor], weight: float, sent: Mapping[str, Tensor]
     ) -> str | None:
         """Add or file the update of (w_k, base); the reason why it is left out."""
-        reply, base = vectors
+        (reply, base), main = vectors, self._now.sums.main
         attack = self.attack if client in self._attackers else None
         if self._whole and (attack is None or attack.name not in OWN):
-            return self._main.add(reply, weight)
+            return main.add(reply, weight)
         update = reply - base
         if attack is not None:
-            update = spoilt(attack, update, self._seed, self._round, client)
+            update = spoilt(attack, update, self._seed, self._now.round, client)
         if self._whole:
-            return self._main.add(base + update, weight)
+            return main.add(base + update, weight)
         if self.clip is not None or self.gathers:
             norm = float(torch.linalg.vector_norm(update, dtype=torch.float64))
             if not math.isfinite(norm):
@@ -221,22 +268,20 @@ class Aggregate:
             factor = clip_factor(norm, self.clip)
             update = update * factor if factor < 1 else update.clone()
         if not self.gathers:
-            return self._main.add(update, weight)
-        why = self._main.add(update[:0], weight)  # counts it, and its weight
+            return main.add(update, weight)
+        why = main.add(update[:0], weight)  # counts it, and its weight
         if why is None:
             more = {name: each.clone() for name, each in sent.items()} if self.rule.robust else {}
-            self._gathering.add(self._place[client], weight, {_UPDATE: update, **more})
+            self._gathering.add(self._now.place[client], weight, {_UPDATE: update, **more})
         return why
 
     # ---- together
 
     def meet(self, ring: Ring, memory: MutableMapping[str, Tensor] | None = None) -> RoundAggregate:
         """The round's result. `memory` is the server's, where a rule with a memory keeps it."""
-        self._told.copy_(torch.tensor(self._refused))
-        for each in (self._main, *self._beside.values()):
-            _ = each.limbs  # settled: they stand in _home
-        ring.sum(self._home)
-        met = RoundAggregate(None, None, {}, self._main.count, float(self._main.weight), self._rejected())
+        main = self._now.sums.main
+        self._now.sums.meet(ring, self._now.refused)
+        met = RoundAggregate(None, None, {}, main.count, float(main.weight), self._now.rejected())
         if self.rule.robust:
             met.weight = float(met.count)
         if met.count < self.least:
@@ -246,34 +291,25 @@ class Aggregate:
         else:
             met.skipped = self.rule.lacking(met.count)
         if self.gathers and met.count:
-            replies = self._gathering.gather(ring, list(self._place))
+            replies = self._gathering.gather(ring, list(self._now.place))
             if met.skipped is None:
                 self._take_gathered(met, replies, {} if memory is None else memory)
         elif met.skipped is None:
-            self._main.pass_on(ring)
-            self._take_mean(met, self._main)
+            main.pass_on(ring)
+            self._take_mean(met, main)
         if not self.rule.robust:
             self._take_beside(met)
         return met
 
-    def _rejected(self) -> list[tuple[int, str]]:
-        told = self._told.view(len(_REASONS), self._places).T.tolist()
-        return [
-            (client, why)
-            for client, times in zip(self._place, told, strict=False)
-            for why, count in zip(_REASONS, times, strict=True)
-            for _ in range(count)
-        ]
-
     def _take_beside(self, met: RoundAggregate) -> None:
         """What clients sent beside, under the mean."""
-        met.sums = {name: each.total() for name, each in self._beside.items() if name != _BUFFERS}
+        met.sums = {name: each.total() for name, each in self._now.sums.beside.items() if name != _BUFFERS}
         if self._statistics is not None and met.skipped is None:
-            total = self._beside[_BUFFERS].total()
+            total = self._now.sums.beside[_BUFFERS].total()
             met.buffers = total[:-1] / total[-1]
 
     def _take_mean(self, met: RoundAggregate, exact: ExactSum) -> None:
-        w_t = self._w_t
+        w_t = self._now.w_t
         if self._whole:
             met.mean = exact.mean()
             met.delta = (exact.mean(dtype=torch.float64) - w_t.double()).to(self.dtype)
@@ -290,14 +326,14 @@ class Aggregate:
                 exact.add(torch.from_numpy(row).to(self.dtype), weight)
             self._take_mean(met, exact)
             return
-        seed = int(np.random.SeedSequence([self._seed, self._round]).generate_state(1, np.uint64)[0])
+        seed = int(np.random.SeedSequence([self._seed, self._now.round]).generate_state(1, np.uint64)[0])
         chosen = picks(self.rule, rows[_UPDATE], seed) if self.rule.selects else None
         before = memory[BEFORE].cpu().numpy() if BEFORE in memory else None
         result = torch.from_numpy(aggregate(self.rule, rows[_UPDATE], before, seed, chosen=chosen))
         if self.rule.remembers:
             memory[BEFORE] = result
         met.delta = result.to(self.dtype)
-        met.mean = None if self._asynchronous else (self._w_t.double() + result).to(self.dtype)
+        met.mean = None if self._asynchronous else (self._now.w_t.double() + result).to(self.dtype)
         if chosen is not None:
             met.chosen = [clients[row] for row in members(self.rule, len(clients), chosen, seed)]
         for name, (_, dtype) in self._extras.items():
@@ -311,7 +347,8 @@ class Aggregate:
 
     def _ruled_buffers(self, x: Matrix, seed: int, chosen: Picks | None) -> Vector:
         assert self._statistics is not None, "a job whose clients send buffers"
-        before = None if self._buffers is None else self._buffers.numpy()
+        buffers = self._now.buffers
+        before = None if buffers is None else buffers.numpy()
         if not self.rule.by_distance:
             return beside(self.rule, x, before, seed, chosen=chosen)
         floats = self._statistics.floats

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from rayps.core.errors import ConfigError
+from rayps.core.values import Json
 from rayps.federated.population import options
 from rayps.federated.population.option_text import is_number
 from rayps.federated.robust_rules import AggregationRule, rule_of
@@ -19,7 +19,7 @@ class Aggregation:
     `over_selection`: ask (1 + so much) times the clients that are needed, and end with the needed number.
     """
 
-    rule: Any = "mean"
+    rule: Json | AggregationRule = "mean"
     clip: float | None = None
     min_replies: int = 1
     enough: int | None = None

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
 from rayps.core.errors import ConfigError
 from rayps.core.user_code import user_code
 from rayps.data import Data
+from rayps.data.clients import Clients
 from rayps.federated.aggregation import Aggregation
 from rayps.federated.client import is_plain
 from rayps.federated.population.attack_spec import skew
 from rayps.federated.population.cohort import cohort_size
-from rayps.federated.remote.join_options import joining_of
 from rayps.federated.simulated_rounds import events_of
-from rayps.federated.view import ClientSide, FederatedView
+from rayps.federated.view import ClientSide, FederatedView, joining_under
 from rayps.tensors import optim
 from rayps.workload.base import Workload
 
@@ -33,7 +31,7 @@ def federated(strategy: FederatedView, workload: Workload, data: Data, seed: int
     if side.plain:
         _must_be_plain(name, workload)
     aggregation, population, fraction = strategy.aggregation, strategy.population, strategy.fraction
-    joining = joining_of(strategy.clients)
+    joining = joining_under(strategy)
     if joining is not None:
         _of_the_least(aggregation, joining.least, cohort_size(joining.least, fraction))
         return []
@@ -97,7 +95,7 @@ def _unmeasured(name: str, side: ClientSide, workload: Workload) -> str | None:
     )
 
 
-def _skew(clients: Any) -> float | None:
+def _skew(clients: Clients) -> float | None:
     """How far the clients' labels lie apart; None where labels are not classes."""
     if clients.labels is None or len(clients.labels[0]) > _LABELS:
         return None

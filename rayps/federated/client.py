@@ -193,7 +193,7 @@ class ClientTurn:
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
                 raise WorkloadError(
-                    f"loss(model, batch) gave {shape}: return one number as a tensor, the mean over the batch"
+                    f"loss(model, batch) returned {shape}: return one number as a tensor, the mean over the batch"
                 )
             loss.backward()  # type: ignore[no-untyped-call]
         self.losses.append((loss.detach(), batch.size))

@@ -6,13 +6,14 @@ each worker is given the states of the clients that live there. A checkpoint hol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rayps.cluster.local import ActorHandle
 from rayps.core.errors import CheckpointError, ClusterError
 from rayps.federated.client_states import DEALT_STATES, ClientStates, Row
 from rayps.federated.population.cohort import Ints, homes
@@ -21,6 +22,14 @@ _FOLDER, _FILE = "clients", "states.parquet"
 _STRATEGY = b"rayps.strategy"
 _BATCH = 64  # states of a file that are read at once
 _SCHEMA = pa.schema([("client", pa.int64()), ("round", pa.int64()), ("state", pa.binary())])
+
+
+class _Worker(Protocol):
+    """A worker, as far as its states are asked for."""
+
+    @property
+    def handle(self) -> ActorHandle:
+        """By which it is called."""
 
 
 class ClientStatesBackup:
@@ -32,7 +41,7 @@ class ClientStatesBackup:
         self._strategy = ""  # whose states these are
         self._at = 0  # the round of the newest snapshot
 
-    def deal(self, workers: list[Any], owner: str | None, round: int, timeout: float) -> None:
+    def deal(self, workers: Sequence[_Worker], owner: str | None, round: int, timeout: float) -> None:
         """Give each worker the states of its clients after `round`, before it begins; to be called for any strategy.
 
         `owner`: the strategy that keeps states, see `rayps.federated.view.keeper_of`; None = none does.
@@ -63,7 +72,7 @@ class ClientStatesBackup:
         except (ClusterError, TimeoutError):
             return
 
-    def gather(self, workers: list[Any], round: int, timeout: float) -> bool:
+    def gather(self, workers: Sequence[_Worker], round: int, timeout: float) -> bool:
         """Take over what changed up to `round`; False where a worker was lost meanwhile: nothing has changed here."""
         if not self._strategy:
             return True

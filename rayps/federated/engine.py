@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from rayps.core.errors import ConfigError
 from rayps.core.families import has_remote_clients
+from rayps.data.base import Data
+from rayps.data.clients import Clients
 from rayps.federated.aggregate import Aggregate, RoundAggregate
 from rayps.federated.buffer_statistics import BufferStatistics
 from rayps.federated.client import ClientReply, Tensors, Trainer
@@ -27,7 +29,7 @@ from rayps.federated.personal_metrics import personal
 from rayps.federated.population.cohort import homes
 from rayps.federated.remote_replies import RemoteReplies
 from rayps.federated.reply_source import Round, SimulatedReplies, TrainingTask, old
-from rayps.federated.view import FederatedView
+from rayps.federated.view import FederatedView, attackers_of, is_buffered
 from rayps.tensors.finite import is_finite
 from rayps.tensors.learning_rate import Ticks
 
@@ -52,7 +54,7 @@ class FederatedEngine:
             )
         self.w, self.strategy, self.side = w, strategy, strategy.client_side
         remote = has_remote_clients(strategy)
-        self.clients: Any = None if remote else w.batches.data.clients
+        self.clients: Clients | None = None if remote else w.batches.data.clients
         self.trainer = Trainer(w.flat, w.workload, w.device)
         self._w_t = torch.empty_like(w.flat.vector)
         stateful = self.side.stateful and not remote
@@ -62,8 +64,8 @@ class FederatedEngine:
         self._spoilt: set[int] = set()  # clients of which a state was not kept, as far as it was said
         self._begun, self._counted = 0, False  # rounds, and whether one of them moved the model
         self.stopped: Callable[[], bool] = lambda: False  # whether the plan was ended from outside
-        self.judging: Any = None  # the evaluation data, once it is known
-        self.source: Any = RemoteReplies(self) if remote else SimulatedReplies(self)
+        self.judging: Data | None = None  # the evaluation data, once it is known
+        self.source: RemoteReplies | SimulatedReplies = RemoteReplies(self) if remote else SimulatedReplies(self)
         size, dtype = w.flat.layout.size, w.flat.layout.dtype
         extras = dict.fromkeys(self.side.sums, (size, dtype))
         statistics = BufferStatistics(self.trainer.buffers)
@@ -72,14 +74,14 @@ class FederatedEngine:
         self._aggregate = Aggregate(
             aggregation.chosen_rule,
             aggregation.clip,
-            strategy.population.attackers,
+            attackers_of(strategy),
             size,
             dtype,
             seed=w.plan.seed,
             clients=self.source.count,
             extras=extras,
             least=aggregation.min_replies,
-            asynchronous=strategy.buffered is not None,
+            asynchronous=is_buffered(strategy),
             statistics=self._statistics,
         )
 
@@ -254,9 +256,10 @@ def said(away: list[list[str]], count: int) -> str:
 class FederatedServer:
     """The server as a strategy's `server` sees it. `w` is w_t, to be changed in place."""
 
-    def __init__(self, w: Tensor, met: RoundAggregate, clients: int, memory: dict[str, Any], round: int) -> None:
+    def __init__(self, w: Tensor, met: RoundAggregate, clients: int, memory: dict[str, Tensor], round: int) -> None:
         self.w, self.clients, self.memory, self.round = w, clients, memory, round
         self.count, self.weight = met.count, met.weight
         self.mean = None if met.mean is None else met.mean.to(w.device)
-        self.delta = None if met.delta is None else met.delta.to(w.device)
+        assert met.delta is not None, "the server steps only where a round has a result"
+        self.delta = met.delta.to(w.device)
         self.sums = {name: value.to(w.device) for name, value in met.sums.items()}

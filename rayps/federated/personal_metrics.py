@@ -14,6 +14,7 @@ from rayps.core.user_code import user_code
 from rayps.data.clients import Clients
 from rayps.data.partition_rules import Ints
 from rayps.federated.client import Task, beside_of
+from rayps.federated.reply_source import SimulatedReplies
 from rayps.workload.part import number
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def personal(engine: FederatedEngine) -> dict[str, tuple[float, int]]:
         t = engine.at(w.position)
         task = Task(w.plan.seed, t, k, vector, w.shared, state, buffers | own_buffers, engine.tick(t))
         if side.finetune:
+            assert isinstance(engine.source, SimulatedReplies), "only simulated clients are tuned here"
             trainer.tune(strategy, task, engine.source.rows(k), side.finetune)
         elif side.model is not None and side.model in state:
             trainer.put(state[side.model], buffers | beside_of(state))

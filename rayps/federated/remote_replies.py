@@ -21,9 +21,11 @@ from rayps.data.clients import ClientSummary
 from rayps.federated import remote_codec
 from rayps.federated.client import ClientReply
 from rayps.federated.population.cohort import Ints, cohort_size, first
-from rayps.federated.remote.join_options import JoinOptions, deadline_of, joining_of
+from rayps.federated.remote.join_options import JoinOptions
 from rayps.federated.remote.mailbox import FOLDER, JoinedClient, Mailbox, RoundOrder
+from rayps.federated.remote.signed_orders import OrderFacts
 from rayps.federated.reply_source import Round
+from rayps.federated.view import deadline_of, joining_under
 
 if TYPE_CHECKING:
     from rayps.federated.engine import FederatedEngine
@@ -42,10 +44,10 @@ class RemoteReplies:
         """Raises ConfigError: no service, or a folder that this machine does not have."""
         self._engine, w = engine, engine.w
         strategy = engine.strategy
-        joining = joining_of(strategy.clients)
+        joining = joining_under(strategy)
         assert joining is not None, "its clients are remote"
         self._joining: JoinOptions = joining
-        self._deadline: float = deadline_of(strategy.population)
+        self._deadline: float = deadline_of(strategy)
         self._mailbox = mailbox_of(w.plan.mailbox)
         self._members: list[JoinedClient] = self._mailbox.members()
         self._strategy, self._first = strategy, True
@@ -97,7 +99,7 @@ class RemoteReplies:
         chosen = first(w.plan.seed, t, there, cohort_size(len(there), strategy.fraction)).tolist()
         given = {name: value for name, value in shared.items() if name in side.sums}
         raw = remote_codec.packed(w_t, w.flat.layout, given, buffers)
-        facts = {
+        facts: OrderFacts = {
             "kind": "round",
             "round": t,
             "phase": w.plan.origin[0],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,7 +13,9 @@ from torch import Tensor
 from rayps.federated.client import ClientReply, ClientRows, Task, Tensors
 from rayps.federated.population.cohort import Ints, pack
 from rayps.federated.population.events import clock_at
+from rayps.federated.population.population import Training
 from rayps.federated.simulated_rounds import events_of
+from rayps.federated.view import attackers_of, is_buffered
 
 if TYPE_CHECKING:
     from rayps.federated.engine import FederatedEngine
@@ -52,20 +54,22 @@ class SimulatedReplies:
     def __init__(self, engine: FederatedEngine) -> None:
         """Raises ConfigError: the options do not fit these clients."""
         self._engine, w = engine, engine.w
-        self.count = engine.clients.count
-        self._events = events_of(engine.strategy, engine.clients.sizes, w.plan.seed, w.batches.data.batch_size)
-        self._costs = engine.clients.sizes
-        self._mine: list[Any] = []  # this worker's trainings
+        assert engine.clients is not None, "simulated clients are those of the data"
+        self._clients = engine.clients
+        self.count = self._clients.count
+        self._events = events_of(engine.strategy, self._clients.sizes, w.plan.seed, w.batches.data.batch_size)
+        self._costs = self._clients.sizes
+        self._mine: list[Training] = []  # this worker's trainings
         self._w_t: Tensor | None = None
         self._buffers: Tensors = {}
-        attack = engine.strategy.population.attackers
-        self._attack = attack if attack is None else attack.settled(engine.clients.label_names)
+        attack = attackers_of(engine.strategy)
+        self._attack = attack if attack is None else attack.settled(self._clients.label_names)
         flips = attack is not None and attack.flips_labels
         self._liars = attack.attackers(w.plan.seed, self.count) if attack is not None and flips else frozenset[int]()
 
     def names(self, numbers: Iterable[int]) -> list[str]:
         """What these clients are called."""
-        return [self._engine.clients.names[k] for k in numbers]
+        return [self._clients.names[k] for k in numbers]
 
     def judged(self, rejected: list[tuple[int, str]]) -> None:
         """Hear whose replies were rejected, and why."""
@@ -91,7 +95,7 @@ class SimulatedReplies:
             plan.begin,
             plan.end,
             [each.client for each in trainings],
-            plan.staleness if self._engine.strategy.buffered is not None else None,
+            plan.staleness if is_buffered(self._engine.strategy) else None,
         )
 
     def _dealt(self, who: Ints) -> list[Ints]:
@@ -122,7 +126,7 @@ class SimulatedReplies:
 
     def rows(self, client: int) -> ClientRows:
         """A client's own rows, with wrong labels where it attacks by them."""
-        data, clients = self._engine.w.batches.data, self._engine.clients
+        data, clients = self._engine.w.batches.data, self._clients
         relabel = self._attack.labels if self._attack is not None and client in self._liars else None
         return ClientRows(clients.rows(client), clients.batch, data.batch_size, getattr(data, "shuffle", True), relabel)
 

@@ -24,12 +24,12 @@ without it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from rayps.core.errors import ConfigError
 from rayps.core.text import may_stand_first
+from rayps.core.values import Json
 from rayps.federated.population.attack_spec import AttackSpec
 from rayps.federated.population.option_text import REQUIRED, Option, read, shown
 
@@ -339,11 +339,11 @@ for _kind in RULES.values():
     may_stand_first(_kind.name, next((option for option in _kind.options() if option != "bucket"), None))
 
 
-def rule_of(given: Any) -> AggregationRule:
+def rule_of(given: Json | AggregationRule) -> AggregationRule:
     """A rule from its text or its wire form; as it is where it is one; none is the mean. Raises ConfigError."""
     if isinstance(given, AggregationRule):
         return given
-    found: Mapping[str, Any] = read("rule", "mean" if given is None else given, _known(), "krum(f=4)")
+    found = read("rule", "mean" if given is None else given, _known(), "krum(f=4)")
     return RULES[found["name"]](**{key: value for key, value in found.items() if key != "name"})
 
 
@@ -352,8 +352,9 @@ def rule_with(option: str) -> str | None:
     for kind in sorted(RULES.values(), key=lambda kind: kind.selects):  # those that need few replies come first
         own = kind.options()
         if option in own:
-            needed = {name: 1 for name, each in own.items() if each.default is REQUIRED}
-            value = own[option].default if isinstance(own[option].default, (int, float)) else 3
+            needed: dict[str, float] = {name: 1 for name, each in own.items() if each.default is REQUIRED}
+            default = own[option].default
+            value = default if isinstance(default, (int, float)) else 3
             shown_value = 2 if option == "bucket" else value
             return shown(kind.name, {**needed, option: needed.get(option, shown_value)})
     return None

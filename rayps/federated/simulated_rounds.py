@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
 
 from rayps.federated.population.async_events import AsyncBuffer
 from rayps.federated.population.events import Events, InStep
@@ -10,7 +10,7 @@ from rayps.federated.population.population import Population
 from rayps.federated.view import FederatedView
 
 
-def events_of(strategy: FederatedView, sizes: Any, seed: int, batch_size: int) -> Events:
+def events_of(strategy: FederatedView, sizes: Iterable[int], seed: int, batch_size: int) -> Events:
     """The events of a federated strategy on clients with so many samples; `batch_size` is the data's own.
 
     Raises:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from rayps.core.families import has_remote_clients
 from rayps.core.strategy import StrategyView
+from rayps.core.values import Json
 from rayps.federated.aggregation import Aggregation
 from rayps.federated.local_training import LocalTraining
+from rayps.federated.population.attack_spec import AttackSpec
 from rayps.federated.population.options import PopulationSpec
+from rayps.federated.remote.join_options import JoinOptions, joining_of, round_seconds
+
+if TYPE_CHECKING:
+    from rayps.federated.client import ClientTurn
+    from rayps.federated.engine import FederatedServer
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,24 +75,44 @@ class FederatedView(StrategyView, Protocol):
         """How updates are buffered where replies may have begun from older parameters; None = rounds are in step."""
 
     @property
-    def clients(self) -> Any:
+    def clients(self) -> Json:
         """How the job waits for real clients, see `rayps.federated.remote.join_options`; None = they are simulated."""
 
     @property
     def client_side(self) -> ClientSide:
         """What a client keeps, and what it sends beside its update."""
 
-    def client(self, c: Any) -> None:
+    def client(self, c: ClientTurn) -> None:
         """What a client does with `c.w`, which begins as w_t."""
 
-    def beside(self, c: Any) -> None:
+    def beside(self, c: ClientTurn) -> None:
         """What a client does for itself afterwards."""
 
     def weight(self, n: int, staleness: int) -> float:
         """The weight of one reply in `s.delta`, of n samples, begun so many rounds ago."""
 
-    def server(self, s: Any) -> None:
+    def server(self, s: FederatedServer) -> None:
         """What the server does with the replies: `s.w` is w_t, and w_(t+1) afterwards."""
+
+
+def attackers_of(strategy: FederatedView) -> AttackSpec | None:
+    """The attack that is simulated under a strategy; None = there is none."""
+    return strategy.population.attackers
+
+
+def is_buffered(strategy: FederatedView) -> bool:
+    """Whether replies may have begun from older parameters."""
+    return strategy.buffered is not None
+
+
+def deadline_of(strategy: FederatedView) -> float:
+    """Seconds of a round of real clients."""
+    return round_seconds(strategy.population)
+
+
+def joining_under(strategy: FederatedView) -> JoinOptions | None:
+    """How a job waits for real clients; None = they are simulated."""
+    return joining_of(strategy.clients)
 
 
 def keeper_of(strategy: StrategyView) -> str | None:

@@ -19,7 +19,7 @@ import struct
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -27,8 +27,10 @@ from torch import Tensor
 from rayps.comm.link.memory import Memory
 from rayps.core import failpoint
 from rayps.core.errors import LinkError
+from rayps.core.records import Point
+from rayps.core.values import Buffer
 from rayps.tensors.local_state import by_name, moments_of
-from rayps.tensors.optim import Moments
+from rayps.tensors.optim import Moments, ParamState
 
 SLOTS = 2
 _MAGIC = b"raypsvlt"
@@ -39,6 +41,13 @@ _ALIGN = 64
 OWN = ("buffer/", "rng")  # what a twin does not have: tensors whose name begins so
 
 
+class StateFacts(TypedDict, total=False):
+    """What a state has beside tensors, as JSON."""
+
+    numbers: dict[str, ParamState]  # of the optimizer, by parameter
+    points: list[Point]  # that the driver may not have heard
+
+
 @dataclass(slots=True)
 class CommittedState:
     """What a worker had after `round` batches: tensors by name, and JSON-ready facts. `line` as in `StateSlots`."""
@@ -46,7 +55,7 @@ class CommittedState:
     line: int
     round: int
     tensors: dict[str, Tensor]
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: StateFacts = field(default_factory=StateFacts)
 
     @property
     def whole(self) -> bool:
@@ -70,12 +79,8 @@ class CommittedState:
 
 
 def tensors_of(
-    params: Tensor,
-    moments: Mapping[str, Mapping[str, Any]],
-    buffers: Mapping[str, Tensor],
-    rng: Tensor,
-    points: list[dict[str, Any]],
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    params: Tensor, moments: Moments, buffers: Mapping[str, Tensor], rng: Tensor, points: list[Point]
+) -> tuple[dict[str, Tensor], StateFacts]:
     """Return the tensors and values that `StateSlots.commit` takes, without a copy.
 
     `moments` are by parameter name; `points` may not have reached the driver yet.
@@ -119,7 +124,7 @@ class StateSlots:
         with self._lock:
             self._writer = 0
 
-    def commit(self, writer: int, rounds: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> bool:
+    def commit(self, writer: int, rounds: int, tensors: dict[str, Tensor], facts: StateFacts) -> bool:
         """Keep a state in place of the oldest one; False where `writer` may not (its generation has ended).
 
         Raises LinkError (no memory), TypeError (a fact that JSON does not know).
@@ -244,7 +249,7 @@ class _Slot:
         self._memory.close()
 
 
-def parse(blob: Any) -> CommittedState | None:
+def parse(blob: Buffer) -> CommittedState | None:
     """The state in a slot's bytes, as views of them; None where it is not sealed. Raises LinkError when it is torn."""
     view = memoryview(blob)
     if view.readonly:  # torch wants memory that it may write to

@@ -11,18 +11,21 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from rayps.comm.link import memory
 from rayps.core import failpoint
 from rayps.core.costs import amount
 from rayps.core.errors import LinkError, PeerLost
+from rayps.core.records import Point
+from rayps.core.values import JsonObject
 from rayps.recovery.backup_assignment import Bond, HeldRounds
 from rayps.recovery.peer_replication import Mirror, PeerReplication, fetch, fetch_rest
-from rayps.recovery.slots import CommittedState, tensors_of
+from rayps.recovery.slots import CommittedState, StateFacts, tensors_of
 from rayps.tensors.flat import FlatModel
 from rayps.tensors.optim import with_edits
 from rayps.tensors.snapshot import Snapshot
@@ -47,7 +50,7 @@ class CommittedWorker(Protocol):
         """Buffers and frozen parameters."""
 
     @property
-    def optimizer(self) -> Any:
+    def optimizer(self) -> Optimizer | None:
         """Moments."""
 
 
@@ -69,7 +72,7 @@ class CommitCost:
         travel = f" and send {amount(self.sent)} to another host" if self.sent else ""
         return f"copy {amount(self.kept)}{travel}, {self.seconds * 1e3:.2f} ms, {self.share:.1%} of a round"
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """As JSON-ready facts."""
         return {"kept_bytes": self.kept, "sent_bytes": self.sent, "seconds": self.seconds, "share": self.share}
 
@@ -77,7 +80,7 @@ class CommitCost:
 class Committer:
     """Commits one worker's state after each round of one generation."""
 
-    def __init__(self, mirror: Mirror, writer: int, points: Callable[[], list[dict[str, Any]]]) -> None:
+    def __init__(self, mirror: Mirror, writer: int, points: Callable[[], list[Point]]) -> None:
         """`writer`: the generation, for which the vault is open. `points`: what the driver may not have heard."""
         self._mirror, self._writer, self._points = mirror, writer, points
         self._frozen: set[str] | None = None  # parameters that need no gradient: they stay what they are
@@ -107,13 +110,15 @@ class Committer:
             self._seconds += ended - began
         self._rounds += 1
 
-    def _state_of(self, worker: CommittedWorker) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def _state_of(self, worker: CommittedWorker) -> tuple[dict[str, Tensor], StateFacts]:
         """Nothing is copied."""
         if self._frozen is None:
             self._frozen = {name for name, p in worker.part.module.named_parameters() if not p.requires_grad}
+        optimizer = worker.optimizer
+        assert optimizer is not None, "a worker whose state is kept steps by itself"
         named = zip(worker.flat.layout.entries, worker.flat.parameters, strict=True)
-        moments = {entry.name: worker.optimizer.state.get(p, {}) for entry, p in named}
-        moments = with_edits(moments, worker.optimizer, worker.flat.layout, worker.flat.parameters)
+        moments = {entry.name: optimizer.state.get(p, {}) for entry, p in named}
+        moments = with_edits(moments, optimizer, worker.flat.layout, worker.flat.parameters)
         buffers = {name: value for name, value in worker.part.beside.items() if name not in self._frozen}
         return tensors_of(worker.flat.vector, moments, buffers, torch.get_rng_state(), self._points())
 
@@ -183,7 +188,7 @@ class WorkerBackup:
         self._upkeep: Committer | None = None
         self._lock = threading.Lock()
         self._closed = False
-        self._said: list[dict[str, Any]] = []  # the newest points, which the driver may not have heard
+        self._said: list[Point] = []  # the newest points, which the driver may not have heard
         self._given = 0  # of these, how many were the answer to its latest question
 
     def door(self) -> str:
@@ -193,7 +198,7 @@ class WorkerBackup:
                 self._keeper = PeerReplication(self._rank, self._secret, self._host)
             return "" if self._keeper is None else self._keeper.address
 
-    def said(self, point: dict[str, Any]) -> None:
+    def said(self, point: Point) -> None:
         """A point was given to the driver, who may not hear of it."""
         if point["kind"] in _HEARD_LATE:
             dropped = max(0, len(self._said) + 1 - MOST_SAID)
@@ -205,13 +210,13 @@ class WorkerBackup:
         self._said = self._said[self._given :]
         self._given = len(self._said)
 
-    def unheard(self, before: int) -> list[dict[str, Any]]:
+    def unheard(self, before: int) -> list[Point]:
         """What may have to be said again when a generation goes on from round `before`."""
         self._said = [point for point in self._said if point["round"] < before]
         self._given = 0
         return [point | {"again": True} for point in self._said]
 
-    def inherit(self, points: list[dict[str, Any]], before: int) -> list[dict[str, Any]]:
+    def inherit(self, points: list[Point], before: int) -> list[Point]:
         """Another worker's points are this one's now; what of them is to be said again, in the next answer.
 
         Between the two no question may be answered: what was not in an answer would count as heard with the next.
@@ -228,7 +233,7 @@ class WorkerBackup:
         """What is kept here of this line, of this worker and of others."""
         return {} if self._keeper is None else self._keeper.holdings(line)
 
-    def recall(self, plan: BackedPlan, snapshot: Snapshot) -> tuple[Snapshot, list[dict[str, Any]] | None]:
+    def recall(self, plan: BackedPlan, snapshot: Snapshot) -> tuple[Snapshot, list[Point] | None]:
         """Return the state from which this worker continues, its own or that of the worker that it replaces.
 
         The second value is the points that the replaced worker had reported, to be taken over by `inherit` (None: the

@@ -9,8 +9,9 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
+from fractions import Fraction
 from statistics import fmean, median
-from typing import Any
+from typing import TypeAlias, TypedDict, TypeVar
 
 import torch
 from torch import nn
@@ -18,9 +19,9 @@ from torch import nn
 from rayps.core.costs import Costs, amount, costs
 from rayps.core.families import learns_by_client
 from rayps.core.grid import Grid
-from rayps.core.metrics import Point
 from rayps.core.pipeline.schedule import table
 from rayps.core.pipeline.simulate import simulate
+from rayps.core.records import Event, Point
 from rayps.core.replica import pipeline_of
 from rayps.core.strategy import StrategyView
 from rayps.core.topology import replica_of, replicas_in
@@ -42,6 +43,27 @@ from rayps.workload.model import apart, model_of
 _KEPT = 1_000  # newest rounds of each worker
 _WARM = 1  # rounds of each worker that do not count: memory is still being made, and rings formed
 
+Span: TypeAlias = tuple[str, float, float]  # an action of a stage, its start and its end in seconds
+DrawnSpan: TypeAlias = list[str | float]  # the same, as the event's JSON holds it
+_Cost = TypeVar("_Cost", float, Fraction)
+
+
+class MeasuredCosts(TypedDict, total=False):
+    """What a step took; see `measured`. What is not known is left out."""
+
+    rounds: int
+    bytes: float
+    stage_bytes: float
+    messages: float
+    compute: list[float]
+    imbalance: float
+    slowest: int
+    exposed: float
+    idle: float
+    idles: list[float]
+    activations: list[int]
+    hidden: float
+
 
 class CostReport:
     """Hears a phase's points of single workers; `event()` says what its steps cost."""
@@ -51,11 +73,11 @@ class CostReport:
         self._strategy, self._grid, self._formula = strategy.name, strategy.grid(workers), formula
         self._turn = "round" if learns_by_client(strategy) else "step"
         self._replica = pipeline_of(replica_of(strategy))
-        self._spans: dict[int, list[Any]] = {}  # of one step of each rank
+        self._spans: dict[int, list[Span]] = {}  # of one step of each rank
         self._points: dict[int, list[Point]] = defaultdict(list)
         self._seen: dict[int, int] = defaultdict(int)
 
-    def hear(self, points: list[Point]) -> list[dict[str, Any]]:
+    def hear(self, points: list[Point]) -> list[Event]:
         """Take in points of single ranks, before they are merged; what is to be filed of them, as events."""
         for point in points:
             if point["kind"] == "round":
@@ -70,7 +92,7 @@ class CostReport:
                 del kept[:-_KEPT]
         return self._drawn()
 
-    def _drawn(self) -> list[dict[str, Any]]:
+    def _drawn(self) -> list[Event]:
         """Once: how a step of the first replica really went, beside the schedule."""
         grid, replica = self._grid, self._replica
         ranks = [grid.rank(0, stage) for stage in range(grid.stage)]
@@ -79,7 +101,7 @@ class CostReport:
         theory = simulate(table(replica.schedule, replica.stages, replica.micro_batches, replica.chunks))
         rows = aligned([self._spans[rank] for rank in ranks])
         self._replica = None
-        whole = max((end for row in rows for _, _, end in row), default=0.0)
+        whole = max((float(span[2]) for row in rows for span in row), default=0.0)
         message = (
             f"a step under {replica.schedule} took {1000 * whole:.3g} ms; by its table {float(theory.idle):.1%} of the "
             "time is waiting"
@@ -87,7 +109,7 @@ class CostReport:
         drawn = [[[str(action), start, end] for action, start, end in row] for row in theory.rows]
         return [{"kind": "schedule", "message": message, "theory": drawn, "measured": rows}]
 
-    def event(self) -> dict[str, Any] | None:
+    def event(self) -> Event | None:
         """The phase's costs a step, measured and by formula, see `measured`; None where no step was heard of."""
         found = measured(self._points, self._grid)
         if not found:
@@ -102,7 +124,7 @@ class CostReport:
         }
 
 
-def measured(points: dict[int, list[Point]], grid: Grid) -> dict[str, Any]:
+def measured(points: dict[int, list[Point]], grid: Grid) -> MeasuredCosts:
     """What a step took, from points of each rank.
 
     bytes: of all workers; stage_bytes, messages: those between stages. idle: the share of the engines' time in which
@@ -114,10 +136,14 @@ def measured(points: dict[int, list[Point]], grid: Grid) -> dict[str, Any]:
     ranks = sorted(rank for rank in points if points[rank])
     if not ranks:
         return {}
-    found: dict[str, Any] = {"rounds": max(len(points[rank]) for rank in ranks)}
-    for key in ("bytes", "stage_bytes", "messages"):
-        if all(key in point for rank in ranks for point in points[rank]):
-            found[key] = sum(fmean(point[key] for point in points[rank]) for rank in ranks)
+    found: MeasuredCosts = {"rounds": max(len(points[rank]) for rank in ranks)}
+    heard = [points[rank] for rank in ranks]
+    if (sent := _total(heard, "bytes")) is not None:
+        found["bytes"] = sent
+    if (sent := _total(heard, "stage_bytes")) is not None:
+        found["stage_bytes"] = sent
+    if (sent := _total(heard, "messages")) is not None:
+        found["messages"] = sent
     seconds = {key: [_middle(points[rank], key) for rank in ranks] for key in ("seconds", "compute", "idle", "busy")}
     work = seconds["busy"] if None not in seconds["busy"] else seconds["compute"]
     known = [each for each in work if each is not None]
@@ -148,13 +174,13 @@ def measured(points: dict[int, list[Point]], grid: Grid) -> dict[str, Any]:
     return found
 
 
-def aligned(stages: list[list[tuple[str, float, float]]]) -> list[list[list[Any]]]:
+def aligned(stages: list[list[Span]]) -> list[list[DrawnSpan]]:
     """What each stage did in a step, (action, start, end) by its own clock, on the clock of the first one.
 
     A stage's first forward pass is taken to have begun when the one before it had ended: clocks of different hosts
     cannot be compared, and a stage waits for nothing else then.
     """
-    rows: list[list[list[Any]]] = []
+    rows: list[list[DrawnSpan]] = []
     shift = 0.0
     for stage in stages:
         if rows and rows[-1] and stage:
@@ -170,7 +196,7 @@ def aligned(stages: list[list[tuple[str, float, float]]]) -> list[list[list[Any]
     return rows
 
 
-def words(costs: Costs, found: dict[str, Any], turn: str = "step") -> str:
+def words(costs: Costs, found: MeasuredCosts, turn: str = "step") -> str:
     """One sentence of what was measured, with the formula's value beside each."""
     said = []
     if "bytes" in found:
@@ -195,8 +221,15 @@ def words(costs: Costs, found: dict[str, Any], turn: str = "step") -> str:
     return "; ".join(said) or f"no {turn} was measured"
 
 
-def _beside(formula: Any, write: Any) -> str:
+def _beside(formula: _Cost | None, write: Callable[[_Cost], str]) -> str:
     return "" if formula is None else f" ({write(formula)} by formula)"
+
+
+def _total(heard: list[list[Point]], key: str) -> float | None:
+    """The sum over ranks of each one's mean a step; None where some point does not have it."""
+    if not all(key in point for points in heard for point in points):
+        return None
+    return sum(fmean(point[key] for point in points) for points in heard)
 
 
 def _middle(points: list[Point], key: str) -> float | None:

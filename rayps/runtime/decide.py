@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from rayps.core.errors import LinkError, PeerTimeout, RaypsError, TrainingError
+from rayps.core.families import Rebuild, Recovery, ReplaceOne, RestartAll
 from rayps.core.job import Status
 from rayps.recovery.backup_assignment import Mending
 
@@ -33,9 +34,8 @@ class RunFacts:
     broken_for: float = 0.0  # seconds since the first of the errors was seen
     failures: int = 0
     max_failures: int = 3
-    lockstep: bool = True
+    recovery: Recovery = field(default_factory=RestartAll)  # what a death brings about now, see `recovery_now`
     stop: bool = False
-    mends: bool = False  # whether workers keep each other's states, so that nobody need go back to a snapshot
     at: Mapping[str, int] = field(default_factory=dict)  # the round in which a dead worker was last heard of
 
 
@@ -112,9 +112,9 @@ def _reconnect(facts: RunFacts) -> Decision:
     blamed = [_member(str(error.data.get("peer"))) for _, error in facts.errors if isinstance(error, PeerTimeout)]
     blamed = [name for name in blamed if name.startswith(("worker-", "shard-"))]
     reason = "; ".join(f"{member}: {_short(str(error))}" for member, error in facts.errors[:2])
-    if facts.lockstep:
-        return _recover(facts, tuple(sorted(set(blamed[:1]))), reason)
-    return _recover(facts, tuple(member for member, _ in facts.errors), reason)
+    if isinstance(facts.recovery, ReplaceOne):
+        return _recover(facts, tuple(member for member, _ in facts.errors), reason)
+    return _recover(facts, tuple(sorted(set(blamed[:1]))), reason)
 
 
 def _recover(facts: RunFacts, lost: tuple[str, ...], reason: str) -> Decision:
@@ -125,9 +125,9 @@ def _recover(facts: RunFacts, lost: tuple[str, ...], reason: str) -> Decision:
             f"{reason}\nthat was failure {failures}, and max_failures is {facts.max_failures}: raise it, "
             "or find out why the process dies (its log, memory, `rayps doctor`)",
         )
-    if facts.mends:
+    if isinstance(facts.recovery, Rebuild):
         return Mend(lost, reason)
-    return Restart(lost, reason) if facts.lockstep else Replace(lost, reason)
+    return Replace(lost, reason) if isinstance(facts.recovery, ReplaceOne) else Restart(lost, reason)
 
 
 def _member(peer: str) -> str:

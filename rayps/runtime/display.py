@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any, TextIO
+from typing import TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, TaskID, TextColumn
+from rich.progress import Progress as Bar
+
+from rayps.core.records import Event, ProgressRecord
 
 LINE_SECONDS = 5.0
 
@@ -18,11 +21,11 @@ class Display:
     def __init__(self, stream: TextIO | None = None, *, bar: bool = True) -> None:
         """`bar`: on a terminal there is one, for `progress`."""
         self._console = Console(file=stream or sys.stderr, highlight=False, soft_wrap=True)
-        self._bar: Progress | None = None
-        self._task: Any = None
+        self._bar: Bar | None = None
+        self._task = TaskID(0)
         self._line_at = 0.0
         if bar and self._console.is_terminal:
-            self._bar = Progress(
+            self._bar = Bar(
                 TextColumn("{task.description}"),
                 BarColumn(),
                 TextColumn("{task.fields[facts]}"),
@@ -32,7 +35,7 @@ class Display:
             self._task = self._bar.add_task("starting", total=None, facts="")
             self._bar.start()
 
-    def progress(self, progress: dict[str, Any]) -> None:
+    def progress(self, progress: ProgressRecord) -> None:
         """Take in where the run stands."""
         if self._bar is not None:
             self._bar.update(
@@ -48,7 +51,7 @@ class Display:
                 f"{_where(progress)}  round {progress['round']}/{progress['rounds']}  {_facts(progress)}"
             )
 
-    def event(self, event: dict[str, Any]) -> None:
+    def event(self, event: Event) -> None:
         """Take in that something happened."""
         if event["kind"] in ("checkpoint", "finished", "failed", "stopped"):
             return  # the end of the run is told by its result or its error
@@ -67,18 +70,18 @@ class Display:
             self._bar = None
 
 
-def _ended(progress: dict[str, Any]) -> bool:
+def _ended(progress: ProgressRecord) -> bool:
     return progress["status"] in ("SUCCEEDED", "FAILED", "STOPPED")
 
 
-def _where(progress: dict[str, Any]) -> str:
+def _where(progress: ProgressRecord) -> str:
     status = str(progress["status"]).lower()
     if status != "running" or "epochs" not in progress:
         return status
     return f"epoch {progress['epoch'] + 1}/{progress['epochs']}"
 
 
-def _facts(progress: dict[str, Any]) -> str:
+def _facts(progress: ProgressRecord) -> str:
     found = []
     if progress.get("loss") is not None:
         found.append(f"batch loss {progress['loss']:.4f}")

@@ -17,13 +17,14 @@ import uuid
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, assert_never
+from typing import assert_never
 
 from rayps.cluster.local import Cluster
 from rayps.core.calendar import Calendar
 from rayps.core.errors import RaypsError
-from rayps.core.families import has_remote_clients, learns_by_client
+from rayps.core.families import RestartAll, has_remote_clients, learns_by_client, recovery_now
 from rayps.core.job import Status
+from rayps.core.records import ProgressRecord
 from rayps.core.strategy import Phase
 from rayps.core.time_limit import awaited
 from rayps.core.topology import runs_in_step
@@ -300,7 +301,7 @@ class Driver:
         snapshot = self._checkpoints.snapshot
         metrics = self._group.evaluate(snapshot, timeout=max(EVALUATE_SECONDS, self.spec.timeout))
         if metrics is None:
-            facts = replace(self._facts(phase), lockstep=True, mends=False)
+            facts = replace(self._facts(phase), recovery=RestartAll())
             return Findings(decision=self._decided(facts))
         point = {"kind": "evaluation", "round": snapshot.round, "time": time.time(), "metrics": metrics}
         self._record.file([point])
@@ -365,14 +366,15 @@ class Driver:
             failures=mender.failures,
             max_failures=self.spec.max_failures,
             broken_for=mender.broken_for,
-            lockstep=runs_in_step(phase.phase.strategy) and not group.holds_tables and not mender.may_replace(group),
+            recovery=recovery_now(
+                phase.phase.strategy.recovery, holds_tables=group.holds_tables, rejoins=mender.may_replace(group)
+            ),
             stop=self._stop.is_set(),
             at={name: f.position for name, f in current},
-            mends=group.mends,
         )
 
-    def _where(self) -> tuple[int, dict[str, Any]]:
-        facts = {"generation": self._generation, "failures": self._mender.failures}
+    def _where(self) -> tuple[int, ProgressRecord]:
+        facts: ProgressRecord = {"generation": self._generation, "failures": self._mender.failures}
         return self._checkpoints.round, facts
 
     def _try_a_batch(self, found: PreflightFindings) -> None:

@@ -12,12 +12,12 @@ import logging
 import os
 import threading
 from pathlib import Path
-from typing import Any
 
 from rayps.cluster.local import PROTOCOL, LocalCluster, surrounding
 from rayps.core.errors import RaypsError
 from rayps.core.failpoint import passing
 from rayps.core.job import Status
+from rayps.core.values import Keywords
 from rayps.runtime.driver import Driver
 from rayps.runtime.journal import Journal
 from rayps.runtime.status import Outcome
@@ -34,7 +34,7 @@ BEGUN = "driver.json"
 class DriverActor:
     """A job's driver as an actor of its own, started by the service: survives the service, writes the job's folder."""
 
-    def __init__(self, spec: dict[str, Any], folder: str, attempt: int, failures: int = 0) -> None:
+    def __init__(self, spec: Keywords, folder: str, attempt: int, failures: int = 0) -> None:
         self._spec, self._folder, self._attempt = JobSpec.from_dict(spec), Path(folder), attempt
         self._failures = failures  # what went wrong in the attempts before
         self._driver: Driver | None = None
@@ -80,7 +80,7 @@ class DriverActor:
         self._note()
         passing("driver: begun, nothing done")
 
-    def _note(self, **facts: Any) -> None:
+    def _note(self, **facts: str) -> None:
         pid = os.getpid()
         known = {"attempt": self._attempt, "pid": pid, "started": _started(), "protocol": PROTOCOL}
         text = json.dumps(known | facts)

@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeAlias
 
-from rayps.core.metrics import Point
+from rayps.core.records import Event, OutcomeRecord, Point, ProgressRecord
 from rayps.runtime.cost_report import CostReport
 
-Progress = dict[str, Any]
 PROGRESS_SECONDS = 0.5
+Record: TypeAlias = Point | Event | ProgressRecord | OutcomeRecord
 
 
 class Journal:
@@ -28,14 +28,14 @@ class Journal:
     def __init__(
         self,
         folder: Path | None = None,
-        on_progress: Callable[[Progress], None] | None = None,
-        on_event: Callable[[dict[str, Any]], None] | None = None,
+        on_progress: Callable[[ProgressRecord], None] | None = None,
+        on_event: Callable[[Event], None] | None = None,
         on_lines: Callable[[list[tuple[float, str, str]]], None] | None = None,
     ) -> None:
         self._on_lines = on_lines
         self.folder = folder
         self.points: list[Point] = []
-        self.events: list[dict[str, Any]] = []
+        self.events: list[Event] = []
         self.tally: CostReport | None = None  # of the phase under way
         self._on_progress, self._on_event = on_progress, on_event
         self._files: dict[str, IO[str]] = {}
@@ -89,7 +89,7 @@ class Journal:
         if self._on_lines is not None and lines:
             self._on_lines(lines)
 
-    def progress(self, progress: Progress, *, now: bool = False) -> None:
+    def progress(self, progress: ProgressRecord, *, now: bool = False) -> None:
         """Where the run stands; kept to twice a second unless `now`."""
         if not now and time.monotonic() - self._progress_at < PROGRESS_SECONDS:
             return
@@ -99,7 +99,7 @@ class Journal:
         if self._on_progress is not None:
             self._on_progress(progress)
 
-    def seal(self, outcome: dict[str, Any]) -> None:
+    def seal(self, outcome: OutcomeRecord) -> None:
         """The end of the run; written once."""
         self.flush()
         if self.folder is not None and not (self.folder / "outcome.json").exists():
@@ -124,7 +124,7 @@ class Journal:
             file.flush()
 
 
-def _text(value: Any) -> str:
+def _text(value: Record) -> str:
     try:
         return json.dumps(value, allow_nan=False)
     except ValueError:  # JSON has no NaN and no infinity: a metric may be one, and its readers are strict
@@ -139,7 +139,7 @@ def _finite(value: Any) -> Any:
     return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _replace(path: Path, value: dict[str, Any]) -> None:
+def _replace(path: Path, value: Record) -> None:
     temporary = path.with_suffix(".tmp")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(_text(value))

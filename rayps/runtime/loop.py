@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import MethodType
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import cloudpickle
 import torch
@@ -26,19 +26,23 @@ from torch.optim import Optimizer
 
 from rayps.cluster.local import ActorHandle, ActorReply, Cluster, LocalCluster, rendezvous, until
 from rayps.comm.ring import Ring
-from rayps.comm.ring.compressed_mean import compressed
+from rayps.comm.ring.compressed_mean import CompressedRing, compressed
 from rayps.core.errors import ActorDied, ClusterError, ConfigError, LinkError, PeerTimeout, RaypsError, WorkloadError
 from rayps.core.logs import LogBuffer
+from rayps.core.strategy import StrategyView
 from rayps.core.topology import compression_in, servers_of
 from rayps.core.user_code import placed, user_code
 from rayps.core.user_module import pack, unpack
+from rayps.core.values import Buffer, Json
+from rayps.ps.client.client import GroupServer
+from rayps.ps.fixed import Server
 from rayps.ps.server_group import ServerGroup
 from rayps.runtime.display import Display
-from rayps.strategies.catalogue import for_a_loop
+from rayps.strategies.catalogue import StrategySpec, for_a_loop
 from rayps.tensors.flat import FlatModel, Gradient, beside
 from rayps.tensors.gradient_watch import GradWatch
 from rayps.tensors.learning_rate import Maker, Pace, Recipe, Ticks, pace_of
-from rayps.tensors.optim import plain_values
+from rayps.tensors.optim import Group, plain_values
 from rayps.workload.model import has_tables
 
 WAIT_SECONDS = 1.0  # that a question waits in a worker for a line
@@ -146,9 +150,10 @@ class World:
     closing: list[Callable[[bool], None]] = field(default_factory=list)  # given whether the loop failed
     steps: int = 0  # of wrapped optimizers, so far
     stepped: Callable[[], None] = _nothing  # called after each of them
-    wraps: Any = field(default_factory=itertools.count)
+    wraps: itertools.count[int] = field(default_factory=itertools.count)
 
 
+_Result = TypeVar("_Result")
 _world: ContextVar[World] = ContextVar("rayps_world")
 
 
@@ -168,14 +173,14 @@ def world() -> World:
 
 
 def run(
-    train_fn: Callable[[], Any],
+    train_fn: Callable[[], _Result],
     *,
     workers: int,
     resources: dict[str, float] | None = None,
     address: str | None = None,
     timeout: float = 60.0,
     cluster: Cluster | None = None,
-) -> list[Any]:
+) -> list[_Result]:
     """Call `train_fn()` on `workers` Ray actors at once, and give back what they returned, by rank.
 
     Inside it, `rayps.world()` tells rank and size, and `rayps.wrap` gives model and optimizer a strategy. What
@@ -268,7 +273,7 @@ def _open(address: str | None, workers: int, wanted: dict[str, float]) -> Cluste
 class _Nowhere:
     """A file that keeps nothing."""
 
-    def write(self, data: Any) -> int:
+    def write(self, data: Buffer) -> int:
         return len(data)
 
 
@@ -336,7 +341,7 @@ class LoopActor:
 
 
 def wrap(
-    model: nn.Module, optimizer: Optimizer, strategy: Any = "all_reduce", *, schedule: Maker | None = None
+    model: nn.Module, optimizer: Optimizer, strategy: StrategySpec = "all_reduce", *, schedule: Maker | None = None
 ) -> tuple[nn.Module, Optimizer]:
     """Let `optimizer.step()` be one round of a strategy; all workers begin with rank 0's parameters.
 
@@ -406,7 +411,7 @@ def wrap(
             ),
         )
         server = group.server(here.rank)
-    talk = ring
+    talk: Ring | CompressedRing = ring
     compression = compression_in(chosen)
     if compression is not None and server is None:
         talk, choice = compressed(ring, compression, Gradient(flat.packed, 0))
@@ -415,13 +420,13 @@ def wrap(
     here.closing.append(lambda failed: _leave(turns, ring, server, group, failed))
     optimizer.samples = 1  # type: ignore[attr-defined]
 
-    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self: _Wrapped, closure: Callable[[], float] | None = None) -> float | None:
         loss = turns.step(closure, self.samples)
         here.steps += 1
         here.stepped()
         return loss
 
-    def clip_grad_norm_(self: Any, max_norm: float) -> Tensor:
+    def clip_grad_norm_(self: _Wrapped, max_norm: float) -> Tensor:
         return turns.clip(_norm(max_norm), self.samples, [p for group in self.param_groups for p in group["params"]])
 
     # bound, as torch's schedulers of the learning rate expect it
@@ -431,7 +436,9 @@ def wrap(
     return model, optimizer
 
 
-def _leave(turns: _Turns, ring: Ring, server: Any, group: ServerGroup | None, failed: bool) -> None:
+def _leave(
+    turns: _Turns, ring: Ring, server: Server | GroupServer | None, group: ServerGroup | None, failed: bool
+) -> None:
     if failed:
         ring.abort()  # the others must not wait for this rank
     turns.close()
@@ -481,11 +488,18 @@ def _same_kind(optimizer: Optimizer, flat: FlatModel) -> Callable[[list[nn.Param
     return build
 
 
-def _norm(given: Any) -> float:
+def _norm(given: Json) -> float:
     """A norm to clip to. Raises ConfigError."""
     if isinstance(given, bool) or not isinstance(given, (int, float)) or not given > 0:
         raise ConfigError(f"max_norm is {given!r}: give a number above 0 (inf = only measure)", field="max_norm")
     return float(given)
+
+
+class _Wrapped(Protocol):
+    """The user's optimizer, once it is wrapped."""
+
+    samples: int
+    param_groups: list[Group]
 
 
 class _Ended(Exception):
@@ -525,7 +539,13 @@ class _Turns:
     """The worker that the strategy's round sees, played by the user's loop."""
 
     def __init__(
-        self, strategy: Any, flat: FlatModel, own_step: _Stepper, here: World, ring: Ring, server: Any
+        self,
+        strategy: StrategyView,
+        flat: FlatModel,
+        own_step: _Stepper,
+        here: World,
+        ring: Ring | CompressedRing,
+        server: Server | GroupServer | None,
     ) -> None:
         self.rank, self.size, self.ring, self.server = here.rank, here.size, ring, server
         self._strategy, self._flat, self._own_step = strategy, flat, own_step
@@ -549,7 +569,7 @@ class _Turns:
         self._thread.start()
         self._wait()
 
-    def step(self, closure: Callable[[], Any] | None, samples: int) -> Any:
+    def step(self, closure: Callable[[], float] | None, samples: int) -> float | None:
         """Offer the gradient that is in `.grad`; returns when the next round asks for a batch."""
         self._own_step.check()
         loss = closure() if closure is not None else None
@@ -667,7 +687,8 @@ class _Turns:
     def _run(self) -> None:
         try:
             while True:
-                self._strategy.round(_RoundView(self))
+                view: Any = _RoundView(self)  # as much of a WorkerView as strategies of such a loop need
+                self._strategy.round(view)
         except _Ended:
             return
         except BaseException as error:  # carried over to the user's thread, whatever it is
@@ -680,7 +701,6 @@ class _RoundView:
 
     def __init__(self, turns: _Turns) -> None:
         self.rank, self.size, self.ring, self.server = turns.rank, turns.size, turns.ring, turns.server
-        self.tables: Any = None
         self.batch, self.grad, self.mean_grad, self.step = turns.batch, turns.grad, turns.mean_grad, turns.step_own
         self._turns = turns
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rayps.cluster.local import ActorReply
 from rayps.cluster.members import GroupMember
 from rayps.core.errors import ClusterError
 from rayps.core.grid import Grid
 from rayps.core.time_limit import START_SECONDS
+from rayps.core.values import JsonObject
 from rayps.recovery.backup_assignment import Bond, HeldRounds, Mending, keepers, mending
 from rayps.recovery.worker_backup import CommitCost
 from rayps.runtime.decide import Mend, Replace, Restart
@@ -65,12 +66,12 @@ class PeerStates:
         living = [(rank, worker) for rank, worker in enumerate(workers) if not worker.dead]
         replies = [worker.handle.call("halt", self.line) for _, worker in living]
         answers = _answers([worker for _, worker in living], replies, HALT_SECONDS)
-        holdings: dict[int, dict[int, HeldRounds]] = {living[at][0]: held for at, held in answers.items()}
+        holdings = {living[at][0]: held for at, held in answers.items()}
         return mending(grid, holdings)
 
 
-def _answers(workers: list[GroupMember], replies: list[ActorReply], timeout: float) -> dict[int, Any]:
-    found = {}
+def _answers(workers: list[GroupMember], replies: list[ActorReply], timeout: float) -> dict[int, dict[int, HeldRounds]]:
+    found: dict[int, dict[int, HeldRounds]] = {}
     for at, (worker, reply) in enumerate(zip(workers, replies, strict=True)):
         try:
             found[at] = reply.result(timeout)
@@ -252,7 +253,7 @@ class Mender:
                 "upkeep", f"so that a death costs no more than a round, workers {self.cost}", **self.cost.to_dict()
             )
 
-    def _upkeep(self) -> dict[str, Any]:
+    def _upkeep(self) -> JsonObject:
         return {} if self.cost is None else {"upkeep": self.cost.to_dict()}
 
 

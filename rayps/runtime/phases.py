@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rayps.core.calendar import Boundary, Calendar, PhaseSpan
-from rayps.core.families import has_remote_clients
+from rayps.core.families import has_remote_clients, learns_by_client
 from rayps.core.grid import Grid
 from rayps.core.strategy import Phase
 from rayps.parallel.division.divide import words
@@ -41,7 +41,7 @@ class RunPlan:
 
     def widest(self, workers: int) -> Grid:
         """The grid of the phase whose replicas have the most workers."""
-        return max((phase.strategy.grid(workers) for phase in self.phases), key=lambda grid: grid.columns)
+        return max((phase.grid(workers) for phase in self.phases), key=lambda grid: grid.columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class PhaseRun:
     @property
     def name(self) -> str:
         """That of its strategy."""
-        return self.phase.strategy.name
+        return self.phase.name
 
     def enter(self, snapshot: Snapshot, workers: int) -> None:
         """Let a state go on in this phase."""
@@ -88,8 +88,9 @@ class PhaseRun:
         """What a generation is told; the evaluation after round `evaluated` is filed."""
         every, begin = spec.checkpoint_every, self.span.begin
         if every is None:
-            rows = self.phase.strategy.rows  # a round of real clients is too dear to be made twice
-            epochs = FEDERATED_EPOCHS if rows.by_client and not rows.remote else 1
+            strategy = self.phase.strategy
+            simulated = learns_by_client(strategy) and not has_remote_clients(strategy)
+            epochs = FEDERATED_EPOCHS if simulated else 1  # a round of real clients is too dear to be made twice
             boundary = Boundary(self.span.steps * epochs, self.end, begin)
         else:
             boundary = Boundary(every, self.end)

@@ -18,10 +18,10 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ from rayps.core.strategy import Phase, StrategyView
 from rayps.core.topology import JobFacts, replica_of, servers_of
 from rayps.core.user_code import user_code
 from rayps.core.user_module import unpack
-from rayps.data.base import Batch, Data, map_tensors
+from rayps.data.base import Batch, Data, Nested, map_tensors
 from rayps.data.unsupported import is_ray_data, ray_data_way
 from rayps.federated.check import federated
 from rayps.federated.view import FederatedView
@@ -80,7 +80,7 @@ def preflight(workload: Workload, phases: list[Phase], spec: JobSpec) -> Preflig
     """
     check_clip_norm(workload)
     data = _data(workload, all(has_remote_clients(phase.strategy) for phase in phases))
-    grids = [phase.strategy.grid(spec.workers) for phase in phases]
+    grids = [phase.grid(spec.workers) for phase in phases]
     with apart():  # the user's own random numbers stay as they were
         model = model_of(workload)
         tables = tables_of(model) if has_tables(model) else ()
@@ -131,7 +131,7 @@ def _check_topologies(
     phases: list[Phase], spec: JobSpec, tables: tuple[SparseTable, ...], clip_norm: float | None
 ) -> None:
     """Refuse what cannot be combined. Raises ConfigError."""
-    names = [phase.strategy.name for phase in phases]
+    names = [phase.name for phase in phases]
     topologies = [phase.strategy.topology for phase in phases]
     facts = JobFacts(tables=tuple(table.name for table in tables), clip_norm=clip_norm)
     for at, (name, topology) in enumerate(zip(names, topologies, strict=True)):
@@ -328,11 +328,13 @@ def _evaluate(held: Whole, batch: Batch) -> None:
             number(name, mean)
 
 
-def scalar(loss: Any) -> float:
+def scalar(loss: Nested) -> float:
     """A loss as a number. Raises WorkloadError: it is none."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise WorkloadError(f"loss(model, batch) gave {shape}: return one number as a tensor, the mean over the batch")
+        raise WorkloadError(
+            f"loss(model, batch) returned {shape}: return one number as a tensor, the mean over the batch"
+        )
     return float(loss.item())
 
 
@@ -351,18 +353,14 @@ def words(batch: Batch) -> str:
     return f"x {_words(batch.x)}, y {_words(batch.y)}"
 
 
-def _words(value: Any) -> str:
+def _words(value: Nested) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {_words(item)}" for key, item in list(value.items())[:8]) + "}"
     if isinstance(value, (list, tuple)):
-        return "(" + ", ".join(_words(item) for item in _some(value)) + ")"
+        return "(" + ", ".join(_words(item) for item in value[:4]) + ")"
     return type(value).__name__
-
-
-def _some(values: Sequence[Any]) -> Sequence[Any]:
-    return values[:4]
 
 
 MOST_BYTES = 256 << 20  # of parameters, of a packed workload, and of data in memory, which the process has once more
@@ -395,7 +393,7 @@ def untried(facts: TrialFacts) -> str | None:
     return None
 
 
-def bytes_of(value: Any) -> int:
+def bytes_of(value: nn.Module | Data | Nested) -> int:
     """The memory of the tensors in a module, a data set or nested values."""
     if isinstance(value, nn.Module):
         return sum(tensor.nbytes for tensor in [*value.parameters(), *value.buffers()])
@@ -423,7 +421,6 @@ class Trial:
         if reason is not None:
             self.verdict = Verdict(skipped=reason)
             return
-        options: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         more = {
             "PYTHONPATH": os.pathsep.join(request.path),
             "OMP_NUM_THREADS": "1",
@@ -433,7 +430,13 @@ class Trial:
         cwd = request.working_dir if request.working_dir and Path(request.working_dir).is_dir() else None
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _MAIN], env=os.environ | more, cwd=cwd, start_new_session=True, **options
+                [sys.executable, "-c", _MAIN],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=os.environ | more,
+                cwd=cwd,
+                start_new_session=True,
             )
         except OSError as error:
             self.verdict = Verdict(skipped=f"no process could be started: {error}")

@@ -20,6 +20,7 @@ from rayps.runtime.journal import Journal
 from rayps.runtime.phases import RunPlan
 from rayps.strategies.job import JobSpec
 from rayps.tensors import checkpoint, optim
+from rayps.tensors.checkpoint import Meta
 from rayps.tensors.learning_rate import Ticks
 from rayps.tensors.snapshot import Snapshot
 from rayps.workload.base import Workload
@@ -36,7 +37,7 @@ class Checkpointer:
         """`folder` takes checkpoints; `resume` is the checkpoint to begin with."""
         self.folder, self.resume, self.saved = folder, resume, resume
         self.newest: Snapshot | None = None
-        self.tables: dict[str, list[Any]] = {}  # states of sparse tables at the end, where no checkpoint has them
+        self.tables: dict[str, list[bytes]] = {}  # states of sparse tables at the end, where no checkpoint has them
         self._spec, self._journal = spec, journal
 
     @property
@@ -132,7 +133,7 @@ class Checkpointer:
         return f"{self.saved} is kept" + (f", of round {self.round}" if self.round < at else "")
 
 
-def of_another(meta: dict[str, Any], spec: JobSpec) -> list[str]:
+def of_another(meta: Meta, spec: JobSpec) -> list[str]:
     """What says that a checkpoint was made by another run than one of `spec`; shapes that differ are an error."""
     was, now = (str(name).rpartition(":")[2] for name in (meta.get("workload", spec.workload), spec.workload))
     found = [] if was == now else [f"was made by workload {was}, and this run trains {now}"]

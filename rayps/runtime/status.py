@@ -7,13 +7,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rayps.cluster.members import GroupMember
 from rayps.core.calendar import Calendar
 from rayps.core.grid import Grid
 from rayps.core.job import Status
-from rayps.core.metrics import Point, Rounds, Throughput
+from rayps.core.metrics import Rounds, Throughput
+from rayps.core.records import Event, OutcomeRecord, Point, ProgressRecord, ShardLine, WorkerLine
 from rayps.ps.fixed.shard import ShardFacts
 from rayps.runtime.journal import Journal
 from rayps.runtime.worker_group import WorkerGroup
@@ -35,9 +35,9 @@ class Outcome:
     snapshot: Snapshot | None = None
     checkpoint: Path | None = None
     error: Exception | None = None
-    tables: dict[str, list[Any]] = field(default_factory=dict)  # states of segments, where no checkpoint has them
+    tables: dict[str, list[bytes]] = field(default_factory=dict)  # states of segments, where no checkpoint has them
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> OutcomeRecord:
         """What `outcome.json` says."""
         return {
             "status": self.status,
@@ -52,7 +52,7 @@ class Outcome:
 class RunRecord:
     """Files what polls bring (points, events, log lines) in the journal, and keeps the run's status and progress."""
 
-    def __init__(self, journal: Journal, workers: int, where: Callable[[], tuple[int, dict[str, Any]]]) -> None:
+    def __init__(self, journal: Journal, workers: int, where: Callable[[], tuple[int, ProgressRecord]]) -> None:
         """`where` gives the round of the newest snapshot, and further facts to show."""
         self.status = Status.STARTING
         self.evaluated = 0  # the last round whose evaluation is filed
@@ -73,7 +73,7 @@ class RunRecord:
     def show(self, *, now: bool = False) -> None:
         """Show the progress; at most a few times a second unless `now`."""
         done, more = self._where()
-        progress = self._report.progress(done, status=self.status, message=self._message, **more)
+        progress = self._report.progress(done, {"status": self.status, "message": self._message, **more})
         self._journal.progress(progress, now=now)
 
     def generation(self, number: int, strategy: str, *, mended: bool) -> None:
@@ -144,7 +144,7 @@ class ProgressReport:
         self._pace = Throughput()  # rounds a second
         self._lost: dict[str, int] = {}  # by shard
         self._latest: dict[int, deque[Point]] = {}
-        self._facts: dict[str, Any] = {"loss": None, "staleness": {}, "workers": [], "shards": []}
+        self._facts: ProgressRecord = {"loss": None, "staleness": {}, "workers": [], "shards": []}
 
     def hear(self, points: list[Point]) -> None:
         """Take in points of single ranks."""
@@ -194,15 +194,15 @@ class ProgressReport:
         """The round that all workers have come to; `done` is that of the last snapshot."""
         return max(done, min((worker["round"] for worker in self._facts["workers"]), default=0))
 
-    def progress(self, done: int, **more: Any) -> dict[str, Any]:
+    def progress(self, done: int, more: ProgressRecord) -> ProgressRecord:
         """Where the run stands; `done` is the round of its last snapshot."""
-        facts = {"time": time.time(), **self._facts, **more}
+        facts: ProgressRecord = {"time": time.time(), **self._facts, **more}
         calendar = self.calendar
         if calendar is None:
             return facts
         done = self.reached(done)
         pace = self._pace.rate
-        return facts | {
+        known: ProgressRecord = {
             "round": done,
             "rounds": calendar.rounds,
             "epoch": calendar.epoch_of(min(done, calendar.rounds - 1)),
@@ -210,20 +210,31 @@ class ProgressReport:
             "samples_per_second": self._throughput.rate,
             "eta_seconds": (calendar.rounds - done) / pace if pace else None,
         }
+        return {**facts, **known}
 
-    def _worker(self, rank: int, member: GroupMember) -> dict[str, Any]:
+    def _worker(self, rank: int, member: GroupMember) -> WorkerLine:
         facts = member.facts if isinstance(member.facts, WorkerFacts) else None
         status = "dead" if member.dead else facts.status if facts else "starting"
-        line = {"rank": rank, **_place(member), "status": status, "round": facts.position if facts else 0}
+        place = member.place
+        line: WorkerLine = {
+            "rank": rank,
+            "host": place.host if place else None,
+            "pid": place.pid if place else None,
+            "status": status,
+            "round": facts.position if facts else 0,
+        }
         points = self._latest.get(rank)
         if not points:
             return line
         seconds = sum(point["seconds"] for point in points) or 1e-9
-        shares = {key: sum(point[key] for point in points) / seconds for key in ("compute", "wait", "move")}
-        return line | shares | {"samples_per_second": sum(point["samples"] for point in points) / seconds}
+        line["compute"] = sum(point["compute"] for point in points) / seconds
+        line["wait"] = sum(point["wait"] for point in points) / seconds
+        line["move"] = sum(point["move"] for point in points) / seconds
+        line["samples_per_second"] = sum(point["samples"] for point in points) / seconds
+        return line
 
 
-def in_replicas(workers: list[dict[str, Any]], grid: Grid) -> list[dict[str, Any]]:
+def in_replicas(workers: list[WorkerLine], grid: Grid) -> list[WorkerLine]:
     """With what each worker's part is: samples are counted by one worker of a replica, and are everyone's of it."""
     if grid.columns == 1 or grid.size != len(workers):
         return workers
@@ -231,26 +242,24 @@ def in_replicas(workers: list[dict[str, Any]], grid: Grid) -> list[dict[str, Any
         max((workers[rank].get("samples_per_second", 0.0) for rank in grid.replica(data)), default=0.0)
         for data in range(grid.data)
     ]
-    found = []
+    found: list[WorkerLine] = []
     for rank, line in enumerate(workers):
-        known = {"samples_per_second": rates[grid.at(rank).data]} if "wait" in line else {}
-        found.append(line | known | {"part": grid.words(rank)})
+        own: WorkerLine = {**line, "part": grid.words(rank)}
+        if "wait" in line:
+            own["samples_per_second"] = rates[grid.at(rank).data]
+        found.append(own)
     return found
 
 
-def _shard(index: int, member: GroupMember) -> dict[str, Any]:
+def _shard(index: int, member: GroupMember) -> ShardLine:
     facts = member.facts if isinstance(member.facts, ShardFacts) else None
-    line = {"index": index, **_place(member)}
+    place = member.place
+    line: ShardLine = {"index": index, "host": place.host if place else None, "pid": place.pid if place else None}
     if facts is None:
         return line
     # pushes by how many versions old the parameters were on which they were computed
     ages = {str(age): count for age, count in sorted(facts.ages.items())}
-    return line | {"lo": facts.lo, "hi": facts.hi, "version": facts.version, "bytes": facts.bytes, "ages": ages}
-
-
-def _place(member: GroupMember) -> dict[str, Any]:
-    place = member.place
-    return {"host": place.host if place else None, "pid": place.pid if place else None}
+    return {**line, "lo": facts.lo, "hi": facts.hi, "version": facts.version, "bytes": facts.bytes, "ages": ages}
 
 
 class ServerEvents:
@@ -258,14 +267,14 @@ class ServerEvents:
 
     def __init__(self) -> None:
         self._waits: deque[tuple[float, float]] = deque(maxlen=10_000)  # when a round was heard of, what it waited
-        self._due: list[tuple[float, dict[str, Any]]] = []  # when it was heard of, and the event
+        self._due: list[tuple[float, Event]] = []  # when it was heard of, and the event
 
     def hear(self, points: list[Point]) -> None:
         """Take in rounds of single ranks."""
         now = time.monotonic()
         self._waits.extend((now, point["wait"]) for point in points if point["kind"] == "round")
 
-    def tell(self, events: list[dict[str, Any]], over: bool = False) -> list[dict[str, Any]]:
+    def tell(self, events: list[Event], over: bool = False) -> list[Event]:
         """The events that can be told now; of a death once it is known what it held up, or when the run is `over`."""
         now = time.monotonic()
         told = [event for event in events if event["kind"] != "server_lost"]

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import pyarrow as pa
 from torch import nn
@@ -21,12 +20,13 @@ from rayps.cluster.local import Cluster
 from rayps.core import metrics
 from rayps.core.errors import CheckpointError, ConfigError, RaypsError, TrainingError
 from rayps.core.job import LOCAL_CPUS, Status
+from rayps.core.records import Event, ProgressRecord
 from rayps.ps.tables.embedding import load, load_states
 from rayps.runtime.display import Display
 from rayps.runtime.driver import Driver
 from rayps.runtime.journal import Journal
 from rayps.runtime.status import Outcome
-from rayps.strategies.catalogue import parse, wire
+from rayps.strategies.catalogue import StrategySpec, parse, wire
 from rayps.strategies.job import JobSpec
 from rayps.tensors import checkpoint as checkpoints
 from rayps.tensors.snapshot import Snapshot
@@ -48,11 +48,11 @@ class Result:
 
     metrics: dict[str, float]
     history: pa.Table
-    events: list[dict[str, Any]]
+    events: list[Event]
     checkpoint: Path | None
     workload: Workload
     snapshot: Snapshot
-    tables: dict[str, list[Any]] = field(default_factory=dict)  # states of sparse tables, where no checkpoint has them
+    tables: dict[str, list[bytes]] = field(default_factory=dict)  # states of sparse tables
 
     def __repr__(self) -> str:
         found = ", ".join(f"{name}={value:.4g}" for name, value in self.metrics.items())
@@ -60,7 +60,7 @@ class Result:
         return f"Result({found or 'no metrics'}, {self.history.num_rows} rounds, {len(self.events)} events{saved})"
 
     @property
-    def costs(self) -> list[dict[str, Any]]:
+    def costs(self) -> list[Event]:
         """Of each phase what a step cost, `measured` beside the `formula`: see `rayps.runtime.cost_report.measured`."""
         return [event for event in self.events if event["kind"] == "costs"]
 
@@ -81,7 +81,7 @@ class Result:
 def train(
     workload: Workload | str,
     *,
-    strategy: Any = "all_reduce",
+    strategy: StrategySpec = "all_reduce",
     workers: int = 1,
     epochs: int | None = None,
     steps: int | None = None,
@@ -93,7 +93,7 @@ def train(
     address: str | None = None,
     max_failures: int = 3,
     timeout: float = 60.0,
-    progress: bool | Callable[[dict[str, Any]], None] = True,
+    progress: bool | Callable[[ProgressRecord], None] = True,
     cluster: Cluster | None = None,
     server_group: str | None = None,
     branch: str | None = None,

@@ -22,6 +22,7 @@ from rayps.comm.link import Listener
 from rayps.core import thread_ends
 from rayps.core.errors import PeerLost
 from rayps.core.logs import LogBuffer
+from rayps.core.records import Point
 from rayps.core.user_code import Call, lacks_memory, too_large, under_way
 from rayps.core.user_module import unpack
 from rayps.recovery.backup_assignment import HeldRounds
@@ -29,6 +30,7 @@ from rayps.recovery.worker_backup import WorkerBackup
 from rayps.tensors.local_state import LocalState
 from rayps.tensors.snapshot import Snapshot
 from rayps.worker.families import load
+from rayps.worker.loop import Companions
 from rayps.worker.plan import WorkerFacts, WorkerPart, WorkerPlan
 from rayps.worker.run import GenerationRun
 from rayps.workload.base import Workload
@@ -74,7 +76,7 @@ class WorkerActor:
         self._ending, self._closed = threading.RLock(), False
         self._lock = threading.RLock()  # of what the driver asks for
         self._current: GenerationRun | None = None
-        self._companions: dict[str, Any] = {}
+        self._companions: Companions = {}
         self._backup: WorkerBackup | None = None  # where workers keep each other's states
         self._evaluating: int | None = None  # the thread that evaluates for the driver
         thread_ends.listen()
@@ -147,7 +149,7 @@ class WorkerActor:
         answer.points += self._ended_threads(ends)
         return answer
 
-    def _ended_threads(self, ends: list[str]) -> list[dict[str, Any]]:
+    def _ended_threads(self, ends: list[str]) -> list[Point]:
         """Events of the threads that ended since the last call; some of many."""
         told = self._ends_told - self._ends
         new, self._ends_told = ends[told : told + MOST_ENDS], self._ends + len(ends)

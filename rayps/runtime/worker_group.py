@@ -17,6 +17,7 @@ from rayps.core.errors import ActorDied, ClusterError, LinkError
 from rayps.core.families import learns_by_client, rebuilds
 from rayps.core.grid import Grid
 from rayps.core.metrics import means
+from rayps.core.records import Point
 from rayps.core.time_limit import START_SECONDS, overdue
 from rayps.core.topology import runs_in_step, servers_of
 from rayps.federated.client_states_backup import ClientStatesBackup
@@ -318,10 +319,10 @@ class WorkerGroup:
 
     # ---- asking
 
-    def poll(self) -> list[dict[str, Any]]:
+    def poll(self) -> list[Point]:
         """Take in the answers that have come, ask again, and return the new metric points (with their rank)."""
         orders, wanted = self._known(), self._wanted()
-        points: list[dict[str, Any]] = []
+        points: list[Point] = []
         for rank, worker in enumerate(self.workers):
             facts = worker.ask(wanted, orders.timeout)
             if isinstance(facts, WorkerFacts) and facts.generation == orders.generation:
@@ -449,7 +450,7 @@ class _HeardPoints:
         else:
             self._newest = {at: min(newest, round - 1) for at, newest in self._newest.items()}
 
-    def new(self, rank: int, points: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def new(self, rank: int, points: list[Point]) -> list[Point]:
         """The points that were not heard before, each with its rank."""
         found = [{**point, "rank": rank} for point in points if self._is_new(rank, point)]
         for point in found:
@@ -457,7 +458,7 @@ class _HeardPoints:
                 self.evaluated[rank] = point["round"]
         return found
 
-    def _is_new(self, rank: int, point: dict[str, Any]) -> bool:
+    def _is_new(self, rank: int, point: Point) -> bool:
         at = rank, point["kind"]
         if point.pop("again", False) and point["round"] <= self._newest.get(at, -1):
             return False

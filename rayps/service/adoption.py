@@ -15,11 +15,13 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rayps.core.errors import ConfigError
 from rayps.core.job import Status
+from rayps.core.records import OutcomeRecord
 from rayps.service import job_folders, processes
+from rayps.service.job_folders import JobRow
 from rayps.service.plan import OpenJob, Seal, plan
 from rayps.strategies.job import JobSpec
 
@@ -37,10 +39,10 @@ _SHOWN = 5
 class FolderRow:
     """What a job's folder says: its row, the attempt that has started (0: none), and its outcome, if it has ended."""
 
-    row: dict[str, Any] | None
+    row: JobRow | None
     attempt: int = 0
     failures: int = 0
-    outcome: dict[str, Any] | None = None
+    outcome: OutcomeRecord | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class FolderDifferences:
 
 def trace(folder: Path) -> FolderRow:
     """Read a job's folder."""
-    attempts = [(job_folders.read_json(folder / name) or {}).get("attempt") for name in ("driver.json", "launch.json")]
+    attempts = [job_folders.read_attempt(folder / name).get("attempt") for name in ("driver.json", "launch.json")]
     begun = any((folder / name).exists() for name in ("events.jsonl", "progress.json", "outcome.json"))
     attempt = max([each for each in attempts if isinstance(each, int)], default=int(begun))
     failures = (job_folders.read_json(folder / "progress.json") or {}).get("failures", 0)
@@ -96,12 +98,12 @@ def compare(rows: Mapping[str, StoreRow], traces: Mapping[str, FolderRow]) -> Fo
     )
 
 
-def filed(found: FolderRow) -> dict[str, Any]:
+def filed(found: FolderRow) -> JobRow:
     """The columns of the restored row: QUEUED, the outcome's status, or UNKNOWN until its driver was searched for."""
     if found.outcome is not None:
         end = plan([OpenJob("", status=Status.UNKNOWN, outcome=found.outcome)], None, None, None)[0]
         assert isinstance(end, Seal)
-        facts: dict[str, Any] = {
+        facts: JobRow = {
             "status": end.status,
             "reason": end.message or None,
             "metrics": end.metrics,
@@ -152,7 +154,7 @@ def named(job_ids: list[str] | tuple[str, ...]) -> str:
 
 def _end_driver(folder: Path) -> None:
     """Kill the driver of a job without a row; its workers end with it, which frees their CPUs."""
-    begun = job_folders.read_json(folder / "driver.json") or {}
+    begun = job_folders.read_attempt(folder / "driver.json")
     pid, since = begun.get("pid"), begun.get("started")
     if isinstance(pid, int) and isinstance(since, int) and processes.alive(pid, since):
         log.warning(
@@ -164,7 +166,7 @@ def _end_driver(folder: Path) -> None:
         processes.end_all([pid])
 
 
-def _usable(row: dict[str, Any] | None) -> bool:
+def _usable(row: JobRow | None) -> bool:
     try:
         JobSpec.from_dict((row or {}).get("spec") or {})
     except (ConfigError, TypeError, AttributeError):

@@ -23,8 +23,12 @@ import httpx2
 
 from rayps.core.errors import ConfigError, Conflict, NotFound, RaypsError, ServiceError, Unauthorized, Unreachable
 from rayps.core.job import Status
+from rayps.core.records import Event, Point
+from rayps.core.values import Json
+from rayps.service.answers import ClusterAnswer, GroupRow, JobAnswer
 from rayps.service.remote_group import RemoteGroup
 from rayps.service.settings import Settings
+from rayps.strategies.catalogue import StrategyDescription
 
 _ERRORS: dict[int, type[RaypsError]] = {
     400: ConfigError,
@@ -131,19 +135,19 @@ class Client:
         """Return a server group by its name. Raises NotFound, which lists the existing ones."""
         return RemoteGroup(self.call, {"name": name}).refresh()
 
-    def server_groups(self) -> list[dict[str, Any]]:
+    def server_groups(self) -> list[GroupRow]:
         """List the server groups, a dict each."""
-        found: list[dict[str, Any]] = self.call("GET", "/api/v1/server-groups")["groups"]
+        found: list[GroupRow] = self.call("GET", "/api/v1/server-groups")["groups"]
         return found
 
-    def strategies(self) -> list[dict[str, Any]]:
+    def strategies(self) -> list[StrategyDescription]:
         """List the strategies of the service, with their options."""
-        found: list[dict[str, Any]] = self.call("GET", "/api/v1/strategies")
+        found: list[StrategyDescription] = self.call("GET", "/api/v1/strategies")
         return found
 
-    def cluster(self) -> dict[str, Any]:
+    def cluster(self) -> ClusterAnswer:
         """Describe the Ray cluster of the service: address, resources, state."""
-        found: dict[str, Any] = self.call("GET", "/api/v1/cluster")
+        found: ClusterAnswer = self.call("GET", "/api/v1/cluster")
         return found
 
     def page_address(self) -> str:
@@ -224,7 +228,7 @@ class Client:
         )
 
 
-def _json_only(field: str, value: Any) -> None:
+def _json_only(field: str, value: Json) -> None:
     """Refuse a value that JSON cannot hold, by the name of its field."""
     try:
         json.dumps(value, allow_nan=False)
@@ -238,7 +242,7 @@ def _json_only(field: str, value: Any) -> None:
 class Job:
     """A job of a service; `data` is the service's newest answer about it, a dict."""
 
-    def __init__(self, client: Client, data: dict[str, Any]) -> None:
+    def __init__(self, client: Client, data: JobAnswer) -> None:
         self._client = client
         self.data = data
 
@@ -312,11 +316,11 @@ class Job:
         """Yield the log lines, as {"time", "source", "text"}; with `follow` until the job has ended."""
         return self._all("logs", "lines", follow)
 
-    def metrics(self, *, follow: bool = False) -> Iterator[dict[str, Any]]:
+    def metrics(self, *, follow: bool = False) -> Iterator[Point]:
         """Yield the metric points: one for each round and one for each evaluation."""
         return self._all("metrics", "points", follow)
 
-    def events(self, *, follow: bool = False) -> Iterator[dict[str, Any]]:
+    def events(self, *, follow: bool = False) -> Iterator[Event]:
         """Yield the job's events, as {"time", "kind", "message", ...}."""
         return self._all("events", "events", follow)
 

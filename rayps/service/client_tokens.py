@@ -6,11 +6,11 @@ import hashlib
 import secrets
 import time
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import sqlalchemy as sa
 
 from rayps.core.errors import ConfigError, NotFound
+from rayps.core.values import JsonObject
 from rayps.federated.remote.signed_orders import ClientToken, Key
 from rayps.service.store import Store
 
@@ -43,7 +43,7 @@ class Grant:
     expires_at: float | None
     revoked_at: float | None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the grant as JSON-ready data."""
         return asdict(self)
 
@@ -117,7 +117,7 @@ class ClientTokens:
             raise NotFound(f"there is no token {token_id[:100]!r}: `rayps token ls` lists them", status=404)
         return found[0]
 
-    async def _find(self, *where: Any) -> list[Grant]:
+    async def _find(self, *where: sa.ColumnElement[bool]) -> list[Grant]:
         query = _table.select().where(*where).order_by(_table.c.created_at.desc())
         async with self._store.reading() as tx:
             return [

@@ -16,13 +16,14 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from rayps.cluster.local import FIRST_PROTOCOL, PROTOCOL, ActorHandle, Actors, Bundle
 from rayps.core.errors import ClusterError
 from rayps.core.failpoint import passing
+from rayps.core.records import AttemptRecord
 from rayps.service import processes
-from rayps.service.job_folders import read_json
+from rayps.service.job_folders import read_attempt
 from rayps.service.plan import Start
 from rayps.service.settings import private_write
 from rayps.service.store import JobRecord
@@ -149,7 +150,7 @@ class Drivers:
         self._killed.pop(job_id, None)
         self._ended[job_id] = time.monotonic()
 
-    def crash(self, job: JobRecord, begun: dict[str, Any]) -> str | None:
+    def crash(self, job: JobRecord, begun: AttemptRecord) -> str | None:
         """Return why the current attempt ended without an outcome, or why it was killed; None if neither."""
         attempt, reason = self._killed.get(job.id, (0, None))
         if attempt == job.attempt:
@@ -177,7 +178,7 @@ def _name(job_id: str) -> str:
     return f"driver-{job_id}"
 
 
-def foreign(attempt: int, begun: dict[str, Any], launched: dict[str, Any]) -> str | None:
+def foreign(attempt: int, begun: AttemptRecord, launched: AttemptRecord) -> str | None:
     """Return why no method of this attempt's driver may be called; None if its protocol is this one or unknown yet.
 
     `begun` is `driver.json`, `launched` is `launch.json`.
@@ -196,7 +197,7 @@ def foreign(attempt: int, begun: dict[str, Any], launched: dict[str, Any]) -> st
 
 def end_process(folder: Path) -> None:
     """Kill the process that `driver.json` names if it is alive: Ray may have lost a process that still runs."""
-    found = read_json(folder / BEGUN) or {}
+    found = read_attempt(folder / BEGUN)
     pid, since = found.get("pid"), found.get("started")
     if isinstance(pid, int) and isinstance(since, int) and pid != os.getpid() and processes.alive(pid, since):
         log.warning("process %d of an attempt that was abandoned is killed", pid)

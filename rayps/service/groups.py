@@ -21,6 +21,7 @@ from typing import Any
 
 from rayps.cluster.local import FIRST_PROTOCOL, PROTOCOL, ActorHandle, Actors
 from rayps.core.errors import ActorDied, ClusterError, ConfigError, Conflict, NotFound, RaypsError
+from rayps.core.records import GroupFacts
 from rayps.service.job_folders import read_json
 from rayps.service.scheduler import Scheduler
 from rayps.service.settings import private_write
@@ -80,7 +81,7 @@ class Wanted:
 class GroupView:
     """The newest facts about a group."""
 
-    facts: dict[str, Any] | None = None
+    facts: GroupFacts | None = None
     at: float = -1e9
     handle: ActorHandle | None = None
     reason: str | None = None
@@ -118,11 +119,11 @@ class Groups:
         """The names of the groups that are not being stopped."""
         return sorted(name for name, entry in self._entries.items() if not entry.wanted.stopping)
 
-    def all(self) -> list[dict[str, Any]]:
+    def all(self) -> list[GroupFacts]:
         """List every group, as `get` returns it."""
         return [self.get(name) for name in sorted(self._entries)]
 
-    def get(self, name: str) -> dict[str, Any]:
+    def get(self, name: str) -> GroupFacts:
         """Describe a group: the manager's facts if they are fresh, else what is known without them.
 
         Raises:
@@ -480,7 +481,7 @@ def _check_size(servers: int, replicas: int) -> None:
         )
 
 
-def _settled(facts: dict[str, Any]) -> bool:
+def _settled(facts: GroupFacts) -> bool:
     alive = sum(each.get("state") == "alive" for each in facts.get("servers", []))
     entry = all(segment.get("state") == "ready" for space in facts.get("spaces", []) for segment in space["segments"])
     return facts.get("status") == "ready" and not facts.get("moves") and alive == facts.get("wanted") and entry

@@ -18,6 +18,7 @@ import yaml
 
 from rayps.core.errors import ConfigError
 from rayps.core.job import misnamed
+from rayps.core.values import Keywords
 from rayps.strategies.job import JobSpec
 
 MOST_BYTES = 1_000_000
@@ -40,7 +41,7 @@ _UNCLEAR = (
 )
 
 
-def read(path: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
+def read(path: Path, changes: Sequence[str] = ()) -> Keywords:
     """Read a job from a file and apply `key=value` changes; a relative working_dir is relative to the file.
 
     Raises:
@@ -103,7 +104,7 @@ def load(text: str, where: str) -> Any:
         raise ConfigError(f"{where}: nested too deeply") from error
 
 
-def _change(data: dict[str, Any], change: str) -> None:
+def _change(data: Keywords, change: str) -> None:
     key, equals, text = change.partition("=")
     if not equals or not key:
         raise ConfigError(f"--set {change!r} should be key=value, e.g. --set workers=4", field="set")

@@ -15,7 +15,10 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
+
+from rayps.core.records import AttemptRecord
+from rayps.core.values import JsonObject
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +28,28 @@ _ID = re.compile(r"[0-9A-HJKMNP-TV-Z]{26}")
 _DELETED = ".deleted-"
 
 
-def keep(folder: Path, row: dict[str, Any], *, sync: bool = True) -> None:
+class JobRow(TypedDict, total=False):
+    """A job's row of the store as JSON data: what `job.json` holds."""
+
+    id: str
+    name: str
+    status: str
+    reason: str | None
+    spec: JsonObject
+    attempt: int
+    failures: int
+    interrupted: bool
+    created_at: float
+    started_at: float | None
+    finished_at: float | None
+    attempt_at: float | None
+    stop_requested_at: float | None
+    metrics: dict[str, float] | None
+    checkpoint: str | None
+    idempotency_key: str | None
+
+
+def keep(folder: Path, row: JobRow, *, sync: bool = True) -> None:
     """Write `job.json` into a job's folder (mode 0700); with `sync` it is on disk when this returns."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = folder / f".{SPEC}.{os.getpid()}"
@@ -38,21 +62,31 @@ def keep(folder: Path, row: dict[str, Any], *, sync: bool = True) -> None:
     draft.replace(folder / SPEC)
 
 
-def read(folder: Path) -> dict[str, Any] | None:
+def read(folder: Path) -> JobRow | None:
     """Return the row that `keep` wrote; None if there is none, or another job's, or one of a newer rayps."""
     found = read_json(folder / SPEC)
     if found is None or found.pop("version", None) != VERSION or found.get("id") != folder.name:
         return None
-    return found
+    row: JobRow = found
+    return row
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """Read a JSON object from a file that is replaced atomically; None if the file does not exist."""
+def read_json(path: Path) -> Any:
+    """Read a JSON object from a file that is replaced atomically; None if the file does not exist.
+
+    The caller names the type of the record.
+    """
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def read_attempt(path: Path) -> AttemptRecord:
+    """Read `driver.json` or `launch.json`; an empty record if the file does not exist."""
+    found: AttemptRecord | None = read_json(path)
+    return {} if found is None else found
 
 
 def ids(jobs_dir: Path) -> Iterator[str]:

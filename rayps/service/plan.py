@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from rayps.core.job import Status, may_move
+from rayps.core.records import OutcomeRecord, ProgressRecord
 from rayps.strategies.job import JobSpec
 
 Bundle = dict[str, float]
@@ -34,8 +34,8 @@ class OpenJob:
     max_failures: int = 3
     interrupted: bool = False  # the service ended its Ray on purpose
     stopping: float | None = None  # seconds since a stop was requested
-    outcome: dict[str, Any] | None = None  # outcome.json
-    progress: dict[str, Any] | None = None  # progress.json, when this attempt wrote it
+    outcome: OutcomeRecord | None = None  # outcome.json
+    progress: ProgressRecord | None = None  # progress.json, when this attempt wrote it
     crash: str | None = None  # what ended its driver's run without an outcome, or why its driver was killed
     launched: bool = True  # the call that starts this attempt's driver has returned, or the driver has begun
     silent: float = 0.0  # seconds in which its folder showed no progress, while it is STARTING or RECOVERING
@@ -95,7 +95,7 @@ class Seal:
     job: str
     status: Status
     message: str
-    metrics: dict[str, Any] | None = None
+    metrics: dict[str, float] | None = None
     checkpoint: str | None = None
     finished_at: float | None = None
     has_event: bool = False  # an event says so already
@@ -177,7 +177,7 @@ def _unseen(job: OpenJob, unseen: float, why: str) -> list[Action]:
     return [Show(job.id, Status.UNKNOWN, f"its driver cannot be reached: {why}")]
 
 
-def _sealed(job: OpenJob, outcome: dict[str, Any]) -> Seal:
+def _sealed(job: OpenJob, outcome: OutcomeRecord) -> Seal:
     try:
         status = Status(outcome.get("status", ""))
     except ValueError:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import rayps
 from rayps.cluster.local import PROTOCOL, ActorHandle, Bundle, Reservation
@@ -39,6 +39,8 @@ _LEAVE_SECONDS = 5.0
 _REFUSED = 2  # exit code
 _TAIL = 2000  # bytes of the child's last output that an error shows
 
+Answer: TypeAlias = Future[Any]  # of a request: what a method of an actor, or of the cluster, returned
+
 
 class NamedActor:
     """The handle of a named actor."""
@@ -47,7 +49,7 @@ class NamedActor:
         self.name = name
         self._process = process
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Answer:
         """Call a method; at most once, never retried."""
         return self._process.request("call", self.name, method, *args, **kwargs)
 
@@ -76,7 +78,7 @@ class ClusterProcess:
         self._give_up_reason = give_up_reason
         self._answer_seconds = answer_seconds
         self._numbers = itertools.count(1)
-        self._waiting: dict[int, Future[Any]] = {}
+        self._waiting: dict[int, Answer] = {}
         self._lock = threading.Lock()
         self._sending = threading.Lock()
         self._failure: str | None = None
@@ -107,7 +109,7 @@ class ClusterProcess:
                 env=_environment(env or {}),
             )
         self._pipe = Connection(ours.detach())
-        joined: Future[Any] = Future()
+        joined: Answer = Future()
         self._waiting[0] = joined
         threading.Thread(target=self._read, name="rayps-ray", daemon=True).start()
         try:
@@ -189,9 +191,9 @@ class ClusterProcess:
                 log.info("the cluster could not be left in order: %s", error)
         self._fail("it was closed", log_exit=False)
 
-    def request(self, operation: str, *args: Any, **named: Any) -> Future[Any]:
+    def request(self, operation: str, *args: Any, **named: Any) -> Answer:
         """Send a request to the child; the future fails with ClusterError when the child has ended."""
-        reply: Future[Any] = Future()
+        reply: Answer = Future()
         data = pickle.dumps((number := next(self._numbers), operation, args, named))
         with self._lock:
             failure = self._failure
@@ -210,7 +212,7 @@ class ClusterProcess:
     def _do(self, operation: str, *args: Any, **named: Any) -> Any:
         return self._await(self.request(operation, *args, **named), operation, self._answer_seconds)
 
-    def _await(self, reply: Future[Any], what: str, seconds: float) -> Any:
+    def _await(self, reply: Answer, what: str, seconds: float) -> Any:
         deadline = time.monotonic() + seconds
         while True:
             try:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from rayps.core.errors import Conflict, NotFound, Unreachable
+from rayps.service.answers import GroupAnswer
 
 
 class RemoteGroup:
@@ -16,7 +17,7 @@ class RemoteGroup:
     `data` is the newest answer of the service: servers, spaces, moves, events, jobs.
     """
 
-    def __init__(self, call: Callable[..., Any], data: dict[str, Any]) -> None:
+    def __init__(self, call: Callable[..., Any], data: GroupAnswer) -> None:
         self._call = call
         self.data = data
 
@@ -100,10 +101,10 @@ class RemoteGroup:
             time.sleep(pause)
 
 
-def summary(data: dict[str, Any]) -> str:
+def summary(data: GroupAnswer) -> str:
     """Describe a group's status in one line."""
-    alive = data["alive"] if "alive" in data else sum(each.get("state") == "alive" for each in data["servers"])
-    moves = data["moves"] if isinstance(data["moves"], int) else len(data["moves"])
+    alive = sum(each.get("state") == "alive" for each in data["servers"])
+    moves = len(data["moves"])
     unseen = data["status"] == "unreachable" and not alive  # the number of living servers is unknown
     text = f"{data['status']}, {'' if unseen else f'{alive} of '}{data['wanted']} servers"
     if moves:

@@ -14,15 +14,15 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rayps.cluster.local import Actors, Bundle
 from rayps.core.errors import ClusterError, ConfigError, Conflict, NotFound, RaypsError
 from rayps.core.failpoint import passing
 from rayps.core.job import Status, may_move
+from rayps.core.records import AttemptRecord, ProgressRecord
 from rayps.federated.remote.mailbox import FOLDER, Mailbox
 from rayps.service.drivers import BEGUN, LAUNCHED, Drivers, DriverView, RayHome, foreign
-from rayps.service.job_folders import read_json
+from rayps.service.job_folders import read_attempt, read_json
 from rayps.service.liveness import QuietTimes
 from rayps.service.open_jobs import OpenJobs
 from rayps.service.plan import SIGN_SECONDS, Action, AskToStop, Kill, OpenJob, Seal, Show, Start, Wait, needs, plan
@@ -243,7 +243,7 @@ class Scheduler:
     def _facts(self, record: JobRecord, seen: DriverView | None) -> OpenJob:
         lost = seen is not None and record.id not in seen.drivers
         folder = self._jobs_dir / record.id
-        begun, started = read_json(folder / BEGUN) or {}, read_json(folder / LAUNCHED) or {}
+        begun, started = read_attempt(folder / BEGUN), read_attempt(folder / LAUNCHED)
         return OpenJob(
             record.id,
             record.name,
@@ -266,9 +266,9 @@ class Scheduler:
             unrecoverable=self.group_ended(record.spec),
         )
 
-    def _progress(self, record: JobRecord, begun: dict[str, Any]) -> dict[str, Any] | None:
+    def _progress(self, record: JobRecord, begun: AttemptRecord) -> ProgressRecord | None:
         folder = self._jobs_dir / record.id
-        progress = read_json(folder / "progress.json")
+        progress: ProgressRecord | None = read_json(folder / "progress.json")
         if progress is not None:
             old = progress.get("time", 0) < (record.attempt_at or 0) and begun.get("attempt") != record.attempt
             progress = None if old else progress  # old: of the previous attempt

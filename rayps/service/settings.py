@@ -11,10 +11,11 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from rayps.core.errors import ConfigError
 from rayps.core.job import LOCAL_CPUS
+from rayps.core.values import Keywords
 from rayps.service.plan import SIGN_SECONDS
 
 SERVICE_LOCK = "service.lock"  # locked by the service of a state directory
@@ -48,7 +49,7 @@ class Settings:
             ConfigError: names the variable or option, its value and what is expected.
         """
         env = os.environ if environ is None else environ
-        found: dict[str, Any] = {}
+        found: Keywords = {}
         for name, read in _READERS.items():
             text = env.get(f"RAYPS_{name.upper()}", "").strip()
             if text:

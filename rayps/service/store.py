@@ -26,6 +26,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 from rayps.core.errors import ConfigError, Conflict, NotFound
 from rayps.core.failpoint import passing
 from rayps.core.job import Status, may_move
+from rayps.core.values import Keywords
+from rayps.service.job_folders import JobRow
 from rayps.service.state_disk import StateDisk, is_full
 from rayps.strategies.job import JobSpec
 
@@ -445,13 +447,15 @@ class Store:
         async with self.reading() as tx:
             return [_record(row) for row in await tx.execute(query)]
 
-    async def row(self, job_id: str) -> dict[str, Any]:
+    async def row(self, job_id: str) -> JobRow:
         """Return a job's row as JSON data, from which `restore` can write it again. Raises NotFound."""
         async with self.reading() as tx:
             found = (await tx.execute(_jobs.select().where(_jobs.c.id == job_id))).mappings().first()
         if found is None:
             raise NotFound(f"there is no job {job_id!r}: `rayps ls` lists them", job=job_id, status=404)
-        return {**found, "spec": json.loads(found["spec"])}
+        columns: Any = {**found, "spec": json.loads(found["spec"])}
+        row: JobRow = columns
+        return row
 
     async def statuses(self) -> list[tuple[str, Status, int]]:
         """List every job's id, status and attempt."""
@@ -459,12 +463,12 @@ class Store:
         async with self.reading() as tx:
             return [(row.id, Status(row.status), row.attempt) for row in await tx.execute(query)]
 
-    async def restore(self, rows: Sequence[tuple[dict[str, Any], str]], now: float | None = None) -> None:
+    async def restore(self, rows: Sequence[tuple[JobRow, str]], now: float | None = None) -> None:
         """Write lost or outdated rows again, all or none: pairs of columns and the event's message."""
         now = time.time() if now is None else now
         async with self.writing(*(row["id"] for row, _ in rows)) as tx:
             for row, message in rows:
-                facts = {key: value for key, value in row.items() if key in _jobs.c}
+                facts: Keywords = {key: value for key, value in row.items() if key in _jobs.c}
                 facts |= {
                     name: json.dumps(facts[name], sort_keys=True)
                     for name in ("spec", "metrics")

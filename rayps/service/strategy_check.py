@@ -12,17 +12,60 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
 
 from rayps.core.errors import ConfigError
 from rayps.core.strategy import Phase
 from rayps.core.topology import servers_of
+from rayps.core.values import Json
 from rayps.service.ray_process import python_path
-from rayps.strategies.catalogue import wire
+from rayps.strategies.catalogue import StrategyDescription, StrategySpec, wire
 
 CHECK_SECONDS = 60.0  # to start a Python, import the user's file (with torch, most often) and answer
 MOST_AT_ONCE = 2  # children of the service; further requests wait for their turn
 _CHECKS = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="rayps-strategy")
+
+
+class CheckRequest(TypedDict):
+    """What the child is asked: to check `strategy` for `workers`, or with `list` which strategies the folder has."""
+
+    working_dir: str
+    seconds: float  # after which the child ends itself
+    strategy: NotRequired[StrategySpec]
+    workers: NotRequired[int]
+    list: NotRequired[bool]
+
+
+class BrokenFile(TypedDict):
+    """A strategy that cannot be read, and why."""
+
+    name: str
+    message: str
+
+
+class CheckError(TypedDict):
+    """Why a strategy is refused, and the job's field."""
+
+    message: str
+    field: str
+
+
+class PhaseDict(TypedDict):
+    """`PhaseFacts` as JSON data."""
+
+    name: str
+    servers: bool
+    tables: bool
+
+
+class CheckAnswer(TypedDict, total=False):
+    """What the child answers: `strategy` and `phases`, or `found` and `broken`, or `error`."""
+
+    strategy: Json
+    phases: list[PhaseDict]
+    found: list[StrategyDescription]
+    broken: list[BrokenFile]
+    error: CheckError
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,46 +81,55 @@ class PhaseFacts:
 class CheckedStrategy:
     """A strategy in wire form, and the facts of its phases."""
 
-    strategy: Any
+    strategy: Json
     phases: list[PhaseFacts]
 
 
 def checked(phases: list[Phase]) -> CheckedStrategy:
     """What is known of a strategy that has been read."""
     facts = [
-        PhaseFacts(each.strategy.name, servers_of(each.strategy) is not None, each.strategy.tables is not None)
+        PhaseFacts(each.name, servers_of(each.strategy) is not None, each.strategy.tables is not None)
         for each in phases
     ]
     return CheckedStrategy(wire(phases), facts)
 
 
-async def check_in_child(strategy: Any, working_dir: str, workers: int) -> CheckedStrategy:
+async def check_in_child(strategy: StrategySpec, working_dir: str, workers: int) -> CheckedStrategy:
     """As `check`, without blocking the event loop."""
     return await asyncio.get_running_loop().run_in_executor(_CHECKS, check, strategy, working_dir, workers)
 
 
-def check(strategy: Any, working_dir: str, workers: int, *, seconds: float | None = None) -> CheckedStrategy:
+def check(strategy: StrategySpec, working_dir: str, workers: int, *, seconds: float | None = None) -> CheckedStrategy:
     """Read a strategy that names classes in files of `working_dir`, in a child process that is killed after `seconds`.
 
     Raises:
         ConfigError: it cannot be found or used, its file raises or does not return in time.
     """
-    request = {"strategy": strategy, "working_dir": working_dir, "workers": workers}
-    answer = _ask(request, CHECK_SECONDS if seconds is None else seconds)
+    answer = _ask(
+        {
+            "strategy": strategy,
+            "working_dir": working_dir,
+            "workers": workers,
+            "seconds": CHECK_SECONDS if seconds is None else seconds,
+        }
+    )
     return CheckedStrategy(answer["strategy"], [PhaseFacts(**facts) for facts in answer["phases"]])
 
 
-def strategies_in(working_dir: str, *, seconds: float = CHECK_SECONDS) -> tuple[list[Any], list[Any]]:
+def strategies_in(
+    working_dir: str, *, seconds: float = CHECK_SECONDS
+) -> tuple[list[StrategyDescription], list[BrokenFile]]:
     """Return the strategies that files of a folder define, as `rayps.strategies.catalogue.described`.
 
     The second list holds those that cannot be read, with the message. Raises ConfigError: a file does not return in
     time.
     """
-    answer = _ask({"list": True, "working_dir": str(Path(working_dir).absolute())}, seconds)
+    answer = _ask({"list": True, "working_dir": str(Path(working_dir).absolute()), "seconds": seconds})
     return answer["found"], answer["broken"]
 
 
-def _ask(request: dict[str, Any], seconds: float) -> dict[str, Any]:
+def _ask(request: CheckRequest) -> CheckAnswer:
+    seconds = request["seconds"]
     child = subprocess.Popen(
         [sys.executable, "-P", "-m", "rayps.service.strategy_child"],
         stdin=subprocess.PIPE,
@@ -88,7 +140,7 @@ def _ask(request: dict[str, Any], seconds: float) -> dict[str, Any]:
         start_new_session=True,
     )
     try:
-        said, _ = child.communicate(json.dumps(request | {"seconds": seconds}).encode(), timeout=seconds)
+        said, _ = child.communicate(json.dumps(request).encode(), timeout=seconds)
     except subprocess.TimeoutExpired:
         raise ConfigError(
             f"strategy: a file in {request['working_dir']} has not been imported within {seconds:g} s: look for "
@@ -100,7 +152,7 @@ def _ask(request: dict[str, Any], seconds: float) -> dict[str, Any]:
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
     try:
-        answer: dict[str, Any] = json.loads(said)
+        answer: CheckAnswer = json.loads(said)
     except ValueError:
         raise ConfigError(
             f"strategy: the process that imported files of {request['working_dir']} ended with exit code "

@@ -14,25 +14,24 @@ import faulthandler
 import json
 import os
 import sys
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from rayps.core.errors import ConfigError, RaypsError, WorkloadError
 from rayps.service import strategy_check
+from rayps.service.strategy_check import BrokenFile, CheckAnswer, CheckRequest, PhaseDict
 from rayps.strategies.base import Strategy
-from rayps.strategies.catalogue import FINDER, described, parse
+from rayps.strategies.catalogue import FINDER, StrategyDescription, described, parse
 
 
 def main() -> None:
     """Answer the one request on stdin."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the user's file prints is no answer
-    request = json.load(sys.stdin)
+    request: CheckRequest = json.load(sys.stdin)
     faulthandler.dump_traceback_later(request["seconds"], exit=True)  # also where the service has ended
     try:
         os.chdir(request["working_dir"])
-        answer = listed(request) if request.get("list") else checked(request)
+        answer: CheckAnswer = listed(request) if request.get("list") else checked(request)
     except RaypsError as error:
         answer = {"error": {"message": error.message, "field": error.data.get("field", "strategy")}}
     answers.write(json.dumps(answer))
@@ -40,7 +39,7 @@ def main() -> None:
     os._exit(0)  # threads of the user's own are not waited for
 
 
-def checked(request: dict[str, Any]) -> dict[str, Any]:
+def checked(request: CheckRequest) -> CheckAnswer:
     """The strategy of a job in wire form, and what the service asks of each phase.
 
     Raises:
@@ -73,12 +72,15 @@ def checked(request: dict[str, Any]) -> dict[str, Any]:
             f"an option of the strategy cannot be stored ({error}): options are numbers, texts, true, false and none",
             field="strategy",
         ) from error
-    return asdict(found)
+    phases_found: list[PhaseDict] = [
+        {"name": each.name, "servers": each.servers, "tables": each.tables} for each in found.phases
+    ]
+    return {"strategy": found.strategy, "phases": phases_found}
 
 
-def listed(request: dict[str, Any]) -> dict[str, Any]:
+def listed(request: CheckRequest) -> CheckAnswer:
     """The strategies that the files of a folder define, and why some cannot be read."""
-    found, broken = [], []
+    found, broken = list[StrategyDescription](), list[BrokenFile]()
     for path in sorted(Path(request["working_dir"]).glob("*.py")):
         for name in _candidates(path):
             target = f"{path.name}:{name}"

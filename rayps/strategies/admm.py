@@ -31,7 +31,7 @@ and exactly only with a rate that falls.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from rayps.core import options, traffic
 from rayps.core.attendance import attends
@@ -39,7 +39,7 @@ from rayps.core.direction import direction
 from rayps.core.families import LOCAL_UPDATES, Fixed, Rows
 from rayps.core.grid import Grid
 from rayps.core.proximal import canonical, prox
-from rayps.core.strategy import WorkerView
+from rayps.core.strategy import Vector, WorkerView
 from rayps.core.traffic import Sizes, TrafficCost
 from rayps.strategies.averaging import check_meetings
 from rayps.strategies.base import Strategy
@@ -89,7 +89,7 @@ class ADMM(Strategy):
         if "u" not in w.memory:
             w.memory |= {"u": w.params * 0, "calm": w.params.new_tensor(0.0)}
 
-    def consensus(self, w: WorkerView) -> Any:
+    def consensus(self, w: WorkerView) -> Vector | None:
         """What the job holds: z."""
         return w.shared["z"]
 
@@ -138,7 +138,7 @@ class ADMM(Strategy):
             u.div_(factor)
 
 
-def _step(w: WorkerView, g: Any, risen: float) -> None:
+def _step(w: WorkerView, g: Vector, risen: float) -> None:
     """A step at the rate lr / (1 + lr risen) of each group, where the penalty has `risen` by that."""
     groups = [group for group in w.optimizer.param_groups if "lr" in group and risen > 0]
     rates = [group["lr"] for group in groups]
@@ -151,12 +151,12 @@ def _step(w: WorkerView, g: Any, risen: float) -> None:
             group["lr"] = rate
 
 
-def _square(v: Any) -> float:
+def _square(v: Vector) -> float:
     """|v|^2."""
     return float(v.double().square().sum())
 
 
-def _doubles(like: Any, *numbers: float) -> Any:
+def _doubles(like: Vector, *numbers: float) -> Vector:
     found = like.new_empty(len(numbers)).double()
     for i, number in enumerate(numbers):
         found[i] = number

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rayps.core import options
 from rayps.core.compression import compression_of
-from rayps.core.strategy import WorkerView
+from rayps.core.strategy import StrategyView, WorkerView
 
 
 def local_step(w: WorkerView) -> None:
@@ -39,7 +37,7 @@ def done(w: WorkerView) -> int:
     return w.position - int(w.plan.origin[0])
 
 
-def check_meetings(strategy: Any) -> None:
+def check_meetings(strategy: StrategyView) -> None:
     """Check the options `momentum`, `buffers` and `compression`. Raises ConfigError."""
     options.choice(strategy, "momentum", ("keep", "reset", "average"))
     options.choice(strategy, "buffers", ("keep", "average"))

@@ -7,16 +7,20 @@ follow from the topology. The paper's halves are methods: `round` on each worker
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex
 
 from rayps.core.families import Recovery, Reshuffled, Rows, loop_of, recovery_of
 from rayps.core.grid import Grid
 from rayps.core.nested_options import wire_of
-from rayps.core.strategy import ServerHalf, ShardView, WorkerView
+from rayps.core.strategy import RingView, ServerHalf, ShardView, Vector, WorkerView
 from rayps.core.topology import Peers, Topology, servers_of
 from rayps.core.traffic import Sizes, TrafficCost
 from rayps.core.user_module import by_value
+from rayps.core.values import Json, JsonObject
 from rayps.strategies import old_flags
+
+if TYPE_CHECKING:  # the annotations need torch, the module does not
+    from torch.nn import Module
 
 
 class Strategy:
@@ -31,17 +35,17 @@ class Strategy:
     name: ClassVar[str] = ""  # a class that declares none is known by its own name
     evaluate_every: int = 1  # epochs between evaluations
 
-    def __init_subclass__(cls, **more: Any) -> None:
+    def __init_subclass__(cls, **more: Json) -> None:
         super().__init_subclass__(**more)
         if not cls.name:
             cls.name = cls.__name__
         old_flags.adopt(cls)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
         """A class of the user's own travels by value: no other process needs its file, servers of a group neither."""
         if type(self).__module__.partition(".")[0] == "rayps":
             return super().__reduce_ex__(protocol)
-        return by_value(self, protocol)
+        return by_value(self, int(protocol))
 
     @property
     def topology(self) -> Topology:
@@ -74,7 +78,7 @@ class Strategy:
         """What servers are given in place of it: itself, unless said otherwise."""
         return self
 
-    def to_wire(self) -> dict[str, Any]:
+    def to_wire(self) -> JsonObject:
         """Its name and options as JSON-ready data; `rayps.strategies.catalogue.parse` reads them again."""
         return wire_of(self)
 
@@ -91,7 +95,7 @@ class Strategy:
         servers = servers_of(self)
         return None if servers is None else servers.scale_warning(workers)
 
-    def split(self, model: Any, ring: Any) -> Any:
+    def split(self, model: Module, ring: RingView | None) -> Module:
         """Which part of the model lives on this worker; the whole of it unless said otherwise."""
         return model
 
@@ -105,7 +109,7 @@ class Strategy:
     def finish(self, w: WorkerView) -> None:
         """What a worker does after its last round."""
 
-    def consensus(self, w: WorkerView) -> Any:
+    def consensus(self, w: WorkerView) -> Vector | None:
         """What all workers would agree on if training ended now, as a vector; None = `w.params`.
 
         All call it together: for checkpoints, for evaluations, and after `finish`, when everyone takes it over. It
@@ -113,8 +117,8 @@ class Strategy:
         """
         return None
 
-    def on_push(self, shard: ShardView, value: Any, weight: float) -> None:
+    def on_push(self, shard: ShardView, value: Vector, weight: float) -> None:
         """The server's half, as each message arrives: under `PerPush`, and `PerRound(listens=True)`."""
 
-    def on_round(self, shard: ShardView, values: list[Any], weights: list[float]) -> None:
+    def on_round(self, shard: ShardView, values: list[Vector], weights: list[float]) -> None:
         """The server's half under `PerRound`, once everyone has spoken: values and weights in the order of ranks."""

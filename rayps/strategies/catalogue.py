@@ -11,19 +11,21 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import NotRequired, TypeAlias, TypedDict, TypeGuard, TypeVar
 
 from rayps.core.calendar import phase_ends
 from rayps.core.errors import ConfigError, WorkloadError
 from rayps.core.families import SERVER_STEPS, SYNC_GRADIENTS
-from rayps.core.nested_options import options_of
+from rayps.core.nested_options import Option, options_of
 from rayps.core.replica import Pipeline, Replica, TensorParallel
 from rayps.core.spelling import near
 from rayps.core.strategy import Phase, ShardView, StrategyView, WorkerView
 from rayps.core.text import form, scalar
 from rayps.core.topology import servers_of
 from rayps.core.user_module import Finder, broken
+from rayps.core.values import Json, JsonObject, Keywords
 from rayps.federated.population.attack_spec import attack_with
 from rayps.federated.robust_rules import rule_with
 from rayps.strategies.admm import ADMM
@@ -86,11 +88,30 @@ CATALOGUE: dict[str, type[Strategy]] = {
 REPLICAS: dict[str, type[Replica]] = {kind.name: kind for kind in (Pipeline, TensorParallel)}
 _NESTED: dict[str, tuple[str, ...]] = {"replica": tuple(REPLICAS), "stage": (TensorParallel.name,)}  # by option
 _Kind = TypeVar("_Kind", Strategy, Replica)
+# a strategy as a user writes it: see `parse`
+StrategySpec: TypeAlias = Strategy | Replica | Json | Sequence["StrategySpec"] | Mapping[str, "StrategySpec"]
 _OWN = re.compile(r"(?P<place>[\w./~-]+):(?P<kind>[^\W\d]\w*)(?=$|:|\()")  # module:Class or file.py:Class
 FINDER = Finder("strategy", "strategies", "rayps.Strategy")
 
 
-def parse(given: Any, folder: str | Path | None = None) -> list[Phase]:
+class OptionDescription(TypedDict):
+    """An option of a strategy, JSON-ready; `of`: the replicas that it takes."""
+
+    name: str
+    type: str
+    default: Json
+    of: NotRequired[list[str]]
+
+
+class StrategyDescription(TypedDict):
+    """A strategy, JSON-ready, for help texts and the dashboard."""
+
+    name: str
+    summary: str
+    options: list[OptionDescription]
+
+
+def parse(given: StrategySpec, folder: str | Path | None = None) -> list[Phase]:
     """Read what a user wrote as the phases of a run. `folder` is where the files of strategies of the user's own are.
 
     Accepts a Strategy, the text form `parameter_server:staleness=3,shards=2` (several joined by ` > ` with
@@ -114,7 +135,7 @@ def parse(given: Any, folder: str | Path | None = None) -> list[Phase]:
     return phases
 
 
-def own_names(given: Any) -> list[str]:
+def own_names(given: StrategySpec) -> list[str]:
     """The strategies of the user's own that are named in what a user wrote; nothing of theirs is read or run.
 
     Raises:
@@ -124,7 +145,7 @@ def own_names(given: Any) -> list[str]:
     return [item["name"] for item in found if isinstance(item, dict) and _is_own(item.get("name"))]
 
 
-def _items(given: Any) -> list[Any]:
+def _items(given: StrategySpec) -> list[StrategySpec]:
     """The phases that a user wrote, one by one."""
     if isinstance(given, str) and ">" in given:
         whole, given = given, [part.strip() for part in given.split(">")]
@@ -141,7 +162,7 @@ def _items(given: Any) -> list[Any]:
     return list(given)
 
 
-def for_a_loop(given: Any) -> StrategyView:
+def for_a_loop(given: StrategySpec) -> StrategyView:
     """The strategy of a training loop of one's own, read as `parse` does.
 
     Raises:
@@ -159,27 +180,30 @@ def for_a_loop(given: Any) -> StrategyView:
     return chosen
 
 
-def wire(phases: list[Phase]) -> Any:
+def wire(phases: list[Phase]) -> Json:
     """The phases as JSON-ready data; one phase without epochs is its strategy alone."""
     if len(phases) == 1 and phases[0].epochs is None:
         return _wire(phases[0].strategy)
     return [{"epochs": phase.epochs, "strategy": _wire(phase.strategy)} for phase in phases]
 
 
-def described(name: str, kind: type[Strategy] | type[Replica]) -> dict[str, Any]:
+def described(name: str, kind: type[Strategy] | type[Replica]) -> StrategyDescription:
     """A strategy's name, summary and options, JSON-ready."""
     return {
         "name": name,
         "summary": ((kind.__doc__ or "").strip().splitlines() or [""])[0],
-        "options": [
-            {"name": f.name, "type": str(f.type), "default": _default(f)}
-            | ({"of": list(_NESTED[f.name])} if f.name in _NESTED else {})
-            for f in options_of(kind)
-        ],
+        "options": [_option(f) for f in options_of(kind)],
     }
 
 
-def catalogue() -> list[dict[str, Any]]:
+def _option(field: Option) -> OptionDescription:
+    found: OptionDescription = {"name": field.name, "type": str(field.type), "default": _default(field)}
+    if field.name in _NESTED:
+        found["of"] = list(_NESTED[field.name])
+    return found
+
+
+def catalogue() -> list[StrategyDescription]:
     """Every strategy by name, with its summary and its options, for help texts and the dashboard.
 
     After the strategies what a replica of several workers may be: such a name alone is that replica under all_reduce.
@@ -189,14 +213,14 @@ def catalogue() -> list[dict[str, Any]]:
     return [described(name, kind) for name, kind in kinds.items()]
 
 
-def _phase(item: Any, folder: str | Path | None) -> Phase:
+def _phase(item: StrategySpec, folder: str | Path | None) -> Phase:
     epochs, item = _parted(item)
     if epochs is not None and (isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1):
         raise ConfigError(f"a phase has epochs {epochs!r}: give a whole number of at least 1", field="strategy")
     return Phase(epochs, _strategy(item, folder))
 
 
-def _parted(item: Any) -> tuple[Any, Any]:
+def _parted(item: StrategySpec) -> tuple[StrategySpec, StrategySpec]:
     """The epochs of a phase, None where there are none, and its strategy as it was written."""
     if isinstance(item, tuple) and len(item) == 2:
         return item[0], item[1]
@@ -213,7 +237,7 @@ def _parted(item: Any) -> tuple[Any, Any]:
     return None, item
 
 
-def _form(item: Any) -> Any:
+def _form(item: StrategySpec) -> StrategySpec:
     """A strategy's text as its wire form; what is no text as it is."""
     if not isinstance(item, str):
         return item
@@ -224,11 +248,11 @@ def _form(item: Any) -> Any:
     return options | {"name": f"{own['place']}:{own['kind']}"}
 
 
-def _is_own(name: Any) -> bool:
+def _is_own(name: StrategySpec) -> TypeGuard[str]:
     return isinstance(name, str) and _OWN.fullmatch(name) is not None
 
 
-def _strategy(item: Any, folder: str | Path | None) -> Strategy:
+def _strategy(item: StrategySpec, folder: str | Path | None) -> Strategy:
     if isinstance(item, Strategy):
         return item
     if isinstance(item, Replica):
@@ -260,9 +284,9 @@ def _strategy(item: Any, folder: str | Path | None) -> Strategy:
     return _build("strategy", CATALOGUE[name], item)
 
 
-def _own(item: dict[str, Any], folder: str | Path | None) -> Strategy:
+def _own(item: Mapping[str, StrategySpec], folder: str | Path | None) -> Strategy:
     """A strategy of the user's own. Raises ConfigError: it cannot be found, or its file or its options do not work."""
-    target = item["name"]
+    target = str(item["name"])
     if folder is None:
         raise ConfigError(
             f"strategy {target!r} is a class of your own, and no working directory was given in which to find it",
@@ -282,7 +306,7 @@ def _own(item: dict[str, Any], folder: str | Path | None) -> Strategy:
         raise ConfigError(f"strategy {broken(f'{target}()', error).message}", field="strategy") from error
 
 
-def _build(what: str, kind: type[_Kind], item: dict[str, Any]) -> _Kind:
+def _build(what: str, kind: type[_Kind], item: Mapping[str, StrategySpec]) -> _Kind:
     known = [f.name for f in options_of(kind)]
     given = {key: value for key, value in item.items() if key != "name"}
     for key in given:
@@ -294,7 +318,8 @@ def _build(what: str, kind: type[_Kind], item: dict[str, Any]) -> _Kind:
             raise ConfigError(
                 f"{what} {kind.name} has no option {key!r}{near(str(key), known)}: {has}", field="strategy"
             )
-    return kind(**{key: _replica(key, value) if key in _NESTED else value for key, value in given.items()})
+    options: Keywords = {key: _replica(key, value) if key in _NESTED else value for key, value in given.items()}
+    return kind(**options)
 
 
 def _elsewhere(key: str, known: list[str]) -> str:
@@ -309,7 +334,7 @@ def _elsewhere(key: str, known: list[str]) -> str:
     return f"; {key} is an option of {', '.join(takers)}" if takers else ""
 
 
-def _replica(option: str, item: Any) -> Any:
+def _replica(option: str, item: StrategySpec) -> Replica | None:
     """What stands in an option that takes a replica: none, the object itself, its text or its wire form."""
     if item is None or isinstance(item, Replica):
         return item
@@ -331,7 +356,7 @@ def _replica(option: str, item: Any) -> Any:
     return _build("replica", REPLICAS[name], item)
 
 
-def _wire(given: StrategyView) -> dict[str, Any]:
+def _wire(given: StrategyView) -> JsonObject:
     return given.to_wire() | {"name": _named(given)}
 
 
@@ -343,7 +368,7 @@ def _named(given: StrategyView) -> str:
     return FINDER.target_of(type(given))
 
 
-def _default(field: dataclasses.Field[Any]) -> Any:
+def _default(field: Option) -> Json:
     """An option's default; what JSON does not know as text."""
     if field.default is dataclasses.MISSING:
         return None

@@ -22,13 +22,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from rayps.core import options, traffic
 from rayps.core.errors import ConfigError
 from rayps.core.families import LOCAL_UPDATES
 from rayps.core.grid import Grid
-from rayps.core.strategy import WorkerView
+from rayps.core.strategy import Vector, WorkerView
 from rayps.core.topology import Peers
 from rayps.core.traffic import Sizes, TrafficCost
 from rayps.strategies.averaging import check_meetings, done, have_met, local_step, rounds, samples
@@ -116,7 +116,7 @@ class DiLoCo(Strategy):
         ends = [size * i // self.buckets for i in range(self.buckets + 1)]
         return [slice(lo, hi) for lo, hi in pairwise(ends) if lo < hi]
 
-    def consensus(self, w: WorkerView) -> Any:
+    def consensus(self, w: WorkerView) -> Vector | None:
         """The mean of the workers."""
         if rounds(w):
             return w.mean(w.params, samples(w), exact=True)

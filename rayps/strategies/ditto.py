@@ -12,11 +12,14 @@ data; of w where k has taken no part yet. v_k lie on disk.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from rayps.core import options
 from rayps.core.errors import ConfigError
 from rayps.strategies.fedavg import FedAvg
+
+if TYPE_CHECKING:
+    from rayps.federated.client import ClientTurn
 
 
 @dataclass(frozen=True, init=False)
@@ -41,7 +44,7 @@ class Ditto(FedAvg):
                 field="finetune",
             )
 
-    def beside(self, c: Any) -> None:
+    def beside(self, c: ClientTurn) -> None:
         """v_k, beside w_k."""
         c.w.copy_(c.state.get("v", c.w_t))
         for b in c.batches():

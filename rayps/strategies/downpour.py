@@ -22,14 +22,17 @@ repeats the steps it had not pushed: each batch is in the parameters once. The l
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from rayps.core import options
 from rayps.core.replica import Replica
 from rayps.core.server_updates import PlainServers, apply_sum, summing_servers
-from rayps.core.strategy import ServerHalf, ShardView, WorkerView
+from rayps.core.strategy import RoundMemory, ServerHalf, ShardView, Vector, WorkerView
 from rayps.core.topology import Servers
 from rayps.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from rayps.tensors.flat import Gradient
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ class Downpour(Strategy):
             if not fetches:
                 w.server.settle()  # it leaves now, not with the next fetch; a may change from here on
 
-    def _gather(self, mine: dict[str, Any], g: Any) -> Any:
+    def _gather(self, mine: RoundMemory, g: Gradient) -> Vector:
         """The sum of the gradients since the last push."""
         steps = mine.get("steps", 0)
         if self.n_push == self.n_fetch == 1:
@@ -95,7 +98,8 @@ class Downpour(Strategy):
         else:
             mine["a"] = g.vector.clone() if "a" not in mine else mine["a"].copy_(g.vector)
         mine |= {"steps": steps + 1, "samples": mine.get("samples", 0) + g.samples}
-        return mine["a"]
+        total: Vector = mine["a"]
+        return total
 
     def scale_warning(self, workers: int) -> str | None:
         """A push of many gradients moves such an optimizer as far as one of one."""
@@ -106,6 +110,6 @@ class Downpour(Strategy):
             "whatever the gradient's: the servers step as if it were one; give adagrad, or n_push 1"
         )
 
-    def on_push(self, shard: ShardView, value: Any, weight: float) -> None:
+    def on_push(self, shard: ShardView, value: Vector, weight: float) -> None:
         """Apply w <- w - step(a) on arrival; decay the weights once for each gradient in the sum a."""
         apply_sum(shard, value, weight)

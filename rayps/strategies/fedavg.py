@@ -11,9 +11,13 @@ Common options are in `rayps.strategies.federated`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from rayps.strategies.federated import Federated
+
+if TYPE_CHECKING:
+    from rayps.federated.client import ClientTurn
+    from rayps.federated.engine import FederatedServer
 
 
 @dataclass(frozen=True, init=False)
@@ -26,11 +30,12 @@ class FedAvg(Federated):
 
     name: ClassVar[str] = "fedavg"
 
-    def client(self, c: Any) -> None:
+    def client(self, c: ClientTurn) -> None:
         """Local SGD."""
         for b in c.batches():
             c.step(c.grad(b))
 
-    def server(self, s: Any) -> None:
+    def server(self, s: FederatedServer) -> None:
         """Set w <- the mean of the replies."""
+        assert s.mean is not None, "rounds in step have a mean"
         s.w.copy_(s.mean)

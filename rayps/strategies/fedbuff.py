@@ -17,12 +17,15 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from rayps.core import options
 from rayps.core.errors import ConfigError
 from rayps.federated.view import Buffered
 from rayps.strategies.federated import Federated
+
+if TYPE_CHECKING:
+    from rayps.federated.engine import FederatedServer
 
 _LEAST = 2.0**-1000  # a reply's weight is above 0, whatever the decay
 
@@ -66,6 +69,6 @@ class FedBuff(Federated):
         """s(tau)."""
         return max(float((1.0 + staleness) ** -self.decay), _LEAST)
 
-    def server(self, s: Any) -> None:
+    def server(self, s: FederatedServer) -> None:
         """Apply w <- w + server_lr * (sum of s(tau) D) / K."""
         s.w.add_(s.delta, alpha=self.server_lr * s.weight / self.buffer)

@@ -23,7 +23,7 @@ and is evaluated on its own rows: metrics `personal_*`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from rayps.core import options, traffic
 from rayps.core.errors import ConfigError
@@ -32,12 +32,17 @@ from rayps.core.grid import Grid
 from rayps.core.nested_options import NESTED, FlatOptions
 from rayps.core.strategy import WorkerView
 from rayps.core.traffic import Sizes, TrafficCost
+from rayps.core.values import Json
 from rayps.federated.aggregation import Aggregation
 from rayps.federated.local_training import LocalTraining
 from rayps.federated.population.options import PopulationSpec, check_fraction
 from rayps.federated.remote.join_options import joining_of
 from rayps.federated.view import Buffered, ClientSide
 from rayps.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from rayps.federated.client import ClientTurn
+    from rayps.federated.engine import FederatedServer
 
 
 @dataclass(frozen=True, init=False)
@@ -54,7 +59,7 @@ class Federated(FlatOptions, Strategy):
     evaluate_every: int = 1
     buffers: str = "mean"
     finetune: int | None = None
-    clients: Any = None
+    clients: Json = None
     loop: ClassVar[str] = FEDERATED_ROUNDS
     sums: ClassVar[tuple[str, ...]] = ()  # what `c.reply` holds, added up unweighted, each as long as w
     state: ClassVar[tuple[str, ...]] = ()  # what `c.state` keeps of each client
@@ -131,19 +136,19 @@ class Federated(FlatOptions, Strategy):
         keeps = self.buffers == "keep"
         return ClientSide(self.sums, self.state, self.personal, keeps, self.finetune, self.plain)
 
-    def client(self, c: Any) -> None:
+    def client(self, c: ClientTurn) -> None:
         """What a client does with `c.w`, which begins as w_t."""
         for batch in c.batches():
             c.step(c.grad(batch))
 
-    def beside(self, c: Any) -> None:
+    def beside(self, c: ClientTurn) -> None:
         """What a client does for itself afterwards; `c.w` and the buffers are the server's no more."""
 
     def weight(self, n: int, staleness: int) -> float:
         """The weight of one reply in `s.delta`, of n samples, begun so many rounds ago."""
         return n
 
-    def server(self, s: Any) -> None:
+    def server(self, s: FederatedServer) -> None:
         """What the server does with the replies: `s.w` is w_t, and w_(t+1) afterwards."""
         raise TypeError(f"{type(self).__name__} does not say what the server does: define server(self, s)")
 

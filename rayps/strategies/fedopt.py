@@ -15,10 +15,14 @@ paper's algorithm counts the clients of a cohort alike.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from rayps.core import options
+from rayps.core.strategy import Vector
 from rayps.strategies.fedavg import FedAvg
+
+if TYPE_CHECKING:
+    from rayps.federated.engine import FederatedServer
 
 
 @dataclass(frozen=True, init=False)
@@ -38,9 +42,9 @@ class FedAvgM(FedAvg):
         options.number(self, "server_lr", above=0)
         options.number(self, "beta", least=0, below=1)
 
-    def server(self, s: Any) -> None:
+    def server(self, s: FederatedServer) -> None:
         """Apply v <- beta v + D;  w <- w + server_lr v."""
-        v = s.memory["v"] = self.beta * s.memory.get("v", 0.0) + s.delta
+        v = s.memory["v"] = s.delta + self.beta * s.memory.get("v", 0.0)
         s.w.add_(v, alpha=self.server_lr)
 
 
@@ -63,14 +67,15 @@ class FedAdagrad(FedAvg):
         options.number(self, "tau", above=0)
         options.number(self, "beta1", least=0, below=1)
 
-    def second(self, v: Any, d2: Any) -> Any:
+    def second(self, v: Vector | float, d2: Vector) -> Vector:
         """Return the next v, from D^2."""
         return v + d2
 
-    def server(self, s: Any) -> None:
+    def server(self, s: FederatedServer) -> None:
         """Apply m <- beta1 m + (1 - beta1) D;  w <- w + server_lr m / (sqrt(v) + tau)."""
-        m = s.memory["m"] = self.beta1 * s.memory.get("m", 0.0) + (1 - self.beta1) * s.delta
-        v = s.memory["v"] = self.second(s.memory.get("v", self.tau**2), s.delta * s.delta)
+        m = s.memory["m"] = (1 - self.beta1) * s.delta + self.beta1 * s.memory.get("m", 0.0)
+        before: Vector | float = s.memory["v"] if "v" in s.memory else self.tau**2
+        v = s.memory["v"] = self.second(before, s.delta * s.delta)
         s.w.add_(m / (v.sqrt() + self.tau), alpha=self.server_lr)
 
 
@@ -91,7 +96,7 @@ class FedAdam(FedAdagrad):
         super().__post_init__()
         options.number(self, "beta2", least=0, below=1)
 
-    def second(self, v: Any, d2: Any) -> Any:
+    def second(self, v: Vector | float, d2: Vector) -> Vector:
         """Return beta2 v + (1 - beta2) D^2."""
         return self.beta2 * v + (1 - self.beta2) * d2
 
@@ -106,6 +111,6 @@ class FedYogi(FedAdam):
 
     name: ClassVar[str] = "fedyogi"
 
-    def second(self, v: Any, d2: Any) -> Any:
+    def second(self, v: Vector | float, d2: Vector) -> Vector:
         """Return v - (1 - beta2) D^2 sign(v - D^2)."""
         return v - (1 - self.beta2) * d2 * (v - d2).sign()

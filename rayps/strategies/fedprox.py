@@ -11,10 +11,13 @@ the same in expectation). mu = 0 is FedAvg; the larger mu, the less a client can
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from rayps.core import options
 from rayps.strategies.fedavg import FedAvg
+
+if TYPE_CHECKING:
+    from rayps.federated.client import ClientTurn
 
 
 @dataclass(frozen=True, init=False)
@@ -32,7 +35,7 @@ class FedProx(FedAvg):
         super().__post_init__()
         options.number(self, "mu", least=0)
 
-    def client(self, c: Any) -> None:
+    def client(self, c: ClientTurn) -> None:
         """Local SGD with the proximal term."""
         for b in c.batches():
             c.step(c.grad(b) + c.sign * self.mu * (c.w - c.w_t))

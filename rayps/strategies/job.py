@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
-from typing import Any, Self
+from typing import Self, TypeGuard
 
 from rayps.core.errors import ConfigError
-from rayps.strategies.catalogue import parse
+from rayps.core.values import Json, JsonObject, Keywords
+from rayps.strategies.catalogue import StrategySpec, parse
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class JobSpec:
     """
 
     workload: str
-    strategy: Any = field(default_factory=lambda: {"name": "all_reduce"})
+    strategy: StrategySpec = field(default_factory=lambda: {"name": "all_reduce"})
     workers: int = 1
     epochs: int | None = None
     steps: int | None = None
@@ -108,12 +109,12 @@ class JobSpec:
                     field="resources",
                 )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """The spec as JSON-ready data."""
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Self:
+    def from_dict(cls, data: Keywords) -> Self:
         """The spec from JSON-ready data.
 
         Raises:
@@ -128,14 +129,14 @@ class JobSpec:
         return cls(**data).check()
 
 
-def _whole(value: Any) -> bool:
+def _whole(value: Json) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _number(value: Any) -> bool:
+def _number(value: Json) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _positive(name: str, value: Any) -> None:
+def _positive(name: str, value: Json) -> None:
     if not _whole(value) or value < 1:
         raise ConfigError(f"{name} is {value!r}: give a whole number of at least 1", field=name)

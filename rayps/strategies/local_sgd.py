@@ -21,12 +21,12 @@ evaluated and saved, and saved with it what each has of its own.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from rayps.core import options, traffic
 from rayps.core.families import LOCAL_UPDATES
 from rayps.core.grid import Grid
-from rayps.core.strategy import WorkerView
+from rayps.core.strategy import Vector, WorkerView
 from rayps.core.topology import Peers
 from rayps.core.traffic import Sizes, TrafficCost
 from rayps.strategies.averaging import check_meetings, done, have_met, local_step, rounds, samples
@@ -85,6 +85,6 @@ class LocalSGD(Strategy):
         w.sync_optimizer_and_buffers(n, momentum=self.momentum, buffers=self.buffers)
         have_met(w)
 
-    def consensus(self, w: WorkerView) -> Any:
+    def consensus(self, w: WorkerView) -> Vector | None:
         """The mean of the workers."""
         return w.mean(w.params, samples(w), exact=True) if rounds(w) else None

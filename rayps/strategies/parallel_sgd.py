@@ -19,13 +19,13 @@ Sends R times a vector's bytes around the ring in all.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from rayps.core import options, traffic
 from rayps.core.errors import ConfigError
 from rayps.core.families import LOCAL_UPDATES, Fixed, Reshuffled, Rows
 from rayps.core.grid import Grid
-from rayps.core.strategy import WorkerView
+from rayps.core.strategy import Vector, WorkerView
 from rayps.core.topology import Peers
 from rayps.core.traffic import Sizes, TrafficCost
 from rayps.strategies.averaging import check_meetings, done, have_met, local_step, rounds, samples
@@ -95,7 +95,7 @@ class ParallelSGD(Strategy):
         w.sync_optimizer_and_buffers(weight, momentum=self.momentum, buffers=self.buffers)
         have_met(w, **facts)
 
-    def consensus(self, w: WorkerView) -> Any:
+    def consensus(self, w: WorkerView) -> Vector | None:
         """What a merge would give now."""
         return w.mean(w.params, self._weight(w)[0], exact=True) if rounds(w) else None
 

@@ -24,11 +24,11 @@ model, which has shards of its own (`shards` in all, at least one for each part)
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from rayps.core.replica import Replica
 from rayps.core.server_updates import PlainServers, apply_mean, apply_push, plain_servers
-from rayps.core.strategy import ServerHalf, ShardView, WorkerView
+from rayps.core.strategy import ServerHalf, ShardView, Vector, WorkerView
 from rayps.core.topology import Servers
 from rayps.strategies.base import Strategy
 
@@ -67,11 +67,11 @@ class ParameterServer(Strategy):
         w.params = w.server.pull()
         w.server.push(w.grad(w.batch()))
 
-    def on_push(self, shard: ShardView, value: Any, weight: float) -> None:
+    def on_push(self, shard: ShardView, value: Vector, weight: float) -> None:
         """If s != 0: w <- w - step(g_i / N), on arrival."""
         if self.staleness != 0:
             apply_push(shard, value, weight)
 
-    def on_round(self, shard: ShardView, values: list[Any], weights: list[float]) -> None:
+    def on_round(self, shard: ShardView, values: list[Vector], weights: list[float]) -> None:
         """If s = 0: w <- w - step(sum(n_i g_i) / sum(n_i))."""
         apply_mean(shard, values, weights)

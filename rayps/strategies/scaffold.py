@@ -15,10 +15,14 @@ c_i - c + (y - w) / (L eta). c_i lie on disk.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from rayps.core import options
 from rayps.strategies.federated import Federated
+
+if TYPE_CHECKING:
+    from rayps.federated.client import ClientTurn
+    from rayps.federated.engine import FederatedServer
 
 
 @dataclass(frozen=True, init=False)
@@ -43,7 +47,7 @@ class Scaffold(Federated):
         """Clients count alike."""
         return 1
 
-    def client(self, c: Any) -> None:
+    def client(self, c: ClientTurn) -> None:
         """Corrected steps, then the client's new control variate."""
         c_i, c_t = c.state.get("c", 0.0), c.shared.get("c", 0.0)
         for b in c.batches():
@@ -54,7 +58,7 @@ class Scaffold(Federated):
             c.state["c"] = c.w * 0 + c_i
         c.reply["c"] = c.state["c"] - c_i
 
-    def server(self, s: Any) -> None:
+    def server(self, s: FederatedServer) -> None:
         """Move w by the mean of the replies, and c by their sum over all N clients."""
         s.w.add_(s.delta, alpha=self.server_lr)
         s.memory["c"] = s.memory.get("c", 0.0) + s.sums["c"] / s.clients

@@ -24,7 +24,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict, TypeGuard
+from typing import Any, NotRequired, TypeAlias, TypedDict, TypeGuard
 
 import numpy as np
 import pyarrow as pa
@@ -40,6 +40,7 @@ from rayps.tensors.finite import Fault, fault_in
 FORMAT = "rayps-checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
+Meta: TypeAlias = dict[str, Any]  # JSON data of a checkpoint: each entry is read by who wrote it
 TABLES = "tables"
 
 _log = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class SavedState:
     """A job's state: named tensors ("model/0.weight", "optim/0.weight/exp_avg", "rng/0") and JSON data."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    meta: dict[str, Any] = field(default_factory=dict)
+    meta: Meta = field(default_factory=dict)
 
 
 class _TensorFacts(TypedDict):
@@ -75,7 +76,7 @@ class _Manifest(TypedDict):
     version: int
     step: int
     files: dict[str, _FileFacts]
-    meta: dict[str, Any]
+    meta: Meta
     beside: NotRequired[dict[str, _FileFacts]]  # of tables; since version 0.1
     finite: NotRequired[bool]  # whether the tensors were checked before they were written
 

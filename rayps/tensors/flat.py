@@ -76,7 +76,7 @@ class Gradient:
     """
 
     packed: Tensor
-    samples: int
+    samples: float
     loss: float = math.nan
 
     @property

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
-from rayps.tensors.optim import Moments
+from rayps.tensors.optim import Moments, ParamState
 
 _OPTIM, _BUFFER, _MEMORY, _PARAMS = "optim/", "buffer/", "memory/", "params"  # how the names of tensors begin
 
@@ -26,7 +25,7 @@ class LocalState:
     buffers: dict[str, Tensor] = field(default_factory=dict)
     memory: dict[str, Tensor] = field(default_factory=dict)
 
-    def named(self) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+    def named(self) -> tuple[dict[str, Tensor], dict[str, ParamState]]:
         """Its tensors by one name each, and its optimizer's numbers by parameter. Nothing is copied."""
         moments, numbers = by_name(self.moments)
         tensors = {_PARAMS: self.params} | moments
@@ -34,7 +33,7 @@ class LocalState:
         return tensors | {f"{_MEMORY}{name}": value for name, value in self.memory.items()}, numbers
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor], numbers: Mapping[str, Mapping[str, Any]]) -> LocalState:
+    def of(cls, tensors: Mapping[str, Tensor], numbers: Mapping[str, ParamState]) -> LocalState:
         """What `named` was given."""
         moments = moments_of(tensors, numbers)
         return cls(tensors[_PARAMS], moments, below(_BUFFER, tensors), below(_MEMORY, tensors))
@@ -45,9 +44,9 @@ def below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
-def by_name(moments: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+def by_name(moments: Moments) -> tuple[dict[str, Tensor], dict[str, ParamState]]:
     """An optimizer's state as tensors by one name each, and its numbers by parameter. Nothing is copied."""
-    tensors, numbers = dict[str, Tensor](), dict[str, dict[str, Any]]()
+    tensors, numbers = dict[str, Tensor](), dict[str, ParamState]()
     for name, state in moments.items():
         for key, value in state.items():
             if isinstance(value, Tensor):
@@ -57,7 +56,7 @@ def by_name(moments: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Tensor]
     return tensors, numbers
 
 
-def moments_of(tensors: Mapping[str, Tensor], numbers: Mapping[str, Mapping[str, Any]]) -> Moments:
+def moments_of(tensors: Mapping[str, Tensor], numbers: Mapping[str, ParamState]) -> Moments:
     """What `by_name` was given, found among other tensors."""
     found: Moments = {name: dict(values) for name, values in numbers.items()}
     for name, tensor in tensors.items():

@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from rayps.core.calendar import Calendar, PhaseSpan
 from rayps.core.errors import CheckpointError
 from rayps.core.ledger import Ledger, anywhere
+from rayps.core.records import Point, RingTable
 from rayps.tensors.checkpoint import SavedState
 from rayps.tensors.flat import Layout
 from rayps.tensors.local_state import LocalState, below, by_name, moments_of
-from rayps.tensors.optim import Moments
+from rayps.tensors.optim import Moments, ParamState
 
 
 @dataclass(slots=True)
@@ -42,7 +43,7 @@ class Snapshot:
     rng: dict[int, Tensor] = field(default_factory=dict)
     positions: list[int] = field(default_factory=list)
     steps_per_epoch: int = 1
-    ring: dict[str, Any] | None = None  # the ring's `choices`: with them the same sums come out bit for bit; of a
+    ring: RingTable | None = None  # the ring's `choices`: with them the same sums come out bit for bit; of a
     # replica of several workers those of each ring, by `Point.line`
     ledgers: list[tuple[int, int, Ledger]] = field(default_factory=list)  # of each shard: lo, hi, what it had applied
     divided: str = ""  # of which division's columns, one behind another, the ledgers' elements are; "" = the vector's
@@ -92,7 +93,7 @@ class Snapshot:
         tensors |= {f"rng/{rank}": value for rank, value in self.rng.items()}
         moments, numbers = by_name(self.moments)
         tensors |= moments | {f"shared/{name}": value for name, value in self.shared.items()}
-        own_numbers = dict[str, Any]()
+        own_numbers = dict[str, dict[str, ParamState]]()
         for rank, own in self.own.items():
             found, own_numbers[str(rank)] = own.named()
             tensors |= {f"own/{rank}/{name}": value for name, value in found.items()}
@@ -154,7 +155,7 @@ class Snapshot:
                     f"and {other.get(name)} here:\ngive the checkpoint of this model, or start without resume"
                 )
 
-    def hear(self, point: dict[str, Any]) -> None:
+    def hear(self, point: Point) -> None:
         """Take over what the rings have chosen, if this point of a worker says it."""
         if "ring" in point:
             self.ring = point["ring"]

@@ -12,13 +12,13 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Collection
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rayps.comm.ring import Ring
 from rayps.comm.ring.bucketed_mean import SentBuckets, pieces
+from rayps.core.records import Event
 from rayps.tensors.finite import is_finite
 from rayps.tensors.flat import FlatModel, Gradient, Layout, dense
 
@@ -58,7 +58,7 @@ class Buckets:
         return len(self._buckets)
 
     @property
-    def choice(self) -> dict[str, Any]:
+    def choice(self) -> Event:
         """Describe how the gradients are sent, as an event."""
         when = "while backward goes on" if self.early else "after backward"
         size = self._flat.layout.size * self._flat.layout.dtype.itemsize / 1e6

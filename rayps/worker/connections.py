@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 from rayps.comm.link import Link, Listener, connect
 from rayps.comm.ring import Ring
@@ -122,7 +121,7 @@ class WorkerConnections:
         marks = [self.server.step] if self.talk is None else self.talk.join().values()
         return min(marks), max(marks)
 
-    def _all(self) -> list[Any]:
+    def _all(self) -> list[Ring | Server | GroupServer | Session]:
         return [tie for tie in (self.ring, *self.rings.values(), self.server, self.talk) if tie is not None]
 
     # ---- fixed shards

@@ -18,8 +18,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks as _GLOBAL_HOOKS
 
 from rayps.core.errors import TrainingError, WorkloadError
+from rayps.core.records import Event, Point
+from rayps.core.strategy import RoundMemory
 from rayps.core.user_code import user_code
+from rayps.core.values import Json, JsonObject, Keywords
 from rayps.data import Batch, Data
+from rayps.data.base import Nested
 from rayps.tensors import optim
 from rayps.tensors.clip import NormClip
 from rayps.tensors.finite import gradient_fault
@@ -62,10 +66,10 @@ class Worker:
         """
         self.workload, self.plan, self.device = workload, plan, device
         self.ring: Any = peers.ring
-        self.memory: dict[str, Any] = {}
-        self.shared: dict[str, Any] = {}
-        self.done, self.reason = False, ""  # the strategy's stop rule is met, and the reason
-        self.tables: Any = None  # the model's sparse tables, if they are on servers: rayps.ps.tables.client.Tables
+        self.memory: RoundMemory = {}
+        self.shared: dict[str, Tensor] = {}
+        self.done, self.reason = False, ""  # whether the strategy has met its stop rule, and why
+        self.tables: Any = None  # those of the model, where they are on servers: rayps.ps.tables.client.Tables
         self.log = RoundLog()
         self.batches = self._stream(workload)
         self.part: ModelPart = self._model_part(peers)
@@ -118,7 +122,7 @@ class Worker:
             self.flat.vector.copy_(vector)
 
     @property
-    def optimizer(self) -> Any:
+    def optimizer(self) -> Optimizer | None:
         """The optimizer of this worker; None where only servers step."""
         return None if self.local is None else self.local.optimizer
 
@@ -167,7 +171,7 @@ class Worker:
         """Add numbers to this round's point, equal on all workers. The standard metrics cannot be replaced."""
         self.log.say(numbers)
 
-    def event(self, kind: str, message: str, **facts: Any) -> None:
+    def event(self, kind: str, message: str, **facts: Json) -> None:
         """Add an event of the job, sent at the end of this round."""
         self.log.event(kind, message, facts)
 
@@ -192,7 +196,7 @@ class Worker:
             self.meter.losses.append((value, batch.size))
         return math.nan if value is None else value
 
-    def _check(self, loss: Any) -> float:
+    def _check(self, loss: Nested) -> float:
         at = self.position - 1
         return loss_value(loss, self.plan.rank, at, self.batches.epoch_of(at)[0])
 
@@ -425,7 +429,7 @@ class Meter:
             waiting, moving, moved = waiting + more[0], moving + more[1], moved + more[2]
         return waiting, moving, moved
 
-    def point(self) -> dict[str, Any]:
+    def point(self) -> Point:
         """Return the metrics of the round."""
         waiting, moving, moved = (now - then for now, then in zip(self._traffic(), self._before, strict=True))
         samples = sum(count for _, count in self.losses)
@@ -455,24 +459,24 @@ class RoundLog:
     """What a worker reports beside the meter: choices made before the first round, numbers, events."""
 
     def __init__(self) -> None:
-        self.choices: list[dict[str, Any]] = []
+        self.choices: list[Event] = []
         self._numbers: dict[str, float] = {}
-        self._events: list[dict[str, Any]] = []
+        self._events: list[Event] = []
 
     def say(self, numbers: dict[str, float]) -> None:
         """Add numbers to this round's point, by name."""
         self._numbers |= {name: value if isinstance(value, int) else float(value) for name, value in numbers.items()}
 
-    def event(self, kind: str, message: str, facts: dict[str, Any]) -> None:
+    def event(self, kind: str, message: str, facts: JsonObject) -> None:
         """Add an event of the job."""
         self._events.append({"kind": kind, "message": message, **facts})
 
-    def take_events(self) -> list[dict[str, Any]]:
+    def take_events(self) -> list[Event]:
         """Return and remove the events since the last call."""
         taken, self._events = self._events, []
         return taken
 
-    def take_numbers(self) -> dict[str, Any]:
+    def take_numbers(self) -> Point:
         """Return and remove the numbers since the last call, as a part of a point; empty if there are none."""
         taken, self._numbers = self._numbers, {}
         return {"said": taken} if taken else {}
@@ -534,7 +538,7 @@ def gradient_error(
 
     Rank -1: each worker's gradient is finite, but their sum is not.
     """
-    named: dict[str, Any] = {"parameter": parameter, "rank": rank}
+    named: Keywords = {"parameter": parameter, "rank": rank}
     what, who = f"the gradient of parameter {parameter!r}", f"on worker-{rank}"
     if row is not None:
         what = f"the gradient of table {row[0]!r}, id {row[1]},"

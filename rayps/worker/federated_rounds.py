@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ from rayps.federated.client_states import DEALT_STATES
 from rayps.federated.engine import FederatedEngine
 from rayps.worker.connections import WorkerConnections
 from rayps.worker.core import Worker
-from rayps.worker.loop import Loop
+from rayps.worker.loop import Companions, Loop
 from rayps.worker.plan import WorkerPlan
 from rayps.worker.ring_worker import RingWorker
 from rayps.workload.base import Workload
@@ -32,7 +32,7 @@ class FederatedRounds(Loop):
     view: ClassVar[type[Worker]] = FederatedWorker
     w: FederatedWorker
 
-    def join(self, companions: Mapping[str, Any]) -> None:
+    def join(self, companions: Companions) -> None:
         """Receive the states of the clients that are stored on this worker. See `Loop`."""
         dealt = companions.get(DEALT_STATES)
         if dealt is not None and dealt.states is not None:

@@ -6,12 +6,13 @@ of a family's loop, named by `Strategy.loop = "module:Class"`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
+from rayps.core.records import Point
 from rayps.tensors import optim
 from rayps.tensors.local_state import LocalState
 from rayps.tensors.snapshot import Snapshot
@@ -19,6 +20,8 @@ from rayps.worker.connections import WorkerConnections
 from rayps.worker.core import Worker, evaluated
 from rayps.worker.plan import WorkerPart, WorkerPlan
 from rayps.workload.base import Workload
+
+Companions: TypeAlias = dict[str, Any]  # what families keep on a worker between generations, by "module:Class"
 
 
 class Loop:
@@ -38,7 +41,7 @@ class Loop:
 
     # ---- rounds
 
-    def join(self, companions: Mapping[str, Any]) -> None:
+    def join(self, companions: Companions) -> None:
         """Receive what the family stores on this worker between generations; see `WorkerActor.companion`."""
 
     def begin(self, stopped: Callable[[], bool]) -> None:
@@ -67,7 +70,7 @@ class Loop:
         if self.w.tables is not None:
             self.w.tables.close()
 
-    def point(self) -> dict[str, Any]:
+    def point(self) -> Point:
         """Return the metrics of the last round."""
         w, done = self.w, self.w.position - 1
         point = {"kind": "round", "round": done, "epoch": w.batches.epoch_of(done)[0], **w.meter.point()}

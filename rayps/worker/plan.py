@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
+from rayps.core import records
 from rayps.core.calendar import Boundary
 from rayps.core.grid import Grid, Point
 from rayps.core.strategy import StrategyView
@@ -92,7 +92,7 @@ class WorkerFacts:
     status: str  # idle, running, finished, failed
     position: int = 0
     error: Exception | None = None
-    points: list[dict[str, Any]] = field(default_factory=list)
+    points: list[records.Point] = field(default_factory=list)
     parts: list[int] = field(default_factory=list)
     lines: list[tuple[float, str]] = field(default_factory=list)
     kept_since: int = 0  # pushes below this step are not retained and not known to be durable

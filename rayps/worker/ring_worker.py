@@ -5,12 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Sequence
 from functools import reduce
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from rayps.comm.ring import Ring
 from rayps.comm.ring.compressed_mean import CompressedRing, compressed
+from rayps.core.records import Event
+from rayps.core.strategy import RoundMemory
 from rayps.core.topology import compression_in
 from rayps.data import Batch
 from rayps.tensors.flat import Gradient
@@ -26,16 +28,15 @@ _FEEDBACK = "ring/"  # prefix of a compressed ring's error feedback, in a worker
 class BackgroundMeans:
     """Compute means over workers of a strategy's vectors, compressed if it asks for it."""
 
-    def __init__(self, ring: Any, sent: Any) -> None:
+    def __init__(self, ring: Ring, sent: Ring | CompressedRing) -> None:
         """Set the rings; `sent` is the ring that compresses, or `ring` itself."""
         self._ring, self.sent = ring, sent
         self._slots: dict[int, CompressedRing] | None = {0: sent} if isinstance(sent, CompressedRing) else None
 
     def mean(self, vector: Tensor, samples: float = 1.0, *, exact: bool = False) -> Tensor:
         """See `WorkerView.mean`. Raises LinkError."""
-        sent: Any = self._ring if exact or self._slots is None else self._slots[0]
-        found: Tensor = sent.mean(Gradient(_packed(vector), samples))  # type: ignore[arg-type]
-        return found
+        sent = self._ring if exact or self._slots is None else self._slots[0]
+        return sent.mean(Gradient(_packed(vector), samples))
 
     def mean_later(self, vector: Tensor, samples: float, slot: int) -> Tensor:
         """Start a mean, see `WorkerView.mean_later`. The sum replaces the values; the sum of weights follows them.
@@ -45,7 +46,7 @@ class BackgroundMeans:
         """
         if self._slots is not None:
             parcel = _packed(vector)
-            self._slot(slot).mean_async(Gradient(parcel, samples))  # type: ignore[arg-type]
+            self._slot(slot).mean_async(Gradient(parcel, samples))
         else:
             parcel = _packed(vector, torch.promote_types(vector.dtype, torch.float32))
             parcel[:-1].mul_(samples) if samples else parcel.zero_()
@@ -74,7 +75,7 @@ class BackgroundMeans:
             f"{_FEEDBACK}{slot}/{name}": left for slot, sent in slots.items() for name, left in sent.feedback().items()
         }
 
-    def restore(self, memory: dict[str, Any]) -> None:
+    def restore(self, memory: RoundMemory) -> None:
         """Restore the error feedback from a worker's memory."""
         held = below(_FEEDBACK, memory)
         for name in held:
@@ -102,7 +103,7 @@ class RingWorker(Worker):
         assert ring is not None, "a family without servers uses a ring"
         self.meter.sources.append(traffic_of(ring))
         self.log.choices += ring_choices(plan, peers)
-        sent: Any = ring
+        sent: Ring | CompressedRing = ring
         compression = compression_in(plan.strategy)
         if compression is not None:
             sent, choice = compressed(ring, compression, Gradient(self.flat.packed, 0))
@@ -180,7 +181,7 @@ class RingWorker(Worker):
         self.local.unused, self.local.mean = unused, mean
 
 
-def ring_choices(plan: WorkerPlan, peers: WorkerConnections) -> list[dict[str, Any]]:
+def ring_choices(plan: WorkerPlan, peers: WorkerConnections) -> list[Event]:
     """Return the rings' choices of algorithm as events, from the first rank of each ring."""
     if plan.division is None:
         ring = peers.ring

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from torch import Tensor
 
 from rayps.comm.link import Listener
 from rayps.core.errors import RaypsError, StaleGeneration, UserError
+from rayps.core.records import Point
 from rayps.core.retained_parts import RetainedParts
 from rayps.core.user_code import Call, lacks_memory, placed, too_large, under_way
 from rayps.recovery.worker_backup import WorkerBackup
 from rayps.tensors.snapshot import Snapshot
 from rayps.worker.connections import WorkerConnections
 from rayps.worker.families import loop_class
-from rayps.worker.loop import Loop
+from rayps.worker.loop import Companions, Loop
 from rayps.worker.plan import WorkerFacts, WorkerPart, WorkerPlan
 from rayps.workload.base import Workload
 
 log = logging.getLogger(__name__)
-
-Point = dict[str, Any]
 
 
 class GenerationRun:
@@ -33,7 +31,7 @@ class GenerationRun:
     """
 
     def __init__(
-        self, plan: WorkerPlan, backup: WorkerBackup | None, points: list[dict[str, Any]], lock: threading.RLock
+        self, plan: WorkerPlan, backup: WorkerBackup | None, points: list[Point], lock: threading.RLock
     ) -> None:
         """Prepare a run of one generation.
 
@@ -51,12 +49,7 @@ class GenerationRun:
         self._run: PlanRun | None = None
 
     def start(
-        self,
-        load: Callable[[], Workload],
-        snapshot: Snapshot,
-        listener: Listener,
-        device: str,
-        companions: Mapping[str, Any],
+        self, load: Callable[[], Workload], snapshot: Snapshot, listener: Listener, device: str, companions: Companions
     ) -> None:
         """Start the thread. `companions` are objects that a family stores between generations, by class."""
         given = [snapshot]  # as large as the model: the thread removes it
@@ -167,7 +160,7 @@ class GenerationRun:
             self._connections.close()
 
     def _prepare(
-        self, workload: Workload, given: list[Snapshot], listener: Listener, device: str, companions: Mapping[str, Any]
+        self, workload: Workload, given: list[Snapshot], listener: Listener, device: str, companions: Companions
     ) -> PlanRun:
         plan = self.plan
         snapshot = given.pop()
@@ -189,7 +182,7 @@ class GenerationRun:
         self._run = run
         return run
 
-    def _report(self, point: dict[str, Any]) -> None:
+    def _report(self, point: Point) -> None:
         with self._lock:
             if self._stop.is_set():
                 return

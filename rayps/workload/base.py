@@ -103,7 +103,7 @@ class Workload(ABC):
         """The rows to evaluate on; those of `data()` unless you say otherwise."""
         return self.data()
 
-    def lookups(self, batch: Batch) -> Mapping[str, Any]:
+    def lookups(self, batch: Batch) -> Mapping[str, torch.Tensor]:
         """The ids that `loss` will look up for the batch, by table, e.g. {"users": batch.x[:, 0]}; {} = not known.
 
         Where they are known, rows are pulled while the batch before is computed, all tables' together.
@@ -117,7 +117,7 @@ def check_clip_norm(workload: Workload) -> None:
     Raises:
         ConfigError: it is neither None nor a finite number above 0.
     """
-    given: Any = workload.clip_norm
+    given = workload.clip_norm
     if given is None:
         return
     if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given < float("inf"):

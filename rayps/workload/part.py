@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol, TypeAlias
 
 from torch import Tensor, nn
 
 from rayps.core.errors import WorkloadError
+from rayps.core.records import Point
 from rayps.core.user_code import user_code
 from rayps.data import Batch
 from rayps.tensors.flat import Layout, beside
 from rayps.tensors.optim import Factory
 from rayps.workload.base import Workload
 
-Check = Callable[[Any], float]  # of a loss: its value; raises where it is none
+Metric: TypeAlias = float | Tensor  # a mean over a batch
+Check = Callable[[Tensor], float]  # of a loss: its value; raises where it is none
 
 
 class ModelPart(Protocol):
@@ -39,13 +41,13 @@ class ModelPart(Protocol):
             TrainingError, WorkloadError, LinkError.
         """
 
-    def evaluate(self, batch: Batch) -> dict[str, Any]:
+    def evaluate(self, batch: Batch) -> dict[str, Metric]:
         """Named means over the batch, of them the loss; nothing where they are not known. In eval mode, no gradient."""
 
     def factory(self, factory: Factory) -> Factory:
         """The workload's `factory` of optimizers, for what is owned."""
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Point:
         """Numbers of the last step for the worker's point, such as `activations` or `idle`."""
 
     def close(self) -> None:
@@ -76,7 +78,7 @@ class Whole:
             loss.backward()  # type: ignore[no-untyped-call]
         return value
 
-    def evaluate(self, batch: Batch) -> dict[str, Any]:
+    def evaluate(self, batch: Batch) -> dict[str, Metric]:
         """See Part."""
         loss = self.workload.loss(self.module, batch)
         return {"loss": loss} | metrics_of(self.workload.evaluate(self.module, batch))
@@ -85,7 +87,7 @@ class Whole:
         """See Part."""
         return factory
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Point:
         """See Part."""
         return {}
 
@@ -93,7 +95,7 @@ class Whole:
         """See Part."""
 
 
-def metrics_of(given: Any) -> dict[str, Any]:
+def metrics_of(given: dict[str, Metric]) -> dict[str, Metric]:
     """What the user's evaluate() gave. Raises WorkloadError."""
     if not isinstance(given, dict):
         raise WorkloadError(
@@ -102,7 +104,7 @@ def metrics_of(given: Any) -> dict[str, Any]:
     return given
 
 
-def number(name: str, mean: Any) -> float:
+def number(name: str, mean: Metric) -> float:
     """A mean of the user's. Raises WorkloadError."""
     try:
         return float(mean)

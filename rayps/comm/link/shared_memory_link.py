@@ -14,10 +14,10 @@ import select
 import socket
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Final, TypeAlias
 
 from rayps.comm.link.memory import Memory
-from rayps.comm.link.socket_link import EMPTY, HEADER, REFUSED, Link, Message, as_bytes, landing
+from rayps.comm.link.socket_link import EMPTY, HEADER, REFUSED, Link, Message, Payload, as_bytes, landing
 from rayps.core.errors import LinkError
 
 LANE_BYTES = 4 << 20
@@ -27,8 +27,10 @@ _CHUNK, _CREDIT, _OFFER = -2, -3, -4  # internal kinds
 _LANE = 0  # the key under which a lane is offered
 _BY_LANE = 1  # flag: the payload comes by lane
 _READ_ONLY = 2  # flag of an offer
-_FLAGS, _SIZE = 1, 7  # places of these fields in a header
+_FLAGS: Final = 1  # places of these fields in a header
+_SIZE: Final = 7
 _ANCILLARY = socket.CMSG_SPACE(8 * array.array("i").itemsize)
+HeaderFields: TypeAlias = tuple[int, int, int, int, int, int, float, int, int, int]  # as HEADER unpacks them
 
 
 class _LaneMessage:
@@ -123,11 +125,11 @@ class _HeaderReader:
         full = self._end == len(self._raw)
         return count, full or count >= len(self._raw) // 2 or bool(descriptors)  # a short read: the socket is empty
 
-    def take(self) -> Iterator[tuple[tuple[Any, ...], bytes]]:
+    def take(self) -> Iterator[tuple[HeaderFields, bytes]]:
         """The complete headers, as unpacked, each with the payload that came behind it."""
         raw, at = self._raw, 0
         while self._end - at >= HEADER.size:
-            fields = HEADER.unpack_from(raw, at)
+            fields: HeaderFields = HEADER.unpack_from(raw, at)
             inline = 0 if fields[_FLAGS] & _BY_LANE else fields[_SIZE]
             if self._end - at - HEADER.size < inline:
                 break
@@ -174,7 +176,7 @@ class SharedLink(Link):
         """What to wait for while something is queued: room on the socket, or room in the lane (a message)."""
         return select.POLLOUT | select.POLLIN if self._out else select.POLLIN
 
-    def _append(self, message: Message, payload: Any) -> None:
+    def _append(self, message: Message, payload: Payload | None) -> None:
         view = as_bytes(message.payload if payload is None else payload)
         self._todo.append((message, view, -1))
 
@@ -264,7 +266,7 @@ class SharedLink(Link):
                 self._out[0] = self._out[0][sent:]
         return True
 
-    def _next_parts(self) -> tuple[list[memoryview], list[Any]]:
+    def _next_parts(self) -> tuple[list[memoryview], list[tuple[int, int, array.array[int]]]]:
         """What one call may send: up to an offer, or an offer alone with its descriptor."""
         if not self._passing:
             return [self._out[i] for i in range(min(len(self._out), 16))], []
@@ -305,7 +307,7 @@ class SharedLink(Link):
             raise self._lost(self._reader.cause)
         return self.head
 
-    def try_recv(self, into: Any = None) -> Message | None:
+    def try_recv(self, into: Payload | None = None) -> Message | None:
         """As `recv`, without waiting: None while the message is not complete."""
         if self.peek() is None:
             return None
@@ -361,7 +363,7 @@ class SharedLink(Link):
             for fields, payload in self._reader.take():
                 self._file(fields, payload)
 
-    def _file(self, fields: tuple[Any, ...], payload: bytes) -> None:
+    def _file(self, fields: HeaderFields, payload: bytes) -> None:
         kind, flags, generation, tag, a, b, weight, size, credit, _ = fields
         if self._lane is not None:
             self._lane.returned(credit)

@@ -15,17 +15,22 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rayps.core.errors import LinkError, PeerLost, PeerTimeout, StaleGeneration
+from rayps.core.values import Buffer
 
 EMPTY = memoryview(b"")
 QUEUE_LIMIT = 256 << 20
 REFUSED = -1  # internal kind: "your message carried another generation", answered by the receiver
 # kind, flags, generation, tag, a, b, weight, payload bytes, bytes taken out of the peer's lane, nothing
 HEADER = struct.Struct("<hHIqqqdQQQ")
+
+
+Payload: TypeAlias = Buffer | NDArray[np.uint8]  # contiguous memory
 
 
 @dataclass(slots=True)
@@ -40,9 +45,9 @@ class Message:
     payload: memoryview | bytearray = EMPTY
 
 
-def as_bytes(buffer: Any) -> memoryview:
+def as_bytes(buffer: Payload) -> memoryview:
     """Any contiguous buffer as flat bytes, without a copy."""
-    view = memoryview(buffer)
+    view = buffer.data if isinstance(buffer, np.ndarray) else memoryview(buffer)
     if view.nbytes == 0:
         return EMPTY
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
@@ -98,7 +103,7 @@ class Link(ABC):
 
     # Sending
 
-    def send(self, message: Message, payload: Any = None, *, timeout: float) -> None:
+    def send(self, message: Message, payload: Payload | None = None, *, timeout: float) -> None:
         """Send, and wait up to `timeout` seconds of silence. Raises PeerTimeout, PeerLost."""
         self._append(message, payload)
         self.flush()
@@ -107,12 +112,12 @@ class Link(ABC):
             self.absorb()
             self.flush()
 
-    def queue(self, message: Message, payload: Any = None, *, copy: bool = True) -> None:
+    def queue(self, message: Message, payload: Payload | None = None, *, copy: bool = True) -> None:
         """Send what leaves at once and keep the rest for `flush`. Raises PeerTimeout when the queue is full.
 
         With `copy=False` the payload must not change before `flush` has returned True.
         """
-        size = memoryview(payload if payload is not None else message.payload).nbytes
+        size = len(as_bytes(message.payload if payload is None else payload))
         waiting = self.queued
         if waiting and waiting + size > self.queue_limit:
             raise PeerTimeout(
@@ -132,7 +137,7 @@ class Link(ABC):
         """Send what the peer takes without waiting; True when nothing is left. Raises PeerLost."""
 
     @abstractmethod
-    def _append(self, message: Message, payload: Any) -> None:
+    def _append(self, message: Message, payload: Payload | None) -> None:
         """Queue a message; its payload is not copied."""
 
     @abstractmethod
@@ -142,7 +147,7 @@ class Link(ABC):
     # Receiving
 
     @abstractmethod
-    def try_recv(self, into: Any = None) -> Message | None:
+    def try_recv(self, into: Payload | None = None) -> Message | None:
         """As `recv`, without waiting: None while the message is not complete."""
 
     @abstractmethod
@@ -166,7 +171,7 @@ class Link(ABC):
     def drain(self) -> bool:
         """Read and forget what is there; True when the peer has hung up."""
 
-    def recv(self, timeout: float, into: Any = None) -> Message:
+    def recv(self, timeout: float, into: Payload | None = None) -> Message:
         """The next message, within `timeout` seconds of silence; its payload lands in `into` where given.
 
         Raises PeerTimeout, PeerLost, StaleGeneration, and LinkError when the payload is not of `into`'s size.
@@ -330,7 +335,7 @@ class SocketLink(Link):
     def _own_queue(self) -> None:
         self._out[-1] = memoryview(bytes(self._out[-1]))
 
-    def _append(self, message: Message, payload: Any) -> None:
+    def _append(self, message: Message, payload: Payload | None) -> None:
         view = as_bytes(message.payload if payload is None else payload)
         head = HEADER.pack(
             message.kind, 0, self.generation, message.tag, message.a, message.b, message.weight, len(view), 0, 0
@@ -345,7 +350,7 @@ class SocketLink(Link):
 
     # Receiving
 
-    def try_recv(self, into: Any = None) -> Message | None:
+    def try_recv(self, into: Payload | None = None) -> Message | None:
         """See Link."""
         if self.peek() is None:
             return None
@@ -425,7 +430,7 @@ class SocketLink(Link):
         self._queued = 0
 
 
-def landing(peer: str, size: int, into: Any) -> tuple[memoryview, object | None]:
+def landing(peer: str, size: int, into: Payload | None) -> tuple[memoryview, Payload | None]:
     """Where a payload of `size` bytes goes, `into` or new memory, and `into` itself.
 
     Raises LinkError: `into` is of another size.

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +18,7 @@ from rayps.comm.ring.describe import ProbeRow, RingChoices
 from rayps.comm.ring.mesh import Mesh
 from rayps.comm.ring.shared_memory import SharedMemoryFold, tensor_of
 from rayps.core.errors import ConfigError
+from rayps.core.records import RingTable
 
 NAMES = ("auto", *ALGORITHMS, "hierarchical")
 _HALF = (torch.float16, torch.bfloat16)
@@ -35,7 +34,7 @@ _WORTH = 0.8  # more streams, or an algorithm that sends more, must need at most
 class Autotuner:
     """Folds vectors for one ring."""
 
-    def __init__(self, mesh: Mesh, algorithm: str, table: Mapping[str, Any] | None, streams: int = 0) -> None:
+    def __init__(self, mesh: Mesh, algorithm: str, table: RingTable | None, streams: int = 0) -> None:
         self.must_know(algorithm)
         self._mesh = mesh
         self._hosts, most_streams = _hosts(mesh)

@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rayps.comm.link.memory import ORDERED, Fence
 from rayps.comm.ring.mesh import Mesh
@@ -27,7 +29,9 @@ class Barrier:
     the two the ones of the other ranks, in order. All are closed by `close`.
     """
 
-    def __init__(self, mesh: Mesh, group: list[int], words: Any, bells: list[int], theirs: list[list[int]]) -> None:
+    def __init__(
+        self, mesh: Mesh, group: list[int], words: NDArray[np.int64], bells: list[int], theirs: list[list[int]]
+    ) -> None:
         self.turn = 0  # barriers that this rank has come to
         self._mesh = mesh
         self._group = group

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -260,7 +260,7 @@ class SentBuckets(_Whole):
         self._ring, self._vector, self._cuts = ring, vector, cuts
         self._order: Sequence[int] = range(len(cuts))
         self._ready: set[int] = set()
-        self._under_way: list[CollectiveHandle[Any]] = []
+        self._under_way: list[CollectiveHandle[Tensor] | CollectiveHandle[None]] = []
         self._samples, self._total = 0, torch.zeros(1, dtype=torch.float64)
 
     def begin(self, samples: int) -> None:

@@ -46,7 +46,7 @@ class CompressedRing:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ring, name)
 
-    def mean(self, x: Any, *, in_place: bool = True) -> Tensor:
+    def mean(self, x: Tensor | Gradient, *, in_place: bool = True) -> Tensor:
         """As `Ring.mean`, always in place; a gradient's error feedback is in its own units, weighted as it is sent.
 
         A rank with no samples sends nothing of what it remembers, and where nobody has any the mean is zero.
@@ -93,7 +93,7 @@ class CompressedRing:
         memory.residual.copy_(residual)
         return memory
 
-    def _fold(self, mesh: Mesh, vector: Tensor, samples: int) -> None:
+    def _fold(self, mesh: Mesh, vector: Tensor, samples: float) -> None:
         cuts, me = slices(vector.numel(), mesh.size), mesh.rank
         if self._sent is None or self._folded is None or self._sent.residual.numel() != vector.numel():
             self._sent = ErrorFeedback(self._codec, vector.numel(), vector.dtype, vector.device)
@@ -119,7 +119,7 @@ class CompressedRing:
         return self._codec.decode(share[_COUNT:].to(like.device), like.numel(), like.dtype)
 
 
-def compressed(ring: Ring, compression: str, gradient: Gradient) -> tuple[Any, JsonObject]:
+def compressed(ring: Ring, compression: str, gradient: Gradient) -> tuple[Ring | CompressedRing, JsonObject]:
     """The ring that `compression` asks for, and the choice as an event. All ranks must call it alike.
 
     `auto` measures a mean of up to 2^20 elements of `gradient`, whose content is lost, plain and encoded.

@@ -241,6 +241,7 @@ class Mesh:
             if head.kind == kind == RingMessage.DATA or (head.kind == kind == RingMessage.POINT and head.tag == tag):
                 if kind == RingMessage.DATA:
                     must_match(head, link.pending_bytes, link.peer, want)
+                assert not isinstance(into, list), "only parcels are gathered in a list"
                 return link.try_recv(into) is not None
             if head.kind == RingMessage.BYE:
                 raise self._gone(peer)

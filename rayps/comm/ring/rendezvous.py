@@ -8,9 +8,8 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from typing import Any
 
-from rayps.cluster.local import host_address, rendezvous
+from rayps.cluster.local import KeyValues, host_address, rendezvous
 from rayps.comm.link import Link, Listener, Message, connect
 from rayps.comm.link.socket_link import deadline_left
 from rayps.comm.ring.messages import ranks
@@ -27,7 +26,7 @@ def meet(name: str, rank: int, size: int, timeout: float, host: str | None) -> M
     """Find the other ranks under `name`. Raises PeerTimeout, ConfigError."""
     if not 0 <= rank < size:
         raise ConfigError(f"rank {rank} is not one of {size} ranks (0 to {size - 1})", rank=rank, size=size)
-    values: Any = rendezvous()
+    values = rendezvous()
     host = host or host_address()
     deadline = time.monotonic() + timeout
     if rank == 0:
@@ -39,7 +38,7 @@ def _key(name: str) -> str:
     return f"rayps/comm/ring/{name}"
 
 
-def _host(name: str, size: int, values: Any, host: str, until: tuple[float, float]) -> Met:
+def _host(name: str, size: int, values: KeyValues, host: str, until: tuple[float, float]) -> Met:
     timeout, deadline = until
     secret, generation = secrets.token_bytes(32), secrets.randbits(31)
     listener = Listener("rank 0", secret, generation, host)
@@ -86,7 +85,7 @@ def _tell(link: Link, message: Message) -> None:
     link.close()
 
 
-def _visit(name: str, rank: int, values: Any, host: str, until: tuple[float, float]) -> Met:
+def _visit(name: str, rank: int, values: KeyValues, host: str, until: tuple[float, float]) -> Met:
     timeout, deadline = until
     while deadline_left(deadline):
         value = values.get(_key(name))

@@ -7,8 +7,7 @@ the ring is dead; form another.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -28,8 +27,20 @@ from rayps.comm.ring.shared_memory import tensor_of
 from rayps.comm.ring.shared_progress import Progress, common
 from rayps.comm.ring.torch_groups import Delegate
 from rayps.core.errors import ConfigError
+from rayps.core.records import RingTable
+from rayps.tensors.flat import Gradient
 
 Backend = Literal["own", "gloo", "nccl"]
+
+
+class RingOptions(TypedDict, total=False):
+    """Options of `Ring.form` that `Ring.join` passes on."""
+
+    prefer: Prefer
+    backend: Backend
+    algorithm: str
+    table: RingTable | None
+    streams: int
 
 
 class Ring:
@@ -68,7 +79,7 @@ class Ring:
         prefer: Prefer = "auto",
         backend: Backend = "own",
         algorithm: str = "auto",
-        table: Mapping[str, Any] | None = None,
+        table: RingTable | None = None,
         streams: int = 0,
     ) -> Ring:
         """Link up with everyone whose listener's address is in `addresses`, in the order of ranks.
@@ -103,7 +114,14 @@ class Ring:
 
     @classmethod
     def join(
-        cls, name: str, rank: int, size: int, *, timeout: float = 60.0, host: str | None = None, **options: Any
+        cls,
+        name: str,
+        rank: int,
+        size: int,
+        *,
+        timeout: float = 60.0,
+        host: str | None = None,
+        **options: Unpack[RingOptions],
     ) -> Ring:
         """Meet the other ranks under `name`, between any actors; `host` is this host's address for them.
 
@@ -164,7 +182,7 @@ class Ring:
         self.collectives.background.settle()
         self.collectives.mesh.check()
 
-    def mean(self, x: Any, *, in_place: bool = True) -> Tensor:
+    def mean(self, x: Tensor | Gradient, *, in_place: bool = True) -> Tensor:
         """The mean over ranks; of a gradient (`vector` and `samples`), the mean over all samples.
 
         With `in_place=False` what lies in `buffer` memory is not copied back: the result is to be read only, where
@@ -292,7 +310,7 @@ class Ring:
 
     # Parts
 
-    def _mean_over_samples(self, x: Any) -> Tensor:
+    def _mean_over_samples(self, x: Gradient) -> Tensor:
         vector: Tensor = x.vector
         packed: Tensor | None = getattr(x, "packed", None)
         if packed is None or vector.dtype in HALF:  # a count needs more digits than half precision has

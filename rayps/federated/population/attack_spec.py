@@ -17,10 +17,14 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rayps.core.errors import ConfigError
+from rayps.core.values import Json
 from rayps.federated.population.option_text import REQUIRED, Option, read, shown
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _CLIENTS = Option(REQUIRED, 1)
 _ATTACKS: dict[str, dict[str, Option]] = {
@@ -62,7 +66,7 @@ class AttackSpec:
         """Whether attackers train as all do, on wrong labels."""
         return self.name == "label_flip"
 
-    def labels(self, y: Any) -> Any:
+    def labels(self, y: Tensor) -> Tensor:
         """The labels that an attacker learns in place of `y`."""
         return y if self.classes is None else self.classes - 1 - y
 
@@ -98,7 +102,7 @@ class AttackSpec:
         return frozenset(random.Random(f"attackers of {seed}").sample(range(clients), self.clients))
 
 
-def attack_of(given: Any) -> AttackSpec | None:
+def attack_of(given: Json) -> AttackSpec | None:
     """An attack from its text or its wire form; None as it is. Raises ConfigError."""
     if given is None:
         return None

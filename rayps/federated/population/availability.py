@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rayps.core.errors import ConfigError
 from rayps.federated.population.cohort import Ints, uniforms
+from rayps.federated.population.option_text import CheckedForm
 from rayps.federated.population.options import intervals
 
 FOREVER = 1 << 61
@@ -33,7 +34,7 @@ class Availability(Protocol):
         """The next moment after `now` at which to look again; None = none of `clients` ever comes back."""
 
 
-def availability(seed: int, spec: dict[str, Any]) -> Availability:
+def availability(seed: int, spec: CheckedForm) -> Availability:
     """What `forms.available_of` describes. Raises ConfigError: a trace cannot be read."""
     name = spec["name"]
     if name == "bernoulli":

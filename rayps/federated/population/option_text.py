@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 from rayps.core.errors import ConfigError
 from rayps.core.spelling import near
 from rayps.core.text import form, nested
+from rayps.core.values import Json
 
 REQUIRED = "required"  # the default of an option that must be given
+
+# {"name": ..., every option of it: ...}; `read` has checked that each option is of the type that its form has
+CheckedForm: TypeAlias = dict[str, Any]
 
 
 class Option(NamedTuple):
     """What an option may be: its default, and the least whole number; None = any number above 0."""
 
-    default: Any
+    default: Json
     least: int | None = None
     signed: bool = False  # any number at all
 
 
-def read(field: str, given: Any, known: Mapping[str, Mapping[str, Option]], example: str) -> dict[str, Any]:
+def read(field: str, given: Json, known: Mapping[str, Mapping[str, Option]], example: str) -> CheckedForm:
     """Text or a mapping as {"name": ..., every option of it: ...}, numbers checked.
 
     Raises:
@@ -31,7 +35,7 @@ def read(field: str, given: Any, known: Mapping[str, Mapping[str, Option]], exam
         raise ConfigError(f"{field} is {given!r}: give text such as {example}", field=field)
     spec = form(given) if isinstance(given, str) else dict(given)
     name = spec.pop("name", None)
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         told = given if isinstance(given, str) else nested(dict(given))
         raise ConfigError(
             f"{field} is {told!r}{near(name, known)}: give one of {', '.join(known)}, as in {example}", field=field
@@ -51,18 +55,18 @@ def read(field: str, given: Any, known: Mapping[str, Mapping[str, Option]], exam
     return {"name": name, **{key: option.default for key, option in options.items()}, **spec}
 
 
-def shown(name: str, options: Mapping[str, Any]) -> str:
+def shown(name: str, options: Mapping[str, float | None]) -> str:
     """The text form; options that are none are left out."""
     inside = ",".join(f"{key}={value:g}" for key, value in options.items() if value is not None)
     return f"{name}({inside})" if inside else name
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Json) -> TypeGuard[float]:
     """Whether it is a finite number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _check(field: str, what: str, option: Option, value: Any) -> None:
+def _check(field: str, what: str, option: Option, value: Json) -> None:
     if value is None and option.default is None:
         return
     if option.least is not None:

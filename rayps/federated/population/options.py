@@ -19,21 +19,23 @@ An availability is
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TypeGuard
 
 from rayps.core.errors import ConfigError
 from rayps.core.text import form
+from rayps.core.values import Json, JsonObject
 from rayps.federated.population.attack_spec import AttackSpec, attack_of
+from rayps.federated.population.option_text import CheckedForm
 
-_SPEEDS: dict[str, dict[str, Any]] = {
+_SPEEDS: dict[str, JsonObject] = {
     "constant": {"seconds": 0.001},
     "lognormal": {"sigma": 0.5, "median": 0.001, "jitter": 0.0},
     "uniform": {"low": 0.001, "high": 0.002, "jitter": 0.0},
     "trace": {"file": None, "seconds": None},
 }
-_AVAILABLE: dict[str, dict[str, Any]] = {
+_AVAILABLE: dict[str, JsonObject] = {
     "always": {},
     "bernoulli": {"p": 0.8, "every": 60.0},
     "diurnal": {"share": 0.5, "day": 86400.0, "spread": 1.0},
@@ -45,7 +47,7 @@ _SPREAD = {"spread"}  # from 0 to 1
 _LONGEST = 1e9  # seconds: thirty years, far from where whole microseconds end
 
 
-def speed_of(given: Any) -> dict[str, Any]:
+def speed_of(given: Json) -> CheckedForm:
     """A speed as {"name": ..., every option: ...}. Raises ConfigError."""
     if given is None:
         given = "constant"
@@ -63,7 +65,7 @@ def speed_of(given: Any) -> dict[str, Any]:
     return found
 
 
-def available_of(given: Any) -> dict[str, Any]:
+def available_of(given: Json) -> CheckedForm:
     """An availability as {"name": ..., every option: ...}. Raises ConfigError."""
     if given is None:
         given = "always"
@@ -77,7 +79,7 @@ def available_of(given: Any) -> dict[str, Any]:
     return found
 
 
-def intervals(given: Any, period: float | None) -> list[list[tuple[float, float]]]:
+def intervals(given: Iterable[Iterable[Sequence[float]]], period: float | None) -> list[list[tuple[float, float]]]:
     """For each client its (on, off) in seconds, sorted. Raises ConfigError."""
     checked: list[list[tuple[float, float]]] = []
     for client, each in enumerate(given):
@@ -118,11 +120,11 @@ class PopulationSpec:
         attack: what some of the clients do to spoil the model, see `rayps.federated.population.attack_spec`.
     """
 
-    attack: Any = None
+    attack: Json = None
     dropout: float = 0.0
     deadline: float | None = None
-    speed: Any = None
-    available: Any = None
+    speed: Json = None
+    available: Json = None
 
     def __post_init__(self) -> None:
         if not _is_number(self.dropout) or not 0 <= self.dropout < 1:
@@ -154,7 +156,7 @@ class PopulationSpec:
                 )
 
 
-def check_fraction(fraction: Any) -> None:
+def check_fraction(fraction: Json) -> None:
     """Raises ConfigError: it is no share of the clients."""
     if not _is_number(fraction) or not 0 < fraction <= 1:
         raise ConfigError(
@@ -163,7 +165,7 @@ def check_fraction(fraction: Any) -> None:
         )
 
 
-def check_replies(min_replies: Any, enough: Any, over_selection: Any) -> None:
+def check_replies(min_replies: int, enough: int | None, over_selection: float) -> None:
     """Raises ConfigError: numbers of replies that cannot be, or under which no round would count."""
     if not _is_number(over_selection) or not 0 <= over_selection <= 10:
         raise ConfigError(
@@ -187,7 +189,7 @@ def check_replies(min_replies: Any, enough: Any, over_selection: Any) -> None:
         )
 
 
-def _read(field: str, given: Any, known: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _read(field: str, given: Json, known: dict[str, JsonObject]) -> CheckedForm:
     """Text or a mapping with every option of its form, numbers checked."""
     spec = form(given) if isinstance(given, str) else dict(given) if isinstance(given, Mapping) else {"name": given}
     name = spec.pop("name", None)
@@ -216,11 +218,11 @@ def _read(field: str, given: Any, known: dict[str, dict[str, Any]]) -> dict[str,
     return {"name": name, **options, **spec}
 
 
-def _shown(value: Any) -> str:
+def _shown(value: Json) -> str:
     return "..." if value is None else f"{value:g}"
 
 
-def _one_of(field: str, found: dict[str, Any], first: str, second: str) -> None:
+def _one_of(field: str, found: CheckedForm, first: str, second: str) -> None:
     """A trace is a file or a list."""
     if (found[first] is None) == (found[second] is None):
         raise ConfigError(f"{field}: trace takes either {first}=... or {second}=...", field=field)
@@ -232,7 +234,9 @@ def _one_of(field: str, found: dict[str, Any], first: str, second: str) -> None:
         )
 
 
-def _number(field: str, key: str, value: Any, *, least: float, most: float = _LONGEST, positive: bool = False) -> float:
+def _number(
+    field: str, key: str, value: Json, *, least: float, most: float = _LONGEST, positive: bool = False
+) -> float:
     if not _is_number(value) or not least <= value <= most or (positive and not value):
         raise ConfigError(
             f"{field}: {key} is {value!r}: give a number {'above' if positive else 'of at least'} {least:g} "
@@ -242,5 +246,5 @@ def _number(field: str, key: str, value: Any, *, least: float, most: float = _LO
     return float(value)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Json) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

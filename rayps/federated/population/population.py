@@ -8,13 +8,15 @@ Seconds here are virtual; no one ever waits for them.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rayps.core.errors import ConfigError, TrainingError
+from rayps.core.values import Json
 from rayps.federated.population import options
 from rayps.federated.population.availability import FOREVER, Availability, availability, micros, read_seconds
 from rayps.federated.population.cohort import Ints, cohort_size, first, normals, uniforms
@@ -86,11 +88,11 @@ class Population:
     def __init__(
         self,
         seed: int,
-        work: Any,
+        work: Sequence[float] | NDArray[np.generic],
         *,
         fraction: float = 1.0,
-        speed: Any = None,
-        available: Any = None,
+        speed: Json = None,
+        available: Json = None,
         dropout: float = 0.0,
         deadline: float | None = None,
         enough: int | None = None,

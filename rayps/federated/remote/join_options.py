@@ -13,10 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from rayps.core.errors import ConfigError
 from rayps.core.text import form
+from rayps.core.values import Json, Keywords
 from rayps.federated.population.options import PopulationSpec
 
 DEADLINE = 600.0  # seconds of a round, unless the strategy says otherwise
@@ -31,7 +31,7 @@ class JoinOptions:
     wait: float = 600.0
 
 
-def joining_of(given: Any) -> JoinOptions | None:
+def joining_of(given: Json) -> JoinOptions | None:
     """What `clients` says; None = the clients are those of the data, simulated on the workers.
 
     Raises:
@@ -46,7 +46,7 @@ def joining_of(given: Any) -> JoinOptions | None:
             "own\n(`rayps client`); leave it out where the data has the clients (client=... of rayps.data)",
             field="clients",
         )
-    options = {key: value for key, value in facts.items() if key != "name"}
+    options: Keywords = {key: value for key, value in facts.items() if key != "name"}
     for key in options:
         if key not in JoinOptions.__dataclass_fields__:
             raise ConfigError(f"clients: remote has no option {key!r}: it has least and wait", field="clients")
@@ -58,6 +58,6 @@ def joining_of(given: Any) -> JoinOptions | None:
     return found
 
 
-def deadline_of(population: PopulationSpec) -> float:
+def round_seconds(population: PopulationSpec) -> float:
     """Seconds of a round of real clients."""
     return DEADLINE if population.deadline is None else population.deadline

@@ -25,9 +25,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rayps.core.errors import Conflict, NotFound, Unauthorized
+from rayps.core.values import Keywords
+from rayps.federated.remote.signed_orders import OrderFacts
 
 FOLDER = "clients"  # in the job's folder
 AWAY_SECONDS = 20.0  # without a sign of life a client is not asked
@@ -57,7 +59,7 @@ class RoundOrder:
     begun: float  # seconds since the epoch
     deadline: float  # seconds from then
     most_bytes: int  # of an update
-    facts: dict[str, Any]
+    facts: OrderFacts
 
 
 class Mailbox:
@@ -240,7 +242,7 @@ class Mailbox:
         return known
 
     def begin(
-        self, facts: Mapping[str, Any], sampled: dict[int, str], deadline: float, most_bytes: int, parameters: bytes
+        self, facts: OrderFacts, sampled: dict[int, str], deadline: float, most_bytes: int, parameters: bytes
     ) -> RoundOrder:
         """Draw a round, or go on with the open one if it is the same to the bit: what was sent for it still counts."""
         digest = hashlib.sha256(parameters).hexdigest()
@@ -306,7 +308,7 @@ class Mailbox:
         return self._rounds / str(serial)
 
 
-def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def _same(one: OrderFacts, other: OrderFacts) -> bool:
     """Whether two rounds ask the same, bit for bit."""
     plain = [
         json.loads(json.dumps({k: v for k, v in each.items() if k not in ("serial", "starts")}))
@@ -315,11 +317,11 @@ def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return bool(plain[0] == plain[1])
 
 
-def _order(facts: dict[str, Any]) -> RoundOrder:
+def _order(facts: Keywords) -> RoundOrder:
     return RoundOrder(**(facts | {"sampled": {int(number): name for number, name in facts["sampled"].items()}}))
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read(path: Path) -> Keywords | None:
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -327,7 +329,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _write(path: Path, value: Mapping[str, Any], new: bool = False) -> bool:
+def _write(path: Path, value: Keywords, new: bool = False) -> bool:
     """A whole file at once; with `new` only where there is none, else False."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")

@@ -15,7 +15,7 @@ import re
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self, TypedDict
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -112,6 +112,34 @@ class ClientToken:
             raise _wrong_key()
 
 
+class OrderedParameters(TypedDict):
+    """The parameters that a round begins with."""
+
+    sha256: str
+    bytes: int
+
+
+class OrderFacts(TypedDict, total=False):
+    """What an order says. The service adds `job`, `client`, `name` and `seconds` for each client, and signs it."""
+
+    kind: str
+    round: int
+    phase: int  # the round with which the phase began
+    seed: int
+    strategy: JsonObject
+    since: int
+    starts: list[list[int]]
+    tick: int
+    parameters: OrderedParameters
+    serial: int
+    job: str
+    client: int
+    name: str
+    seconds: float  # that are left
+    trained: float  # the client's own: seconds of its training
+    ends: float  # the client's own: until when an update is in time
+
+
 def is_client_token(text: str) -> bool:
     """Whether a bearer token is one of a client."""
     return text.startswith(f"{_SCHEME}.")
@@ -122,12 +150,12 @@ def fingerprint(public: str) -> str:
     return text_of(hashlib.sha256(bytes_of(public)).digest())
 
 
-def order_text(facts: JsonObject) -> str:
+def order_text(facts: OrderFacts) -> str:
     """An order as the one text that stands for it."""
     return json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
 
-def verified(text: str, signature: str, public: str, expected: str) -> dict[str, Any]:
+def verified(text: str, signature: str, public: str, expected: str) -> OrderFacts:
     """The order, if the key is the one whose fingerprint is expected and the signature is that key's.
 
     Raises:
@@ -141,7 +169,7 @@ def verified(text: str, signature: str, public: str, expected: str) -> dict[str,
         raise _wrong_key()
     try:
         key.verify(bytes_of(signature), _DOMAIN + text.encode())
-        facts = json.loads(text)
+        facts: OrderFacts = json.loads(text)
     except (InvalidSignature, ValueError) as error:
         raise Unauthorized(
             "an order came without the service's signature: it is not done. Somebody between here and the service has "

@@ -160,7 +160,9 @@ def loss(workload: Losses, batch: Batch, output: Nested, *, training: bool = Tru
         found = workload.loss(_Returns(output).train(training), batch)
     if not isinstance(found, Tensor) or found.numel() != 1:
         shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        raise WorkloadError(f"loss(model, batch) gave {shape}: return one number as a tensor, the mean over the batch")
+        raise WorkloadError(
+            f"loss(model, batch) returned {shape}: return one number as a tensor, the mean over the batch"
+        )
     return found
 
 

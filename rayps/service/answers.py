@@ -1,0 +1,160 @@
+"""The answers of the REST interface, as its client receives them: JSON objects by field. Times are ISO 8601 text."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+from rayps.core.records import Event, ProgressRecord
+from rayps.core.values import Json
+
+
+class SpecAnswer(TypedDict, total=False):
+    """A job's specification; the fields of `rayps.strategies.job.JobSpec`."""
+
+    workload: str
+    strategy: Json
+    workers: int
+    epochs: int | None
+    steps: int | None
+    seed: int
+    resources: dict[str, float]
+    working_dir: str | None
+    checkpoint_every: int | None
+    max_failures: int
+    timeout: float
+    resume: str | None
+    name: str | None
+    server_group: str | None
+    branch: str | None
+    quota: dict[str, float] | None
+
+
+class JobAnswer(TypedDict):
+    """A job."""
+
+    id: str
+    name: str
+    status: str
+    reason: str | None
+    spec: SpecAnswer
+    attempt: int
+    created_at: str
+    started_at: str | None
+    finished_at: str | None
+    progress: ProgressRecord | None
+    metrics: dict[str, float] | None
+    checkpoint: str | None
+    stop_requested: bool
+
+
+class ClusterAnswer(TypedDict):
+    """The Ray that runs the jobs."""
+
+    ready: bool
+    address: str | None
+    owned: bool
+    cores: int | None
+    total: dict[str, float]
+    free: dict[str, float]
+    reason: str | None
+
+
+class GroupRow(TypedDict):
+    """A server group in short."""
+
+    name: str
+    status: str
+    reason: str | None
+    wanted: int
+    replicas: int
+    created_at: str
+    settled: bool
+    alive: int
+    bytes: float
+    operations_s: float
+    spaces: int
+    moves: int
+    jobs: int
+
+
+class GroupJobAnswer(TypedDict):
+    """A job that uses a group."""
+
+    id: str
+    name: str
+    status: str
+    workers: int
+
+
+class ServerLine(TypedDict, total=False):
+    """A server of a group."""
+
+    name: str
+    state: str
+    host: str | None
+    pid: int | None
+    primaries: int | None
+    copies: int | None
+    bytes: int | None
+    operations_s: float | None
+    cpu: float | None
+
+
+class SegmentLine(TypedDict, total=False):
+    """A segment of a space."""
+
+    state: str
+
+
+class SpaceAnswer(TypedDict, total=False):
+    """A space on a group."""
+
+    name: str
+    workers: int | None
+    segments: list[SegmentLine]
+    tables: list[str] | None
+    bytes: int | None
+    rows: int | None
+    evicted: int | None
+    operations_s: float | None
+    throttled: int | None
+    rejected: int | None
+    quota: dict[str, float | None] | None
+
+
+# a segment's move: `from` is a keyword of Python
+MoveLine = TypedDict(
+    "MoveLine",
+    {"space": str, "segment": int, "from": str | None, "to": str, "phase": str, "seconds": float, "bytes": int},
+    total=False,
+)
+
+
+class GroupAnswer(TypedDict, total=False):
+    """A server group; of one that was not asked for yet only the name is known."""
+
+    name: str
+    status: str
+    reason: str | None
+    wanted: int
+    replicas: int
+    created_at: str
+    settled: bool
+    servers: list[ServerLine]
+    spaces: list[SpaceAnswer]
+    moves: list[MoveLine]
+    counts: dict[str, float]
+    events: list[Event]
+    jobs: list[GroupJobAnswer]
+
+
+class TokenAnswer(TypedDict, total=False):
+    """A client's token; `token` itself only where it was just made."""
+
+    id: str
+    job: str | None
+    name: str | None
+    created_at: str
+    expires_at: str | None
+    revoked_at: str | None
+    token: str
