@@ -221,6 +221,48 @@ def test_a_class_name_occurs_once():
     assert {name: places for name, places in where.items() if len(places) > 1} == {}
 
 
+NAMED_TUPLE = {"_asdict", "_replace", "_fields", "_make"}  # public, by typing.NamedTuple
+PRIVATE = {  # names of torch's, Ray's and Python's own: why there is no public way
+    "_buffers": "a module's own buffers, to put another in its place",
+    "_execution_engine": "torch: a callback at the end of backward",
+    "_exit": "os: public",
+    "_ff_block": "torch: whether a subclass of a block has another pair of linear layers",
+    "_foreach_add_": "torch: one call for all parameters",
+    "_foreach_copy_": "the same",
+    "_forward_hooks": "torch: whether a module has hooks, which it lists nowhere",
+    "_forward_pre_hooks": "the same",
+    "_internal_kv_del": "Ray: the map that all actors of a cluster share",
+    "_internal_kv_get": "the same",
+    "_internal_kv_put": "the same",
+    "_modules": "a module's own children, to put another in its place",
+    "_optimizer_step_post_hooks": "torch: whether an optimizer has hooks, which it lists nowhere",
+    "_optimizer_step_pre_hooks": "the same",
+    "_parameters": "a module's own parameters, to put another in its place",
+    "_values": "torch: values() of a sparse tensor needs the duplicates of an index to be added up first",
+    "_version": "torch: whether a tensor was written",
+}
+
+
+def private_reads(tree):
+    """Private names that a module reads of objects whose class is not in it; of packages that it imports too."""
+    nodes = list(ast.walk(tree))
+    own = {n.name for n in nodes if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
+    own |= {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
+    own |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    for n in nodes:
+        if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load) and re.fullmatch(r"_[a-z]\w*", n.attr):
+            if getattr(n.value, "id", "") not in ("self", "cls") and n.attr not in own | NAMED_TUPLE:
+                yield n.attr
+        elif isinstance(n, ast.ImportFrom) and str(n.module).startswith("rayps"):
+            yield from (alias.name for alias in n.names if re.fullmatch(r"_[a-z]\w*", alias.name))
+
+
+def test_no_private_name_of_another_module_is_read():
+    found = {(name, read) for name in OURS for read in private_reads(TREES[name])}
+    assert {(name, read) for name, read in found if read not in PRIVATE} == set()
+    assert {read for _, read in found} == set(PRIVATE), "remove what nobody reads any more"
+
+
 def test_nobody_prints():
     calls = [
         f"{name}:{node.lineno}"

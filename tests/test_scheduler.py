@@ -18,7 +18,20 @@ from rayps.core.errors import ClusterError, ConfigError
 from rayps.core.job import Status, may_move
 from rayps.service import drivers, processes
 from rayps.service.liveness import MOST_STEP, QuietTime, QuietTimes
-from rayps.service.plan import PATIENCE, STOP_SECONDS, AskToStop, Kill, OpenJob, Seal, Show, Start, Wait, needs, plan
+from rayps.service.plan import (
+    PATIENCE,
+    STOP_SECONDS,
+    AskToStop,
+    Dependencies,
+    Kill,
+    OpenJob,
+    Seal,
+    Show,
+    Start,
+    Wait,
+    needs,
+    plan,
+)
 from rayps.service.scheduler import Scheduler
 from rayps.service.store import Store
 from rayps.strategies.job import JobSpec
@@ -192,15 +205,28 @@ RUNNING = OpenJob("a", status=S.RUNNING, attempt=1)
         (OpenJob("a", status=S.RUNNING, attempt=1, crash="KeyError: 'x'"), True, [Kill("a", "KeyError: 'x'")]),
         # its server group was stopped with --force
         (
-            OpenJob("a", status=S.RUNNING, attempt=1, unrecoverable="gone"),
+            OpenJob("a", status=S.RUNNING, attempt=1, outside=Dependencies(group_ended="gone")),
             True,
             [Kill("a", "gone"), Seal("a", S.FAILED, "gone")],
         ),
-        (OpenJob("a", status=S.RECOVERING, attempt=1, unrecoverable="gone"), False, [Seal("a", S.FAILED, "gone")]),
-        (OpenJob("a", unrecoverable="gone"), False, [Seal("a", S.FAILED, "gone")]),
-        (OpenJob("a", status=S.STOPPING, stopping=1.0, unrecoverable="gone"), False, [Seal("a", S.STOPPED, "gone")]),
         (
-            OpenJob("a", status=S.RUNNING, unrecoverable="gone", outcome={"status": "SUCCEEDED", "message": "done"}),
+            OpenJob("a", status=S.RECOVERING, attempt=1, outside=Dependencies(group_ended="gone")),
+            False,
+            [Seal("a", S.FAILED, "gone")],
+        ),
+        (OpenJob("a", outside=Dependencies(group_ended="gone")), False, [Seal("a", S.FAILED, "gone")]),
+        (
+            OpenJob("a", status=S.STOPPING, stopping=1.0, outside=Dependencies(group_ended="gone")),
+            False,
+            [Seal("a", S.STOPPED, "gone")],
+        ),
+        (
+            OpenJob(
+                "a",
+                status=S.RUNNING,
+                outside=Dependencies(group_ended="gone"),
+                outcome={"status": "SUCCEEDED", "message": "done"},
+            ),
             True,
             [Seal("a", S.SUCCEEDED, "done", has_event=True)],
         ),

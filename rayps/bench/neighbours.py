@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from rayps.bench.elastic import SEGMENTS, WAIT_SECONDS, Crowd, median
 from rayps.cluster.local import ActorHandle, Cluster
 from rayps.core.errors import ConfigError
+from rayps.core.values import JsonObject
 from rayps.ps import group as elastic
 from rayps.ps.group import ManagerClient
 from rayps.ps.server_group import ServerGroup
@@ -35,9 +36,6 @@ class NeighboursRow:
     rounds_s_together: float
     rounds_s_flooded: float
     rounds_s_busy: float  # rate beside processes that load the machine as much, without using the group
-    slowdown_together: float  # rate alone / rate
-    slowdown_flooded: float
-    slowdown_busy: float
     flood_pushes_s: float
     group_bytes_before: int  # the group's bytes without the flood's space, with it, and after it was dropped
     group_bytes_with: int
@@ -45,6 +43,27 @@ class NeighboursRow:
     memory_before: int | None  # resident bytes of the server processes; None: on other hosts
     memory_with: int | None
     memory_after: int | None
+
+    @property
+    def slowdown_together(self) -> float:
+        """Rate alone / rate beside the second job."""
+        return self.rounds_s_alone / self.rounds_s_together
+
+    @property
+    def slowdown_flooded(self) -> float:
+        """Rate alone / rate beside the flood."""
+        return self.rounds_s_alone / self.rounds_s_flooded
+
+    @property
+    def slowdown_busy(self) -> float:
+        """Rate alone / rate beside processes that do not use the group."""
+        return self.rounds_s_alone / self.rounds_s_busy
+
+    def to_dict(self) -> JsonObject:
+        """The row as JSON data, with the slowdowns."""
+        slowdowns = (self.slowdown_together, self.slowdown_flooded, self.slowdown_busy)
+        names = ("slowdown_together", "slowdown_flooded", "slowdown_busy")
+        return asdict(self) | dict(zip(names, slowdowns, strict=True))
 
 
 class BusyBench:
@@ -120,9 +139,6 @@ def bench_jobs(
         first_beside[0],
         flooded[0],
         beside_busy[0],
-        alone[0] / first_beside[0],
-        alone[0] / flooded[0],
-        alone[0] / beside_busy[0],
         pushes,
         before[0],
         with_it[0],

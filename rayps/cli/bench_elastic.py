@@ -131,7 +131,7 @@ def jobs(
         ),
     )
     if as_json or output is Output.json:
-        show.dump(dataclasses.asdict(row))
+        show.dump(row.to_dict())
         return
     show_rows(
         output,

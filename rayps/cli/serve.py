@@ -18,7 +18,7 @@ from types import FrameType
 
 import uvicorn
 from rayps_api.app import create_app
-from rayps_api.connections import Server
+from rayps_api.connections import Server as HttpServer
 from rayps_api.log_limit import LogLimit
 from rayps_api.service import Service
 
@@ -30,7 +30,7 @@ from rayps.service.state_disk import is_full
 log = logging.getLogger(__name__)
 
 
-class _Server(Server):
+class _Server(HttpServer):
     """A server that announces its address when it answers, ends streams first, and exits with code 0 on a signal."""
 
     def __init__(self, config: uvicorn.Config, site: _Site) -> None:

@@ -66,7 +66,6 @@ class ProgressRecord(TypedDict, total=False):
     epochs: int
     samples_per_second: float | None
     eta_seconds: float | None
-    waits: str | None  # why a job with real clients waits; the service adds it
 
 
 class OutcomeRecord(TypedDict, total=False):

@@ -21,6 +21,15 @@ SIGN_SECONDS = 900.0  # seconds that a STARTING or RECOVERING job may show no pr
 
 
 @dataclass(frozen=True, slots=True)
+class Dependencies:
+    """What a job depends on beside its driver: its server group, and its clients where they are real."""
+
+    group: str | None = None  # why its server group cannot serve it yet
+    group_ended: str | None = None  # why it never will: it was stopped
+    clients: str | None = None  # why the job waits for clients
+
+
+@dataclass(frozen=True, slots=True)
 class OpenJob:
     """A job that has not ended: the facts of its row and its folder."""
 
@@ -40,9 +49,8 @@ class OpenJob:
     launched: bool = True  # the call that starts this attempt's driver has returned, or the driver has begun
     silent: float = 0.0  # seconds in which its folder showed no progress, while it is STARTING or RECOVERING
     deadline: float = SIGN_SECONDS  # seconds of such silence after which its driver is given up
-    group: str | None = None  # why its server group cannot serve it yet
+    outside: Dependencies = field(default_factory=Dependencies)
     foreign: str | None = None  # why no method of its driver may be called: another version of rayps started it
-    unrecoverable: str | None = None  # why it can never continue: its server group was stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +135,11 @@ def plan(
     """
     actions: list[Action] = []
     for job in jobs:
-        if job.unrecoverable is not None and job.outcome is None:
-            actions += _ended_by_force(job, job.unrecoverable, drivers)
+        if job.outside.group_ended is not None and job.outcome is None:
+            actions += _ended_by_force(job, job.outside.group_ended, drivers)
         elif job.status is not Status.QUEUED:
             actions += _running(job, drivers, unseen, why)
-    return actions + _queue([job for job in jobs if job.unrecoverable is None], drivers, free, total, why)
+    return actions + _queue([job for job in jobs if job.outside.group_ended is None], drivers, free, total, why)
 
 
 def _ended_by_force(job: OpenJob, why: str, drivers: Collection[str] | None) -> list[Action]:
@@ -146,7 +154,7 @@ def _running(job: OpenJob, drivers: Collection[str] | None, unseen: float, why: 
         return _unseen(job, unseen, why)
     if job.id not in drivers:
         # a new driver would fail for want of its server group, whose manager may be starting again too
-        return [_lost(job)] if job.group is None or job.stopping is not None else _wait(job, job.group)
+        return [_lost(job)] if job.outside.group is None or job.stopping is not None else _wait(job, job.outside.group)
     if job.crash is not None:
         return [Kill(job.id, job.crash)]
     if job.stopping is not None:
@@ -238,7 +246,7 @@ def _mirrored(job: OpenJob) -> list[Action]:
     except ValueError:
         status = Status.STARTING if job.status is Status.UNKNOWN else job.status
     steady = status is Status.RUNNING
-    held_back = (progress.get("server_group") or {}).get("held_back") or progress.get("waits")
+    held_back = (progress.get("server_group") or {}).get("held_back") or job.outside.clients
     reason = held_back if steady else str(progress["message"]) if progress.get("message") else job.reason
     if status is not job.status and may_move(job.status, status) and not status.terminal:
         return [Show(job.id, status, reason, has_event=job.status is not Status.UNKNOWN)]
@@ -264,7 +272,7 @@ def _queue(
             room = {kind: amount - job.needs.get(kind, 0.0) for kind, amount in room.items()}
         else:
             actions += _wait(job, reason)
-            head = head or (job if _fits(job, total) and job.group is None else None)
+            head = head or (job if _fits(job, total) and job.outside.group is None else None)
     return actions
 
 
@@ -287,8 +295,8 @@ def _wait_reason(job: OpenJob, room: Bundle, total: Bundle, head: OpenJob | None
     for kind, amount in job.needs.items():
         if amount > total.get(kind, 0.0):
             return f"needs {_many(amount, kind)}, the whole cluster has {total.get(kind, 0.0):g}"
-    if job.group is not None:
-        return job.group
+    if job.outside.group is not None:
+        return job.outside.group
     if head is not None:
         return f"waits behind {head.name} ({head.id}), which was submitted before"
     for kind, amount in job.needs.items():

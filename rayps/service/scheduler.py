@@ -25,7 +25,20 @@ from rayps.service.drivers import BEGUN, LAUNCHED, Drivers, DriverView, RayHome,
 from rayps.service.job_folders import read_attempt, read_json
 from rayps.service.liveness import QuietTimes
 from rayps.service.open_jobs import OpenJobs
-from rayps.service.plan import SIGN_SECONDS, Action, AskToStop, Kill, OpenJob, Seal, Show, Start, Wait, needs, plan
+from rayps.service.plan import (
+    SIGN_SECONDS,
+    Action,
+    AskToStop,
+    Dependencies,
+    Kill,
+    OpenJob,
+    Seal,
+    Show,
+    Start,
+    Wait,
+    needs,
+    plan,
+)
 from rayps.service.state_disk import is_full
 from rayps.service.store import JobRecord, RowFacts, Store
 from rayps.service.waiting import GroupReasons, room_beside
@@ -171,7 +184,7 @@ class Scheduler:
             unseen=0.0 if self._blind_since is None else now - self._blind_since,
             why=self.view.reason or "Ray is starting",
         )
-        running = {fact.id: (fact.status, fact.needs) for fact in facts if fact.unrecoverable is None}
+        running = {fact.id: (fact.status, fact.needs) for fact in facts if fact.outside.group_ended is None}
         room = None if seen is None else room_beside(running, seen.free, seen.total)
         await self._open_jobs.refresh()  # stops that were requested during the view
         actions += self._open_jobs.waiting.stopped()
@@ -244,6 +257,7 @@ class Scheduler:
         lost = seen is not None and record.id not in seen.drivers
         folder = self._jobs_dir / record.id
         begun, started = read_attempt(folder / BEGUN), read_attempt(folder / LAUNCHED)
+        progress = self._progress(record, begun)
         return OpenJob(
             record.id,
             record.name,
@@ -256,14 +270,17 @@ class Scheduler:
             record.interrupted,
             None if record.stop_requested_at is None else self._silences.observe((record.id, "stop"), "asked"),
             read_json(folder / "outcome.json"),
-            self._progress(record, begun),
+            progress,
             self._drivers.crash(record, begun),
             launched=record.attempt in (begun.get("attempt"), started.get("attempt")),
             foreign=foreign(record.attempt, begun, started),
             silent=self._silent(record),
             deadline=max(self._stall, _TIMEOUTS * record.spec.timeout),
-            group=self.group_wait_reason(record.spec) if lost else None,
-            unrecoverable=self.group_ended(record.spec),
+            outside=Dependencies(
+                self.group_wait_reason(record.spec) if lost else None,
+                self.group_ended(record.spec),
+                Mailbox(folder / FOLDER).standing() if progress is not None else None,
+            ),
         )
 
     def _progress(self, record: JobRecord, begun: AttemptRecord) -> ProgressRecord | None:
@@ -272,8 +289,6 @@ class Scheduler:
         if progress is not None:
             old = progress.get("time", 0) < (record.attempt_at or 0) and begun.get("attempt") != record.attempt
             progress = None if old else progress  # old: of the previous attempt
-        if progress is not None:
-            progress["waits"] = Mailbox(folder / FOLDER).standing()  # of a job with real clients
         return progress
 
     def _silent(self, record: JobRecord) -> float:

@@ -147,6 +147,16 @@ class _HeaderReader:
         self.descriptors.clear()
 
 
+class _Offers:
+    """What the two ends of a link pass each other: the descriptors that have not left yet, and how many did."""
+
+    __slots__ = ("leaving", "made", "taken")
+
+    def __init__(self) -> None:
+        self.leaving: deque[tuple[memoryview, int]] = deque()  # parts of the wire that carry a descriptor
+        self.made = self.taken = 0
+
+
 class SharedLink(Link):
     """A `Link` whose payloads travel through shared memory."""
 
@@ -154,14 +164,23 @@ class SharedLink(Link):
         super().__init__(sock, peer, generation, "shm")
         self.memories: dict[int, Memory] = {}  # what the peer has offered, by key
         self.descriptors: dict[int, int] = {}  # the same for other descriptors; the taker closes them
-        self.offers_made = self.offers_taken = 0
+        self._offers = _Offers()
         self._todo: deque[tuple[Message, memoryview, int]] = deque()  # not on the wire yet; bytes already in lane
         self._lane: OutgoingLane | None = None
         self._incoming = IncomingLane()
         self._reader = _HeaderReader(sock)
         self._inbox: deque[_LaneMessage] = deque()
         self._refusals: deque[tuple[int, int]] = deque()  # generations that the peer has refused, and its own
-        self._passing: deque[tuple[memoryview, int]] = deque()  # parts of the wire that carry a descriptor
+
+    @property
+    def offers_made(self) -> int:
+        """Offers that this side has made."""
+        return self._offers.made
+
+    @property
+    def offers_taken(self) -> int:
+        """Offers of the peer that have arrived."""
+        return self._offers.taken
 
     # Sending
 
@@ -243,10 +262,10 @@ class SharedLink(Link):
         self._offer(key, 0, descriptor)
 
     def _offer(self, key: int, size: int, descriptor: int, flags: int = 0) -> None:
-        self.offers_made += 1
+        self._offers.made += 1
         copy = os.dup(descriptor)  # the caller may close its own before this one leaves
         self._put(Message(_OFFER, a=key, b=size), flags=flags)
-        self._passing.append((self._out[-1], copy))
+        self._offers.leaving.append((self._out[-1], copy))
 
     def _drain_wire(self) -> bool:
         while self._out:
@@ -258,7 +277,7 @@ class SharedLink(Link):
             except OSError as error:
                 raise self._lost(error) from error
             if descriptors:
-                os.close(self._passing.popleft()[1])
+                os.close(self._offers.leaving.popleft()[1])
             self.bytes_sent += sent
             while self._out and sent >= len(self._out[0]):
                 sent -= len(self._out.popleft())
@@ -268,9 +287,9 @@ class SharedLink(Link):
 
     def _next_parts(self) -> tuple[list[memoryview], list[tuple[int, int, array.array[int]]]]:
         """What one call may send: up to an offer, or an offer alone with its descriptor."""
-        if not self._passing:
+        if not self._offers.leaving:
             return [self._out[i] for i in range(min(len(self._out), 16))], []
-        carrier, descriptor = self._passing[0]
+        carrier, descriptor = self._offers.leaving[0]
         parts: list[memoryview] = []
         for part in self._out:
             if part is carrier:
@@ -381,7 +400,7 @@ class SharedLink(Link):
             self.bytes_received += b
         elif kind == _OFFER and self._reader.descriptors:
             descriptor = self._reader.descriptors.popleft()
-            self.offers_taken += 1
+            self._offers.taken += 1
             if b == 0:
                 self.descriptors[a] = descriptor
                 return
@@ -408,8 +427,8 @@ class SharedLink(Link):
             memory.close()
         self.memories.clear()
         self._lane, self._incoming.memory = None, None
-        for descriptor in (*self.descriptors.values(), *(fd for _, fd in self._passing)):
+        for descriptor in (*self.descriptors.values(), *(fd for _, fd in self._offers.leaving)):
             os.close(descriptor)
         self.descriptors.clear()
-        self._passing.clear()
+        self._offers.leaving.clear()
         self._reader.close()
