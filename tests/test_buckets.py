@@ -372,7 +372,7 @@ def test_the_events_say_how_gradients_leave():
 @pytest.mark.parametrize(
     ("options", "early", "words"),
     [
-        ({"prefer": "shm"}, True, "where they lie"),
+        ({"prefer": "shm"}, True, "in shared memory"),
         ({"prefer": "tcp"}, True, "between hosts"),
         ({"backend": "gloo"}, False, "process group"),
     ],

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from rayps.core.errors import ActorDied, ConfigError, NoResources
 
@@ -181,6 +181,9 @@ def _surroundings() -> Surroundings:
     return _local_values, _local_cluster(), "127.0.0.1"
 
 
+LocalReply: TypeAlias = Future[Any]  # whatever a method returned
+
+
 class _LocalHandle:
     def __init__(self, name: str, actor: Any) -> None:
         self.name = name
@@ -188,20 +191,20 @@ class _LocalHandle:
         self.dead = threading.Event()
         self._ending = threading.Lock()
         self._calls = ThreadPoolExecutor(16, thread_name_prefix=name)
-        self._waiting: set[Future[Any]] = set()
+        self._waiting: set[LocalReply] = set()
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        reply: Future[Any] = Future()
+    def call(self, method: str, *args: Any, **kwargs: Any) -> LocalReply:
+        reply: LocalReply = Future()
         if self.dead.is_set():
             reply.set_exception(ActorDied(f"actor {self.name} is dead", actor=self.name))
             return reply
         self._waiting.add(reply)
-        self._calls.submit(self._answer, reply, method, args, kwargs)
+        self._calls.submit(self._answer, reply, method, lambda: getattr(self.actor, method)(*args, **kwargs))
         return reply
 
-    def _answer(self, reply: Future[Any], method: str, args: Any, kwargs: Any) -> None:
+    def _answer(self, reply: LocalReply, method: str, run: Callable[[], Any]) -> None:
         try:
-            value, error = getattr(self.actor, method)(*args, **kwargs), None
+            value, error = run(), None
         except Exception as raised:  # the caller gets whatever the method raised
             value, error = None, raised
         except BaseException as raised:  # as on Ray, where it ends the actor's process

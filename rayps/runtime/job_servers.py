@@ -190,7 +190,7 @@ def space_of(
         ConfigError: there is no group of that name.
         PeerTimeout: servers of its own did not start.
     """
-    quota = None if spec.quota is None else Quota(**_whole(spec.quota))
+    quota = None if spec.quota is None else _quota(spec.quota)
     if spec.server_group is not None:
         group, own = find(cluster, spec.server_group), False
     else:
@@ -215,5 +215,5 @@ def space_of(
     )
 
 
-def _whole(quota: dict[str, float]) -> dict[str, Any]:
-    return {"bytes": int(quota["bytes"]) if "bytes" in quota else None, "operations": quota.get("operations")}
+def _quota(given: dict[str, float]) -> Quota:
+    return Quota(bytes=int(given["bytes"]) if "bytes" in given else None, operations=given.get("operations"))

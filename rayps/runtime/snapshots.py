@@ -9,13 +9,14 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from rayps.core.calendar import Boundary
 from rayps.parallel.division.division import Division
+from rayps.ps.fixed.shard import ShardPart
 from rayps.runtime.journal import Journal
 from rayps.runtime.phases import RunPlan
 from rayps.strategies.job import JobSpec
@@ -23,6 +24,7 @@ from rayps.tensors import checkpoint, optim
 from rayps.tensors.checkpoint import Meta
 from rayps.tensors.learning_rate import Ticks
 from rayps.tensors.snapshot import Snapshot
+from rayps.worker.plan import WorkerPart
 from rayps.workload.base import Workload
 from rayps.workload.model import drawn_apart
 
@@ -177,19 +179,24 @@ def columns_of(snapshot: Snapshot, division: Division | None) -> list[Snapshot]:
     return [division.cut(snapshot, column) for column in range(len(division.columns))]
 
 
-def assemble(base: Snapshot, workers: dict[int, Any], shards: list[Any]) -> Snapshot:
+def assemble(base: Snapshot, workers: dict[int, WorkerPart | None], shards: list[ShardPart]) -> Snapshot:
     """Return one snapshot from all members' parts of the same round, those of workers by rank.
 
     A worker that is out of step may have no part yet.
     """
     from_shards, lead = bool(shards), next(iter(workers.values()))
-    params = torch.cat([part.params for part in shards]) if from_shards else _agreed(list(workers.values()))
-    moments = optim.join([part.moments for part in shards], base.layout) if from_shards else lead.moments
+    there = [part for part in workers.values() if part is not None]
+    if from_shards:
+        params = torch.cat([part.params for part in shards])
+        moments = optim.join([part.moments for part in shards], base.layout)
+    else:
+        assert lead is not None, "workers in step all have their part"
+        params, moments = _agreed(there), lead.moments
     # shards at a round boundary know how far each worker's pushes got; the slowest shard counts
     positions = (
         [min(marks) for marks in zip(*(part.ledger.marks.values() for part in shards), strict=True)]
         if from_shards
-        else [part.round for part in workers.values()]
+        else [part.round for part in there]
     )
     return Snapshot(
         base.layout,
@@ -209,7 +216,12 @@ def assemble(base: Snapshot, workers: dict[int, Any], shards: list[Any]) -> Snap
 
 
 def in_columns(
-    division: Division, base: Snapshot, columns: list[int], given: list[Any], of: list[list[int]], held: list[Any]
+    division: Division,
+    base: Snapshot,
+    columns: list[int],
+    given: list[WorkerPart | None],
+    of: list[list[int]],
+    held: list[ShardPart],
 ) -> Snapshot:
     """As `assemble` where replicas are several workers: `columns` is each worker's, `of` the shards of each column."""
     parts = []
@@ -220,7 +232,7 @@ def in_columns(
     return division.join(parts, base)
 
 
-def _agreed(parts: list[Any]) -> Tensor:
+def _agreed(parts: list[WorkerPart]) -> Tensor:
     """Return the parameters that workers in step share; their mean where they differ.
 
     They differ where parts were not taken at one round, as for the checkpoint at a stop.
@@ -228,4 +240,4 @@ def _agreed(parts: list[Any]) -> Tensor:
     found: Tensor | None = parts[0].params
     if found is not None:
         return found
-    return torch.stack([part.own.params for part in parts]).mean(0)
+    return torch.stack([part.own.params for part in parts if part.own is not None]).mean(0)

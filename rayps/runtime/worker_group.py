@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rayps.cluster.local import ActorReply, Bundle, Cluster, until
 from rayps.cluster.members import GroupMember, place, settle
@@ -22,12 +22,13 @@ from rayps.core.time_limit import START_SECONDS, overdue
 from rayps.core.topology import runs_in_step, servers_of
 from rayps.federated.client_states_backup import ClientStatesBackup
 from rayps.federated.view import keeper_of
+from rayps.ps.fixed.shard import ShardPart
 from rayps.recovery.backup_assignment import Mending
 from rayps.runtime.job_servers import FixedServers, JobServers
 from rayps.runtime.mending import PeerStates
 from rayps.runtime.snapshots import SnapshotSchedule, assemble, columns_of, in_columns
 from rayps.tensors.snapshot import Snapshot
-from rayps.worker.plan import Orders, PeerAddresses, WorkerFacts, WorkerPlan
+from rayps.worker.plan import Orders, PeerAddresses, WorkerFacts, WorkerPart, WorkerPlan
 
 if TYPE_CHECKING:
     from rayps.ps.job_space import JobSpace
@@ -378,14 +379,14 @@ class WorkerGroup:
             whole = all(part is not None for part in ([*given, *held] if in_step else held))
             states = self._client_states
             if whole and (states is None or states.gather(self.workers, newest, timeout)):
-                found = self._assemble(snapshot, given, held)
+                found = self._assemble(snapshot, given, [part for part in held if part is not None])
                 early = [(self._known().end, found.round)] if given[0] is not None and given[0].met else []
                 found.strategy, found.ended = snapshot.strategy, snapshot.ended + early
                 self._collected = found.round
                 return found
         return None
 
-    def _assemble(self, base: Snapshot, given: list[Any], held: list[Any]) -> Snapshot:
+    def _assemble(self, base: Snapshot, given: list[WorkerPart | None], held: list[ShardPart]) -> Snapshot:
         """The whole state from everyone's parts of it."""
         division = self._known().division
         if division is None:

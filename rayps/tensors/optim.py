@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from rayps.tensors.flat import Entry, Layout
 from rayps.tensors.torch_compat import spare_compiler
 
 Factory = Callable[[list[nn.Parameter]], Optimizer]
+_Value = TypeVar("_Value")
 Group = dict[str, Any]  # a parameter group, as torch types it
 ParamState = dict[str, Any]  # an optimizer's state of one parameter, as torch types it: tensors and numbers by key
 Moments = dict[str, ParamState]  # by parameter name; tensors of whole parameters or of slices
@@ -440,10 +441,11 @@ def join(parts: list[Moments], layout: Layout) -> Moments:
     return whole
 
 
-def _join(values: list[Any], entry: Entry) -> Any:
+def _join(values: list[_Value], entry: Entry) -> _Value | Tensor:
     first = values[0]
-    if isinstance(first, Tensor) and first.dim() > 0 and sum(v.numel() for v in values) == entry.hi - entry.lo:
-        return torch.cat([v.reshape(-1) for v in values]).reshape(entry.shape)
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if isinstance(first, Tensor) and first.dim() > 0 and sum(v.numel() for v in tensors) == entry.hi - entry.lo:
+        return torch.cat([v.reshape(-1) for v in tensors]).reshape(entry.shape)
     return first
 
 

@@ -6,8 +6,7 @@ Format: int64 length of the head, the head as JSON, then each tensor's bytes at 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from rayps.core.values import Buffer
 from rayps.tensors.optim import Moments
 
 _ALIGN = 16
+Head: TypeAlias = dict[str, Any]  # JSON data before the tensors: it is read by who wrote it
 
 
 def flat_bytes(tensor: Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
@@ -25,7 +25,7 @@ def flat_bytes(tensor: Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy()
 
 
-def pack_state(head: Mapping[str, Any], tensors: list[Tensor]) -> bytes:
+def pack_state(head: Head, tensors: list[Tensor]) -> bytes:
     """Encode `head` (JSON) and contiguous CPU tensors of any dtype; copies the tensors once."""
     kinds = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
     body = json.dumps({**head, "tensors": kinds}).encode()
@@ -37,7 +37,7 @@ def pack_state(head: Mapping[str, Any], tensors: list[Tensor]) -> bytes:
     return b"".join(parts)
 
 
-def unpack_state(state: Buffer) -> tuple[dict[str, Any], list[Tensor]]:
+def unpack_state(state: Buffer) -> tuple[Head, list[Tensor]]:
     """Decode what `pack_state` returned; the tensors are views of `state` if it is writable.
 
     Raises:

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,9 @@ from rayps.worker.plan import WorkerPlan
 from rayps.workload.base import Workload
 from rayps.workload.model import model_of
 from rayps.workload.part import ModelPart, Whole, number
+
+if TYPE_CHECKING:
+    from rayps.ps.tables.client import Tables
 
 Memory = Callable[[int, torch.dtype], Tensor]  # elements, dtype -> a vector in memory of the caller's choice
 Traffic = tuple[float, float, int]  # seconds waited, seconds spent on transfer, bytes
@@ -65,11 +68,13 @@ class Worker:
             WorkloadError, DataError: the user's code failed.
         """
         self.workload, self.plan, self.device = workload, plan, device
-        self.ring: Any = peers.ring
+        self.ring: Any = peers.ring  # a family with a ring has a `Ring` or a `CompressedRing`
         self.memory: RoundMemory = {}
         self.shared: dict[str, Tensor] = {}
         self.done, self.reason = False, ""  # whether the strategy has met its stop rule, and why
-        self.tables: Any = None  # those of the model, where they are on servers: rayps.ps.tables.client.Tables
+        self.tables: Tables | None = (
+            None  # those of the model, where they are on servers: rayps.ps.tables.client.Tables
+        )
         self.log = RoundLog()
         self.batches = self._stream(workload)
         self.part: ModelPart = self._model_part(peers)

@@ -5,7 +5,7 @@ Under a strategy with `own_copies` (Downpour) a worker also steps its own copy b
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -31,7 +31,7 @@ class ServerWorker(Worker):
 
     def __init__(self, workload: Workload, plan: WorkerPlan, peers: WorkerConnections, device: str = "cpu") -> None:
         """See `Worker`."""
-        server: Any = peers.server
+        server = peers.server
         assert server is not None, "the parameters are on servers"
         servers = servers_of(plan.strategy)
         assert servers is not None, "the strategy declares servers"
