@@ -14,7 +14,7 @@ from rayps.federated.client import is_plain
 from rayps.federated.population.attack_spec import skew
 from rayps.federated.population.cohort import cohort_size
 from rayps.federated.simulated_rounds import events_of
-from rayps.federated.view import ClientSide, FederatedView, joining_under
+from rayps.federated.view import ClientSide, FederatedView, is_buffered, joining_under
 from rayps.tensors import optim
 from rayps.workload.base import Workload
 
@@ -39,7 +39,7 @@ def federated(strategy: FederatedView, workload: Workload, data: Data, seed: int
     events_of(strategy, clients.sizes, seed, data.batch_size)
     rule, attack = aggregation.chosen_rule, population.attackers
     cohort = cohort_size(clients.count, fraction)
-    if strategy.buffered is None:
+    if not is_buffered(strategy):
         aggregation.must_be_met(aggregation.asked(cohort, clients.count), clients.count)
         rule.check(cohort, attack)
     if attack is not None:

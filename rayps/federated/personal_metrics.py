@@ -26,7 +26,7 @@ ROWS = 1024  # of a client that are evaluated at once
 def personal(engine: FederatedEngine) -> dict[str, tuple[float, int]]:
     """Sums and sample counts of this worker's share; nothing where nobody has a model of their own."""
     w, strategy = engine.w, engine.strategy
-    side = strategy.client_side
+    side = engine.side
     sums: dict[str, tuple[float, int]] = {}
     if engine.clients is None or not side.measured:
         return sums
