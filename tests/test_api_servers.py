@@ -22,7 +22,7 @@ from rayps.service import drivers as drivers_module
 from rayps.service import groups as groups_module
 from rayps.service.client import Client
 from rayps.service.groups import actor
-from rayps.service.plan import OpenJob, Seal, Start, Wait, plan
+from rayps.service.plan import Dependencies, OpenJob, Seal, Start, Wait, plan
 from rayps.service.remote_group import summary
 from rayps.strategies.job import JobSpec
 
@@ -366,7 +366,7 @@ def test_the_command_line(run: Callable[..., tuple[int, str, str]], place: Threa
 
 
 def test_a_job_waits_for_its_group_and_holds_up_no_other() -> None:
-    waits = OpenJob("1", group="waits for server group 'g': its manager is starting")
+    waits = OpenJob("1", outside=Dependencies(group="waits for server group 'g': its manager is starting"))
     actions = plan([waits, OpenJob("2")], [], {"cpu": 4.0}, {"cpu": 4.0})
     assert actions == [Wait("1", "waits for server group 'g': its manager is starting"), Start("2", 1)]
 
@@ -374,10 +374,10 @@ def test_a_job_waits_for_its_group_and_holds_up_no_other() -> None:
 def test_a_job_whose_driver_is_lost_is_started_again_once_its_group_is_there() -> None:
     total, why = {"cpu": 4.0}, "waits for server group 'g': its manager is starting"
     for status in (Status.STARTING, Status.RUNNING, Status.RECOVERING, Status.UNKNOWN):
-        lost = OpenJob("1", status=status, attempt=1, interrupted=True, group=why)
+        lost = OpenJob("1", status=status, attempt=1, interrupted=True, outside=Dependencies(group=why))
         assert plan([lost], [], total, total) == [Wait("1", why)]
         assert plan([replace(lost, reason=why)], [], total, total) == []
-        there = plan([replace(lost, group=None)], [], total, total)
+        there = plan([replace(lost, outside=Dependencies())], [], total, total)
         assert [(type(action), getattr(action, "attempt", 0)) for action in there] == [(Start, 2)]
         assert [type(action) for action in plan([replace(lost, stopping=1.0)], [], total, total)] == [Seal]
 

@@ -19,7 +19,7 @@ def test_each_contender_gives_a_row():
     assert rows[2].times_ray == 1.0
 
 
-@pytest.mark.parametrize(("rows", "contenders", "words"), [(0, ["own"], "0 rows"), (5, ["mpi"], "own, fresh, ray")])
+@pytest.mark.parametrize(("rows", "contenders", "words"), [(0, ["own"], "rows is 0"), (5, ["mpi"], "own, fresh, ray")])
 def test_bad_input_is_named(rows, contenders, words):
     with pytest.raises(ConfigError, match=words):
         bench_rows(LocalCluster(), 1, 1, rows, 4, contenders)
