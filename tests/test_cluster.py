@@ -58,7 +58,7 @@ def test_an_actor_is_made_called_and_ended(cluster):
     actor = cluster.spawn(ECHO, 1, name="echo-1", key=2)
     assert actor.name == "echo-1"
     assert actor.call("told").result(60) == ((1,), {"key": 2})
-    assert actor.call("say", "a", b="c").result(60) == (("a",), {"b": "c"})
+    assert actor.call("say", "a", "b").result(60) == (("a", "b"), {})
     waiting = actor.call("wait")  # its methods run at once, not one after another
     assert not waiting.done()
     with pytest.raises(TimeoutError):

@@ -64,7 +64,7 @@ def test_actors_are_known_by_name(join: Callable[..., ClusterProcess], tmp_path:
         '["module:Class", [1, {"two": 2}], {"cpus": 0.0, "gpus": 0.0, "detached": true, "here": true, "restarts": 0, '
         '"more": [3]}]'
     )
-    assert handle.call("run", 1, x=2).result(timeout=60) == ["run", [1], {"x": 2}]
+    assert handle.call("run", 1, 2).result(timeout=60) == ["run", [1, 2], {}]
     assert first.free() == first.total() == first.hosts()["here"] == {"cpu": 4.0, "gpu": 0.0}
     with pytest.raises(ClusterError, match="'a': it lives"):
         first.spawn("module:Class", name="a", detached=True)

@@ -15,7 +15,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -72,7 +71,7 @@ class StepBench:
 
     def port(self) -> int:
         """Open the store by which DDP's ranks find each other; return its port."""
-        self._store: Any = dist.TCPStore("127.0.0.1", 0, self._size, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        self._store = dist.TCPStore("127.0.0.1", 0, self._size, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         return int(self._store.port)
 
     def prepare(self, name: str, contenders: list[str], port: int) -> None:

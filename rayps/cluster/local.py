@@ -12,10 +12,11 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from rayps.core.errors import ActorDied, ConfigError, NoResources
 
+_Shared = TypeVar("_Shared")
 Bundle = dict[str, float]
 PROTOCOL = 1  # how a service and the actors that outlive it call each other: raise it with each change of their methods
 FIRST_PROTOCOL = 1  # of rayps 0.1.0, which writes none
@@ -37,7 +38,7 @@ class ActorHandle(Protocol):
 
     name: str
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> ActorReply:
+    def call(self, method: str, *args: Any) -> ActorReply:
         """Call a method; at most once, never retried."""
 
 
@@ -96,8 +97,8 @@ class Actors(Protocol):
 class Cluster(Actors, Protocol):
     """Where actors live."""
 
-    def share(self, value: Any) -> Any:
-        """A value that several calls will take, handed over once."""
+    def share(self, value: _Shared) -> _Shared:
+        """A value that several calls will take, handed over once: what is returned stands for it as an argument."""
 
     def reserve(self, bundles: list[Bundle], timeout: float) -> Reservation | None:
         """Reserve all bundles or none; None where they are empty. Raises NoResources."""
@@ -193,13 +194,13 @@ class _LocalHandle:
         self._calls = ThreadPoolExecutor(16, thread_name_prefix=name)
         self._waiting: set[LocalReply] = set()
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> LocalReply:
+    def call(self, method: str, *args: Any) -> LocalReply:
         reply: LocalReply = Future()
         if self.dead.is_set():
             reply.set_exception(ActorDied(f"actor {self.name} is dead", actor=self.name))
             return reply
         self._waiting.add(reply)
-        self._calls.submit(self._answer, reply, method, lambda: getattr(self.actor, method)(*args, **kwargs))
+        self._calls.submit(self._answer, reply, method, lambda: getattr(self.actor, method)(*args))
         return reply
 
     def _answer(self, reply: LocalReply, method: str, run: Callable[[], Any]) -> None:
@@ -261,7 +262,7 @@ class LocalCluster:
         handle = self._handles.get(name)
         return None if handle is None or handle.dead.is_set() else handle
 
-    def share(self, value: Any) -> Any:
+    def share(self, value: _Shared) -> _Shared:
         """See Cluster."""
         return value
 

@@ -12,7 +12,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray._private import services
@@ -35,9 +35,10 @@ from rayps.cluster.local import (
 from rayps.cluster.scratch import Scratch
 from rayps.cluster.which_ray import AUTO, RAY_ADDRESS, Move, Owner, busy, foreign, head, move, token_refused
 from rayps.core.errors import ActorDied, ClusterError, RaypsError
-from rayps.core.values import JsonObject
+from rayps.core.values import JsonObject, Keywords
 
 log = logging.getLogger(__name__)
+_Shared = TypeVar("_Shared")
 _raylet = ray._raylet  # what Ray keeps of tokens, and who a head is, has no public name
 
 NAMESPACE = "rayps"
@@ -112,9 +113,9 @@ class RayHandle:
         self.name = name
         self.actor = actor
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> RayReply:
+    def call(self, method: str, *args: Any) -> RayReply:
         """Call a method; at most once, never retried."""
-        return RayReply(self.actor.call.remote(method, *args, **kwargs), self.name)
+        return RayReply(self.actor.call.remote(method, *args), self.name)
 
 
 class _Shell:
@@ -123,9 +124,9 @@ class _Shell:
     def __init__(self, target: str, *args: Any, **kwargs: Any) -> None:
         self._actor = resolve(target)(*args, **kwargs)
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def call(self, method: str, *args: Any) -> Any:
         """What the actor's method gives."""
-        return getattr(self._actor, method)(*args, **kwargs)
+        return getattr(self._actor, method)(*args)
 
 
 def _shell(target: str) -> type:
@@ -394,7 +395,7 @@ class RayCluster:
     ) -> RayHandle:
         """See Cluster."""
         self._check()
-        options: dict[str, Any] = {
+        options: Keywords = {
             "num_cpus": cpus,
             "num_gpus": gpus,
             "max_concurrency": 16,
@@ -428,10 +429,11 @@ class RayCluster:
         except ValueError:
             return None
 
-    def share(self, value: Any) -> Any:
+    def share(self, value: _Shared) -> _Shared:
         """See Cluster."""
         self._check()
-        return ray.put(value)
+        stands_for: _Shared = ray.put(value)
+        return stands_for
 
     def free(self) -> Bundle:
         """See Cluster."""

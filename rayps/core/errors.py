@@ -27,6 +27,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from rayps.core.values import Keywords
+
 
 class RaypsError(Exception):
     """The root: a message that names the way out, and the facts as data.
@@ -52,7 +54,7 @@ class RaypsError(Exception):
         return self.message
 
 
-def _rebuild(kind: type[RaypsError], message: str, data: dict[str, Any]) -> RaypsError:
+def _rebuild(kind: type[RaypsError], message: str, data: Keywords) -> RaypsError:
     return kind(message, **data)
 
 

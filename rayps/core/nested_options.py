@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, Protocol, TypeAlias
 
-from rayps.core.values import Json, JsonObject
+from rayps.core.values import Json, JsonObject, Keywords
 
 Option: TypeAlias = dataclasses.Field[Any]  # a field of any type
 NESTED = {"nested": True}  # the metadata of such a field
@@ -104,7 +104,7 @@ class FlatOptions:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
-def _taken(kind: type, field: Option, options: dict[str, Any]) -> Any:
+def _taken(kind: type, field: Option, options: Keywords) -> Any:
     """The value of a field, made of the options that belong to it; these are taken out."""
     inner = _kind(field)
     given = options.pop(field.name, dataclasses.MISSING)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from rayps.cluster.local import ActorReply, Cluster
 from rayps.cluster.members import GroupMember, place, settle
@@ -76,7 +76,7 @@ class FixedServers:
         self.members = [self._spawn(i) if i >= len(kept) or kept[i].dead else kept[i] for i in range(wanted)]
         return [member for member in self.members if member.place is None]
 
-    def begin(self, orders: Orders, parts: Sequence[Snapshot], shared: Sequence[Any]) -> None:
+    def begin(self, orders: Orders, parts: Sequence[Snapshot], shared: Sequence[Snapshot]) -> None:
         """Hold a state in a new generation: `parts` by column, and the same as actors take them. After `prepare`."""
         self._orders = orders
         counts = shares(len(self.members), [part.layout.size for part in parts]) if self.members else []

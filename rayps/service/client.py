@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import httpx2
 
@@ -41,6 +41,7 @@ _ERRORS: dict[int, type[RaypsError]] = {
 }
 _RETRIES = 4
 _PATIENCE = 60.0  # seconds that a stream waits for a service that does not answer
+StreamEvent: TypeAlias = tuple[str, Any]  # the kind of an event of the stream, and its JSON data
 
 
 class Client:
@@ -75,7 +76,7 @@ class Client:
         """Close the connection."""
         self._http.close()
 
-    def submit(self, workload: str, *, working_dir: str | Path | None = ".", **spec: Any) -> Job:
+    def submit(self, workload: str, *, working_dir: str | Path | None = ".", **spec: Json) -> Job:
         """Submit a job and return at once; `rayps.strategies.job.JobSpec` lists the fields of `spec`.
 
         `strategy` is a name, text with options, or a dict. `working_dir` is the directory on the service's
@@ -179,7 +180,7 @@ class Client:
             return self._checked(answer)
         raise self._unreachable(failure)
 
-    def stream(self, job_id: str, topics: str, cursor: str = "") -> Iterator[tuple[str, Any]]:
+    def stream(self, job_id: str, topics: str, cursor: str = "") -> Iterator[StreamEvent]:
         """Yield (event, data) as they happen, until the job has ended; survives lost connections.
 
         Raises:
@@ -324,7 +325,7 @@ class Job:
         """Yield the job's events, as {"time", "kind", "message", ...}."""
         return self._all("events", "events", follow)
 
-    def follow(self) -> Iterator[tuple[str, Any]]:
+    def follow(self) -> Iterator[StreamEvent]:
         """Yield (topic, data) of logs, metrics and events as they happen, until the job has ended."""
         for event, data in self._client.stream(self.id, "job,logs,events"):
             if event == "job":

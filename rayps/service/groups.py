@@ -17,11 +17,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from rayps.cluster.local import FIRST_PROTOCOL, PROTOCOL, ActorHandle, Actors
 from rayps.core.errors import ActorDied, ClusterError, ConfigError, Conflict, NotFound, RaypsError
 from rayps.core.records import GroupFacts
+from rayps.core.values import Json
 from rayps.service.job_folders import read_json
 from rayps.service.scheduler import Scheduler
 from rayps.service.settings import private_write
@@ -430,7 +430,7 @@ class Groups:
         entry.threads.shutdown(wait=False)
         log.info("server group %s has ended", name)
 
-    async def _call_manager(self, entry: _Entry, method: str, *args: Any) -> None:
+    async def _call_manager(self, entry: _Entry, method: str, *args: Json) -> None:
         """Call a quick method of a group's manager; raise what it refuses."""
         name, handle = entry.wanted.name, entry.view.handle
         if entry.wanted.stopping or handle is None:

@@ -22,6 +22,7 @@ from typing import Any
 
 from rayps.cluster.local import FIRST_PROTOCOL, PROTOCOL, Actors, Bundle, resolve
 from rayps.core.errors import ClusterError, RaypsError
+from rayps.core.values import Keywords
 
 CALL_SECONDS = 60.0  # limit of an actor's method; the service's own deadline is shorter
 _DEAD_MAN = 600.0  # seconds without a request after which this process exits
@@ -55,7 +56,7 @@ class Child:
         with self._sending:
             self._pipe.send_bytes(data)
 
-    def _answer(self, number: int, operation: str, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def _answer(self, number: int, operation: str, args: tuple[Any, ...], named: Keywords) -> None:
         try:
             value, error = getattr(self, f"do_{operation}")(*args, **named), None
         except Exception as raised:  # sent to the service
@@ -76,12 +77,12 @@ class Child:
         if handle is not None:
             self._cluster.kill(handle)
 
-    def do_call(self, name: str, method: str, *args: Any, **named: Any) -> Any:
+    def do_call(self, name: str, method: str, *args: Any) -> Any:
         """Call an actor's method and return its result."""
         handle = self._cluster.find(name)
         if handle is None:
             raise ClusterError(f"there is no actor {name}")
-        return handle.call(method, *args, **named).result(timeout=CALL_SECONDS)
+        return handle.call(method, *args).result(timeout=CALL_SECONDS)
 
     def do_free(self) -> Bundle:
         """Return the free resources."""

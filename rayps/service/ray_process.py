@@ -49,9 +49,9 @@ class NamedActor:
         self.name = name
         self._process = process
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Answer:
+    def call(self, method: str, *args: Any) -> Answer:
         """Call a method; at most once, never retried."""
-        return self._process.request("call", self.name, method, *args, **kwargs)
+        return self._process.request("call", self.name, method, *args)
 
 
 class ClusterProcess:
