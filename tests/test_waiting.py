@@ -14,7 +14,7 @@ from test_scheduler import FakeCluster, FakePlace
 
 from rayps.core.job import Status
 from rayps.service import store as store_module
-from rayps.service.plan import Action, OpenJob, Seal, Start, Wait, needs, plan
+from rayps.service.plan import Action, Dependencies, OpenJob, Seal, Start, Wait, needs, plan
 from rayps.service.scheduler import Scheduler
 from rayps.service.store import Store
 from rayps.service.waiting import GroupReasons, Waiting, WaitingJobs, room_beside
@@ -84,8 +84,9 @@ class World:
                 needs=job.needs,
                 attempt=job.attempt,
                 stopping=1.0 if job.stopping else None,
-                group=None if job.group is None else self.wait_reason[job.group],
-                unrecoverable=None if job.group is None else self.ended[job.group],
+                outside=Dependencies()
+                if job.group is None
+                else Dependencies(self.wait_reason[job.group], self.ended[job.group]),
             )
             for job in self.waiting.values()
         ]

@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import httpx2
 
@@ -28,7 +28,9 @@ from rayps.core.values import Json
 from rayps.service.answers import ClusterAnswer, GroupRow, JobAnswer
 from rayps.service.remote_group import RemoteGroup
 from rayps.service.settings import Settings
-from rayps.strategies.catalogue import StrategyDescription
+
+if TYPE_CHECKING:
+    from rayps.strategies.catalogue import StrategyDescription
 
 _ERRORS: dict[int, type[RaypsError]] = {
     400: ConfigError,

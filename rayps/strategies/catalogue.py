@@ -197,7 +197,8 @@ def described(name: str, kind: type[Strategy] | type[Replica]) -> StrategyDescri
 
 
 def _option(field: Option) -> OptionDescription:
-    found: OptionDescription = {"name": field.name, "type": str(field.type), "default": _default(field)}
+    kind = "Any" if "Json" in str(field.type) else str(field.type)  # whatever JSON holds: the option reads it itself
+    found: OptionDescription = {"name": field.name, "type": kind, "default": _default(field)}
     if field.name in _NESTED:
         found["of"] = list(_NESTED[field.name])
     return found
