@@ -13,6 +13,7 @@ from rayps.comm.link import Listener, connect
 from rayps.core.errors import ConfigError, PeerTimeout
 from rayps.core.user_module import pack
 from rayps.ps import group as elastic
+from rayps.ps.client import session as client_session
 from rayps.ps.client.client import GroupServer
 from rayps.ps.client.connection import SegmentRequest
 from rayps.ps.client.session import Session
@@ -23,6 +24,7 @@ from rayps.ps.protocol.shared_memory import AVAILABLE
 from rayps.ps.protocol.space import Space, SparseTable
 from rayps.ps.server.dense_segment import state_of
 from rayps.ps.server.mailboxes import Mailboxes
+from rayps.ps.server.whole_push import WholePush
 from rayps.ps.tables.client import TableClient, Tables
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.tensors.flat import Layout
@@ -128,6 +130,76 @@ def test_segments_move_while_workers_push_through_memory(group, tabled):
     assert torch.allclose(server.pull(), before + 1.0)
     assert all(box is not None for box in boxes(talk))
     talk.close()
+
+
+class Died(BaseException):
+    """A worker's process ends here."""
+
+
+def history(group, made, seed, dies):
+    """All that two workers see who push and pull in turns, die between two servers and come back, while the group
+    grows and shrinks: every pull."""
+    chance, seen = torch.Generator().manual_seed(seed), []
+    talks = [joined(group, made, rank, True) for rank in range(WORKERS)]
+    servers = [GroupServer(talk) for talk in talks]
+    for step in range(40):
+        if step in (8, 24):
+            group.resize(3 if step == 8 else 2)
+        if step in (12, 28):
+            group.wait_settled(SECONDS)
+        for rank in range(WORKERS):
+            gradient = torch.rand(SIZE, generator=chance)
+            what = int(torch.randint(0, 4, (1,), generator=chance))
+            dies[0] = what == 3 and step % 5 == 0
+            try:
+                servers[rank].push(gradient, weight=1.0 + rank)
+                if what == 1:
+                    servers[rank].settle()
+                servers[rank].pull(consistent=what == 2)
+            except Died:
+                talks[rank].close()
+                talks[rank] = joined(group, made, rank, True)
+                servers[rank] = GroupServer(talks[rank], step=step)
+                servers[rank].push(gradient, weight=1.0 + rank)
+            dies[0] = False
+            seen.append(servers[rank].pull().clone())
+    [talk.close() for talk in talks]
+    return seen
+
+
+@pytest.mark.parametrize("staleness", [1, None], ids=["one round apart", "asynchronous"])
+def test_the_short_way_and_the_long_way_give_the_same_bits(group, staleness, monkeypatch):
+    dies, taken = [False], {"short": 0, "client": 0}
+    passing, of, turn = client_session.passing, WholePush.of, Session.turn
+
+    def dying(place):
+        if dies[0] and place == "talk: between servers":
+            raise Died
+        passing(place)
+
+    def counted(cls, *args):
+        found = of(*args)
+        taken["short"] += found is not None
+        return found
+
+    def client(self, *args, **more):
+        found = turn(self, *args, **more)
+        taken["client"] += found is not None
+        return found
+
+    monkeypatch.setattr(client_session, "passing", dying)
+    monkeypatch.setattr(WholePush, "of", classmethod(counted))
+    monkeypatch.setattr(Session, "turn", client)
+    short = history(group, opened(group, "short", staleness, tabled=False), 5, dies)
+    assert taken["client"] > 10
+    used = dict(taken)
+    monkeypatch.setattr(WholePush, "of", classmethod(lambda cls, *args: None))
+    long = history(group, opened(group, "long", staleness, tabled=False), 5, dies)
+    monkeypatch.setattr(Session, "turn", lambda *args, **more: None)
+    longest = history(group, opened(group, "longest", staleness, tabled=False), 5, dies)
+    assert used["short"] > 10 or group.facts()["replicas"]  # what copies must hear goes the long way
+    for one, two, three in zip(short, long, longest, strict=True):
+        assert torch.equal(one, two) and torch.equal(one, three)
 
 
 def test_several_requests_for_one_server_do_not_overwrite_each_other(group):

@@ -31,10 +31,10 @@ from rayps.ps.client.connection import (
 from rayps.ps.client.connections import ServerConnections, named
 from rayps.ps.client.map_subscription import Door
 from rayps.ps.client.replay_buffer import ReplayBuffer
-from rayps.ps.client.turn import Turn
+from rayps.ps.client.turn import Turn, TurnPart
 from rayps.ps.fixed.messages import error_of
 from rayps.ps.protocol.consistent_cut import furthest
-from rayps.ps.protocol.mailbox import ROWS, head_of
+from rayps.ps.protocol.mailbox import ROWS, array_of, head_of
 from rayps.ps.protocol.messages import GroupMessage, SegmentPayload, numbers, read_numbers, unpack
 from rayps.ps.protocol.segment_map import SpaceMap
 from rayps.ps.protocol.shared_memory import GradientBuffer
@@ -43,6 +43,7 @@ from rayps.tensors.packing import flat_bytes
 
 GRACE_SECONDS = 5.0  # a server answers what waits too long itself, naming the slowest rank: it gets time to
 KEEP_BYTES = 256_000_000  # of pushes that are not durable yet
+_NEVER = 1 << 62
 ASK_SECONDS = 0.5  # how long an answer may be awaited until it is asked whether its segment is lost
 
 
@@ -252,6 +253,8 @@ class Session:
 
     def gradients(self) -> GradientBuffer | None:
         """Where servers of this host read the gradient of the dense vector; None where there is none of them."""
+        if self._turn is not None and self._turn.good(self._lines):
+            return self._turn.gradients
         memory, layout = self._lines.memory, self.space.layout
         if memory is None or layout is None:
             return None
@@ -285,27 +288,49 @@ class Session:
         if plan is None or not laid or self._asks or self._unsure or not plan.free():
             return None
         began = time.monotonic()
-        self._begin()
-        patience = max(1, int(1000 * self.timeout))
-        for part in plan.parts:
+        lines.deadline, self._ask_lost = began + self.timeout + GRACE_SECONDS, began + ASK_SECONDS
+        patience, parts = max(1, int(1000 * self.timeout)), plan.parts
+        for part in parts:
             self._tag += 1
             part.box.put(self._tag, GroupMessage.PUSH_PULL, part.head, step, patience, weight)
             passing("talk: between servers")
         lines.fence()
-        for part in plan.parts:
+        for part in parts:
             part.box.ring()
         passing("talk: pushed, not heard")
-        ask = SegmentRequest(GroupMessage.PUSH_PULL, step, weight, dict(pieces), dict(landing), torn=torn)
-        ask.unsaid.clear()
-        for part in plan.parts:
-            flight = part.line.flights[part.box.tag] = InFlight(ask, part.segments, True)
-            if plan.wait(lines, part.box) and part.box.readable:
-                self._hear(part.line, flight)
+        lead, version, durable, odd = 0, _NEVER, _NEVER, list[TurnPart]()
+        for part in parts:
+            answer = part.take(landing, torn) if plan.wait(lines, part.box) else None
+            if answer is None:
+                odd.append(part)
+                continue
+            version, lead, durable = min(version, answer[0]), max(lead, answer[1]), min(durable, answer[2])
+            lines.answered(part.line.server)
+            self._acknowledged(part.segments, answer[2], step, weight, pieces)
         self.seconds_waiting += time.monotonic() - began
-        if ask.open or self._asks:
+        if odd:
+            ask = SegmentRequest(
+                GroupMessage.PUSH_PULL, step, weight, {i: pieces[i] for p in odd for i in p.segments}, dict(landing)
+            )
+            ask.torn = torn
+            ask.unsaid.clear()
+            for part in odd:
+                part.line.flights[part.box.tag] = InFlight(ask, part.segments, True)
             self._run([ask])
-        passing("talk: acknowledged")
-        return SegmentReplies(ask.answers, ask.lead, ask.version or 0, ask.durable or 0)
+            version, lead, durable = min(version, ask.version or 0), max(lead, ask.lead), min(durable, ask.durable or 0)
+        else:
+            passing("talk: acknowledged")
+        return SegmentReplies({}, lead, version, durable)
+
+    def _acknowledged(
+        self, segments: Collection[int], mark: int, step: int, weight: float, pieces: Mapping[int, Any]
+    ) -> None:
+        """A push by mailbox has had its effect: keep copies of what is not durable, as its memory is used again."""
+        if self.kept.limit:
+            self.kept.durable(segments, mark)
+            if mark <= step:
+                copies = {index: memoryview(bytes(as_bytes(pieces[index]))) for index in segments}
+                self.kept.keep(step, weight, copies)
 
     def tell(self, kind: GroupMessage, number: int) -> None:
         """Say what has no answer (SAVED) to all servers that are joined; that one is lost is found out later."""
@@ -460,14 +485,14 @@ class Session:
                 landing = None if ask.landing is None else ask.landing.get(index)
                 if landing is None:  # how much comes is not known
                     return False
-                out = _array(landing)
+                out = array_of(landing)
                 if (place := memory.place(out)) < 0:
                     out = outs[index] = memory.room(len(out))
                     place = memory.place(out)
                 size = len(out)
                 if place < 0 and size:
                     return False
-            piece = _array(ask.pieces[index])
+            piece = array_of(ask.pieces[index])
             if index < dense and len(piece) not in (0, self._bytes_of(index)):  # a range, rows, or encoded
                 return False
             at = memory.place(piece) if len(piece) else 0
@@ -511,10 +536,10 @@ class Session:
         """Take the answer that is in a mailbox."""
         box = line.mailbox
         if box is not None:
-            answer = box.answer()
+            version, lead, durable, _, _ = box.answer()
             del line.flights[box.tag]
             says = GroupMessage.ACK if flight.ask.kind == GroupMessage.PUSH else GroupMessage.VALUE
-            message = Message(says, box.tag, answer.version, answer.lead, float(answer.durable))
+            message = Message(says, box.tag, version, lead, float(durable))
             self._answered(line, flight, message)
             if says == GroupMessage.VALUE:
                 self._read_out(line, flight)
@@ -528,12 +553,12 @@ class Session:
             place = None if ask.landing is None else ask.landing.get(index)
             if index >= dense:
                 if index in flight.outs:
-                    _array(place)[:] = flight.outs[index]
+                    array_of(place)[:] = flight.outs[index]
             else:
                 if place is None:
                     place = np.empty(self._bytes_of(index), np.uint8)
                     ask.answers[index] = memoryview(place)  # type: ignore[arg-type]
-                if not box.read(index, place if isinstance(place, np.ndarray) else _array(place), torn=ask.torn):
+                if not box.read(index, place, torn=ask.torn):
                     again[index] = place
             ask.answers.setdefault(index, EMPTY)
         if again:  # it changes all the time: the server makes a copy
@@ -659,10 +684,3 @@ class Session:
                 peer="server",
                 segments=gone,
             )
-
-
-def _array(buffer: Any) -> Any:
-    """A buffer as an array of bytes, in the same memory."""
-    if isinstance(buffer, np.ndarray):
-        return buffer if buffer.dtype == np.uint8 and buffer.ndim == 1 else buffer.reshape(-1).view(np.uint8)
-    return np.frombuffer(buffer, np.uint8) if len(buffer) else np.empty(0, np.uint8)

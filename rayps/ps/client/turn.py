@@ -4,25 +4,61 @@ from __future__ import annotations
 
 import select
 import time
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
 
 from rayps.ps.client.connection import ServerConnection
 from rayps.ps.client.connections import ServerConnections
-from rayps.ps.protocol.mailbox import OFFSET_BITS, ROWS, WAITS, WorkerMailbox, WorkerMemory, head_of
+from rayps.ps.protocol.mailbox import (
+    BY_MEMORY,
+    OFFSET_BITS,
+    ROWS,
+    WAITS,
+    Bytes,
+    WorkerMailbox,
+    WorkerMemory,
+    copy_whole,
+    head_of,
+)
 from rayps.ps.protocol.segment_map import SpaceMap
-from rayps.ps.protocol.shared_memory import GradientBuffer
+from rayps.ps.protocol.shared_memory import STEPS, GradientBuffer
 from rayps.ps.protocol.space import Space
 
 LOOK_SECONDS = 1.0  # between two looks at the deadline
 
 
-class TurnPart(NamedTuple):
-    """What one server is asked."""
+class TurnPart:
+    """What one server is asked, and where its answer lands."""
 
-    line: ServerConnection
-    box: WorkerMailbox
-    segments: list[int]
-    head: bytes
+    __slots__ = ("_landing", "_offers", "_reads", "box", "head", "line", "segments")
+
+    def __init__(self, line: ServerConnection, box: WorkerMailbox, segments: list[int], head: bytes) -> None:
+        self.line, self.box, self.segments, self.head = line, box, segments, head
+        self._landing: Mapping[int, Any] | None = None
+        self._offers = -1  # taken when `_reads` was made
+        self._reads: list[tuple[memoryview, Bytes, Bytes]] = []  # a segment's first words, its values, their place
+
+    def take(self, landing: Mapping[int, Any], torn: bool) -> tuple[int, int, int] | None:
+        """Copy the values of an answer to their places; its version, lead and durable step.
+
+        None where it comes by message, or a segment always changes while it is read. Raises LinkError: the server
+        offered no such segment.
+        """
+        box = self.box
+        version, lead, durable, where, offers = box.answer()
+        if where != BY_MEMORY or (box.link.offers_taken < offers and not box.readable):
+            return None
+        if self._landing is not landing or self._offers != box.link.offers_taken:
+            self._reads = [box.place_of(index, landing[index]) for index in self.segments]
+            self._landing, self._offers = landing, box.link.offers_taken
+        for words, values, place in self._reads:
+            before = words[STEPS]
+            np.copyto(place, values)
+            if not torn and (before & 1 or words[STEPS] != before) and not copy_whole(words, values, place):
+                return None
+        return version, lead, durable
 
 
 class Turn:
@@ -31,7 +67,8 @@ class Turn:
     def __init__(
         self, parts: list[TurnPart], memory: WorkerMemory, gradients: GradientBuffer, found: SpaceMap, changes: int
     ) -> None:
-        self.parts, self._memory, self._gradients, self._map, self._changes = parts, memory, gradients, found, changes
+        self.parts, self.gradients = parts, gradients
+        self._memory, self._map, self._changes = memory, found, changes
         self._poll = select.poll()
         self._poll.register(memory.wakeup, select.POLLIN)
         for part in parts:
@@ -68,7 +105,7 @@ class Turn:
 
     def good(self, lines: ServerConnections) -> bool:
         """Whether nothing has changed."""
-        return self._map is lines.map and self._changes == lines.changes and self._gradients is self._memory.gradients
+        return self._map is lines.map and self._changes == lines.changes and self.gradients is self._memory.gradients
 
     def free(self) -> bool:
         """Whether nothing is under way on any connection."""

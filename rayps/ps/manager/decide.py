@@ -168,7 +168,8 @@ def targets(facts: GroupFacts) -> dict[SeatId, tuple[str, ...]]:
 @lru_cache(256)
 def _spots(keys: tuple[str, ...], servers: tuple[tuple[str, str], ...], replicas: int) -> list[tuple[str, ...]]:
     names, hosts = [name for name, _ in servers], [host for _, host in servers]
-    return [tuple(names[i] for i in found) for found in spots(keys, names, replicas, hosts=hosts, bound=BOUND)]
+    bound = BOUND if len(keys) > len(names) else 1.0  # no server has two where there is one for each segment
+    return [tuple(names[i] for i in found) for found in spots(keys, names, replicas, hosts=hosts, bound=bound)]
 
 
 def _of_servers(facts: GroupFacts) -> list[Decision]:

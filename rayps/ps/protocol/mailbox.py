@@ -19,7 +19,7 @@ import struct
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -43,6 +43,7 @@ ROW = 6  # words of a row of the head
 ROWS = (MAILBOX_BYTES - HEAD) // (8 * ROW)
 REQUEST = struct.Struct("<5qd")  # kind, number of the head, its rows, step, patience in ms, weight
 ANSWER = struct.Struct("<5q")  # version, lead, durable, where the answer is, offers made on the link so far
+_REQUEST_AT, _ANSWER_AT = 8 * (ASKED + 1), 8 * (ANSWERED + 1)
 BY_MEMORY, BY_MESSAGE = 0, 1
 ASLEEP = 0  # word of a server's page: it sleeps
 OFFSET_BITS = 40  # of a place; above them the number of the memory
@@ -61,16 +62,6 @@ class MailboxCall(NamedTuple):
     step: int
     patience: int
     weight: float
-
-
-class Answer(NamedTuple):
-    """What a server says to a request; `offers` were made on the link when it did."""
-
-    version: int
-    lead: int
-    durable: int
-    where: int
-    offers: int
 
 
 class _Chunk:
@@ -227,11 +218,12 @@ class WorkerMailbox:
 
     def put(self, tag: int, kind: int, head: bytes, step: int, patience: int, weight: float) -> None:
         """Put a request; `offer` comes before, and a fence and `ring` must follow."""
-        if head != self._head:
-            self._head, self._number = head, self._number + 1
+        if head is not self._head and head != self._head:
+            self._number += 1
             self._view[HEAD : HEAD + len(head)] = head
+        self._head = head
         rows = len(head) // (8 * ROW)
-        REQUEST.pack_into(self._view, 8 * (ASKED + 1), kind, self._number, rows, step, patience, weight)
+        REQUEST.pack_into(self._view, _REQUEST_AT, kind, self._number, rows, step, patience, weight)
         self.tag = self.words[ASKED] = tag
 
     def ring(self) -> None:
@@ -240,19 +232,23 @@ class WorkerMailbox:
             with contextlib.suppress(OSError):  # it is gone, which the link says
                 os.eventfd_write(self._bell, 1)
 
-    def answer(self) -> Answer:
-        """What the server says to the last request."""
-        return Answer(*ANSWER.unpack_from(self._view, 8 * (ANSWERED + 1)))
+    def answer(self) -> tuple[int, int, int, int, int]:
+        """What the server says to the last request: version, lead, durable, where the answer is, offers.
+
+        The offers are those that it had made on the link by then.
+        """
+        found: tuple[int, int, int, int, int] = ANSWER.unpack_from(self._view, _ANSWER_AT)
+        return found
 
     @property
     def readable(self) -> bool:
         """Whether the answer can be read here: it does not come by message, and what the server offered has come."""
-        answer = self.answer()
-        if answer.where != BY_MEMORY:
+        _, _, _, where, offers = self.answer()
+        if where != BY_MEMORY:
             return False
-        if self.link.offers_taken < answer.offers:
+        if self.link.offers_taken < offers:
             self.link.absorb()
-        return self.link.offers_taken >= answer.offers
+        return self.link.offers_taken >= offers
 
     def slice(self, segment: int) -> tuple[memoryview, Bytes]:
         """The first words of a segment's memory, and its values. Raises LinkError: the server did not offer it."""
@@ -265,37 +261,58 @@ class WorkerMailbox:
             raise LinkError(f"{self.link.peer!r} answered out of memory that it did not offer", peer=self.link.peer)
         return found
 
-    def read(self, segment: int, into: Bytes, *, torn: bool = False) -> bool:
+    def place_of(self, segment: int, into: Any) -> tuple[memoryview, Bytes, Bytes]:
+        """A segment's first words, its values, and the array of bytes that `into` is.
+
+        Raises LinkError: the server did not offer the segment, or it has another size than `into`.
+        """
+        words, values = self.slice(segment)
+        place = array_of(into)
+        if len(values) != len(place):
+            raise LinkError(
+                f"{self.link.peer!r} holds {len(values)} bytes of segment {segment} where {len(place)} were expected",
+                peer=self.link.peer,
+                given=len(values),
+                expected=len(place),
+            )
+        return words, values, place
+
+    def read(self, segment: int, into: Any, *, torn: bool = False) -> bool:
         """Copy a segment's values, of one version, or of any where they may be `torn`; False while they always change.
 
-        Raises LinkError: the segment has another size than `into`.
+        Raises LinkError as `place_of`.
         """
-        words, params = self.slice(segment)
-        if len(params) != len(into):
-            raise LinkError(
-                f"{self.link.peer!r} holds {len(params)} bytes of segment {segment} where {len(into)} were expected",
-                peer=self.link.peer,
-                given=len(params),
-                expected=len(into),
-            )
+        words, values, place = self.place_of(segment, into)
         if torn:
-            np.copyto(into, params)
+            np.copyto(place, values)
             return True
-        for _ in range(TRIES):
-            before = words[STEPS]
-            if not before & 1:
-                np.copyto(into, params)
-                if words[STEPS] == before:
-                    return True
-            else:
-                os.sched_yield()
-        return False
+        return copy_whole(words, values, place)
 
     def close(self) -> None:
         """Give up the descriptor; the memory goes with its last user."""
         if self._bell >= 0:
             os.close(self._bell)
             self._bell = -1
+
+
+def copy_whole(words: memoryview, values: Bytes, place: Bytes) -> bool:
+    """Copy values of one version; False where the server stepped in the middle of each try."""
+    for _ in range(TRIES):
+        before = words[STEPS]
+        if not before & 1:
+            np.copyto(place, values)
+            if words[STEPS] == before:
+                return True
+        else:
+            os.sched_yield()
+    return False
+
+
+def array_of(buffer: Any) -> Bytes:
+    """A buffer as an array of bytes, in the same memory."""
+    if isinstance(buffer, np.ndarray):
+        return buffer if buffer.dtype == np.uint8 and buffer.ndim == 1 else buffer.reshape(-1).view(np.uint8)
+    return np.frombuffer(buffer, np.uint8) if len(buffer) else np.empty(0, np.uint8)
 
 
 def mailbox(link: object, memory: WorkerMemory | None) -> WorkerMailbox | None:
@@ -325,7 +342,7 @@ class ServerMailbox:
     def take(self) -> tuple[MailboxCall, list[list[int]], bool]:
         """The new request, the rows of its head, and whether the head is another one than before."""
         self.seen = self.open = self.words[ASKED]
-        kind, number, rows, step, patience, weight = REQUEST.unpack_from(self._view, 8 * (ASKED + 1))
+        kind, number, rows, step, patience, weight = REQUEST.unpack_from(self._view, _REQUEST_AT)
         fresh = number != self._number
         if fresh:
             if not 0 <= rows <= ROWS:
@@ -365,7 +382,7 @@ class ServerMailbox:
     def answer(self, version: int, lead: int, durable: int, where: int = BY_MEMORY) -> None:
         """Answer the request that is open; what was offered must have left, and `wake` must follow."""
         made = self.link.offers_made
-        ANSWER.pack_into(self._view, 8 * (ANSWERED + 1), version, lead, durable, where, made)
+        ANSWER.pack_into(self._view, _ANSWER_AT, version, lead, durable, where, made)
         self.words[ANSWERED], self.open = self.open, 0
 
     def wake(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rayps.comm.link import Link, Message
 from rayps.core.errors import StaleGeneration
@@ -11,6 +11,9 @@ from rayps.ps.protocol.mailbox import ServerMailbox
 from rayps.ps.protocol.messages import SegmentPayload
 from rayps.ps.server.assignments import AssignedSegment
 from rayps.ps.server.replication import Peer
+
+if TYPE_CHECKING:
+    from rayps.ps.server.whole_push import WholePush
 
 PATIENCE = 60.0  # seconds that a pull may wait where its worker does not say
 NOBODY = -2  # no rank yet, or fenced
@@ -48,6 +51,7 @@ class PeerRequest:
     pieces: list[SegmentPayload] = field(default_factory=list)
     outs: list[memoryview] = field(default_factory=list)  # by mailbox: where the answer of each piece goes
     lent: list[AssignedSegment] = field(default_factory=list)  # by mailbox: segments that may use its memory still
+    whole: WholePush | None = None  # by mailbox: the pull of such a push
     deadline: float = 0.0
 
 

@@ -83,6 +83,11 @@ class DenseSegment:
         """Whether the memory is still another segment's."""
         return self._base is not None
 
+    @property
+    def alone(self) -> ReplicatedShard | None:
+        """The shard, where its memory is no other segment's and workers of this host can read it; else None."""
+        return self._shard if self._shared and self._base is None and not self._branches else None
+
     def share(self) -> SharedSlice:
         """The values in memory that workers of this host can read: from now on they lie in such memory."""
         if not self._shared:

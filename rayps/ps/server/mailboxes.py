@@ -6,19 +6,51 @@ it as one that came by message. See `rayps.ps.protocol.mailbox`.
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import Tensor
 
 from rayps.comm.link.memory import Fence, Memory
 from rayps.comm.link.shared_memory_link import SharedLink
-from rayps.ps.protocol.mailbox import ASKED, ASLEEP, BY_MEMORY, BY_MESSAGE, ServerMailbox, offered
+from rayps.ps.protocol.mailbox import ASKED, ASLEEP, BY_MEMORY, BY_MESSAGE, MailboxCall, ServerMailbox, offered
 from rayps.ps.protocol.messages import SegmentPayload
 from rayps.ps.protocol.shared_memory import AVAILABLE, PAGE
 from rayps.ps.server.assignments import AssignedSpace
 from rayps.ps.server.connection import PeerRequest, ServerPeer
 
 _EMPTY = memoryview(b"")
+
+
+class MailboxHead(NamedTuple):
+    """The head of a mailbox, read for one space: the pieces, and where their answers go.
+
+    `whole` has segment, generation and elements of each, where all are whole dense segments; else it is None.
+    """
+
+    held: AssignedSpace
+    pieces: list[SegmentPayload]
+    outs: list[memoryview]
+    whole: list[tuple[int, int, Tensor]] | None
+
+    @classmethod
+    def of(cls, box: ServerMailbox, held: AssignedSpace, rows: list[list[int]]) -> MailboxHead:
+        """Find the memory that the rows name. Raises ValueError: it was not offered."""
+        space = held.space
+        dense, dtype = len(space.cuts), None if space.layout is None else space.layout.dtype
+        pieces: list[SegmentPayload] = []
+        outs: list[memoryview] = []
+        whole: list[tuple[int, int, Tensor]] = []
+        for segment, generation, place, size, out, room in rows:
+            if dtype is not None and 0 <= segment < dense:
+                value = box.tensor_at(place, size, dtype)
+                pieces.append(SegmentPayload(segment, generation, value))
+                if value.numel() == space.cuts[segment][1] - space.cuts[segment][0]:
+                    whole.append((segment, generation, value))
+            else:
+                pieces.append(SegmentPayload(segment, generation, box.bytes_at(place, size)))
+            outs.append(box.bytes_at(out, room) if room else _EMPTY)
+        distinct = len({segment for segment, _, _ in whole}) == len(pieces)
+        return cls(held, pieces, outs, whole if distinct else None)
 
 
 class Mailboxes:
@@ -30,7 +62,7 @@ class Mailboxes:
         self._page = Memory.create(PAGE) if AVAILABLE else None
         self._words = memoryview(bytearray(PAGE)).cast("q") if self._page is None else self._page.view[:PAGE].cast("q")
         self._peers: list[ServerPeer] = []
-        self._heads: dict[ServerPeer, tuple[AssignedSpace, list[SegmentPayload], list[memoryview]]] = {}
+        self._heads: dict[ServerPeer, MailboxHead] = {}
         self._answered: list[ServerMailbox] = []
         self._fence = Fence()
 
@@ -53,20 +85,18 @@ class Mailboxes:
         """Whose mailbox has a new request."""
         return [peer for peer in self._peers if peer.box is not None and peer.box.words[ASKED] != peer.box.seen]
 
-    def take(self, peer: ServerPeer, held: AssignedSpace | None) -> PeerRequest:
-        """The new request of a mailbox. Raises ValueError: it cannot be."""
+    def take(self, peer: ServerPeer, held: AssignedSpace | None) -> tuple[MailboxCall, MailboxHead | None]:
+        """The new request of a mailbox; no head where its space is not here. Raises ValueError: it cannot be."""
         box = peer.box
         assert box is not None
         call, rows, fresh = box.take()
-        request = PeerRequest(peer, call.kind, call.tag, call.step, call.patience, call.weight, None)
         if held is None:
-            return request
+            return call, None
         known = self._heads.get(peer)
-        if fresh or known is None or known[0] is not held:
+        if fresh or known is None or known.held is not held:
             self._heads.pop(peer, None)
-            known = self._heads[peer] = held, *_read(box, held, rows)
-        request.pieces, request.outs = known[1], known[2]
-        return request
+            known = self._heads[peer] = MailboxHead.of(box, held, rows)
+        return call, known
 
     def answer(self, request_peer: ServerPeer, version: int, lead: int, durable: int, *, by_message: bool) -> None:
         """Answer the open request of a mailbox."""
@@ -83,33 +113,20 @@ class Mailboxes:
             for box in answered:
                 box.wake()
 
-    @contextlib.contextmanager
-    def sleeping(self) -> Iterator[bool]:
-        """While the loop sleeps; False where it must not, for a request has come."""
+    def sleeps(self) -> bool:
+        """Say that the loop sleeps from now on; False where it must not, as a request has come. `awake` must follow."""
         self._words[ASLEEP] = 1
         self._fence()
-        try:
-            yield not self.asked()
-        finally:
-            self._words[ASLEEP] = 0
+        return not self.asked()
 
-    def hush(self) -> None:
-        """Take the wakeup back."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wakeup)
+    def awake(self) -> None:
+        """Say that the loop does not sleep any more."""
+        self._words[ASLEEP] = 0
 
 
-def _read(
-    box: ServerMailbox, held: AssignedSpace, rows: list[list[int]]
-) -> tuple[list[SegmentPayload], list[memoryview]]:
-    """The pieces that a head names, and where their answers go."""
-    space = held.space
-    dense, dtype = len(space.cuts), None if space.layout is None else space.layout.dtype
-    pieces, outs = [], []
-    for segment, generation, place, size, out, room in rows:
-        if dtype is not None and 0 <= segment < dense:
-            pieces.append(SegmentPayload(segment, generation, box.tensor_at(place, size, dtype)))
-        else:
-            pieces.append(SegmentPayload(segment, generation, box.bytes_at(place, size)))
-        outs.append(box.bytes_at(out, room) if room else _EMPTY)
-    return pieces, outs
+def request_of(peer: ServerPeer, call: MailboxCall, head: MailboxHead | None) -> PeerRequest:
+    """A request in a mailbox as one that is served like a message."""
+    request = PeerRequest(peer, call.kind, call.tag, call.step, call.patience, call.weight, None)
+    if head is not None:
+        request.pieces, request.outs = head.pieces, head.outs
+    return request

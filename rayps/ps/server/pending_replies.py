@@ -28,6 +28,9 @@ class ReplySender(Protocol):
     def say(self, guest: ServerPeer, message: Message, payload: Any) -> None:
         """Queue a message; a guest that is lost is dropped."""
 
+    def answer(self, guest: ServerPeer, tag: int, version: int, lead: int, durable: int) -> None:
+        """Answer the request of a mailbox, where all that there is to say lies in memory."""
+
     def offer(self, guest: ServerPeer, segment: int, slice_: SharedSlice) -> None:
         """Let a worker of this host read a segment's memory."""
 

@@ -48,6 +48,11 @@ class ReplicatedShard(Shard):
         self._mean: bytes = b""
 
     @property
+    def spans(self) -> bool:
+        """Whether a push stands for every step up to its own."""
+        return self._spans
+
+    @property
     def closed(self) -> int:
         """Rounds that are closed."""
         return self._slowest

@@ -14,14 +14,17 @@ from typing import Any
 
 from rayps.core.errors import ConfigError, RaypsError, StaleGeneration
 from rayps.core.failpoint import passing
+from rayps.ps.protocol.mailbox import MailboxCall
 from rayps.ps.protocol.messages import GroupMessage, SegmentPayload, numbers, pack, read_numbers, unpack
 from rayps.ps.protocol.segment import ServedSegment
 from rayps.ps.server.assignments import AssignedSegment, AssignedSpace
 from rayps.ps.server.connection import NOBODY, PeerRequest, ServerPeer, fenced
 from rayps.ps.server.consistent_readers import ConsistentReaders
 from rayps.ps.server.dense_segment import DenseSegment
+from rayps.ps.server.mailboxes import MailboxHead, request_of
 from rayps.ps.server.pending_replies import PendingReplies, ReplySender, remove, segment_of
 from rayps.ps.server.replication import Replication
+from rayps.ps.server.whole_push import WholePush
 from rayps.ps.tables.delta import delta
 from rayps.ps.tables.table_segment import TableSegment
 
@@ -73,6 +76,41 @@ class RequestHandler(PendingReplies):
             handler(held, request)
         except Exception as error:
             self.fail(held, request, error)
+
+    def answer_whole(self, held: AssignedSpace, guest: ServerPeer, call: MailboxCall, head: MailboxHead) -> bool:
+        """Serve a push of whole segments and their pull in few calls; False, without effect: it must be `answer`."""
+        rank = guest.rank
+        if call.kind != GroupMessage.PUSH_PULL or rank < 0 or held.number in self._readers:
+            return False
+        if guest.incarnation < held.incarnations.get(rank, 0):
+            return False
+        push = WholePush.of(held, head, rank, call.step, call.weight)
+        if push is None:
+            return False
+        held.operations += 1
+        request: PeerRequest | None = None
+        try:
+            push.apply(call.weight)
+            passing("host: applied, not forwarded")
+            if held.parked:
+                self.wake(held)
+            if push.may_pull:
+                self._pull_whole(guest, call.tag, push)
+                return True
+            request = request_of(guest, call, head)
+            request.kind, request.a, request.lent, request.whole = GroupMessage.PULL, call.step + 1, push.touched, push
+            self._wait(held, request)
+        except Exception as error:
+            request = request or request_of(guest, call, head)
+            request.lent = push.touched
+            self.fail(held, request, error)
+        return True
+
+    def _pull_whole(self, guest: ServerPeer, tag: int, push: WholePush) -> None:
+        """Answer such a pull with the values of now."""
+        for index, slice_ in push.slices:
+            self._mouth.offer(guest, index, slice_)
+        self._mouth.answer(guest, tag, *push.pulled())
 
     # ---- who asks
 
@@ -194,7 +232,12 @@ class RequestHandler(PendingReplies):
             held.parked.append(request)
 
     def _serve_waiting(self, held: AssignedSpace, request: PeerRequest, shared: dict[Any, Any] | None = None) -> bool:
-        rank = request.guest.rank
+        rank, push = request.guest.rank, request.whole
+        if push is not None and push.current:
+            if not push.may_pull:
+                return False
+            self._pull_whole(request.guest, request.tag, push)
+            return True
         touched = [held.holdings[piece.segment] for piece in request.pieces]
         if request.kind == GroupMessage.FLUSH:
             if rank != READER and any(h.marks().get(rank, 0) > segment_of(h).durable(rank) for h in touched):

@@ -30,7 +30,7 @@ from rayps.ps.server.assignments import AssignedSegment, AssignedSpace, Assignme
 from rayps.ps.server.connection import PeerRequest, ServerPeer
 from rayps.ps.server.fair_queue import FairQueue
 from rayps.ps.server.load import Load
-from rayps.ps.server.mailboxes import Mailboxes
+from rayps.ps.server.mailboxes import Mailboxes, request_of
 from rayps.ps.server.orders import Address, ManagerSession
 from rayps.ps.server.outbound import Outbound
 from rayps.ps.server.replication import Peer, Replication
@@ -39,6 +39,7 @@ from rayps.ps.server.requests import OPERATIONS, RequestHandler
 log = logging.getLogger(__name__)
 
 NAP_SECONDS = 0.05  # how long the loop may sleep before it looks at its deadlines again
+TEND_SECONDS = 0.01  # between two looks at deadlines, links and the manager, while only mailboxes are served
 TURN_SECONDS = 0.002  # how long it serves before it looks who else has come
 STRANGE_SECONDS = 5.0  # how long a request waits for its space to be heard of
 FROM_SERVERS = frozenset({GroupMessage.STATE, GroupMessage.FORWARD})
@@ -108,12 +109,17 @@ class GroupServerLoop:
     # ---- the loop
 
     def _run(self) -> None:
+        tended, asked = 0.0, 0
         try:
             while not self._closing.is_set():
-                self._look(self._patience())
-                self._take_out()
-                self._serve_all()
-                self._tend()
+                # who was served may ask again at once, and so may others: a sleep and its end cost more than a look
+                heard = self._look(0.0 if asked else self._patience())
+                asked, queued = self._take_out()
+                now = time.monotonic()
+                if heard or queued or now > tended + TEND_SECONDS:
+                    self._serve_all()
+                    self._tend()
+                    tended = now
                 self._boxes.wake()
         except Exception:  # it is dead, and its links say so to everyone
             log.exception("%s failed", self.name)
@@ -130,7 +136,8 @@ class GroupServerLoop:
         wake = self._fair.wake_at(now)
         return max(0.0, min(NAP_SECONDS, self._command.next_beat - now, NAP_SECONDS if wake is None else wake - now))
 
-    def _look(self, seconds: float) -> None:
+    def _look(self, seconds: float) -> bool:
+        """Read what has come, and wait for it so long; whether it was more than a request in a mailbox."""
         again, self._again = self._again, set()
         for guest in again:
             if not guest.gone:
@@ -138,16 +145,20 @@ class GroupServerLoop:
         if again or not seconds:
             ready = self._poll.poll(0)
         else:
-            with self._boxes.sleeping() as may:
-                ready = self._poll.poll(int(1000 * seconds + 0.999) if may else 0)
+            ready = self._poll.poll(int(1000 * seconds + 0.999) if self._boxes.sleeps() else 0)
+            self._boxes.awake()
+        heard = bool(again) or self._more
         for descriptor, events in ready:
+            if descriptor == self._bell:
+                heard |= self._answer_bell()
+                continue
+            heard = True
             guest_or_none = self._guests.get(descriptor)
             if guest_or_none is not None:
                 self._attend(guest_or_none, events)
-            elif descriptor == self._bell:
-                self._answer_bell()
             elif not self._reach.attend(descriptor):
                 self._accept()
+        return heard
 
     def _accept(self) -> None:
         while (link := self._listener.accept_ready()) is not None:
@@ -208,26 +219,36 @@ class GroupServerLoop:
         counts = m.kind in OPERATIONS
         self._fair.put(number, request, len(m.payload) + 128, counts=counts, urgent=from_server)
 
-    def _take_out(self) -> None:
-        """Queue what has come into mailboxes; where nobody else waits, serve it at once."""
-        spaces, fair = self._holdings.spaces, self._fair
-        for guest in self._boxes.asked():
-            held, began = spaces.get(guest.space), time.monotonic()
+    def _take_out(self) -> tuple[int, bool]:
+        """Serve what is in mailboxes, or queue it where others wait.
+
+        How many requests there were, and whether `_serve_all` and `_tend` are due for them.
+        """
+        rest, asked = False, self._boxes.asked()
+        for guest in asked:
+            if guest.box is None:
+                continue  # lost while another was served
+            held, began = self._holdings.spaces.get(guest.space), time.monotonic()
             try:
-                request = self._boxes.take(guest, held)
+                call, head = self._boxes.take(guest, held)
             except ValueError as error:
                 self._refuse_box(guest, error)
                 continue
             finally:
                 if guest.link.head is not None:  # messages came with offered memory: the socket tells of them no more
                     self._again.add(guest)
-            if held is None:
-                self._refuse_strange(request)
-            elif len(spaces) == 1 and fair.free(guest.space):
-                self._serve(held, request)
-                held.seconds += time.monotonic() - began
+            if held is None or head is None:
+                self._refuse_strange(request_of(guest, call, None))
+            elif len(self._holdings.spaces) > 1 or not self._fair.free(guest.space):
+                rest = True
+                counts = call.kind in OPERATIONS
+                self._fair.put(guest.space, request_of(guest, call, head), 128, counts=counts)
             else:
-                fair.put(guest.space, request, 128, counts=request.kind in OPERATIONS)
+                if not self._serving.answer_whole(held, guest, call, head):
+                    rest = True
+                    self._serve(held, request_of(guest, call, head))
+                held.seconds += time.monotonic() - began
+        return len(asked), rest
 
     def _refuse_box(self, guest: ServerPeer, error: ValueError) -> None:
         assert guest.box is not None
@@ -317,6 +338,12 @@ class GroupServerLoop:
             return
         if by_box and not guest.gone:
             self._boxes.answer(guest, message.a, message.b, int(message.weight), by_message=by_message)
+
+    def answer(self, guest: ServerPeer, tag: int, version: int, lead: int, durable: int) -> None:
+        """Answer the request of a mailbox, where all that there is to say lies in memory."""
+        box = guest.box
+        if box is not None and box.open == tag and not guest.gone:
+            self._boxes.answer(guest, version, lead, durable, by_message=False)
 
     def report(self, report: SegmentReport) -> None:
         """Tell the manager, at the end of this turn."""
@@ -413,11 +440,15 @@ class GroupServerLoop:
         with contextlib.suppress(OSError):
             os.eventfd_write(self._bell, 1)
 
-    def _answer_bell(self) -> None:
+    def _answer_bell(self) -> bool:
+        """Do what other threads have left; whether there was anything."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._bell)
+        found = False
         while not self._arrived.empty():
+            found = True
             self._arrived.get()()
+        return found
 
 
 @functools.cache
