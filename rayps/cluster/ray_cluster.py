@@ -124,9 +124,9 @@ class _Shell:
     def __init__(self, target: str, *args: Any, **kwargs: Any) -> None:
         self._actor = resolve(target)(*args, **kwargs)
 
-    def call(self, method: str, *args: Any) -> Any:
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """What the actor's method gives."""
-        return getattr(self._actor, method)(*args)
+        return getattr(self._actor, method)(*args, **kwargs)
 
 
 def _shell(target: str) -> type:
