@@ -338,6 +338,19 @@ def test_on_a_server_group_one_replica_is_the_appendix_to_the_bit_of_fixed_serve
     assert distance(found.model(), appendix(work, n_push, n_fetch, adagrad, epochs=2)) < EXACT
 
 
+@pytest.mark.parametrize(("replica", "workers"), SPLITS, ids=lambda given: getattr(given, "name", given))
+def test_on_a_server_group_one_replica_is_that_of_fixed_servers_however_it_is_split(site, replica, workers):
+    cluster, group = site
+    work = Small(n=33)
+    for options in ({}, {"n_push": 2, "n_fetch": 3, "adagrad": 0.1}):
+        strategy = Downpour(replica=replica, **options)
+        fixed = train(work, strategy, workers=workers, epochs=2)
+        found = train(work, strategy, cluster, workers=workers, epochs=2, server_group="common", checkpoint_every=5)
+        assert torch.equal(found.snapshot.params, fixed.snapshot.params)
+        assert found.history.column("round").to_pylist() == fixed.history.column("round").to_pylist()
+    assert group.facts()["spaces"] == []
+
+
 @pytest.mark.parametrize(("n_push", "n_fetch"), [(1, 1), (3, 2), (100, 100)])
 @pytest.mark.parametrize("every", [1, 5])
 def test_on_a_server_group_every_gradient_is_in_a_push_once_whoever_dies(site, n_push, n_fetch, every):

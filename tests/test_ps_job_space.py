@@ -10,13 +10,15 @@ import torch
 from small_work import SEEN, Small, Watched, distance, kinds, plain
 
 import rayps
-from rayps import AllReduce, ParameterServer
+from rayps import AllReduce, ParameterServer, Pipeline, TensorParallel
 from rayps.cluster.local import until
 from rayps.core.errors import ConfigError, NotFound, RaypsError, WorkloadError
 from rayps.core.job import Status
 from rayps.core.ledger import Ledger
+from rayps.core.user_module import pack
 from rayps.ps.column_space import first_state
 from rayps.ps.group import start
+from rayps.ps.job_space import JobSpace
 from rayps.ps.protocol.space import Space
 from rayps.ps.server.dense_segment import part_of
 from rayps.runtime.driver import Driver
@@ -344,6 +346,81 @@ def test_a_checkpoint_of_two_servers_goes_on_with_three(cluster, tmp_path):
     result = train(work, PRIVATE, cluster, epochs=3, checkpoint=tmp_path, resume=True)
     assert "resumed" in kinds(result)
     assert distance(result.model(), plain(work, 3, epochs=3)[0]) < EXACT
+
+
+PIPE, WIDE = Pipeline(stages=2, micro_batches=2), TensorParallel(size=2)
+
+
+@pytest.mark.parametrize("replica", [PIPE, WIDE], ids=lambda replica: replica.name)
+def test_a_checkpoint_goes_from_fixed_servers_to_a_divided_model_on_a_group_and_back(cluster, group, tmp_path, replica):
+    """Also in the middle of an epoch, and with another division: the result is that of one process."""
+    work = Small(n=72, batch=3, optimizer="adam")  # 12 rounds an epoch
+    ways = [
+        (ParameterServer(shards=2), {"workers": 2}, 7),
+        (ParameterServer(shards=3, replicas=1, replica=replica), {"workers": 4}, 12),
+        (ParameterServer(shards=2, replica=replica), {"workers": 4}, 18),
+        (ParameterServer(replica=replica), {"workers": 4, "server_group": "main"}, 24),
+        (ParameterServer(shards=3, replicas=0, replica=WIDE), {"workers": 4}, 30),
+        (ParameterServer(shards=2), {"workers": 2}, 36),
+    ]
+    for at, (strategy, options, steps) in enumerate(ways):
+        result = train(work, strategy, cluster, epochs=None, steps=steps, checkpoint=tmp_path, resume=at > 0, **options)
+        assert result.snapshot.round == steps
+    assert distance(result.model(), plain(work, 2, epochs=3)[0]) < EXACT
+    assert spaces(group) == []
+
+
+def test_a_divided_job_has_a_space_for_each_column_and_one_quota(cluster, group, tag):
+    seen = []
+
+    def look(progress):
+        known = {space["name"]: space for space in group.facts()["spaces"]}
+        if len(known) == 2 and not seen:
+            seen.append(known)
+
+    work = Small(n=48, pause=0.004, tag=tag)
+    strategy = ParameterServer(replica=PIPE)
+    quota = {"bytes": 100_000, "operations": 10_000}
+    train(work, strategy, cluster, workers=4, server_group="main", name="job", quota=quota, epochs=4, progress=look)
+    [known] = seen
+    assert sorted(known) == ["job", "job/1"] and {space["workers"] for space in known.values()} == {2}
+    for key in quota:
+        shares = [space["quota"][key] for space in known.values()]
+        assert all(share > 0 for share in shares) and sum(shares) == pytest.approx(quota[key], abs=2)
+    assert spaces(group) == []
+
+
+def test_a_later_driver_drops_every_space_of_a_divided_job(cluster, group):
+    layout = Layout.of([("a", torch.zeros(4))])
+    for name in ("job", "job/1", "job/2", "job/x", "other/1"):
+        group.open(Space(name, 0, 1, ParameterServer(), layout, ((0, 4),), pack(Small().optimizer)))
+    JobSpace(group, "job", 4, b"").take_over()
+    assert sorted(spaces(group)) == ["job/x", "other/1"]
+
+
+def test_a_divided_job_may_begin_with_what_another_holds(cluster, group, tag):
+    """The other job's space is of the whole model; that of a part of one is refused."""
+    work = Small(n=36, pause=0.01, tag=tag)
+    found = {}
+
+    def run(name, strategy, workers):
+        found[name] = train(work, strategy, cluster, server_group="main", name=name, workers=workers, epochs=8)
+
+    threads = [
+        threading.Thread(target=run, args=("whole", ParameterServer(), 2)),
+        threading.Thread(target=run, args=("parts", ParameterServer(replica=PIPE), 4)),
+    ]
+    [thread.start() for thread in threads]
+    assert until(lambda: {"whole", "parts", "parts/1"} <= set(spaces(group)) and SEEN[tag] > 80, 60)
+    divided = ParameterServer(replica=WIDE)
+    branch = train(work, divided, cluster, server_group="main", name="branch", workers=2, branch="whole", epochs=1)
+    with pytest.raises(ConfigError, match="parts"):
+        train(work, divided, cluster, server_group="main", name="refused", workers=2, branch="parts", epochs=1)
+    [thread.join(60) for thread in threads]
+    assert branch.history.column("loss").to_pylist()[0] < 0.8 * plain(work, 2, epochs=1)[1][0]
+    assert "branched" in kinds(branch)
+    assert same(found["whole"], found["parts"]) or distance(found["whole"].model(), found["parts"].model()) < EXACT
+    assert spaces(group) == []
 
 
 def test_checkpoints_come_although_rounds_are_fast(cluster, tmp_path):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from ps_site import SECRET
+from small_work import Watched
 
 from rayps.cluster.local import LocalCluster, until
 from rayps.comm.link import Listener, connect
@@ -26,6 +27,7 @@ from rayps.ps.server.dense_segment import state_of
 from rayps.ps.server.mailboxes import Mailboxes
 from rayps.ps.server.whole_push import WholePush
 from rayps.ps.tables.client import TableClient, Tables
+from rayps.strategies.downpour import Downpour
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.tensors.flat import Layout
 
@@ -35,6 +37,10 @@ SIZE, SECONDS, WORKERS = 600, 60.0, 2
 
 def momentum(params):
     return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def plain_sgd(params):
+    return torch.optim.SGD(params, lr=1.0)
 
 
 @pytest.fixture(params=[0, 1], ids=["no copies", "one copy"])
@@ -215,6 +221,39 @@ def test_several_requests_for_one_server_do_not_overwrite_each_other(group):
         server.pull()
     assert server.step == 30
     talk.close()
+
+
+def test_pushes_of_several_rounds_are_repeated_in_order_and_before_new_ones():
+    """A push that stands for all rounds since the one before would make an earlier one look as if it were known."""
+    cluster, layout = Watched(), Layout.of([("w", torch.empty(SIZE))])
+    with elastic.start(cluster, "spans", 2, 0, detached=False, balance=None) as group:
+        made = group.open(Space("spans", 0, 1, Downpour(n_push=3), layout, cut(layout, 6), pack(plain_sgd)))
+        begin = {i: state_of(torch.zeros(b - a), layout, a, marks=[0]) for i, (a, b) in enumerate(made.cuts)}
+
+        def load(segments):
+            talk = Session(group.door(), made, -1, timeout=SECONDS)
+            talk.exchange(GroupMessage.LOAD, {i: begin[i] for i in segments})
+            talk.close()
+
+        load(begin)
+        talk = joined(group, made, 0, True)
+        server = GroupServer(talk, defer=False)
+        for _ in range(4):
+            server.push(torch.ones(SIZE), rounds=3)
+        cluster.kill(cluster.actors["ServerActor", "server-1"])
+
+        def lost():
+            [space] = group.facts()["spaces"]
+            return [each["index"] for each in space["segments"] if each["state"] == "lost" and each["primary"]]
+
+        assert until(lost, SECONDS)
+        gone = lost()
+        load(gone)
+        group.restored(made.number, gone)
+        server.push(torch.ones(SIZE), rounds=3)
+        assert torch.equal(server.read(), torch.full((SIZE,), -5.0))
+        talk.close()
+    cluster.close()
 
 
 def test_messages_that_arrive_with_the_memory_of_a_mailbox_are_served(group, monkeypatch):

@@ -8,7 +8,8 @@ import torch
 from small_work import SEEN, Small, Watched, distance, kinds, plain, train
 from torch import nn
 
-from rayps import ParameterServer, Pipeline, TensorParallel
+from rayps import Downpour, ParameterServer, Pipeline, TensorParallel
+from rayps.ps.group import start
 
 pytestmark = pytest.mark.chaos
 
@@ -152,3 +153,34 @@ def test_a_server_and_a_worker_of_a_divided_model_may_both_die(tag):
     assert {"server_lost", "replaced", "rejoined"} <= set(kinds(result)) and "restarted" not in kinds(result)
     for parameter in result.model().parameters():
         assert torch.allclose(parameter, torch.full((5,), -0.1 * 60, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_each_gradient_of_a_divided_downpour_counts_once_whoever_dies(tag, replicas):
+    work, cluster = Adds(n=120, batch=4, pause=0.008, tag=tag), Watched()
+    strategy = Downpour(n_push=3, n_fetch=2, replica=PIPE)
+    with start(cluster, "common", servers=3, replicas=replicas, detached=False):
+        killers = [
+            cluster.kill_when(tag, 40, ("ServerActor", "server-1")),
+            *([cluster.kill_when(tag, 90, ("WorkerActor", 1))] if replicas else []),
+        ]
+        options = {"server_group": "common", "checkpoint_every": 4, "timeout": 30.0}
+        result = train(work, strategy, cluster, workers=4, epochs=4, **options)
+    for killer in killers:
+        killer.join()
+    cluster.close()
+    assert "server_lost" in kinds(result) and "restarted" not in kinds(result)
+    for parameter in result.model().parameters():
+        assert torch.allclose(parameter, torch.full((5,), -0.1 * 120, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+def test_out_of_step_a_divided_job_resumes_on_a_group_what_it_saved_on_fixed_servers_and_back(tmp_path):
+    work, cluster = Adds(n=120, batch=4), Watched()
+    for at, replicas in enumerate([None, 1, None, 0]):
+        strategy = ParameterServer(shards=2, staleness=2, replicas=replicas, replica=PIPE)
+        result = train(work, strategy, cluster, workers=4, epochs=at + 1, checkpoint=tmp_path, resume=at > 0)
+        assert result.snapshot.round == 15 * (at + 1)
+        for parameter in result.model().parameters():
+            expected = torch.full((5,), -0.1 * 15 * (at + 1), dtype=torch.float64)
+            assert torch.allclose(parameter, expected, rtol=0, atol=1e-12)
+    cluster.close()

@@ -30,7 +30,9 @@ router = APIRouter(
 
 Name = Annotated[str, Path(pattern=NAME, description="The group's name.")]
 
-Space = Annotated[str, Path(min_length=1, max_length=200, description="A space's name: its job's id.")]
+Space = Annotated[
+    str, Path(min_length=1, max_length=200, description="A space's name: its job's id, or ID/1 of a column.")
+]
 
 
 @router.post("", status_code=201, response_model=GroupOut)
@@ -90,19 +92,19 @@ async def stop(
     return JSONResponse({**group, "status": "stopping"}, 202)
 
 
-@router.patch("/{name}/spaces/{space}", status_code=202, response_model=GroupOut)
+@router.patch("/{name}/spaces/{space:path}", status_code=202, response_model=GroupOut)
 async def limit(name: Name, space: Space, body: QuotaIn, known: Known) -> Any:
     """Set the quota of a job's space; null = no limit."""
     await known.groups.limit(name, space, {"bytes": body.bytes, "operations": body.operations})
     return JSONResponse(await show_group(known, name), 202)
 
 
-@router.delete("/{name}/spaces/{space}", status_code=202, response_model=GroupOut)
+@router.delete("/{name}/spaces/{space:path}", status_code=202, response_model=GroupOut)
 async def drop(name: Name, space: Space, known: Known) -> Any:
     """Delete a space, e.g. an unused branch; 409 while its job runs."""
     group = await show_group(known, name)
     space = known.groups.space(name, space)
-    if any(job["id"] == space for job in group["jobs"]):
+    if any(job["id"] == space.partition("/")[0] for job in group["jobs"]):
         raise Conflict(f"the job of space {space!r} has not ended: stop it first with `rayps stop {space}`", status=409)
     await known.groups.drop(name, space)
     return JSONResponse(await show_group(known, name), 202)

@@ -176,6 +176,7 @@ class Groups:
             if there is None or text in there
             else [each for each in there if len(text) >= FEWEST_LETTERS and each.upper().startswith(text.upper())]
         )
+        found = [each for each in found if each == text or each.rpartition("/")[0] not in found]  # columns of a job
         if len(found) > 1:
             raise ConfigError(
                 f"several spaces begin with {text!r}: {', '.join(found)}: give more of the name",

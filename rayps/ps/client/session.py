@@ -438,8 +438,13 @@ class Session:
         if self._unsure:
             self._ask_marks()
         for ask in list(self._asks):
-            if ask.unsaid:
-                for server, segments in self.map.by_server(list(ask.unsaid)).items():
+            ready = list(ask.unsaid)
+            if (
+                self._unsure and ask.kind in PUSHES
+            ):  # what a new primary lacks goes first: a segment has its pushes in order
+                ready = [index for index in ready if index not in self._unsure]
+            if ready:
+                for server, segments in self.map.by_server(ready).items():
                     line = None if server is None else self._lines.line(server)
                     if line is not None:
                         self._say(line, ask, segments)
@@ -476,6 +481,8 @@ class Session:
         box, memory, dense = line.mailbox, self._lines.memory, len(self.space.cuts)
         if memory is None or box is None or ask.by_message or not line.joined or len(segments) > ROWS:
             return False
+        if ask.kept or any(flight.ask.kept for flight in line.flights.values()):
+            return False  # a mailbox would overtake the pushes that are repeated by message
         if not box.ready or not box.answered or box.tag in line.flights or line.link.queued:
             return False
         rows, outs, holdings = [], {}, self.map.holdings
