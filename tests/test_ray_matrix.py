@@ -158,6 +158,7 @@ LAWS = {
     "parameter_server": [
         Union("parameter_server:shards=2"),
         Union("parameter_server:shards=2,replicas=1"),
+        Union("parameter_server:shards=2,replicas=1,replica=pipeline(stages=2,micro_batches=2)", replicas=1),
         Pushes("parameter_server:shards=2,staleness=none", scale=WORKERS),
         Pushes("parameter_server:shards=2,staleness=2", scale=WORKERS),
     ],
