@@ -81,11 +81,11 @@ def test_attackers_are_drawn_from_the_seed():
 @pytest.mark.parametrize(
     ("text", "word"),
     [
-        ("sign_flip", "how many attack"),
+        ("sign_flip", "the number of attackers"),
         ("sign_flip(clients=0)", "at least 1"),
         ("noise(clients=1)", "one of sign_flip"),
         ("signflip(clients=1)", r"did you mean 'sign_flip'\?"),
-        ("nan(clients=1, 2)", "'2' is given to 'nan' without a name"),
+        ("nan(clients=1, 2)", "'2' is given to 'nan' without a key"),
         ({"name": "allie", "clients": 1}, r"attack is 'allie\(clients=1\)' \(did you mean 'alie'\?\)"),
         ("gaussian(clients=1,sd=-1)", "above 0"),
         ("alie(clients=1,eps=1)", "no option 'eps'"),
@@ -273,13 +273,13 @@ def test_rounds_that_leave_the_model_as_it_is():
         for met, _ in met_on(workers, w_t, []):
             assert met.mean is met.delta is None and met.count == 0 and met.skipped == "no reply came"
         for met, _ in met_on(workers, w_t, given[:10], "krum(f=4)"):
-            assert met.delta is None and met.skipped == "krum(f=4) needs 11 replies (2f + 2 < n), 10 came"
+            assert met.delta is None and met.skipped == "krum(f=4) needs 11 replies (2f + 2 < n), received 10"
         for met, _ in met_on(workers, w_t, given[:4], least=5):
             assert met.mean is None and met.skipped == "4 of 4 replies could be used, and 5 are needed"
         for met, _ in met_on(workers, w_t, [(client, w_t * math.nan, 1, extra) for client, _, _, extra in given[:3]]):
             assert met.skipped == "0 of 3 replies could be used, and 1 is needed" and len(met.rejected) == 3
         for met, _ in met_on(workers, w_t, given, attack="nan(clients=19)", rule="trimmed_mean(f=1)"):
-            assert met.skipped == "trimmed_mean(f=1) needs 3 replies (2f < n), 1 came" and len(met.rejected) == 19
+            assert met.skipped == "trimmed_mean(f=1) needs 3 replies (2f < n), received 1" and len(met.rejected) == 19
 
 
 def test_attacks_as_the_pipeline_plays_them():

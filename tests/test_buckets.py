@@ -1,4 +1,4 @@
-"""Gradients that leave in buckets while backward goes on, against their law: one mean after backward."""
+"""Gradients that leave in buckets while backward continues, against their law: one mean after backward."""
 
 import pytest
 import torch
@@ -361,8 +361,8 @@ def test_torchs_own_optimizers_read_the_mean_where_it_lies():
 
 def test_the_events_say_how_gradients_leave():
     for strategy, words in [
-        (AllReduce(), "while backward goes on, in 1 bucket: ranks of one host read them"),
-        (AllReduce(bucket_mb=1e-6), "while backward goes on, in 4 buckets: as given"),
+        (AllReduce(), "while backward continues, in 1 bucket: ranks of one host read them"),
+        (AllReduce(bucket_mb=1e-6), "while backward continues, in 4 buckets: as given"),
         (AllReduce(bucket_mb=0), "after backward, in 1 bucket: as given"),
     ]:
         result = train(Small(n=12), strategy, workers=2, epochs=1)

@@ -549,7 +549,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (lambda: data.by_quantity(3, spread=-1), "spread is -1"),
         (lambda: data.by_quantity([4, 0, 4]), "client 1 would have 0 rows: a client with no samples"),
         (lambda: data.by_quantity([]), "empty"),
-        (lambda: data.rule("iid"), "iid has to know how many clients: iid(20)"),
+        (lambda: data.rule("iid"), "iid needs the number of clients: iid(20)"),
         (lambda: data.rule("iid(n=3)"), "iid has no option 'n'; it has clients, seed"),
         (lambda: data.rule("shards(2, client=3)"), "did you mean 'clients'?"),
         (lambda: data.rule("iid(5, 3)"), "only the first, clients,"),

@@ -94,9 +94,9 @@ def test_what_layers_may_give():
         def layers(self):
             return "first"
 
-    with pytest.raises(WorkloadError, match="number 1, which is no part of the model"):
+    with pytest.raises(WorkloadError, match="number 1, not a part of the model"):
         cut.layers(Strange())
-    with pytest.raises(WorkloadError, match="must give a list of modules"):
+    with pytest.raises(WorkloadError, match="must return a list of modules"):
         cut.layers(No())
 
 
@@ -288,7 +288,7 @@ def test_what_the_loss_calls_the_model_with_and_what_it_makes_of_the_output():
         (lambda s, model, b: model(b.x[0]).mean() + sum(p.sum() for p in model.parameters()), r"model.parameters\(\)"),
         (lambda s, model, b: model(model(b.x[0])).mean(), "more than once"),
         (lambda s, model, b: model.head(b.x[0]).mean(), "model.head"),
-        (lambda s, model, b: model(b.x[0]), r"gave \(5, 2\)"),
+        (lambda s, model, b: model(b.x[0]), r"returned \(5, 2\)"),
         (lambda s, model, b: model(b.x[0]).nothing(), "AttributeError"),
     ],
 )

@@ -395,7 +395,7 @@ def test_ray_data_as_a_workloads_data_is_refused_with_the_way_out() -> None:
         def data(self) -> object:  # type: ignore[override]
             return RayData()
 
-    with pytest.raises(ConfigError, match=r"data\(\) gave a Ray Data RayData: write it once by\nds.write_parquet"):
+    with pytest.raises(ConfigError, match=r"data\(\) returned a Ray Data RayData: write it once by\nds.write_parquet"):
         small_work.train(Work())
 
 
@@ -441,8 +441,8 @@ def test_columns_that_are_no_numbers(tmp_path: Path, column: pa.Array, word: str
         (pa.array([1.0, 1.0, 1e300]), 2, "not finite"),
         (pa.array([1, None, 1]), 1, "is null"),
         (pa.array([True, None, True]), 1, "is null"),
-        (pa.array([[1.0, 2.0], [1.0, 2.0], [float("nan"), 1.0]]), 2, "is NaN at place 0"),
-        (pa.array([[1, 2], [1, None], [1, 2]]), 1, "is null at place 1"),
+        (pa.array([[1.0, 2.0], [1.0, 2.0], [float("nan"), 1.0]]), 2, "is NaN at index 0"),
+        (pa.array([[1, 2], [1, None], [1, 2]]), 1, "is null at index 1"),
         (pa.array([[1.0, 2.0], None, [1.0, 2.0]]), 1, "is null"),
         (pa.array([[1, 2], None, [1, 2]], pa.list_(pa.uint8(), 2)), 1, "is null"),
         (pa.array([[1.0, 2.0], [1.0, 2.0], [1.0]]), 2, "has 1 values where others have 2"),
@@ -582,7 +582,7 @@ def test_datasets_that_cannot_be() -> None:
         data.dataset(Endless()).check()
     with pytest.raises(DataError, match="no rows"):
         data.dataset([]).check()
-    with pytest.raises(DataError, match="items make no batch"):
+    with pytest.raises(DataError, match="items cannot be collated into a batch"):
         epoch(data.dataset([torch.zeros(1), torch.zeros(2)]), 1)
 
 

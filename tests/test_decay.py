@@ -263,4 +263,4 @@ def test_a_group_warns_of_steps_that_ignore_the_scale(name, warned, caplog):
             pass
     finally:
         cluster.close()
-    assert any("N workers take N times the steps" in record.message for record in caplog.records) == warned
+    assert any("N workers move N times as far" in record.message for record in caplog.records) == warned

@@ -681,6 +681,6 @@ def test_a_checkpoint_of_another_workload_or_seed_is_gone_on_from_with_a_warning
     same = train(Small(), workers=2, steps=4, seed=3, checkpoint=tmp_path, resume=True)
     assert warned(same) == []
     first, second = warned(train(Alike(), workers=2, steps=6, seed=4, checkpoint=tmp_path, resume=True))
-    assert "was made by workload Small, and this run trains" in first
+    assert "was saved by workload Small, and this run trains" in first
     assert "Alike: is it the right folder?" in first
-    assert "was made with seed 3, and this run has 4" in second
+    assert "was saved with seed 3, and this run has 4" in second

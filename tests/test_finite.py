@@ -407,7 +407,7 @@ def test_resume_falls_back_where_rows_of_a_table_are_not_finite(tmp_path):
 def test_where_no_checkpoint_is_good_resume_says_so(tmp_path):
     train(Momentum(), workers=2, steps=3, checkpoint=tmp_path)
     spoil(tmp_path / "step-00000003", "model")
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
         train(Momentum(), workers=2, steps=6, checkpoint=tmp_path, resume=True)
 
 

@@ -221,7 +221,7 @@ def test_who_makes_no_round_is_named():
         progress = ring.progress()
         progress.reach(3 + ring.rank)
         if ring.rank:
-            with pytest.raises(PeerTimeout, match=r"rank 0 has made 3 of 4 rounds.*timeout") as caught:
+            with pytest.raises(PeerTimeout, match=r"rank 0 has completed 3 of 4 rounds.*timeout") as caught:
                 progress.meet(4)
             return caught.value.data["peer"]
         progress.meet(3)

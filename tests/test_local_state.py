@@ -326,7 +326,7 @@ def test_a_job_that_is_stopped_goes_on_where_each_worker_was(tmp_path):
 
 @pytest.mark.parametrize("text", ["local_sgd", "parallel_sgd", "diloco"])
 def test_a_loop_of_ones_own_cannot_follow_it(text):
-    with pytest.raises(ConfigError, match=rf"wrap cannot follow {text}: use rayps\.train"):
+    with pytest.raises(ConfigError, match=rf"wrap cannot run {text}: use rayps\.train"):
         for_a_loop(text)
 
 

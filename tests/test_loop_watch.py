@@ -97,7 +97,7 @@ def test_a_death_names_the_worker_and_the_way_out(processes):
     with pytest.raises(ActorDied) as caught:
         rayps.run(train_fn, workers=3, cluster=processes)
     message = str(caught.value)
-    assert message.startswith("worker-1 of the run died before its first optimizer step was heard of (its process")
+    assert message.startswith("worker-1 of the run died before it reported its first optimizer step (its process")
     assert all(words in message for words in ("checkpoints", "rayps doctor", "rayps.train"))
     assert caught.value.data["rank"] == 1
 

@@ -509,7 +509,7 @@ def test_what_cannot_travel_names_the_layer():
         found = Site(
             rings, lambda: nn.Sequential(nn.Linear(5, 5).double(), Strange(), nn.Tanh()), "gpipe", 2, boundaries=(2,)
         ).fails(*rows(4))
-    assert isinstance(found[0], WorkloadError) and "'1' gives a object" in str(found[0])
+    assert isinstance(found[0], WorkloadError) and "'1' returns a object" in str(found[0])
 
 
 def test_a_loss_without_a_gradient_is_refused():

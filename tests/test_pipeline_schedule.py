@@ -229,10 +229,10 @@ def test_random_orders_are_judged_right(schedule):
     ("change", "says"),
     [
         (lambda t: t[:1], "1 rows"),
-        (lambda t: [t[1], t[0]], "lives on stage"),
+        (lambda t: [t[1], t[0]], "belongs to stage"),
         (lambda t: [[*t[0], Action("F", 2, 0)], t[1]], "2 chunks"),
         (lambda t: [[*t[0], Action("F", 0, 9)], t[1]], "micro-batches"),
-        (lambda t: [[*t[0], Action("X", 0, 0)], t[1]], "no pass"),
+        (lambda t: [[*t[0], Action("X", 0, 0)], t[1]], "not a pass"),
         (lambda t: [[*t[0], Action("W", 0, 0)], t[1]], "0W1 is missing"),  # both halves everywhere, or nowhere
     ],
 )
@@ -250,18 +250,18 @@ def test_a_deadlock_names_who_waits_for_what():
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("[", "no JSON"),
+        ("[", "not JSON"),
         ("{}", "list of lists"),
         ("[]", "list of lists"),
         ("[[]]", "no actions"),
-        ("[[1]]", "no action"),
-        ('[["0F0", "0B0"], ["F1"]]', "'F1' is no action"),
+        ("[[1]]", "not an action"),
+        ('[["0F0", "0B0"], ["F1"]]', "'F1' is not an action"),
         ('[["0F0", "0B0", "1F0", "1B0", "2F0", "2B0"], []]', "multiple"),
         ('[["0F0"]]', "0B0 is missing"),
         ('[["0B0", "0F0"]]', "waits before 0B0"),
         ("0F0,0B0\n1F0", "1B0 is missing"),
         ('["0F0"]', "list of lists"),
-        ('[["0F0","0B99999999"]]', "is no action"),
+        ('[["0F0","0B99999999"]]', "is not an action"),
     ],
 )
 def test_tables_that_cannot_be_read(text, says):
@@ -283,7 +283,7 @@ def test_the_chart_of_a_small_schedule():
         "stage 1 │······F0    B0──────────F1    B1──────────············",
         "        └──────────────────────────────────────────────────────",
         "         0                                                    9",
-        "         F3 forward of micro-batch 3, B backward, · waits",
+        "         F3 forward of micro-batch 3, B backward, · idle",
     ]
 
 

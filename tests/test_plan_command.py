@@ -349,7 +349,7 @@ def test_what_is_said_after_a_run():
     assert found["imbalance"] == pytest.approx(0.8 / 0.5 - 1) and found["slowest"] == 3
     assert event["kind"] == "costs" and event["formula"]["bytes"] == formula.bytes
     assert "128 bytes (128 bytes by formula) of it in 16 messages (16 by formula) between stages" in event["message"]
-    assert "stages wait 28.6% of the time (20.0% by formula)" in event["message"]
+    assert "stages are idle 28.6% of the time (20.0% by formula)" in event["message"]
     assert "hidden" not in found  # a stage waits for its turn, not for bytes
     assert "2/1 activations at most (2/1 by formula)" in event["message"]
     json.dumps(event)
@@ -392,7 +392,7 @@ def test_nothing_measured_is_no_error():
     tally.hear([point(0, 0, compute=0.0)])
     event = tally.event()
     assert event["measured"]["bytes"] == 100 and event["measured"]["hidden"] == pytest.approx(0.75)
-    assert "75% of the communication is hidden" in event["message"]
+    assert "75% of the communication overlaps" in event["message"]
 
 
 def test_servers_are_too_few_for_columns_is_no_error_of_costs():

@@ -175,7 +175,7 @@ def test_no_reply_at_all():
 
 
 def test_a_trace_by_hand():
-    """Client 1 leaves while it trains; client 2 comes at 25; client 3 is never there."""
+    """Client 1 leaves while it trains; client 2 comes at 25; client 3 is never available."""
     world = Population(0, [10] * 4, speed=1, available=[[[0, 100]], [[0, 5], [50, 70]], [[25, 60]], []])
     first = world.round(0)
     assert (first.sampled.tolist(), first.trains.tolist(), first.dropped) == ([0, 1], [0], [(1, "offline")])
@@ -383,7 +383,7 @@ def test_bad_traces_are_refused(tmp_path, text, words):
         ({"available": "bernoulli(p=1.2)"}, "up to 1"),
         ({"available": "diurnal(share=2)"}, "share is 2"),
         ({"available": [[[5, 3]]]}, "on < off"),
-        ({"available": [[]]}, "ever there"),
+        ({"available": [[]]}, "ever available"),
         ({"available": [3]}, "list of"),
         ({"dropout": 1}, "below 1"),
         ({"dropout": "x"}, "dropout"),

@@ -134,9 +134,9 @@ def test_the_tap_would_see_a_row(clinic: Clinic) -> None:
 
 def test_the_job_says_whom_it_waits_for_and_gives_up_with_words(clinic: Clinic) -> None:
     job = clinic.job("fedavg:clients=remote(least=2,wait=5)", 1)
-    until(lambda: "round 0 waits for 2 more of 2 clients: nobody is there" in clinic.reason(job))
+    until(lambda: "round 0 waits for 2 more of 2 clients; connected: none" in clinic.reason(job))
     clinic.hospital(job, 0).begin()
-    until(lambda: "waits for 1 more of 2 clients: h0 is there" in clinic.reason(job))
+    until(lambda: "waits for 1 more of 2 clients; connected: h0" in clinic.reason(job))
     job.wait(30)
     assert job.data["status"] == "FAILED"
     assert "has waited 5 s" in job.data["reason"] and "rayps client" in job.data["reason"]
@@ -355,7 +355,7 @@ BAD = {
     "short": (an_update(torch.zeros(49, dtype=torch.float64)), r"'w' is float64 \(49,\), and float64 \(50,\)"),
     "single": (an_update(torch.zeros(50)), "float32"),
     "many": (an_update(torch.zeros(50, dtype=torch.float64), n=10**9), "1000000000 samples, and joined with 20"),
-    "none": (an_update(torch.zeros(50, dtype=torch.float64), n=0), "says 0 samples"),
+    "none": (an_update(torch.zeros(50, dtype=torch.float64), n=0), "reports 0 samples"),
     "more": (an_update(torch.zeros(50, dtype=torch.float64), c=torch.zeros(3)), "unknown 'c'"),
     "noise": (os.urandom(200), "cannot be read"),
     "deep": (_header('{"__metadata__":' + "[" * 100_000), "cannot be read"),
@@ -608,7 +608,7 @@ def test_what_cannot_be_is_said_before_anything_starts(strategy: str, workers: i
     ("strategy", "why"),
     [
         ("fedavg:rule=krum(f=1),clients=remote(least=4)", "needs a round of at least 5"),
-        ("fedavg:min_replies=3,fraction=0.5,clients=remote(least=4)", "begins once 4 clients are there, and asks 2"),
+        ("fedavg:min_replies=3,fraction=0.5,clients=remote(least=4)", "starts with 4 clients, and asks 2"),
     ],
 )
 def test_what_the_fewest_clients_could_not_do_is_refused(clinic: Clinic, strategy: str, why: str) -> None:
@@ -629,7 +629,7 @@ def test_the_same_columns_of_another_file(tmp_path: Path) -> None:
     found = rows_of(data)
     assert (found.batch_size, found.take(found.numbers).x.reshape(-1).tolist()) == (4, [50.0 + i for i in range(6)])
     assert len(rows_of(own_data(Table(), None)).numbers) == 6  # a file that has clients is all this client's here
-    with pytest.raises(DataError, match="no Parquet file"):
+    with pytest.raises(DataError, match="is not Parquet"):
         own_data(Own(), str(tmp_path / "b.parquet"))
 
 
@@ -666,7 +666,7 @@ def test_the_commands(clinic: Clinic, capsys: pytest.CaptureFixture[str], monkey
     monkeypatch.chdir(clinic.path)
     free = str(ClientToken(made.secret, made.job, made.fingerprint))
     for arguments, why in (
-        (("--token", "rps_x"), "no client token"),
+        (("--token", "rps_x"), "not a client token"),
         (("--token", "@/nowhere"), "cannot be read"),
         (("--token", str(made), "--job", "other"), "not for other"),
         (("--token", str(made), "--name", "../x"), "letters and digits"),
@@ -690,7 +690,7 @@ def test_a_token_needs_a_job_that_has_real_clients(clinic: Clinic) -> None:
     whole = str(ClientToken("s", None, "f", "Ward 7"))
     assert ClientToken.read(whole).name == "Ward 7" and ClientToken.read("rpc.any.s.f").name is None
     for text in ("rps_something", str(ClientToken("s", None, "f", "../up")), f"{whole}.more", "rpc.any.s.f."):
-        with pytest.raises(ConfigError, match="no client token"):
+        with pytest.raises(ConfigError, match="not a client token"):
             ClientToken.read(text)
     job.wait(30)
 

@@ -136,8 +136,8 @@ def speaks(event, lost, *, twin):
     assert set(event["sources"]) == set(lost)
     assert event["twins"] == (lost if twin else [])
     assert 0 < event["seconds"] < 60
-    assert f"{event['seconds']:.2f} s after the death was seen" in event["message"]
-    assert f"went on from round {event['round']}" in event["message"]
+    assert f"{event['seconds']:.2f} s after the failure was detected" in event["message"]
+    assert f"continued from round {event['round']}" in event["message"]
     for name, giver in event["sources"].items():
         kind = "its twin" if twin else "its mirror on"
         assert f"{name} has the state of {kind} {giver}" in event["message"]
@@ -208,5 +208,5 @@ def test_a_worker_and_its_mirror_gone_together_mean_the_snapshot_again():
     assert len(killed) == 2
     assert kinds(result).count("restarted") == 1
     assert not mended(result)
-    assert any("nobody else has its state" in event["message"] for event in result.events)
+    assert any("no other worker has its state" in event["message"] for event in result.events)
     equal(result, undisturbed("pipeline"))

@@ -17,7 +17,7 @@ from rayps.cluster.local import rendezvous
 from rayps.comm.link import Listener, parse_address
 from rayps.comm.ring import Ring
 from rayps.comm.ring.mesh import Mesh
-from rayps.comm.ring.rendezvous import meet
+from rayps.comm.ring.rendezvous import find_ranks
 from rayps.core.errors import ConfigError, LinkError, PeerLost, PeerTimeout
 
 SECRET = b"r" * 32
@@ -813,7 +813,7 @@ def test_join_names_who_is_missing():
 def test_a_ring_that_meets_by_name_listens_at_the_clusters_address(monkeypatch):
     monkeypatch.setattr("rayps.comm.ring.rendezvous.host_address", lambda: "127.0.0.2")
     with ThreadPoolExecutor(2) as pool:
-        met = [call.result() for call in [pool.submit(meet, "where", r, 2, 20.0, None) for r in range(2)]]
+        met = [call.result() for call in [pool.submit(find_ranks, "where", r, 2, 20.0, None) for r in range(2)]]
     for listener, _, _, addresses in met:
         assert [parse_address(address).host for address in addresses] == ["127.0.0.2"] * 2
         listener.close()

@@ -178,7 +178,7 @@ def test_the_choice_is_among_the_events():
     chosen = [event for event in result.events if "compression" in event]
     assert len(chosen) == 1
     assert chosen[0]["compression"] in ("off", "fp16", "int8")
-    assert "ms as they are" in chosen[0]["message"]
+    assert "ms uncompressed" in chosen[0]["message"]
     assert not [event for event in train(Small(), AllReduce(), workers=2).events if "compression" in event]
 
 

@@ -187,10 +187,10 @@ def test_updates_are_clipped_in_a_job():
 def test_a_run_in_which_no_round_counted_says_so():
     def warned(rounds, **options):
         events = learn(rounds, **options)[0].events
-        return [event["message"] for event in events if "nothing was learnt" in str(event.get("message"))]
+        return [event["message"] for event in events if "the model was not trained" in str(event.get("message"))]
 
     (told,) = warned(2, workers=2, clip=1e-3, attack="nan(clients=19)", min_replies=2)
     assert "none of 2 rounds counted" in told and "not finite" in told
     (told,) = warned(1, dropout=0.9, min_replies=20)
-    assert "the only round did not count" in told and "nobody replied" not in told
+    assert "the only round did not count" in told and "no client replied" not in told
     assert not warned(2, attack="nan(clients=19)")  # one honest reply a round

@@ -598,7 +598,7 @@ def test_one_layer_alone_and_one_at_two_places():
     assert split(lone, plan(lone, 2, {"": "out"}), 0, 2, None).weight.shape == (3, 4)
     twice = nn.Linear(4, 4)
     model = nn.Sequential(twice, nn.ReLU(), twice)
-    with pytest.raises(WorkloadError, match="no layer can be split among 2 workers by itself"):
+    with pytest.raises(WorkloadError, match="no layer can be split among 2 workers automatically"):
         plan(model, 2)
     split(model, plan(model, 2, {"0": "out"}), 0, 2, None)
     assert model[0] is model[2]
@@ -636,7 +636,7 @@ def model_of_all():
         ({"fc": "rowwise"}, 2, "which means one thing in papers"),
         ({"fc": "sideways"}, 2, "give out, in, heads, rows or none"),
         ({"fc": "in*2"}, 2, "give out, in, heads, rows or none"),
-        ({"fc": "out:2"}, 2, "plan splits the layer 'fc' into 1 x units of 2, and its 3 outputs are no whole number"),
+        ({"fc": "out:2"}, 2, "plan splits the layer 'fc' into 1 x units of 2, and its 3 outputs are not a multiple"),
         ({"fc": "out"}, 4, "size is 4, and the layer 'fc' (Linear) has 3 outputs: every worker needs at least one"),
         ({"fc": "in:3"}, 3, "size is 3, and the layer 'fc' (Linear) has 2 units of 3 inputs"),
         ({"attn": "heads"}, 4, "size is 4, and the layer 'attn' (MultiheadAttention) has 3 heads"),

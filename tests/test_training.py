@@ -152,7 +152,7 @@ def raises(error, words, workload=None, **options):
         ({"resources": {"gpu": 1}}, NoResources, ["GPU"]),
         ({"resume": True}, ConfigError, ["checkpoint=FOLDER"]),
         ({"resume": "/nowhere/step-00000001"}, CheckpointError, ["/nowhere"]),
-        ({"resume": True, "checkpoint": "/nowhere"}, CheckpointError, ["/nowhere", "no whole checkpoint"]),
+        ({"resume": True, "checkpoint": "/nowhere"}, CheckpointError, ["/nowhere", "no complete checkpoint"]),
         ({"workload": "nowhere.py:X"}, WorkloadError, ["nowhere.py"]),
         ({"workload": "nowhere"}, ConfigError, ["'nowhere'"]),
         ({"workload": 3}, ConfigError, ["int", "rayps.Workload"]),
@@ -325,7 +325,7 @@ def test_a_resumed_run_that_is_over_says_so(tmp_path):
     train(Small(), workers=2, steps=6, checkpoint=tmp_path)
     result = train(Small(), workers=2, steps=4, checkpoint=tmp_path, resume=True)
     told = [event["message"] for event in result.events if event["kind"] == "warning"]
-    assert ["round 6" in text and "round 4" in text and "nothing is left" in text for text in told] == [True]
+    assert ["round 6" in text and "round 4" in text and "no training is left" in text for text in told] == [True]
     assert result.metrics["error"] > 0
 
 

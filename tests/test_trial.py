@@ -211,7 +211,7 @@ def test_one_that_hangs_ends_once_the_workers_are_there():
     cluster.patience = 1.0
     outcome, journal, _ = drive(OnlyThere(lambda: threading.Event().wait()), cluster=cluster)
     assert outcome.status is Status.SUCCEEDED, outcome.message
-    assert "the workers were there first" in reason(journal)
+    assert "the workers started first" in reason(journal)
 
 
 class Many(Small):

@@ -107,7 +107,7 @@ function Cluster() {
   }
   const gpus = cluster.total["gpu"] ?? 0;
   return (
-    <span class="cluster tone-ok" title={[cluster.address ? `Ray at ${cluster.address}${cluster.owned ? ", started by this service" : ""}.` : "", cluster.cores ? `Jobs may reserve ${count(cluster.total["cpu"] ?? 0)} CPUs in all (rayps serve --cpus), which share this machine's ${cluster.cores} cores.` : ""].filter(Boolean).join(" ")}>
+    <span class="cluster tone-ok" title={[cluster.address ? `Ray at ${cluster.address}${cluster.owned ? ", started by this service" : ""}.` : "", cluster.cores ? `Jobs may reserve ${count(cluster.total["cpu"] ?? 0)} CPUs in total (rayps serve --cpus), which share this machine's ${cluster.cores} cores.` : ""].filter(Boolean).join(" ")}>
       <i class="dot" /><span class="cluster-word">Ray ready</span>
       <span class="cluster-text"><b>{count(cluster.free["cpu"] ?? 0)}</b> of {count(cluster.total["cpu"] ?? 0)} CPUs free{(cluster.cores ?? Infinity) < (cluster.total["cpu"] ?? 0) && <span class="faint"> on {count(cluster.cores)} cores</span>}{gpus > 0 && <>, <b>{count(cluster.free["gpu"] ?? 0)}</b> of {count(gpus)} GPUs</>}</span>
     </span>
@@ -124,7 +124,7 @@ function Banner() {
     <div class="banner" role="status" aria-live="polite">
       <div class="banner-in">
         <PlugIcon />
-        <span class="banner-text"><b>The service cannot be reached.</b> The page shows what it knew at {since} and goes on from there.</span>
+        <span class="banner-text"><b>The service cannot be reached.</b> The page shows the state of {since} and updates when the service is back.</span>
         <span class="banner-next" aria-live="off">{left > 0 ? `Next try in ${left} s` : "Trying now"}</span>
         <button type="button" class="button" onClick={retryNow}>Try now</button>
       </div>

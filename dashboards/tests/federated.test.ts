@@ -156,10 +156,10 @@ describe("events", () => {
 describe("strategies that learn apart", () => {
   const whole = { name: "fed_avg", fraction: 0.5, local_epochs: 5, local_steps: null, batch_size: 10, rule: { name: "krum", f: 4 }, dropout: 0.5, min_replies: 1, evaluate_every: 1 };
   it("read as their papers spell them, without what goes without saying", () => {
-    expect(inWords(whole)).toBe("FedAvg, 50% of the clients a round, 5 local epochs, batches of 10, krum(f=4), 50% drop out");
+    expect(inWords(whole)).toBe("FedAvg, 50% of the clients per round, 5 local epochs, batches of 10, krum(f=4), 50% drop out");
     expect(inWords("fedprox:mu=0.1,fraction=1.0")).toBe("FedProx, mu 0.1");
-    expect(inWords("local_sgd:period=8")).toBe("Local SGD, meets every 8 rounds");
-    expect(inWords({ name: "diloco", period: 1, compression: null, outer_lr: 0.7 })).toBe("DiLoCo, meets every round, outer lr 0.7");
+    expect(inWords("local_sgd:period=8")).toBe("Local SGD, averages every 8 rounds");
+    expect(inWords({ name: "diloco", period: 1, compression: null, outer_lr: 0.7 })).toBe("DiLoCo, averages every round, outer lr 0.7");
     expect(label({ name: "admm" })).toBe("ADMM");
     expect(length({ workload: "w", strategy: whole, epochs: 30 })).toBe("30 rounds");
     expect(length({ workload: "w", strategy: "local_sgd", epochs: 1 })).toBe("1 epoch");

@@ -14,7 +14,7 @@ describe("a job on a group", () => {
     const spec = { workload: "a:B", strategy, server_group: "shared" };
     const servers = ["alive", "alive", "dead"].map((state, i) => ({ name: `server-${i}`, state }));
     const on = job({ spec, progress: { server_group: { name: "shared", replicas: 1, servers } } });
-    expect([describeJob(on), groupOf(on)]).toEqual(["Parameter server, staleness ≤ 3", "shared (2 servers, 1 copy)"]);
+    expect([describeJob(on), groupOf(on)]).toEqual(["Parameter server, staleness ≤ 3", "shared (2 servers, 1 backup)"]);
     expect(groupOf(job({ spec }))).toBe("shared");
     expect([describeJob(job({ spec: { workload: "a:B", strategy } })), groupOf(job({}))]).toEqual(["Parameter server, staleness ≤ 3, 1 shard", ""]);
   });

@@ -43,10 +43,10 @@ describe("the cost of a step", () => {
       formula: { bytes: 451_152, idle: 0.2, activations: [2, 1], traffic: [{ axis: "data", bytes: 1, messages: 9 }, { axis: "stage", bytes: 32_768, messages: 16 }] },
     }));
     expect(rows.map((row) => row.what)).toHaveLength(6);
-    expect(rows[1]).toMatchObject({ what: "Of it between stages" });
+    expect(rows[1]).toMatchObject({ what: "Of this between stages" });
     expect(rows[1]!.measured).toBe(rows[1]!.formula);
     expect(rows[2]).toEqual({ what: "Messages between stages", measured: "16", formula: "16" });
-    expect(rows[3]).toEqual({ what: "Stages wait", measured: "25.0%", formula: "20.0%" });
+    expect(rows[3]).toEqual({ what: "Stages idle", measured: "25.0%", formula: "20.0%" });
     expect(rows[4]).toEqual({ what: "Activations held", measured: "2, 1", formula: "2, 1" });
   });
   it("is empty before there is any", () => {

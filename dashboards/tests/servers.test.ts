@@ -82,13 +82,13 @@ describe("replication", () => {
   });
   it("says what the next death would cost", () => {
     expect(risk(group([space("a", [segment(0)])]))).toMatchObject({ tone: "ok", text: expect.stringContaining("Any one server may die") });
-    expect(risk(group([space("a", [segment(0, { copies: [] })])]))).toMatchObject({ tone: "warn", text: expect.stringContaining("1 segment lacks a copy") });
+    expect(risk(group([space("a", [segment(0, { copies: [] })])]))).toMatchObject({ tone: "warn", text: expect.stringContaining("1 segment lacks a backup") });
     expect(risk(group([space("a", [segment(0, { copies: [] })])], { replicas: 0 })).text).toContain("last checkpoint");
     expect(risk(group([space("a", [segment(0, { primary: null })])])).tone).toBe("bad");
   });
   it("says what is healed where every segment has its copies", () => {
     const hurt = group([space("a", [segment(0)])], { status: "healing", servers: [server("server-0"), server("server-2", { state: "dead" })] });
-    expect(risk(hurt)).toEqual({ tone: "warn", text: "Every segment has its copy again; 1 server is being replaced." });
+    expect(risk(hurt)).toEqual({ tone: "warn", text: "Every segment has its backup again; 1 server is being replaced." });
   });
   it("knows nothing of what a dead server does", () => {
     const dead = group([], { servers: [server("server-0", { state: "dead", operations_s: null })] });
@@ -138,8 +138,8 @@ describe("names", () => {
 describe("strategies on elastic servers", () => {
   it("are said in words", () => {
     expect(words({ name: "hybrid", servers: 2, staleness: null, replicas: 1, prefetch: true, compression: null, bucket_mb: null }))
-      .toBe("Hybrid, tables on 2 servers, asynchronous, 1 copy");
-    expect(words({ name: "parameter_server", shards: 3, staleness: 2, replicas: 1 })).toBe("Parameter server, staleness ≤ 2, 3 shards, 1 copy");
+      .toBe("Hybrid, tables on 2 servers, asynchronous, 1 backup");
+    expect(words({ name: "parameter_server", shards: 3, staleness: 2, replicas: 1 })).toBe("Parameter server, staleness ≤ 2, 3 shards, 1 backup");
     expect(words({ name: "hybrid", prefetch: false })).toBe("Hybrid, asynchronous, prefetch false");
   });
 });

@@ -1,1 +1,1 @@
-"""cluster."""
+"""Where actors run: the protocol, threads for tests, Ray, placement, scratch folders."""

@@ -1,7 +1,7 @@
-"""Where actors live: the protocol, and a cluster of threads for tests. Ray's half is `ray_cluster`.
+"""The protocol of a cluster of actors, and a cluster of threads for tests. `ray_cluster` implements it on Ray.
 
-An actor is an instance of a plain class, named by its dotted path `module:Class`; its methods may be
-called from several threads at once. An actor with a method `close()` has it called when it is killed.
+An actor is an instance of a plain class, named by its dotted path `module:Class`; its methods may be called from
+several threads at once. If an actor has a method `close()`, it is called when the actor is killed.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from rayps.core.errors import ActorDied, ConfigError, NoResources
 
 _Shared = TypeVar("_Shared")
 Bundle = dict[str, float]
-PROTOCOL = 1  # how a service and the actors that outlive it call each other: raise it with each change of their methods
-FIRST_PROTOCOL = 1  # of rayps 0.1.0, which writes none
-WORKER_NICENESS = "0"  # on a Ray of our own, unless the user says: at Ray's 15 one busy program all but stops them
+PROTOCOL = 1  # version of the calls between a service and actors that outlive it: increment it with each change
+FIRST_PROTOCOL = 1  # version of rayps 0.1.0, which writes none
+WORKER_NICENESS = "0"  # niceness on a Ray of rayps: at Ray's default, 15, one busy program almost stops workers
 
 
 class ActorReply(Protocol):
-    """What a call will answer."""
+    """The future result of a call."""
 
     def done(self) -> bool:
-        """Whether the answer is here."""
+        """Whether the result is here."""
 
     def result(self, timeout: float | None = None) -> Any:
-        """The answer. Raises TimeoutError, ActorDied, or what the method raised."""
+        """Return the result. Raises TimeoutError, ActorDied, or what the method raised."""
 
 
 class ActorHandle(Protocol):
@@ -49,11 +49,11 @@ class Reservation(Protocol):
         """The host of each bundle."""
 
     def release(self) -> None:
-        """Give them back."""
+        """Release them."""
 
 
 class Actors(Protocol):
-    """The part of a cluster that needs no reference of this process: actors are known by name."""
+    """The part of a cluster that needs no reference in this process: actors are found by name."""
 
     def spawn(
         self,
@@ -71,54 +71,54 @@ class Actors(Protocol):
     ) -> ActorHandle:
         """Start an actor; `here` keeps it on this host, `gang` and `index` put it into a reserved bundle.
 
-        `restarts`: how often it is made anew, with the same arguments, after its process died (-1: always); an actor of
-        threads never is.
+        `restarts`: how often it is started again, with the same arguments, after its process died (-1: always); an
+        actor of threads never is.
         """
 
     def find(self, name: str) -> ActorHandle | None:
-        """The living actor of that name."""
+        """Return the living actor of that name."""
 
     def free(self) -> Bundle:
-        """What is not in use: {"cpu": ..., "gpu": ...}."""
+        """Return the free resources: {"cpu": ..., "gpu": ...}."""
 
     def total(self) -> Bundle:
-        """All that there is."""
+        """Return all resources."""
 
     def hosts(self, free: bool = True) -> dict[str, Bundle]:
-        """The same of each host: what is not in use, or all."""
+        """Return the resources of each host: free, or all."""
 
     def kill(self, handle: ActorHandle) -> None:
         """End an actor now."""
 
     def close(self) -> None:
-        """Let go of the cluster; ends it when it was started here."""
+        """Disconnect from the cluster; end it if it was started here."""
 
 
 class Cluster(Actors, Protocol):
-    """Where actors live."""
+    """A cluster on which actors run."""
 
     def share(self, value: _Shared) -> _Shared:
-        """A value that several calls will take, handed over once: what is returned stands for it as an argument."""
+        """Store a value once for several calls; pass the result as the argument."""
 
     def reserve(self, bundles: list[Bundle], timeout: float) -> Reservation | None:
-        """Reserve all bundles or none; None where they are empty. Raises NoResources."""
+        """Reserve all bundles or none; None if there are none. Raises NoResources."""
 
 
 class KeyValues(Protocol):
-    """A small map that all actors of a cluster share, for finding each other."""
+    """A small map that all actors of a cluster share, to find each other."""
 
     def put(self, key: str, value: bytes) -> None:
-        """Write or overwrite."""
+        """Write or overwrite a key."""
 
     def get(self, key: str) -> bytes | None:
-        """Read; None when there is no such key."""
+        """Return a key's value; None if there is no such key."""
 
     def delete(self, key: str) -> None:
-        """Forget the key."""
+        """Delete the key."""
 
 
 def resolve(target: str) -> type:
-    """The class at `module:Class`.
+    """Return the class at `module:Class`.
 
     Raises:
         ConfigError: there is none.
@@ -153,28 +153,28 @@ _providers: list[Callable[[], Surroundings | None]] = []
 
 
 def provide(provider: Callable[[], Surroundings | None]) -> None:
-    """Register who knows the surrounding cluster; `ray_cluster` does so when it is loaded."""
+    """Register what knows the surrounding cluster; `ray_cluster` calls it when it is imported."""
     _providers.append(provider)
 
 
 def rendezvous() -> KeyValues:
-    """The map shared with the surrounding cluster: Ray's inside Ray, this process's elsewhere."""
+    """Return the map shared with the surrounding cluster: Ray's inside Ray, else this process's."""
     return _surroundings()[0]
 
 
 def surrounding() -> Cluster:
-    """The cluster that this code runs in: Ray's inside Ray, threads elsewhere."""
+    """Return the cluster in which this code runs: Ray's inside Ray, else threads."""
     return _surroundings()[1]
 
 
 def host_address() -> str:
-    """The address at which the cluster's other hosts reach this one; loopback where there are none."""
+    """Return the address at which the cluster's other hosts reach this one; loopback if there are none."""
     return _surroundings()[2]
 
 
 def _surroundings() -> Surroundings:
     if not _providers and "ray" in sys.modules:
-        importlib.import_module("rayps.cluster.ray_cluster")  # inside an actor nothing else may have loaded it yet
+        importlib.import_module("rayps.cluster.ray_cluster")  # inside an actor no other module may have imported it yet
     for provider in _providers:
         found = provider()
         if found is not None:
@@ -206,10 +206,10 @@ class _LocalHandle:
     def _answer(self, reply: LocalReply, method: str, run: Callable[[], Any]) -> None:
         try:
             value, error = run(), None
-        except Exception as raised:  # the caller gets whatever the method raised
+        except Exception as raised:  # the caller gets any exception of the method
             value, error = None, raised
         except BaseException as raised:  # as on Ray, where it ends the actor's process
-            reason = f"{method}() ended it by {type(raised).__name__}: {raised}"
+            reason = f"{method}() raised {type(raised).__name__}: {raised}"
             value, error = None, ActorDied(f"actor {self.name} died: {reason}", actor=self.name, reason=reason)
         self._waiting.discard(reply)
         if not reply.done():
@@ -314,7 +314,7 @@ def _local_cluster(cluster: list[LocalCluster] = []) -> LocalCluster:  # noqa: B
 
 
 def refuse_if_too_large(bundles: list[Bundle], total: Bundle) -> None:
-    """Refuse what the whole cluster could never hold.
+    """Refuse more than the whole cluster has.
 
     Raises:
         NoResources: carries `needed` and `total`.
@@ -323,8 +323,8 @@ def refuse_if_too_large(bundles: list[Bundle], total: Bundle) -> None:
         needed = sum(bundle.get(kind, 0.0) for bundle in bundles)
         if needed > total.get(kind, 0.0):
             raise NoResources(
-                f"the job needs {needed:g} {kind.upper()}s and the cluster has {total.get(kind, 0.0):g} in all:\n"
-                "ask for fewer workers, give each less (--cpus-per-worker, resources), or join a larger cluster",
+                f"the job needs {needed:g} {kind.upper()}s and the cluster has {total.get(kind, 0.0):g} in total:\n"
+                "use fewer workers, or less for each (--cpus-per-worker, resources), or join a larger cluster",
                 needed=needed,
                 total=total,
                 kind=kind,
@@ -332,17 +332,17 @@ def refuse_if_too_large(bundles: list[Bundle], total: Bundle) -> None:
 
 
 def not_free(bundles: list[Bundle], free: Bundle, timeout: float) -> NoResources:
-    """The error of who waited in vain for resources that others hold."""
+    """Return the error after a wait for resources that stayed in use."""
     return NoResources(
-        f"the job needs {sum(b.get('cpu', 0) for b in bundles):g} CPUs together, {free['cpu']:g} are free "
-        f"after {timeout:g} s:\nwait for other jobs, ask for fewer workers, or raise timeout",
+        f"the job needs {sum(b.get('cpu', 0) for b in bundles):g} CPUs at once, {free['cpu']:g} are free "
+        f"after {timeout:g} s:\nwait for other jobs, use fewer workers, or raise timeout",
         needed=bundles,
         free=free,
     )
 
 
 def until(ready: Callable[[], bool], timeout: float, pause: float = 0.01) -> bool:
-    """Wait until `ready()` or the deadline, with pauses that grow to 0.2 s; whether it became ready."""
+    """Wait until `ready()` or the deadline, with pauses that grow to 0.2 s; return whether it became ready."""
     deadline = time.monotonic() + timeout
     while not ready():
         if time.monotonic() >= deadline:

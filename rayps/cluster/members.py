@@ -30,19 +30,19 @@ class GroupMember:
 
     @property
     def address(self) -> str:
-        """Where its peers reach it."""
+        """The address for its peers."""
         assert self.place is not None
         return self.place.address
 
     def ask(self, wanted: int, timeout: float) -> Any:
-        """The member's new facts, or None while it has not answered."""
+        """Return the member's new facts, or None while it has not answered."""
         facts = self._answer(timeout, "poll", wanted)
         if facts is not None:
             self.facts = facts
         return facts
 
     def look(self, timeout: float, round: int) -> None:
-        """Ask whether a call of the user's code is overdue in it, outside of its rounds: it counts as dead then."""
+        """Check whether a call of the user's code is overdue outside of its rounds: the member then counts as dead."""
         answer = self._answer(timeout, "calls")
         if answer is not None:
             found = (overdue(call, timeout, round, answer.ends) for call in answer.calls)
@@ -57,7 +57,7 @@ class GroupMember:
         silent = time.monotonic() - self.asked_at
         if not self.question.done():
             if silent > timeout:
-                self.dead = f"{self.name} was silent for {silent:.0f} s (timeout {timeout:g} s)"
+                self.dead = f"{self.name} did not answer for {silent:.0f} s (timeout {timeout:g} s)"
             return None
         question, self.question = self.question, None
         try:
@@ -67,7 +67,7 @@ class GroupMember:
             return None
 
     def heard(self, reply: ActorReply) -> None:
-        """Wait for an order to be taken; a member that does not take it counts as dead."""
+        """Wait until a call has returned; a member on which it fails counts as dead."""
         try:
             reply.result(START_SECONDS)
         except ClusterError as error:
@@ -77,7 +77,10 @@ class GroupMember:
 
 
 def place(members: Sequence[GroupMember], check: Callable[[], None] = lambda: None) -> None:
-    """Learn where new members are; one that did not start counts as dead. What `check` raises ends the wait."""
+    """Get the addresses of new members; one that did not start counts as dead.
+
+    An exception of `check` ends the wait.
+    """
     asked = [(member, member.handle.call("place")) for member in members]
 
     def ready() -> bool:
@@ -98,7 +101,7 @@ def place(members: Sequence[GroupMember], check: Callable[[], None] = lambda: No
 
 
 def settle(replies: Sequence[ActorReply], members: Sequence[GroupMember]) -> None:
-    """Wait until these members have taken a new generation's orders; what they said before is forgotten."""
+    """Wait until these members have started a new generation; earlier facts are dropped."""
     for reply, member in zip(replies, members, strict=True):
         member.question, member.facts = None, None
         member.heard(reply)

@@ -1,7 +1,8 @@
-"""Which workers share a host: a replica inside one host where it fits, and the reason where it does not. Pure.
+"""Place workers on hosts: a replica inside one host where it fits, else with the reason. Pure.
 
-Within a replica activations travel several times a step, between replicas a gradient once; so first as many replicas as
-possible are put inside one host each, and the others are spread over as few hosts as possible, neighbours together.
+Within a replica activations are exchanged several times a step, between replicas a gradient once. So first as many
+replicas as possible are put inside one host each, and the others are spread over as few hosts as possible, neighbours
+together.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ _EPSILON = 1e-6  # amounts are sums of floats; Ray counts to 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Seating:
-    """The host of each rank, and of each replica that is on several hosts why."""
+    """The host of each rank, and for each replica on several hosts the reason."""
 
     hosts: list[str]
     reasons: dict[int, str] = field(default_factory=dict)
 
 
 def slots(free: Bundle, bundle: Bundle) -> int:
-    """How many workers with such a bundle have room in what is free on a host; of what they do not need, any number."""
+    """Return how many workers with such a bundle fit into a host's free resources."""
     rooms = [_room(kind, free.get(kind, 0.0), amount) for kind, amount in bundle.items() if amount]
     return min(rooms, default=2**31)
 
@@ -39,7 +40,7 @@ def _room(kind: str, free: float, amount: float) -> int:
 
 
 def together(bundle: Bundle, count: int) -> dict[str, float]:
-    """What so many workers need on one host. GPUs above one are whole ones, of which no worker gets parts of two."""
+    """Return what so many workers need on one host. More than one GPU means whole GPUs for each worker."""
     found = {kind: round(amount * count, 4) for kind, amount in bundle.items()}
     gpu = bundle.get("gpu", 0.0)
     if 0 < gpu < 1:
@@ -49,9 +50,9 @@ def together(bundle: Bundle, count: int) -> dict[str, float]:
 
 
 def seat(hosts: Mapping[str, Bundle], grid: Grid, bundle: Bundle) -> Seating | None:
-    """Put the ranks of a grid on hosts, of which is known what is free; None where they have no room for all.
+    """Place the ranks of a grid on hosts with known free resources; None if they do not fit.
 
-    No other way has more replicas inside one host.
+    No other placement has more replicas inside one host.
     """
     size, room = grid.columns, {name: slots(free, bundle) for name, free in hosts.items()}
     if sum(room.values()) < grid.size:
@@ -61,7 +62,9 @@ def seat(hosts: Mapping[str, Bundle], grid: Grid, bundle: Bundle) -> Seating | N
     for replica in range(grid.data):
         fits = [name for name in room if room[name] >= size]
         if fits:
-            chosen = [min(fits, key=lambda name: (room[name], name))] * size  # the fullest, so that others stay whole
+            chosen = [
+                min(fits, key=lambda name: (room[name], name))
+            ] * size  # the fullest host first, so that others stay free
         else:
             reasons[replica] = _why(hosts, bundle, size, taken=bool(replica))
             chosen = []
@@ -75,7 +78,7 @@ def seat(hosts: Mapping[str, Bundle], grid: Grid, bundle: Bundle) -> Seating | N
 
 
 def _why(hosts: Mapping[str, Bundle], bundle: Bundle, size: int, taken: bool) -> str:
-    """What no host has enough of."""
+    """Describe what no host has enough of."""
     needed = together(bundle, size)
     lacking = [kind for kind, amount in bundle.items() if amount and not _one_has(hosts, kind, amount, size)]
     kinds = lacking or [kind for kind, amount in bundle.items() if amount]
@@ -106,7 +109,7 @@ def bundles(hosts: Sequence[str], grid: Grid, bundle: Bundle) -> tuple[list[dict
 
 
 def words(hosts: Sequence[str], grid: Grid, reasons: Mapping[int, str]) -> str:
-    """Where the replicas are, and why where one is on several hosts."""
+    """Describe where the replicas are, and why where one is on several hosts."""
     counts = [len({hosts[rank] for rank in grid.replica(data)}) for data in range(grid.data)]
     spread = [data for data, count in enumerate(counts) if count > 1]
     inside, size = grid.data - len(spread), f"{grid.columns} workers"
@@ -116,7 +119,7 @@ def words(hosts: Sequence[str], grid: Grid, reasons: Mapping[int, str]) -> str:
         which = "the replica" if grid.data == 1 else some
         said.append(f"{which} of {size} {'are' if spread and inside > 1 else 'is'} inside one host")
     for data in spread[:3]:
-        why = reasons.get(data, "the cluster placed it so")
+        why = reasons.get(data, "placed by the cluster")
         said.append(f"replica {data} is spread over {counts[data]} hosts: {why}")
     if len(spread) > 3:
         said.append(f"so are {len(spread) - 3} more")

@@ -1,6 +1,6 @@
 """Actors on Ray: the only module that imports ray, and the one place for Ray's quirks.
 
-Always a named address or a private local cluster, never Ray's own guess from an earlier run.
+Always a named address or a private local cluster, never the address that Ray would guess from an earlier run.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ from rayps.core.values import JsonObject, Keywords
 
 log = logging.getLogger(__name__)
 _Shared = TypeVar("_Shared")
-_raylet = ray._raylet  # what Ray keeps of tokens, and who a head is, has no public name
+_raylet = ray._raylet  # Ray's token cache and head lookup have no public names
 
 NAMESPACE = "rayps"
-_ANSWER_SECONDS = 5.0  # for a head to take a connection
-_MOVE_SECONDS = 180.0  # for another thread to start, join or leave a Ray
+_ANSWER_SECONDS = 5.0  # seconds for a head to accept a connection
+_MOVE_SECONDS = 180.0  # seconds for another thread to start, join or leave a Ray
 _QUIET: JsonObject = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
 
 
 class RayReply:
-    """An answer that Ray will bring."""
+    """The future result of a Ray call."""
 
     def __init__(self, ref: ray.ObjectRef, actor: str) -> None:
         self.ref = ref
         self._actor = actor
 
     def done(self) -> bool:
-        """Whether the answer is here."""
+        """Whether the result is here."""
         return bool(ray.wait([self.ref], timeout=0)[0])
 
     def result(self, timeout: float | None = None) -> Any:
-        """The answer. Raises TimeoutError, ActorDied, or what the method raised."""
+        """Return the result. Raises TimeoutError, ActorDied, or what the method raised."""
         try:
             return ray.get(self.ref, timeout=timeout)
         except ray.exceptions.GetTimeoutError as error:
@@ -83,7 +83,7 @@ def _cause(error: ray.exceptions.RayTaskError) -> Exception:
 
 
 def _must_answer(address: str) -> None:
-    # Ray itself would try for two minutes, and say so in lines of its own
+    # Ray itself would try for two minutes, with output of its own
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_SECONDS).close()
@@ -96,7 +96,7 @@ def _must_answer(address: str) -> None:
 
 
 def _hush() -> None:
-    # Ray prints a paragraph on stderr for every process that dies; the run's own event says it in one line
+    # Ray prints a paragraph on stderr for every process that dies; the run's event is one line
     worker = getattr(getattr(ray, "_private", None), "worker", None)
     if worker is not None and hasattr(worker, "print_to_stdstream"):
         worker.print_to_stdstream = lambda data, ignore_prefix: log.debug("%s", data.get("lines"))
@@ -119,13 +119,13 @@ class RayHandle:
 
 
 class _Shell:
-    """An actor's process: the class at a dotted name is imported here, and not by who starts the actor."""
+    """An actor's process: it imports the class at a dotted name, so that the caller need not."""
 
     def __init__(self, target: str, *args: Any, **kwargs: Any) -> None:
         self._actor = resolve(target)(*args, **kwargs)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """What the actor's method gives."""
+        """Return the result of the actor's method."""
         return getattr(self._actor, method)(*args, **kwargs)
 
 
@@ -142,12 +142,12 @@ class RayReservation:
         gangs.add(self)
 
     def hosts(self) -> list[str]:
-        """See Gang."""
+        """See Reservation."""
         found: dict[int, str] = placement_group_table(self.group)["bundles_to_node_id"]
         return [found[index] for index in sorted(found)]
 
     def release(self) -> None:
-        """Give the bundles back."""
+        """Release the bundles."""
         self._gangs.discard(self)
         remove_placement_group(self.group)
 
@@ -156,7 +156,7 @@ _AUTHENTICATION = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
 class _Environment:
-    """The variables that Ray and rayps set for one Ray, to be taken back when the process leaves it.
+    """The variables that Ray and rayps set for one Ray, restored when the process leaves it.
 
     The token of a private Ray would otherwise be sent to the next one that the process joins.
     """
@@ -168,11 +168,11 @@ class _Environment:
         self._set: dict[str, str | None] = {}
 
     def note(self) -> None:
-        """The Ray is up: what differs from before was set for it."""
+        """Record, when the Ray is up, which variables were set for it."""
         self._set = {name: value for name, value in self._now().items() if value != self._before[name]}
 
     def restore(self) -> None:
-        """Put back what was before; what was changed once more in the meantime stays."""
+        """Restore the earlier values; a variable that was changed again meanwhile is left."""
         now = self._now()
         for name, value in self._set.items():
             before = self._before[name]
@@ -189,12 +189,12 @@ class _Environment:
 
 
 class _Session:
-    """The Ray that rayps has brought this process into."""
+    """The Ray that rayps has joined or started in this process."""
 
     def __init__(self, owner: Owner, address: str, environment: _Environment, temp: Scratch | None) -> None:
         self.owner, self.address = owner, address
         self.holders = 0  # clusters that were opened and not closed
-        self.gangs: set[RayReservation] = set()  # of the runs on it
+        self.gangs: set[RayReservation] = set()  # number of runs on it
         self.left = False
         self._environment, self._temp = environment, temp
 
@@ -211,7 +211,7 @@ class _Session:
 
 
 class _Process:
-    """In which Ray this process is, and the one place where it changes."""
+    """The Ray of this process, and the one place where it changes."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -219,7 +219,10 @@ class _Process:
 
     @contextmanager
     def moving(self) -> Iterator[None]:
-        """Nobody else starts, joins or leaves a Ray meanwhile. Raises ClusterError where one does not end."""
+        """Prevent other threads from starting, joining or leaving a Ray.
+
+        Raises ClusterError: one of them does not end.
+        """
         if not self._lock.acquire(timeout=_MOVE_SECONDS):
             raise ClusterError(f"another thread has been starting, joining or leaving a Ray for {_MOVE_SECONDS:g} s")
         try:
@@ -228,24 +231,24 @@ class _Process:
             self._lock.release()
 
     def session(self) -> _Session | None:
-        """The Ray that rayps has brought this process into, unless somebody else has ended it or joined another."""
+        """The Ray that rayps has joined or started, unless other code has ended it or joined another."""
         if self._session is not None and (self._session.left or _current() != self._session.address):
             self._session.left, self._session = True, None
         return self._session
 
     def owner(self) -> Owner:
-        """Who brought this process into the Ray in which it is."""
+        """Which code brought this process into its Ray."""
         session = self.session()
         return session.owner if session is not None else Owner.FOREIGN if ray.is_initialized() else Owner.NONE
 
     def enter(self, owner: Owner, environment: _Environment, temp: Scratch | None = None) -> _Session:
-        """Remember the Ray that was just started or joined."""
+        """Record the Ray that was just started or joined."""
         environment.note()
         self._session = _Session(owner, str(_current()), environment, temp)
         return self._session
 
     def leave(self) -> None:
-        """Leave the Ray that rayps has brought this process into."""
+        """Leave the Ray that rayps has joined or started."""
         session, self._session = self._session, None
         if session is not None:
             session.leave()
@@ -255,7 +258,7 @@ _process = _Process()
 
 
 def _current() -> str | None:
-    """The address of the head of the Ray in which this process is."""
+    """Return the address of the head of this process's Ray."""
     if not ray.is_initialized():
         return None
     if ray.util.client.ray.is_connected():
@@ -264,7 +267,7 @@ def _current() -> str | None:
 
 
 def _read_authentication(read: list[dict[str, str | None]] = []) -> None:  # noqa: B006  one per process
-    # Ray keeps what it read of the environment: without this a variable that was set or taken back has no effect
+    # Ray caches the environment: without this a changed variable has no effect
     now = {name: os.environ.get(name) for name in _AUTHENTICATION}
     if read != [now]:  # only then: threads of Ray may read its configuration meanwhile
         _raylet.Config.initialize("")
@@ -273,10 +276,10 @@ def _read_authentication(read: list[dict[str, str | None]] = []) -> None:  # noq
 
 
 def _identity(address: str) -> str:
-    """The id of the cluster at an address.
+    """Return the id of the cluster at an address.
 
-    Raises:
-        ClusterError: the token is refused, or no head of Ray answers. Ray itself would try for 20 s, and not say why.
+    Raises: ClusterError: the token is refused, or no head of Ray answers. Ray itself would try for 20 s, without the
+    reason.
     """
     _must_answer(address)
     try:
@@ -289,13 +292,13 @@ def _identity(address: str) -> str:
 
 
 def _same(address: str, current: str) -> bool:
-    """Whether the cluster at an address is the current one; by its id, since a head has many names."""
+    """Return whether the cluster at an address is the current one; by its id, since a head has many names."""
     if address == current:
         return True
     try:
         return _identity(address) == _identity(current)
     except ClusterError:
-        return False  # the token of this process is that of the current one
+        return False  # the token of this process is that of the current cluster
 
 
 def _head(address: str) -> str:
@@ -324,7 +327,7 @@ def _no_cluster(address: str, error: BaseException) -> ClusterError:
 class RayCluster:
     """A Ray cluster that this process has joined, or started and will end.
 
-    Of several that were opened in one Ray, the last one that is closed leaves it.
+    If several were opened in one Ray, closing the last one leaves it.
     """
 
     def __init__(self, session: _Session | None = None, *, holds: bool = True) -> None:
@@ -339,16 +342,15 @@ class RayCluster:
         """Join the cluster at `host:port`, or with "auto" the one that RAY_ADDRESS names or that runs on this machine.
 
         A process can be in one Ray. One that rayps started is ended first, and one that rayps joined is left, unless a
-        run uses it. Where the process is in the cluster already, nothing is done.
+        run uses it. If the process is in the cluster already, nothing is done.
 
-        Raises:
-            ClusterError: nothing answers there, the token is refused, or the process is in another Ray that rayps does
-                not own.
+        Raises: ClusterError: nothing answers there, the token is refused, or the process is in another Ray that rayps
+        does not own.
         """
         with _process.moving():
             wanted, owner, current = _head(address), _process.owner(), _current()
             if owner is not Owner.FOREIGN:
-                _must_answer(wanted)  # before another Ray is left for it
+                _must_answer(wanted)  # check before another Ray is left for it
             same = current is not None and _same(wanted, current)
             session = _process.session()
             what = move(owner, named=True, same=same, busy=session is not None and bool(session.gangs))
@@ -363,9 +365,9 @@ class RayCluster:
 
     @classmethod
     def local(cls, cpus: int, gpus: int | None = None) -> RayCluster:
-        """Start a private Ray on this machine with so many logical CPUs; `close()` ends it without a trace.
+        """Start a private Ray on this machine with so many logical CPUs; `close()` ends it and removes its files.
 
-        Where the process is in a Ray already, that one is used.
+        If the process is in a Ray already, that one is used.
         """
         with _process.moving():
             if move(_process.owner(), named=False, same=False, busy=False) is Move.STAY:
@@ -375,7 +377,7 @@ class RayCluster:
     def _check(self) -> None:
         if self._session is not None and self._session.left:
             raise ClusterError(
-                f"this process has left the Ray at {self._session.address}: open the cluster anew",
+                f"this process has left the Ray at {self._session.address}: open the cluster again",
                 address=self._session.address,
             )
 
@@ -459,7 +461,7 @@ class RayCluster:
         refuse_if_too_large(bundles, self.total())
         wanted = [_ray_bundle(bundle) for bundle in bundles]
         if not any(wanted):
-            return None  # nothing to hold, and Ray takes no empty bundle
+            return None  # nothing to reserve, and Ray accepts no empty bundle
         group = placement_group(wanted, strategy="PACK")
         if not group.wait(timeout):
             remove_placement_group(group)
@@ -493,7 +495,7 @@ def _started(cpus: int, gpus: int | None) -> _Session:
     _read_authentication()
     _hush()
     try:
-        below = str(temp.path / "r")  # Ray opens its folder to everyone; the one above is ours alone
+        below = str(temp.path / "r")  # Ray's folder is readable by all users; the one above is private
         ray.init(address="local", num_cpus=cpus, num_gpus=gpus, namespace=NAMESPACE, _temp_dir=below, **_QUIET)
     except BaseException:
         temp.close()
@@ -536,8 +538,8 @@ def _ray_bundle(bundle: Bundle) -> dict[str, float]:
 
 
 def _private_token() -> None:
-    # with a token in the environment, which only we can read, a local ray.init() turns token authentication
-    # on with it; without one it would write a world-readable token file into the home directory
+    # with a token in the environment, which only this user can read, a local ray.init() turns token
+    # authentication on; without one it would write a world-readable token file into the home directory
     if "RAY_AUTH_MODE" not in os.environ and "RAY_AUTH_TOKEN_PATH" not in os.environ:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)

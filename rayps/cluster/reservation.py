@@ -1,4 +1,4 @@
-"""The resources of a job's workers, reserved together, with replicas inside one host where they fit."""
+"""Reserve the resources of a job's workers together, with replicas inside one host where they fit."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from rayps.cluster.placement import bundles, seat, words
 from rayps.core.errors import NoResources
 from rayps.core.grid import Grid
 
-_LOOK_SECONDS = 3.0  # then hosts may have other resources free; doubled each time
+_LOOK_SECONDS = 3.0  # seconds until free resources are checked again; doubled each time
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerResources:
-    """Reserved bundles, and in which of them each rank is; `message` says where replicas are."""
+    """Reserved bundles, and the bundle of each rank; `message` describes where replicas are."""
 
     gang: Reservation | None = None
     index: list[int] = field(default_factory=list)
     message: str | None = None
 
     def release(self) -> None:
-        """Give them back."""
+        """Release them."""
         if self.gang is not None:
             self.gang.release()
 
@@ -30,11 +30,11 @@ class WorkerResources:
 def reserve(cluster: Cluster, resources: Bundle, grid: Grid, timeout: float) -> WorkerResources:
     """Reserve the workers' resources together, all or none.
 
-    Where hosts have no room for all now, it waits for room that keeps replicas whole if the cluster is large enough for
-    that, and looks again from time to time.
+    If there is no space for all now, and the cluster is large enough to keep replicas whole, it waits for that, and
+    checks again from time to time.
 
     Raises:
-        NoResources: there is too little of them, or too little is free until the timeout.
+        NoResources: the cluster is too small, or too little is free until the timeout.
     """
     one_each = [resources] * grid.size
     if grid.columns == 1 or not any(resources.values()):

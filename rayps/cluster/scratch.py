@@ -1,6 +1,6 @@
-"""A temporary folder of one process, or of several that share what is in it; a later process removes those left.
+"""A temporary folder of one process, or shared by several; a later process removes those left behind.
 
-An owner holds a lock on a file in it, which the system lets go of with the owner, however that ends.
+An owner holds a lock on a file in it, which the system releases when the owner ends, however it ends.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Scratch:
 
 
 class SharedScratch:
-    """A folder that all processes of a user on this host share under one key: the first to come fills it.
+    """A folder that all processes of a user on this host share under one key: the first process fills it.
 
     It stays while one of them has it open; the last to `close` removes it.
     """
@@ -50,7 +50,7 @@ class SharedScratch:
     def __init__(
         self, key: str, fill: Callable[[Path], None], *, what: str, timeout: float = 600.0, parent: Path | None = None
     ) -> None:
-        """Return when it is full. `what` says what `fill` does, for those who wait.
+        """Return when the folder is full. `what` describes `fill`, for the error of a process that waits.
 
         Raises:
             DataError: another process has not filled it within `timeout` seconds, or the folder is another user's.
@@ -67,12 +67,12 @@ class SharedScratch:
             raise
 
     def _enter(self, deadline: float, what: str) -> int:
-        """A share of the owners' lock of a folder that is still there."""
+        """Take a shared lock on the folder, while it exists."""
         while True:
             self.path.mkdir(mode=0o700, exist_ok=True)
             if self.path.stat().st_uid != os.getuid() or self.path.is_symlink():
                 raise DataError(f"{self.path} belongs to another user: remove it, or set TMPDIR", file=str(self.path))
-            with contextlib.suppress(FileNotFoundError):  # swept in between
+            with contextlib.suppress(FileNotFoundError):  # removed in between
                 lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 with contextlib.suppress(BlockingIOError, FileNotFoundError):
                     fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -103,7 +103,7 @@ class SharedScratch:
         time.sleep(0.02)
 
     def close(self) -> None:
-        """Let go of the folder, and remove it if nobody else has it open."""
+        """Release the folder, and remove it if no other process has it open."""
         if self._lock >= 0:
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -113,10 +113,10 @@ class SharedScratch:
 
 
 def sweep(parent: Path) -> list[Path]:
-    """Remove the folders in `parent` whose owners, processes of this user, are gone; gives those that were."""
+    """Remove the folders in `parent` whose owners, processes of this user, have ended; return them."""
     gone = []
     for lock in parent.glob(f"{PREFIX}*/{_LOCK}"):
-        with contextlib.suppress(OSError):  # another user's, or removed meanwhile, or its owner lives
+        with contextlib.suppress(OSError):  # another user's, or removed meanwhile, or its owner is alive
             if lock.parent.stat().st_uid == os.getuid() and _free(lock):
                 shutil.rmtree(lock.parent, ignore_errors=True)
                 gone.append(lock.parent)

@@ -1,6 +1,6 @@
-"""Which Ray a process is to be in: decisions from facts, without Ray and without a connection.
+"""Decide which Ray a process uses: from facts, without Ray and without a connection.
 
-A process can be in one Ray at a time. `head` says which address is meant, `move` what to do with the Ray in which the
+A process can be in one Ray at a time. `head` finds the address that is meant, `move` decides about the Ray in which the
 process is already.
 """
 
@@ -16,7 +16,7 @@ RAY_ADDRESS = "RAY_ADDRESS"
 
 
 class Owner(enum.StrEnum):
-    """Who brought this process into the Ray in which it is."""
+    """Which code brought this process into its Ray."""
 
     NONE = "none"  # the process is in no Ray
     STARTED = "started"  # rayps started a private Ray
@@ -25,7 +25,7 @@ class Owner(enum.StrEnum):
 
 
 class Move(enum.StrEnum):
-    """What to do to be in the Ray that is wanted."""
+    """What to do to be in the wanted Ray."""
 
     START = "start"  # a private Ray
     JOIN = "join"  # the address
@@ -36,10 +36,10 @@ class Move(enum.StrEnum):
 
 
 def move(owner: Owner, *, named: bool, same: bool, busy: bool) -> Move:
-    """What to do. `named`: an address is given; `same`: it is the Ray in which the process is; `busy`: a run uses that.
+    """Return what to do. `named`: an address is given; `same`: it is this process's Ray; `busy`: a run uses that Ray.
 
-    Without an address the Ray of the process is used, whoever brought it there. With one, a Ray that rayps started or
-    joined gives way to it, unless a run uses it; one that rayps does not own is never left.
+    Without an address the Ray of the process is used, whichever code joined it. With one, a Ray that rayps started or
+    joined is left, unless a run uses it; one that rayps does not own is never left.
     """
     if owner is Owner.NONE:
         return Move.JOIN if named else Move.START
@@ -58,14 +58,14 @@ def head(
     last: str | None = None,
     found: Collection[str] = (),
 ) -> str:
-    """The `host:port` that an address means.
+    """Return the `host:port` that an address means.
 
     For "auto" that is, in this order: `inside`, the Ray that the process has joined; `environment`, the value of
     RAY_ADDRESS; `last`, the Ray that `ray start` started last on this machine, if it still runs; the only one of
     `found`, the heads that run on this machine.
 
     Raises:
-        ClusterError: the address is no host:port; or "auto" finds no Ray, or several.
+        ClusterError: the address is not a host:port; or "auto" finds no Ray, or several.
     """
     if given != AUTO:
         return _checked(given, "address")
@@ -101,7 +101,7 @@ def _checked(given: str, name: str) -> str:
 
 
 def foreign(address: str, current: str) -> ClusterError:
-    """The error of a process that others brought into another Ray."""
+    """Return the error of a process that other code brought into another Ray."""
     return ClusterError(
         f"address is {address!r}, and this process is in the Ray at {current}, which rayps did not start; a process "
         "can be in one:\nleave address out to use that Ray, call ray.shutdown() before, or start from another process",
@@ -111,7 +111,7 @@ def foreign(address: str, current: str) -> ClusterError:
 
 
 def busy(address: str, current: str) -> ClusterError:
-    """The error of a process in which another run uses the Ray that would be left."""
+    """Return the error of a process in which another run uses the Ray that would be left."""
     return ClusterError(
         f"address is {address!r}, and a run of this process uses the Ray at {current}; a process can be in one:\n"
         "wait until that run has ended, or start this one from another process",
@@ -121,8 +121,8 @@ def busy(address: str, current: str) -> ClusterError:
 
 
 def token_refused(address: str, *, sent: bool) -> ClusterError:
-    """The error of a process whose token is missing or is not the cluster's."""
-    which = "refused the token of this process" if sent else "wants a token, and this process sends none"
+    """Return the error of a process whose token is missing or is not the cluster's."""
+    which = "refused the token of this process" if sent else "requires a token, and this process sends none"
     return ClusterError(
         f"the Ray cluster at {address!r} {which}:\n"
         "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to the cluster's token or RAY_AUTH_TOKEN_PATH to the file that "

@@ -1,1 +1,1 @@
-"""comm."""
+"""Communication: connections between two peers (`link`), collectives (`ring`), compression of gradients."""

@@ -1,20 +1,20 @@
-"""Gradients in fewer bytes: a vector as a uint8 tensor and back, and the memory of what was left out. Pure.
+"""Gradient compression: a vector as a uint8 tensor and back, with error feedback. Pure.
 
 | name   | bytes for n elements    | what is lost                                                     |
 |--------|-------------------------|------------------------------------------------------------------|
-| fp16   | 2 n                     | digits after the third, and what lies beyond +-65504             |
+| fp16   | 2 n                     | digits after the third, and magnitudes beyond 65504              |
 | bf16   | 2 n                     | digits after the second                                          |
 | int8   | n + 4 ceil(n / 1024)    | at most 1/254 of the largest magnitude in a block of 1024        |
 | top_k  | 8 fraction x n          | all but the largest magnitudes                                   |
 
-Nothing is lost for good: `ErrorFeedback` adds what one encoding left out to the next vector.
+No part of a gradient is lost for good: `ErrorFeedback` adds the error of one encoding to the next vector.
 
 Seide et al., "1-bit stochastic gradient descent and its application to data-parallel distributed training of speech
-DNNs", Interspeech 2014; Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression schemes",
-ICML 2019; Lin et al., "Deep gradient compression", ICLR 2018 (top_k; without its momentum correction and warm-up).
+DNNs", Interspeech 2014; Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression schemes", ICML
+2019; Lin et al., "Deep gradient compression", ICLR 2018 (top_k; without its momentum correction and warm-up).
 
-What is not finite stays so: NaN and infinity decode to NaN or infinity (for int8, as NaN in all of their block).
-Finite values beyond an encoding's range are cut to it.
+NaN and infinity decode to NaN or infinity (under int8, to NaN in the whole block). Finite values beyond an encoding's
+range are clipped to it.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from rayps.core.errors import ConfigError
 from rayps.core.values import JsonObject
 
 BLOCK = 1024  # elements that share one scale under int8
-CANDIDATES = ("fp16", "int8")  # of `auto`: top_k takes another course of learning, so it is only taken when asked for
-MARGIN = 0.9  # with `auto`, what is encoded has to take less than this share of the plain time
+CANDIDATES = ("fp16", "int8")  # candidates of `auto`: without top_k, which changes convergence and must be asked for
+MARGIN = 0.9  # under `auto`, an encoded mean must take less than this share of the plain time
 
 
 class Codec(Protocol):
-    """One way to write a vector in fewer bytes."""
+    """An encoding of a vector in fewer bytes."""
 
     code: int  # its number in a message; above 0
 
     def size(self, n: int) -> int:
-        """Bytes of n encoded elements."""
+        """Return the bytes of n encoded elements."""
 
     def encode(self, x: Tensor) -> Tensor:
-        """A floating vector as uint8 [size(n)]; `x` is left as it was."""
+        """Encode a floating vector as uint8 [size(n)]; `x` does not change."""
 
     def decode(self, data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-        """The n elements that `data` holds, as a new vector. Raises ConfigError where the lengths do not fit."""
+        """Return the n elements of `data` as a new vector. Raises ConfigError: the lengths do not match."""
 
 
 class HalfPrecision:
@@ -87,7 +87,9 @@ class BlockQuantized:
             return rows.view(torch.uint8).view(-1)
         scales = torch.maximum(rows.amax(1), rows.amin(1).neg_()).div_(127)
         steps = torch.where(scales == 0, 1.0, scales)  # nothing but zeros
-        rows.div_(steps[:, None]).round_().clamp_(-127, 127).nan_to_num_(0.0)  # the scale tells what is not finite
+        rows.div_(steps[:, None]).round_().clamp_(-127, 127).nan_to_num_(
+            0.0
+        )  # a scale that is not finite marks the block
         return torch.cat([scales.view(torch.uint8), rows.view(-1)[:n].to(torch.int8).view(torch.uint8)])
 
     def decode(self, data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
@@ -103,7 +105,7 @@ class BlockQuantized:
 
 
 class TopK:
-    """The largest magnitudes alone, each with its place: int32 [k], then float32 [k], in the order of places."""
+    """Only the largest magnitudes, each with its index: int32 [k], then float32 [k], in the order of indices."""
 
     code = 4
 
@@ -118,19 +120,21 @@ class TopK:
         """See Codec."""
         k = self.size(x.numel()) // 8
         if x.numel() > torch.iinfo(torch.int32).max:
-            raise ConfigError(f"top_k counts to 2^31 elements and the vector has {x.numel()}: use more shards, or int8")
+            raise ConfigError(
+                f"top_k encodes at most 2^31 elements, the vector has {x.numel()}: use more shards, or int8"
+            )
         places = _largest(x.abs(), k).sort().values
         values = _within(x[places], torch.float32)
         return torch.cat([places.to(torch.int32).view(torch.uint8), values.view(torch.uint8)])
 
     def decode(self, data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-        """See Codec; how many there are is told by the length of `data`."""
+        """See Codec; k follows from the length of `data`."""
         k = data.numel() // 8
         _must_be(data, 8 * min(k, n), n)
         x = torch.zeros(n, dtype=dtype, device=data.device)
         places = data[: 4 * k].view(torch.int32).long()
         if k and not 0 <= int(places.min()) <= int(places.max()) < n:
-            raise ConfigError(f"an encoded vector has places outside its {n} elements")
+            raise ConfigError(f"an encoded vector has indices outside its {n} elements")
         x[places] = data[4 * k :].view(torch.float32).to(dtype)
         return x
 
@@ -144,25 +148,28 @@ _BY_CODE: dict[int, Codec] = {codec.code: codec for codec in (*_PLAIN.values(), 
 
 
 def codec(text: str) -> Codec:
-    """The codec that `compression` names: fp16, bf16, int8, top_k or top_k:FRACTION. Raises ConfigError."""
+    """Return the codec that `compression` names: fp16, bf16, int8, top_k or top_k:FRACTION. Raises ConfigError."""
     name, fraction = compression_of(text)
     return TopK(fraction) if name == "top_k" else _PLAIN[name]
 
 
 def decoded(code: int, data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-    """What came with a codec's number, as n elements of `dtype`. Raises ConfigError."""
+    """Decode data received with a codec's number, as n elements of `dtype`. Raises ConfigError."""
     if code not in _BY_CODE:
         raise ConfigError(f"an encoded vector has the unknown code {code}: is the peer of another version?")
     return _BY_CODE[code].decode(data, n, dtype)
 
 
 def choice(where: str, picked: str, what: str, seconds: dict[str, float] | None = None) -> JsonObject:
-    """How gradients to a ring or a server travel, as an event; `seconds` of `what` by name, "off" for as they are."""
+    """Describe as an event how gradients are sent to a ring or a server.
+
+    `seconds` of `what` by name, "off" for uncompressed.
+    """
     why = what
     if seconds is not None:
         best = min(CANDIDATES, key=lambda name: seconds[name])
-        why = f"{what} took {1e3 * seconds['off']:.2f} ms as they are and {1e3 * seconds[best]:.2f} ms in {best}"
-    message = f"gradients to the {where} travel {'as they are' if picked == 'off' else 'in ' + picked}: {why}"
+        why = f"{what} took {1e3 * seconds['off']:.2f} ms uncompressed and {1e3 * seconds[best]:.2f} ms as {best}"
+    message = f"gradients to the {where} are sent {'uncompressed' if picked == 'off' else 'as ' + picked}: {why}"
     found: JsonObject = {"kind": "choice", "message": message, "compression": picked}
     if seconds:
         found["seconds"] = seconds
@@ -170,10 +177,10 @@ def choice(where: str, picked: str, what: str, seconds: dict[str, float] | None 
 
 
 class ErrorFeedback:
-    """What a codec has left out of one sender's vectors so far, and sends with the next.
+    """The error of a codec on one sender's vectors so far, added to its next vector.
 
-    The sum of all that was decoded is the sum of all vectors less `residual`, up to rounding in its dtype (float32,
-    or float64 for float64). What is not finite is sent and not remembered.
+    The sum of all decoded vectors is the sum of all vectors minus `residual`, up to rounding in its dtype (float32, or
+    float64 for float64). Values that are not finite are sent and not remembered.
     """
 
     def __init__(self, codec: Codec, n: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
@@ -181,7 +188,7 @@ class ErrorFeedback:
         self.residual = torch.zeros(n, dtype=torch.promote_types(dtype, torch.float32), device=device)
 
     def encode(self, x: Tensor, lo: int = 0) -> Tensor:
-        """The elements from `lo` of the sender's next vector, with what was left out there before, as uint8."""
+        """Encode the elements from `lo` of the sender's next vector, plus the earlier error there, as uint8."""
         rest = self.residual[lo : lo + x.numel()]
         rest += x
         data = self.codec.encode(rest)
@@ -191,19 +198,19 @@ class ErrorFeedback:
 
 
 def _within(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` in a dtype of smaller range; finite values stay finite."""
+    """Return `x` in a dtype of smaller range; finite values stay finite."""
     limit = torch.finfo(dtype).max
     if torch.finfo(x.dtype).max <= limit or x.numel() == 0:
         return x.to(dtype)
     least, most = torch.aminmax(x)
-    if -limit <= least and most <= limit:  # as good as always; not where there is a NaN
+    if -limit <= least and most <= limit:  # nearly always; false if there is a NaN
         return x.to(dtype)
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bfloat16 has not the digits of the limit
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bfloat16 cannot represent the limit
     return torch.where(wide.isinf(), wide, wide.clamp(-limit, limit)).to(dtype)
 
 
 def _largest(x: Tensor, k: int) -> Tensor:
-    """Where the k largest are, in any order; NaN counts as large."""
+    """Return the indices of the k largest, in any order; NaN counts as large."""
     if x.device.type != "cpu" or k == 0:
         return x.topk(k, sorted=False).indices
     wide = x.to(torch.promote_types(x.dtype, torch.float32)).numpy()

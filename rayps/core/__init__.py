@@ -1,1 +1,1 @@
-"""core."""
+"""Pure values and decisions below all other folders: no torch, no ray."""

@@ -1,4 +1,4 @@
-"""Who takes part in a meeting of workers that may be absent: a function of the seed, so that a run can be repeated."""
+"""Draw which workers take part in an average that tolerates absent workers. Pure: a function of the seed."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import random
 
 
 def attends(seed: int, meeting: int, rank: int, probability: float) -> bool:
-    """Whether `rank` is there; independent over meetings and ranks, and the same for the same arguments, always."""
+    """Return whether `rank` takes part; independent over averages and ranks, equal for equal arguments."""
     return probability >= 1 or random.Random(f"attends {seed} {meeting} {rank}").random() < probability

@@ -1,6 +1,6 @@
 """Which rounds belong to which phase and epoch of a run, and after which a snapshot is taken. Pure.
 
-A round is one batch of every replica, so an epoch has as many rounds as the strategy of its phase leaves it replicas.
+A round is one batch of every replica. An epoch's number of rounds depends on the number of replicas of its phase.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from rayps.core.grid import Grid
 
 
 class Planned(Protocol):
-    """A phase, as far as its length goes; `epochs` None = until the run ends."""
+    """A phase, as far as its length needs it; `epochs` None = until the run ends."""
 
     @property
     def epochs(self) -> int | None:
-        """Epochs of the phase."""
+        """The number of epochs of the phase."""
 
     def grid(self, workers: int) -> Grid:
         """How `workers` are laid out in it."""
@@ -26,7 +26,7 @@ class Planned(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """After which rounds a snapshot is taken: every `every` rounds, counted from `origin`, and at `end`."""
+    """The rounds after which a snapshot is taken: every `every` rounds, counted from `origin`, and at `end`."""
 
     every: int
     end: int
@@ -36,7 +36,7 @@ class Boundary:
         return rounds == self.end or (self.every > 0 and (rounds - self.origin) % self.every == 0)
 
     def following(self, rounds: int) -> int:
-        """The first such round that is not before `rounds`; the end where there is none."""
+        """Return the first such round that is not before `rounds`; the end if there is none."""
         if self.every <= 0:
             return self.end
         return min(self.end, self.origin - (self.origin - rounds) // self.every * self.every)
@@ -44,7 +44,7 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True)
 class PhaseSpan:
-    """One phase: rounds `begin` to `end`, counted from the run's begin, of which the first is of epoch `epoch`."""
+    """One phase: rounds `begin` to `end` since the start of the run; its first epoch is `epoch`."""
 
     begin: int
     end: int
@@ -55,24 +55,26 @@ class PhaseSpan:
 
     @property
     def origin(self) -> tuple[int, int]:
-        """The round and the epoch that its epochs are counted from."""
+        """The round and the epoch at the start of the phase."""
         return self.begin, self.epoch
 
     def epoch_of(self, done: int) -> int:
-        """Whole epochs of the run that lie behind after `done` rounds, in this phase."""
+        """Return the number of complete epochs of the run after `done` rounds, in this phase."""
         return self.epoch + (done - self.begin) // self.steps
 
 
 class Calendar:
-    """The phases of one run, one behind another."""
+    """The phases of one run, in order."""
 
     def __init__(
         self, phases: Sequence[Planned], steps: Sequence[int], workers: int, *, epochs: int | None, rounds: int | None
     ) -> None:
-        """`steps` are the rounds of an epoch in each phase; the job has so many `epochs`, or `rounds`.
+        """Compute the spans; `steps` are the rounds of an epoch in each phase.
+
+        The job has so many `epochs`, or `rounds`.
 
         Raises:
-            ConfigError: the phases' epochs and the job's epochs or rounds do not fit together.
+            ConfigError: the phases' epochs and the job's epochs or rounds contradict each other.
         """
         if len(set(steps)) == 1:
             ends = phase_ends(phases, steps[0], epochs=epochs, steps=rounds)
@@ -87,27 +89,27 @@ class Calendar:
 
     @property
     def rounds(self) -> int:
-        """In all."""
+        """The total number of rounds."""
         return self.spans[-1].end
 
     @property
     def epochs(self) -> int:
-        """In all; the last may be cut short."""
+        """The total number of epochs; the last may be incomplete."""
         last = self.spans[-1]
         return last.epoch - (last.begin - last.end) // last.steps
 
     def at(self, done: int) -> PhaseSpan:
-        """The phase that goes on after `done` rounds; the last one when the run is over."""
+        """Return the phase that continues after `done` rounds; the last one when the run has ended."""
         return next((span for span in self.spans if done < span.end), self.spans[-1])
 
     def epoch_of(self, number: int) -> int:
-        """The epoch of the round with this number."""
+        """Return the epoch of the round with this number."""
         return self.at(number).epoch_of(number)
 
     def cut(self, planned: int, at: int) -> bool:
-        """Let the phase that was to end at round `planned` end at `at`, and those after it begin the sooner.
+        """End at `at` the phase that was to end at round `planned`; the later phases begin earlier.
 
-        False where there is no such phase: the run has others by now.
+        False if there is no such phase: the phases have changed since.
         """
         number = next((i for i, span in enumerate(self.spans) if span.end == planned and span.begin <= at), None)
         if number is None:
@@ -119,16 +121,16 @@ class Calendar:
         return True
 
     def after(self, epochs: int) -> int:
-        """The rounds that so many whole epochs take."""
+        """Return the rounds of so many complete epochs."""
         span = next((span for span in reversed(self.spans) if span.epoch <= epochs), self.spans[0])
         return span.begin + (epochs - span.epoch) * span.steps
 
 
 def phase_ends(phases: Sequence[Planned], steps_per_epoch: int, *, epochs: int | None, steps: int | None) -> list[int]:
-    """The position at which each phase ends.
+    """Return the position at which each phase ends.
 
     Raises:
-        ConfigError: the phases' epochs and the job's epochs or steps do not fit together.
+        ConfigError: the phases' epochs and the job's epochs or steps contradict each other.
     """
     before = sum(phase.epochs or 0 for phase in phases[:-1])
     if steps is not None and phases[-1].epochs is not None:
@@ -159,7 +161,7 @@ def phase_ends(phases: Sequence[Planned], steps_per_epoch: int, *, epochs: int |
 
 
 def _ends(phases: Sequence[Planned], steps: Sequence[int], epochs: int | None, rounds: int | None) -> list[int]:
-    """The rounds at which phases end, where an epoch has not as many in each."""
+    """Return the rounds at which phases end, where phases have different numbers of rounds per epoch."""
     by_epoch = phase_ends(phases, 1, epochs=epochs, steps=None) if rounds is None else []
     found, at, before = [], 0, 0
     for i, phase in enumerate(phases):

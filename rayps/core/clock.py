@@ -1,8 +1,8 @@
-"""Who may enter which round: the vector clock of a group of workers. Pure; no I/O, no threads.
+"""Which worker may start which round: the vector clock of a group of workers. Pure; no I/O, no threads.
 
-A worker's clock is the number of rounds it has pushed without a gap: the mark of a `rayps.core.ledger`. Bounded
-staleness (Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013)
-lets a worker pull while its clock is at most `staleness` ahead of the slowest: 0 is a barrier, None is fully
+A worker's clock is the number of rounds it has pushed without a gap: its mark in a `rayps.core.ledger`. Bounded
+staleness lets a worker pull while its clock is at most `staleness` ahead of the slowest (Ho et al., "More Effective
+Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013): 0 is a barrier, None is fully
 asynchronous.
 """
 
@@ -12,10 +12,10 @@ from collections.abc import Mapping
 
 
 class Clock:
-    """Rounds pushed by each rank, and how far apart they may drift."""
+    """Rounds pushed by each rank, and the bound on their difference."""
 
     def __init__(self, done: Mapping[int, int], staleness: int | None) -> None:
-        """`done` is read whenever the clock is asked; who writes it decides which pushes count."""
+        """Use `done` as the ranks' clocks; it is read at each call, and its owner decides which pushes count."""
         self.staleness = staleness
         self.done = done
 
@@ -25,14 +25,14 @@ class Clock:
         return min(self.done.values(), default=0)
 
     def lead(self, rank: int) -> int:
-        """How many rounds `rank` is ahead of the slowest."""
+        """Return how many rounds `rank` is ahead of the slowest."""
         return self.done[rank] - self.slowest
 
     def may_pull(self, rank: int) -> bool:
-        """Whether a pull of `rank` may be served now."""
+        """Return whether a pull of `rank` may be served now."""
         return self.staleness is None or self.lead(rank) <= self.staleness
 
     def laggards(self) -> list[int]:
-        """The ranks that everyone else waits for."""
+        """Return the slowest ranks, for which the others wait."""
         slowest = self.slowest
         return sorted(rank for rank, done in self.done.items() if done == slowest)

@@ -1,15 +1,15 @@
-"""The names of the ways in which vectors travel compressed. `rayps.comm.compress` has the codecs."""
+"""The names of compressions. `rayps.comm.compress` has the codecs."""
 
 from __future__ import annotations
 
 from rayps.core.errors import ConfigError
 
 COMPRESSIONS = ("fp16", "bf16", "int8", "top_k", "auto")
-TOP_K = 0.01  # of the elements, unless said otherwise
+TOP_K = 0.01  # default fraction of the elements
 
 
 def compression_of(given: object) -> tuple[str, float]:
-    """The name of a `compression`, and the fraction of the elements that top_k sends.
+    """Return the name of a `compression`, and the fraction of the elements that top_k sends.
 
     Raises:
         ConfigError: it is none of fp16, bf16, int8, top_k, top_k:FRACTION and auto.

@@ -1,7 +1,7 @@
-"""What a strategy costs on a grid: bytes and messages a step, waiting, memory, by formula. Pure.
+"""The cost of a strategy on a grid, by formula: bytes and messages per step, waiting, memory. Pure.
 
-Traffic between replicas is the strategy's own (`cost`, of the formulas in `rayps.core.traffic`); what a divided replica
-sends inside itself, how long a pipeline waits and what a worker holds are added here.
+The strategy's `cost` gives the traffic between replicas (formulas of `rayps.core.traffic`). Added here: the traffic
+inside a divided replica, the idle time of a pipeline, and the memory of a worker.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from rayps.core.values import JsonObject
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """All of a strategy's costs on a grid."""
+    """All costs of a strategy on a grid."""
 
     grid: Grid
     traffic: list[TrafficCost]
-    idle: Fraction | None = None  # the pipeline's, by formula
+    idle: Fraction | None = None  # idle share of the pipeline, by formula
     idle_formula: str = ""
-    peaks: list[int] = field(default_factory=list)  # activations held at most by each stage
-    memory: list[dict[str, float]] = field(default_factory=list)  # bytes of each column's worker, by what they are for
+    peaks: list[int] = field(default_factory=list)  # most activations that each stage holds
+    memory: list[dict[str, float]] = field(default_factory=list)  # bytes of each column's worker, by purpose
 
     @property
     def bytes(self) -> float | None:
-        """Of all workers in a step; None where a part is not known."""
+        """Bytes of all workers in a step; None where a part is not known."""
         known = [cost.bytes for cost in self.traffic if cost.bytes is not None]
         return sum(known) if len(known) == len(self.traffic) else None
 
     @property
     def messages(self) -> float | None:
-        """Of all workers in a step; None where a part is not known."""
+        """Messages of all workers in a step; None where a part is not known."""
         known = [cost.messages for cost in self.traffic if cost.messages is not None]
         return sum(known) if len(known) == len(self.traffic) else None
 
     def to_dict(self) -> JsonObject:
-        """JSON-ready."""
+        """Return the costs as JSON-ready data."""
         return {
             "bytes": self.bytes,
             "messages": self.messages,
@@ -67,14 +67,14 @@ class Costs:
 
 
 def costs(strategy: StrategyView, workers: int, sizes: Sizes, rows: Table | None = None) -> Costs:
-    """What a step of `strategy` costs. `rows` is a schedule's table of the user's own.
+    """Return what a step of `strategy` costs. `rows` is a user's own schedule table.
 
     Raises:
-        ConfigError: so many workers are no whole number of replicas.
+        ConfigError: so many workers are not a whole number of replicas.
     """
     topology = strategy.topology
     grid, replica = topology.grid(workers), topology.replica
-    if not sizes.owned and grid.columns > 1:  # as if all columns were alike
+    if not sizes.owned and grid.columns > 1:  # assumes equal columns
         owned = tuple(cut.stop - cut.start for cut in slices(sizes.parameters, grid.columns))
         sizes = replace(sizes, owned=owned, held=owned)
     traffic = strategy.cost(grid, sizes)
@@ -103,7 +103,7 @@ def costs(strategy: StrategyView, workers: int, sizes: Sizes, rows: Table | None
 
 
 def held_bytes(row: list[Action], sizes: Sizes, micro_batches: int, split: bool) -> float:
-    """The most bytes of activations that a stage which does these actions holds at once; 0 where they are not known."""
+    """Return the most bytes of activations that a stage with these actions holds at once; 0 if sizes are not known."""
     if not sizes.kept:
         return 0.0
     counts = [cut.stop - cut.start for cut in slices(sizes.batch, micro_batches)]
@@ -116,7 +116,7 @@ def held_bytes(row: list[Action], sizes: Sizes, micro_batches: int, split: bool)
 
 
 def amount(count: float) -> str:
-    """Bytes, in one unit."""
+    """Format a number of bytes."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if count >= size:
             return f"{count / size:.3g} {unit}"
@@ -124,7 +124,7 @@ def amount(count: float) -> str:
 
 
 def _stages(replica: Pipeline, grid: Grid, sizes: Sizes) -> TrafficCost:
-    """Activations forward, their gradients back, between every two chunks that are neighbours."""
+    """Cost of activations and their gradients between neighbouring chunks."""
     p, v = replica.stages, replica.chunks
     m = min(replica.micro_batches, sizes.batch) if sizes.batch else replica.micro_batches
     lines = grid.data * grid.tensor
@@ -144,12 +144,12 @@ def _stages(replica: Pipeline, grid: Grid, sizes: Sizes) -> TrafficCost:
         lines * messages,
         max(busiest) if known else None,
         "stage",
-        "behind other micro-batches",
+        "computation of other micro-batches",
     )
 
 
 def _tensor(grid: Grid, sizes: Sizes, micro_batches: int) -> list[TrafficCost]:
-    """Sums and gathers inside layers."""
+    """Cost of sums and gathers inside layers."""
     n, lines, stages = grid.tensor, grid.data, len(sizes.summed)
     known = bool(sizes.summed and sizes.batch)
     summed, gathered = sum(sizes.summed) * sizes.batch, sum(sizes.gathered) * sizes.batch
@@ -165,18 +165,20 @@ def _tensor(grid: Grid, sizes: Sizes, micro_batches: int) -> list[TrafficCost]:
         )
     ]
     if gathered:
-        words = "(N-1)/N T from each of N, T = bytes put side by side"
+        words = "(N-1)/N T from each of N, T = bytes gathered"
         found.append(TrafficCost("gathers inside layers", words, (n - 1) * gathered * lines, 0, axis="tensor"))
     return found
 
 
 def _lent(grid: Grid, sizes: Sizes) -> list[TrafficCost]:
-    """What columns borrow from each other at the beginning of a step."""
+    """Cost of parameters that columns borrow from each other at the start of a step."""
     found = []
     if sizes.tied:
         whole = 2 * sizes.tied * sizes.width * grid.data
         found.append(
-            TrafficCost("tied weights between stages", "values there, gradients back: 2 x their bytes", whole, None)
+            TrafficCost(
+                "tied weights between stages", "values to the borrower, gradients back: 2 x their bytes", whole, None
+            )
         )
     if sizes.shared:
         whole = sizes.shared * sizes.width * grid.data

@@ -1,4 +1,4 @@
-"""Which way an optimizer moves: the sign of what a strategy adds to a gradient. Pure."""
+"""The direction in which an optimizer moves: the sign of what a strategy adds to a gradient. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rayps.core.errors import ConfigError
 
 
 def direction(groups: Iterable[Mapping[str, bool]]) -> int:
-    """1, or -1 where the optimizer of these parameter groups maximizes.
+    """Return 1, or -1 where the optimizer of these parameter groups maximizes.
 
     Raises:
         ConfigError: one group maximizes and another does not.
@@ -16,7 +16,7 @@ def direction(groups: Iterable[Mapping[str, bool]]) -> int:
     found = {bool(group.get("maximize", False)) for group in groups}
     if len(found) != 1:
         raise ConfigError(
-            "one group of the optimizer maximizes and another does not, and this strategy counts with one "
+            "one parameter group of the optimizer maximizes and another does not, and this strategy needs one "
             "direction: give all of them the same maximize",
             field="strategy",
         )

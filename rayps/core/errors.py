@@ -1,26 +1,26 @@
-"""Every error that rayps raises, as one small tree.
+"""Every error that rayps raises, as one tree.
 
     RaypsError
-    ├── UserError                what was given cannot work; trying again will not help
+    ├── UserError                invalid input; a retry does not help
     │   ├── ConfigError          an argument, option, setting or job file
     │   ├── WorkloadError        the user's model, loss, optimizer or module
     │   ├── DataError            a file, a column, a value
-    │   └── CheckpointError      a checkpoint that is missing, torn or of another model
-    ├── TrainingError            the run itself went wrong: a loss that is not finite, ...
-    ├── LinkError                two peers lost each other
+    │   └── CheckpointError      a checkpoint that is missing, damaged or of another model
+    ├── TrainingError            the training failed: a loss that is not finite, ...
+    ├── LinkError                the connection between two peers failed
     │   ├── PeerLost             the peer closed the connection or died
-    │   ├── PeerTimeout          the peer was silent past its deadline
+    │   ├── PeerTimeout          the peer did not answer within the timeout
     │   └── StaleGeneration      the message belongs to a group that has been replaced
-    ├── ClusterError             where actors live
-    │   ├── ActorDied            an actor's process is gone
-    │   └── NoResources          the cluster cannot hold what was asked for
+    ├── ClusterError             actors and resources
+    │   ├── ActorDied            an actor's process has ended
+    │   └── NoResources          the cluster lacks the requested resources
     └── ServiceError             the job service, seen from a client
         ├── Unreachable          no answer at that address
         ├── Unauthorized         the token is missing, wrong or revoked
         ├── NotFound             no such job
         └── Conflict             the job's state does not allow it
 
-Errors carry data (`error.data`), say the way out in their message, and survive pickling between actors.
+A message says what happened and how to fix it; `error.data` holds the facts. Errors survive pickling between actors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rayps.core.values import Keywords
 
 
 class RaypsError(Exception):
-    """The root: a message that names the way out, and the facts as data.
+    """The root of the tree: a message with the way to fix it, and the facts as `data`.
 
     Example:
         try:
@@ -59,7 +59,7 @@ def _rebuild(kind: type[RaypsError], message: str, data: Keywords) -> RaypsError
 
 
 class UserError(RaypsError):
-    """What was given cannot work; trying again will not help."""
+    """Invalid input from the user; a retry does not help."""
 
     exit_code = 2
 
@@ -77,15 +77,15 @@ class DataError(UserError):
 
 
 class CheckpointError(UserError):
-    """A checkpoint is missing, torn, or belongs to another model."""
+    """A checkpoint is missing, damaged, or belongs to another model."""
 
 
 class TrainingError(RaypsError):
-    """The run itself went wrong, e.g. its loss is not finite."""
+    """The training failed, e.g. its loss is not finite."""
 
 
 class LinkError(RaypsError):
-    """Two peers lost each other. Carries `peer`, the name of the other side."""
+    """The connection between two peers failed. Carries `peer`, the name of the other side."""
 
 
 class PeerLost(LinkError):
@@ -93,7 +93,7 @@ class PeerLost(LinkError):
 
 
 class PeerTimeout(LinkError):
-    """The peer was silent past the deadline. Carries `peer`, `seconds`, and the knob `timeout`."""
+    """The peer did not answer within the timeout. Carries `peer`, `seconds`, and the knob `timeout`."""
 
 
 class StaleGeneration(LinkError):
@@ -101,17 +101,17 @@ class StaleGeneration(LinkError):
 
 
 class ClusterError(RaypsError):
-    """Something about where actors live."""
+    """An error of the cluster on which actors run."""
 
     exit_code = 4
 
 
 class ActorDied(ClusterError):
-    """An actor's process is gone."""
+    """An actor's process has ended."""
 
 
 class NoResources(ClusterError):
-    """The cluster cannot hold what was asked for. Carries `needed` and `free`."""
+    """The cluster lacks the requested resources. Carries `needed` and `free`."""
 
 
 class ServiceError(RaypsError):

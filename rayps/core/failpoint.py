@@ -1,9 +1,9 @@
-"""Named places in the code at which a test may let its own process die, as a crash or the kernel would do it.
+"""Named places in the code at which a test can make its own process die, as a crash or the kernel would.
 
-`RAYPS_FAILPOINT="shard: applied, not acknowledged=17"` kills this process, without a word, the 17th time it comes
-by the place of that name; several are joined by `;`. Without the variable a place costs one look into an empty
-dictionary. The places are where the state of two processes differs: they are named after what one of them knows and
-the other does not.
+`RAYPS_FAILPOINT="shard: applied, not acknowledged=17"` kills this process, without any cleanup, at the 17th visit of
+the place with that name; several are joined by `;`. Without the variable a place costs one lookup in an empty
+dictionary. Places are where the states of two processes differ: their names say what one of them has and the other has
+not.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ VARIABLE = "RAYPS_FAILPOINT"
 
 
 def parse(text: str) -> dict[str, int]:
-    """The visit at which each named place is deadly. Raises ValueError."""
+    """Return the visit at which each named place kills the process. Raises ValueError."""
     found = {}
     for item in filter(None, text.split(";")):
         place, _, visit = item.rpartition("=")
@@ -29,13 +29,13 @@ _left = parse(os.environ.get(VARIABLE, ""))
 
 
 def arm(text: str) -> None:
-    """As the variable does, for this process from now on. Raises ValueError."""
+    """Set places as the variable does, for this process from now on. Raises ValueError."""
     _left.clear()
     _left.update(parse(text))
 
 
 def passing(place: str) -> None:
-    """Come by `place`; the process ends here if it was told to."""
+    """Visit `place`; the process ends here if this visit was armed."""
     if _left and place in _left:
         _left[place] -= 1
         if _left[place] == 0:

@@ -1,10 +1,10 @@
-"""What a strategy declares beside its topology: whose rows are whose, what a death costs, which loop runs it. Pure.
+"""What a strategy declares beside its topology: distribution of rows, recovery, loop. Pure.
 
-    rows       Reshuffled | Fixed | ByClient     how rows are dealt to workers
-    recovery   RestartAll | ReplaceOne | Rebuild     what the death of one worker or server brings about
+    rows       Reshuffled | Fixed | ByClient     how rows are distributed to workers
+    recovery   RestartAll | ReplaceOne | Rebuild     what follows the death of one worker or server
     loop       the name of the worker's loop: a key of `rayps.worker.families`, or "module:Class" of a user's own
 
-`recovery_of` and `loop_of` say what follows from a topology where a strategy declares nothing else.
+`recovery_of` and `loop_of` derive the defaults from a topology.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ _Source = TypeVar("_Source", covariant=True)
 
 
 class RowSource(Protocol):
-    """What a rule of rows needs of the data."""
+    """What a row distribution needs of the data."""
 
     keeps_rows: bool
 
     def steps(self, size: int) -> int:
-        """Rounds of an epoch with so many replicas."""
+        """Return the rounds of an epoch with so many replicas."""
 
 
 class DataMethods(Protocol[_Source]):
-    """A workload's two ways to give data."""
+    """A workload's two methods that return data."""
 
     def data(self) -> _Source:
-        """What is learnt from."""
+        """Return the training data."""
 
     def evaluation_data(self) -> _Source:
-        """What is evaluated on."""
+        """Return the evaluation data."""
 
 
 # ---- rows
@@ -41,7 +41,7 @@ class DataMethods(Protocol[_Source]):
 
 @dataclass(frozen=True, slots=True)
 class Reshuffled:
-    """Rows are dealt to the workers anew in each epoch."""
+    """Rows are distributed again in each epoch."""
 
     @property
     def by_client(self) -> bool:
@@ -50,16 +50,16 @@ class Reshuffled:
 
     @property
     def remote(self) -> bool:
-        """Whether the clients are processes outside of the cluster, with data of their own."""
+        """Whether the clients are processes outside of the cluster, with their own data."""
         return False
 
     def rounds(self, data: RowSource, replicas: int) -> int:
-        """Rounds of an epoch; tells the data how its rows are dealt. Raises DataError, ConfigError."""
+        """Return the rounds of an epoch; set the row distribution of the data. Raises DataError, ConfigError."""
         data.keeps_rows = False
         return data.steps(replicas)
 
     def source(self, workload: DataMethods[_Source]) -> _Source:
-        """What workers read."""
+        """Return the data that workers read."""
         return workload.data()
 
 
@@ -99,7 +99,7 @@ class ByClient:
         return True
 
     def rounds(self, data: RowSource, replicas: int) -> int:
-        """See Reshuffled: one."""
+        """See Reshuffled: one round."""
         data.keeps_rows = False
         return 1
 
@@ -112,21 +112,21 @@ Rows = Reshuffled | Fixed | ByClient
 
 
 class HasRows(Protocol):
-    """A strategy, as far as its rows go."""
+    """A strategy, as far as its rows are concerned."""
 
     @property
     def rows(self) -> Rows:
-        """How rows are dealt to workers."""
+        """How rows are distributed to workers."""
 
 
 def learns_by_client(strategy: HasRows) -> bool:
-    """Whether an epoch under a strategy is one round of clients."""
+    """Return whether an epoch under a strategy is one round of clients."""
     rows = strategy.rows
     return rows.by_client
 
 
 def has_remote_clients(strategy: HasRows) -> bool:
-    """Whether a strategy's clients are processes outside of the cluster."""
+    """Return whether a strategy's clients are processes outside of the cluster."""
     rows = strategy.rows
     return rows.remote
 
@@ -136,7 +136,7 @@ def has_remote_clients(strategy: HasRows) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RestartAll:
-    """One death ends the generation: all workers go back to the newest snapshot."""
+    """A failure ends the generation: all workers return to the newest snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class ReplaceOne:
 
 @dataclass(frozen=True, slots=True)
 class Rebuild:
-    """A dead worker's state is rebuilt from its peers' copies, or from the servers; nobody goes back to a snapshot."""
+    """A dead worker's state is rebuilt from its peers' backups or from the servers; no worker returns to a snapshot."""
 
     from_servers: bool = False
 
@@ -155,7 +155,7 @@ Recovery = RestartAll | ReplaceOne | Rebuild
 
 
 def recovery_of(topology: Topology) -> Recovery:
-    """What follows from a topology: out of step one is replaced, a divided replica is rebuilt, else all restart."""
+    """Return the default recovery: replace one out of step, rebuild a divided replica, else restart all."""
     if isinstance(topology, Servers) and not topology.in_step:
         return ReplaceOne()
     return RestartAll() if topology.replica is None else Rebuild(from_servers=isinstance(topology, Servers))
@@ -175,15 +175,15 @@ def recovery_now(declared: Recovery, *, holds_tables: bool, rejoins: bool) -> Re
 
 
 class HasRecovery(Protocol):
-    """A strategy, as far as deaths go."""
+    """A strategy, as far as failures are concerned."""
 
     @property
     def recovery(self) -> Recovery:
-        """What the death of one worker or server brings about."""
+        """What follows the death of one worker or server."""
 
 
 def rebuilds(strategy: HasRecovery, *, from_servers: bool) -> bool:
-    """Whether a dead worker's state is rebuilt from the servers; else whether from its peers."""
+    """Return whether a dead worker's state is rebuilt from the servers; else whether from its peers."""
     return strategy.recovery == Rebuild(from_servers)
 
 
@@ -197,7 +197,7 @@ FEDERATED_ROUNDS = "federated_rounds"
 
 
 def loop_of(topology: Topology) -> str:
-    """The loop that follows from a topology."""
+    """Return the default loop of a topology."""
     if isinstance(topology, Peers):
         return SYNC_GRADIENTS
     return SERVER_STEPS if isinstance(topology, Servers) else SHARED_VECTOR

@@ -1,8 +1,8 @@
-"""Who works on what: ranks on a grid of data x stage x tensor. Pure.
+"""The layout of workers: ranks on a grid of data x stage x tensor. Pure.
 
 A *replica* is one whole copy of the model, on `stage * tensor` workers; a *column* is the workers of all replicas that
 hold the same part of it. The tensor index varies fastest, then the stage, so that a replica's ranks are neighbours and
-fit onto one host where it has room. Without a replica of several workers there is one column: everyone.
+fit onto one host where it has room. If a replica is one worker, there is one column: all workers.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ AXES = ("data", "stage", "tensor")
 
 
 class Point(NamedTuple):
-    """A rank's place on the grid."""
+    """A rank's coordinates on the grid."""
 
     data: int
     stage: int
     tensor: int
 
     def line(self, axis: str) -> str:
-        """The name of all that differ from here along an axis only: `stage:0:1` is replica 0, tensor ranks 1."""
+        """Return the name of all ranks that differ along an axis only: `stage:0:1` is replica 0, tensor ranks 1."""
         return ":".join([axis, *(str(at) for name, at in zip(AXES, self, strict=True) if name != axis)])
 
 
@@ -37,7 +37,7 @@ class Grid:
 
     @classmethod
     def of(cls, workers: int, stages: int = 1, tensor: int = 1) -> Grid:
-        """The grid of so many workers. Raises ConfigError where they are no whole number of replicas."""
+        """Return the grid of so many workers. Raises ConfigError: not a whole number of replicas."""
         size = stages * tensor
         if workers % size:
             parts = f"{stages} stages x {tensor} tensor ranks = {size} workers"
@@ -50,39 +50,39 @@ class Grid:
 
     @property
     def size(self) -> int:
-        """All workers."""
+        """The number of workers."""
         return self.data * self.columns
 
     @property
     def columns(self) -> int:
-        """Parts that the model is in: workers of one replica."""
+        """The number of parts of the model: workers of one replica."""
         return self.stage * self.tensor
 
     def at(self, rank: int) -> Point:
-        """Where a rank stands."""
+        """Return a rank's coordinates."""
         replica, column = divmod(rank, self.columns)
         return Point(replica, *divmod(column, self.tensor))
 
     def rank(self, data: int, stage: int = 0, tensor: int = 0) -> int:
-        """Who stands there."""
+        """Return the rank at these coordinates."""
         return (data * self.stage + stage) * self.tensor + tensor
 
     def column(self, rank: int) -> int:
-        """Which part of the model a rank holds."""
+        """Return which part of the model a rank holds."""
         return rank % self.columns
 
     def words(self, rank: int) -> str:
-        """A rank's place in words, by the axes that there are: `replica 1, stage 0`."""
+        """Format a rank's coordinates, by the axes that exist: `replica 1, stage 0`."""
         lengths, here = (self.data, self.stage, self.tensor), self.at(rank)
         names = ("replica", "stage", "tensor rank")
         return ", ".join(f"{name} {i}" for name, i, n in zip(names, here, lengths, strict=True) if n > 1)
 
     def along(self, axis: str, rank: int) -> list[int]:
-        """The ranks that differ from `rank` on this axis only, in its order; `rank` is one of them."""
+        """Return the ranks that differ from `rank` on this axis only, in its order; `rank` is included."""
         here, at = self.at(rank), AXES.index(axis)
         length = (self.data, self.stage, self.tensor)[at]
         return [self.rank(*(i if j == at else place for j, place in enumerate(here))) for i in range(length)]
 
     def replica(self, data: int) -> list[int]:
-        """The ranks of one copy of the model."""
+        """Return the ranks of one copy of the model."""
         return list(range(data * self.columns, (data + 1) * self.columns))

@@ -1,22 +1,22 @@
-"""A job's status, the legal moves of it, and how a workload is named. Pure; no I/O."""
+"""A job's status, its legal transitions, and the form of a workload's name. Pure; no I/O."""
 
 from __future__ import annotations
 
 import enum
 import re
 
-LOCAL_CPUS = 16  # logical CPUs of a Ray that rayps starts itself, where the machine has fewer cores
+LOCAL_CPUS = 16  # logical CPUs of a Ray that rayps starts, if the machine has fewer cores
 
 
 class Status(enum.StrEnum):
-    """Where a job stands."""
+    """The status of a job."""
 
     QUEUED = "QUEUED"
     STARTING = "STARTING"
     RUNNING = "RUNNING"
     RECOVERING = "RECOVERING"
     STOPPING = "STOPPING"
-    UNKNOWN = "UNKNOWN"  # a failed look is not a failed job
+    UNKNOWN = "UNKNOWN"  # a failed poll is not a failed job
     SUCCEEDED = "SUCCEEDED"
     FAILED = "FAILED"
     STOPPED = "STOPPED"
@@ -44,12 +44,12 @@ MOVES: dict[Status, set[Status]] = {
 
 
 def may_move(old: Status, new: Status) -> bool:
-    """Whether a job in `old` may become `new`."""
+    """Return whether a job may change from `old` to `new`."""
     return new in MOVES[old]
 
 
 def misnamed(workload: str) -> str | None:
-    """Why a text cannot name a workload's class, and the way out; None where it can.
+    """Return why a text cannot name a workload's class, and how to fix it; None if it can.
 
     A name is `module:Class` (of a module such as `package.digits`) or `file.py:Class`. It cannot carry arguments: the
     class is created without any.

@@ -1,6 +1,6 @@
 """The ledger of applied pushes: it makes each push apply exactly once. Pure; plain data.
 
-A push is (rank, step). Retries and replays may arrive in any order and any number of times; the ledger says whether
+A push is (rank, step). Retries and replays may arrive in any order and any number of times; the ledger shows whether
 one is new. It stores a contiguous mark for each rank, and the few steps above it. It is saved and loaded with the
 parameters, so a restored shard knows exactly which pushes its parameters include. Vector clocks as filters of repeated
 messages: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014, section 4.1.
@@ -37,7 +37,7 @@ class Ledger:
                 self.add(rank, step)
 
     def seen(self, rank: int, step: int) -> bool:
-        """Whether the push is recorded. Raises ValueError: there is no such rank."""
+        """Return whether the push is recorded. Raises ValueError: there is no such rank."""
         return step < self._mark(rank) or step in self._above[rank]
 
     def add(self, rank: int, step: int) -> bool:
@@ -59,14 +59,14 @@ class Ledger:
         return True
 
     def fill(self, rank: int, step: int) -> bool:
-        """Record a push that stands for every step up to `step`; False, without a change, if it is recorded already."""
+        """Record a push that stands for every step up to `step`; return False, without a change, if it is recorded."""
         if step < self._mark(rank):
             return False
         self.skip(rank, step + 1)
         return True
 
     def skip(self, rank: int, step: int) -> int:
-        """Count all steps below `step` as applied, as no worker retains them; returns how many pushes are lost."""
+        """Count all steps below `step` as applied, as no worker retains them; return how many pushes are lost."""
         lost = max(0, step - self._mark(rank)) - sum(1 for known in self._above[rank] if known < step)
         self.marks[rank] = max(self.marks[rank], step)
         self._above[rank] = {known for known in self._above[rank] if known >= self.marks[rank]}
@@ -74,15 +74,15 @@ class Ledger:
         return lost
 
     def reach(self, rank: int) -> int:
-        """One more than the highest recorded step."""
+        """Return one more than the highest recorded step."""
         return max(self._above[rank], default=self._mark(rank) - 1) + 1
 
     def copy(self) -> Ledger:
-        """A copy."""
+        """Return a copy."""
         return Ledger(self.marks.values(), self._above)
 
     def to_json(self) -> LedgerJson:
-        """The ledger as plain data, for a snapshot."""
+        """Return the ledger as plain data, for a snapshot."""
         above = {str(rank): sorted(steps) for rank, steps in self._above.items() if steps}
         return {"marks": list(self.marks.values()), "above": above}
 
@@ -115,7 +115,7 @@ class Ledger:
 
 
 def anywhere(ledgers: Iterable[Ledger]) -> Ledger:
-    """The union of ledgers: for a range that several shards had, and one has now."""
+    """Return the union of ledgers, for a range that several shards had and one has now."""
     held = list(ledgers)
     found = Ledger(max(ledger.marks[rank] for ledger in held) for rank in held[0].marks)
     for ledger in held:

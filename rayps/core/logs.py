@@ -1,4 +1,4 @@
-"""What a worker's process says, line by line: its stdout, stderr and log records, kept until they are fetched."""
+"""Capture a worker process's stdout, stderr and log records, line by line, until the driver fetches them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import threading
 import time
 from collections import deque
 
-MAX_LINES = 10_000  # a process that nobody asks keeps no more than this
+MAX_LINES = 10_000  # most lines that wait to be fetched
 
 
 class LogBuffer:
-    """Lines with their times, in order; the oldest are dropped when nobody fetches them."""
+    """Lines with their times, in order; the oldest are dropped when the buffer is full."""
 
     def __init__(self) -> None:
         self._lines: deque[tuple[float, str]] = deque(maxlen=MAX_LINES)
@@ -23,14 +23,14 @@ class LogBuffer:
         self._tees: list[_Tee] = []
 
     def add(self, text: str) -> None:
-        """Keep one line."""
+        """Append one line."""
         with self._lock:
             self._dropped += len(self._lines) == MAX_LINES
             self._lines.append((time.time(), text))
         self._filled.set()
 
     def drain(self) -> list[tuple[float, str]]:
-        """The lines since the last call."""
+        """Return and remove the lines since the last call."""
         with self._lock:
             self._filled.clear()
             lines, dropped = list(self._lines), self._dropped
@@ -43,11 +43,11 @@ class LogBuffer:
         self._filled.wait(seconds)
 
     def wake(self) -> None:
-        """Let go of who waits; a line without an end goes on."""
+        """End a `wait`; an incomplete line stays open."""
         self._filled.set()
 
     def release(self) -> None:
-        """Take in what was written without an end of line, and let go of who waits."""
+        """Add an incomplete line as it is, and end a `wait`."""
         for tee in self._tees:
             tee.end_line()
         self._filled.set()
@@ -82,7 +82,7 @@ class _Tee(io.TextIOBase):
         return len(text)
 
     def end_line(self) -> None:
-        """Give what was written after the last end of line as a line."""
+        """Add what was written after the last end of line as a line."""
         with self._lock:
             rest, self._rest = self._rest, ""
         if rest:

@@ -1,4 +1,4 @@
-"""Metric points: one a round for the whole group, merged from one a round and rank. Pure; no I/O."""
+"""Metric points: one per round for the whole group, merged from one per round and rank. Pure; no I/O."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ import pyarrow as pa
 
 from rayps.core.records import Point
 
-# means over ranks; data: getting the batch; the last two where there are sparse tables: in pulls of rows, and of these
+# means over ranks; data: time to get the batch; the last two with sparse tables: time in pulls of rows, and of it
 # while it computed
 SECONDS = ("seconds", "compute", "data", "wait", "move", "pull", "pull_hidden")
-KEPT_ROUNDS = 5_000  # a round that some rank never reports (it was replaced) is given out after so many newer ones
+KEPT_ROUNDS = 5_000  # a round that some rank never reports (it was replaced) is returned after so many newer ones
 
 
 class Rounds:
-    """Collects every rank's point of a round, and gives out the round once all have spoken."""
+    """Collect every rank's point of a round; return the merged point once all ranks have reported."""
 
     def __init__(self, size: int, generation: int, strategy: str) -> None:
         self.size, self.generation, self.strategy = size, generation, strategy
         self._rounds: dict[int, dict[int, Point]] = {}
         self._evaluations: dict[int, dict[int, Point]] = {}
-        self._below, self._given = -1, set[int]()  # rounds that were given out: all below, and these
+        self._below, self._given = -1, set[int]()  # rounds that were returned: all below, and these
         self._reached: dict[int, int] = {}  # the newest round that each rank has reported
 
     def add(self, points: list[Point]) -> list[Point]:
-        """File points of single ranks; the merged points that are now complete, in order of rounds."""
+        """Add points of single ranks; return the merged points that are now complete, in order of rounds."""
         done = []
         for point in points:
             if point["kind"] == "round" and (point["round"] < self._below or point["round"] in self._given):
-                continue  # who was replaced makes the rounds again that it had not pushed
+                continue  # a replacement repeats the rounds that were not pushed
             held = self._evaluations if point["kind"] == "evaluation" else self._rounds
             held.setdefault(point["round"], {})[point["rank"]] = point
             if point["kind"] == "round":
@@ -41,20 +41,20 @@ class Rounds:
                 done.append(self._merge(number, self._rounds.pop(number)))
         for number in sorted(self._evaluations):
             missing = [rank for rank in range(self.size) if rank not in self._evaluations[number]]
-            # who has gone on to a later round died before it was heard: that share will not come
+            # a rank that reported a later round was replaced before this point was polled: it will not arrive
             if all(self._reached.get(rank, -1) >= number for rank in missing):
                 done.append(_evaluation(number, self._evaluations.pop(number), missing))
         return done
 
     def again(self, generation: int, begin: int) -> None:
-        """Everyone goes on from round `begin`: what was said of later ones is void, of earlier ones it may come yet."""
+        """Restart from round `begin`: points of later rounds are dropped, of earlier ones they may still arrive."""
         self.generation = generation
         self._rounds = {number: held for number, held in self._rounds.items() if number < begin}
         self._evaluations = {number: held for number, held in self._evaluations.items() if number < begin}
         self._reached = {rank: min(number, begin - 1) for rank, number in self._reached.items()}
 
     def _note(self, number: int) -> None:
-        """Note that a round is given out."""
+        """Record that a round was returned."""
         if self._below < 0:
             self._below = min(self._rounds)
         self._given.add(number)
@@ -63,7 +63,7 @@ class Rounds:
             self._below += 1
 
     def flush(self) -> list[Point]:
-        """What is left at the end, although some rank did not report it."""
+        """Return what is left at the end, although some rank did not report it."""
         done = [self._merge(number, self._rounds[number]) for number in sorted(self._rounds)]
         self._rounds.clear()
         return done
@@ -73,10 +73,12 @@ class Rounds:
         samples = sum(p["samples"] for p in points)
         losses = [(p["loss"], p["samples"]) for p in points if p["loss"] is not None]
         heard = sum(n for _, n in losses)
-        leads = Counter(p["lead"] for p in points if p["lead"] is not None)  # a ring has none
+        leads = Counter(p["lead"] for p in points if p["lead"] is not None)  # none without servers
         known = [key for key in SECONDS if all(key in p for p in points)]
         mean = {key: sum(p[key] for p in points) / len(points) for key in known}
-        said: Point = next((p["said"] for p in points if p.get("said")), {})  # by the strategy, the same on all ranks
+        said: Point = next(
+            (p["said"] for p in points if p.get("said")), {}
+        )  # added by the strategy, equal on all ranks
         return said | {
             "kind": "round",
             "round": number,
@@ -99,7 +101,7 @@ def _evaluation(number: int, ranks: dict[int, Point], missing: list[int]) -> Poi
 
 
 def means(sums: list[dict[str, tuple[float, int]]]) -> dict[str, float]:
-    """Weighted means of metrics from everyone's sums and sample counts."""
+    """Return weighted means of metrics from all ranks' sums and sample counts."""
     found = {}
     for name in {name: None for part in sums for name in part}:
         held = [part[name] for part in sums if name in part]
@@ -110,21 +112,21 @@ def means(sums: list[dict[str, tuple[float, int]]]) -> dict[str, float]:
 
 
 class Throughput:
-    """Samples a second over the last few seconds."""
+    """Samples per second over the last few seconds."""
 
     def __init__(self, window: float = 5.0) -> None:
         self._window = window
         self._seen: deque[tuple[float, int]] = deque()
 
     def add(self, samples: int, now: float) -> None:
-        """File that so many samples were learnt by `now`."""
+        """Record that so many samples were processed by `now`."""
         self._seen.append((now, samples))
         while len(self._seen) > 2 and self._seen[0][0] < now - self._window:
             self._seen.popleft()
 
     @property
     def rate(self) -> float | None:
-        """Samples a second, or None before there are two points."""
+        """Return samples per second, or None before there are two points."""
         if len(self._seen) < 2:
             return None
         seconds = self._seen[-1][0] - self._seen[0][0]
@@ -152,10 +154,10 @@ COLUMNS: list[tuple[str, pa.DataType]] = [
 
 
 def history(points: list[Point]) -> pa.Table:
-    """The rounds of a run as a table; a round that was run again after a failure appears once, as it counted.
+    """Return the rounds of a run as a table; of a round that was repeated after a failure only the last result.
 
-    `staleness` is the largest lead in the round; evaluations stand in the row of the round before them, in
-    columns named `evaluation_<metric>`. What a strategy said of its rounds stands in columns of those names.
+    `staleness` is the largest lead in the round. Evaluations are in the row of the round before them, in columns named
+    `evaluation_<metric>`. Numbers that a strategy added to its rounds are in columns of their names.
     """
     rounds: dict[int, Point] = {}
     for point in points:
@@ -174,7 +176,7 @@ def history(points: list[Point]) -> pa.Table:
         for name, kind in COLUMNS
         if name in found or not name.startswith(("pull", "data"))
     }
-    for name in [name for name in found if name not in known]:  # what strategies said; a phase of another one did not
+    for name in [name for name in found if name not in known]:  # numbers of strategies; absent in phases of others
         values = [rounds[r].get(name) for r in order]
         columns[name] = pa.array(values, pa.int64() if all(_whole(v) for v in values) else pa.float64())
     columns |= {name: pa.array([by_round.get(r) for r in order], pa.float64()) for name, by_round in evaluated.items()}

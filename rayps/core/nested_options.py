@@ -1,4 +1,4 @@
-"""Options that stand beside each other in text and in Python, and are kept together in values of their own. Pure.
+"""Options that are flat in text and in Python, and grouped into values of their own inside. Pure.
 
 A field with the metadata `NESTED` holds a value of the dataclass that is its default factory; the options of that value
 are written as if they were the outer class's own: `FedAvg(dropout=0.1)` is
@@ -26,7 +26,7 @@ class HasName(Protocol):
 
 
 def options_of(kind: type) -> list[Option]:
-    """The options of a class as they are written, in order; none where it is no dataclass."""
+    """Return the options of a class as they are written, in order; none if it is no dataclass."""
     found: list[Option] = []
     for field in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
         inner = _kind(field)
@@ -35,7 +35,7 @@ def options_of(kind: type) -> list[Option]:
 
 
 def written_options(value: Any) -> Iterator[tuple[Option, Any]]:
-    """Each option of a value as it is written, and what it is."""
+    """Return each option of a value as it is written, and its value."""
     for field in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
         held = getattr(value, field.name)
         if _kind(field) is not None:
@@ -45,7 +45,7 @@ def written_options(value: Any) -> Iterator[tuple[Option, Any]]:
 
 
 def wire_of(value: HasName) -> JsonObject:
-    """A strategy or a replica as JSON-ready data: its name and options; none where none is the default is left out."""
+    """Return a strategy or a replica as JSON-ready data: its name and options, without a None that is the default."""
     found: JsonObject = {"name": value.name}
     for field, held in sorted(written_options(value), key=lambda option: option[0].default is None):
         if field.default is not None or held is not None:
@@ -54,7 +54,7 @@ def wire_of(value: HasName) -> JsonObject:
 
 
 def _kind(field: Option) -> type | None:
-    """The dataclass of a nested value; None where the field is an option itself."""
+    """Return the dataclass of a nested value; None where the field is an option itself."""
     made = field.default_factory
     return made if "nested" in field.metadata and isinstance(made, type) else None
 
@@ -66,13 +66,13 @@ def _plain(value: Any) -> Any:
 
 
 class FlatOptions:
-    """A frozen dataclass that takes its nested options flat, and shows them so.
+    """A frozen dataclass that takes its nested options flat, and shows them flat.
 
     Derived dataclasses get this class's `__init__`, also those that are decorated with plain `@dataclass(frozen=True)`.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """Options by name, or in the order of `options_of`.
+        """Set options by name, or in the order of `options_of`.
 
         Raises:
             TypeError: an option is unknown, missing or given twice.
@@ -97,7 +97,7 @@ class FlatOptions:
             cls.__init__ = FlatOptions.__init__  # type: ignore[method-assign]
 
     def __getattr__(self, name: str) -> Any:
-        """An option that a nested value holds."""
+        """Return an option that a nested value holds."""
         for value in self.__dict__.values():
             if dataclasses.is_dataclass(value) and any(field.name == name for field in dataclasses.fields(value)):
                 return getattr(value, name)
@@ -105,7 +105,7 @@ class FlatOptions:
 
 
 def _taken(kind: type, field: Option, options: Keywords) -> Any:
-    """The value of a field, made of the options that belong to it; these are taken out."""
+    """Build the value of a field from the options that belong to it; these are removed from `options`."""
     inner = _kind(field)
     given = options.pop(field.name, dataclasses.MISSING)
     if given is dataclasses.MISSING:

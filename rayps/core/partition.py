@@ -1,6 +1,6 @@
-"""Who holds which part of a flat vector. Pure arithmetic: no tensors, no I/O.
+"""Cut a flat vector into parts, and place segments on servers. Pure arithmetic: no tensors, no I/O.
 
-A shard, a ring chunk and a bucket are all slices of one vector; this module cuts them.
+A shard, a ring's chunk and a bucket are all slices of one vector; this module cuts them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rayps.core.errors import ConfigError
 
 
 def part(n: int, parts: int, i: int) -> tuple[int, int]:
-    """The bounds of the i-th of the `slices` of `n` elements."""
+    """Return the bounds of the i-th of the `slices` of `n` elements."""
     return n * i // parts, n * (i + 1) // parts
 
 
@@ -31,15 +31,15 @@ def slices(n: int, parts: int) -> list[slice]:
 
 
 def place(segments: Sequence[str], servers: Sequence[str], points: int = 128, bound: float | None = None) -> list[int]:
-    """Which server holds each segment: the index of its server on a consistent-hash ring.
+    """Place segments on servers: return for each segment the index of its server on a consistent-hash ring.
 
-    Every server stands at `points` places of the ring, a segment belongs to the next server clockwise. A server that
+    Every server is at `points` positions of the ring; a segment belongs to the next server clockwise. A server that
     joins or leaves moves about 1/n of the segments, and only to or from itself; the same names always give the same
-    places, on every machine. Karger et al., Consistent hashing and random trees, 1997.
+    positions, on every machine. Karger et al., Consistent hashing and random trees, 1997.
 
-    With `bound` no server holds more than `bound` times the mean (rounded up): a segment walks on clockwise past full
-    servers. A few more segments move then, also between servers that stay. Mirrokni et al., Consistent hashing with
-    bounded loads, SODA 2018. Raises ConfigError.
+    With `bound` no server holds more than `bound` times the mean (rounded up): a segment skips full servers. A few more
+    segments move then, also between servers that stay. Mirrokni et al., Consistent hashing with bounded loads, SODA
+    2018. Raises ConfigError.
     """
     return [found[0] for found in spots(segments, servers, 0, points=points, bound=bound)]
 
@@ -53,16 +53,16 @@ def spots(
     points: int = 128,
     bound: float | None = None,
 ) -> list[tuple[int, ...]]:
-    """As `place`, and behind each segment's server the next `replicas` further ones clockwise, for copies.
+    """Place segments as `place`, and after each segment's server the next `replicas` servers clockwise, for backups.
 
-    `hosts` are the machines of the servers: copies go to other machines than the server's own first, and to as many
-    different ones as there are. Where there are fewer servers, there are fewer copies. With `bound` a server that has
-    `bound` times the mean of copies is passed over too, where another machine is not lost by it. Raises ConfigError.
+    `hosts` are the machines of the servers: backups go to other machines than the server's own first, and to as many
+    different ones as there are. With fewer servers there are fewer backups. With `bound` a server that has `bound`
+    times the mean of backups is skipped too, unless that would lose another machine. Raises ConfigError.
     """
     if not servers or len(set(servers)) != len(servers):
         raise ConfigError(f"segments need servers of different names, got {list(servers)!r}", servers=list(servers))
     if points < 1:
-        raise ConfigError(f"a server needs a place on the ring; give points >= 1, not {points}", points=points)
+        raise ConfigError(f"a server needs a position on the ring; give points >= 1, not {points}", points=points)
     if bound is not None and bound < 1:
         raise ConfigError(f"no server may hold less than the mean; give bound >= 1, not {bound:g}", bound=bound)
     ring = sorted((_hash(f"{name}#{point}"), i) for i, name in enumerate(servers) for point in range(points))
@@ -71,7 +71,7 @@ def spots(
     most = math.inf if bound is None else math.ceil(bound * len(segments) * replicas / len(servers))
     held, copied = [0] * len(servers), [0] * len(servers)
     found: list[tuple[int, ...]] = [()] * len(segments)
-    # in the order of the ring, so that the order in which segments are given does not matter
+    # in the order of the ring: the result does not depend on the order of the arguments
     for at, _, number in sorted((_hash(segment), segment, number) for number, segment in enumerate(segments)):
         first = bisect.bisect_right(places, at)
         around = _clockwise(ring, first, len(servers) if replicas or bound is not None else 1)
@@ -84,7 +84,7 @@ def spots(
 
 
 def _clockwise(ring: list[tuple[int, int]], first: int, servers: int) -> list[int]:
-    """The servers in the order in which one meets them from here."""
+    """Return the servers in clockwise order from here."""
     met: dict[int, None] = {}
     for step in range(len(ring)):
         met.setdefault(ring[(first + step) % len(ring)][1])

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 def soft_threshold(v: Tensor, t: float) -> Tensor:
-    """Each element of `v` (any shape) moved by `t` towards zero, and not beyond it; in place."""
+    """Move each element of `v` (any shape) by `t` towards zero, not beyond it; in place."""
     return v.sub_(v.clamp(-t, t))
 
 
 def shrink(v: Tensor, t: float) -> Tensor:
-    """`v` / (1 + `t`), in place."""
+    """Compute `v` / (1 + `t`), in place."""
     return v.div_(1.0 + t)
 
 
@@ -33,7 +33,7 @@ PROX: dict[str, Callable[[Tensor, float], Tensor]] = {"l1": soft_threshold, "l2"
 
 
 def prox(regularizer: str | None, v: Tensor, t: float) -> Tensor:
-    """prox_{tg}(v) in place, for g as `canonical` writes it; None is g = 0, which leaves `v` as it is."""
+    """Apply prox_{tg}(v) in place, for g as `canonical` writes it; None is g = 0, which leaves `v` unchanged."""
     if regularizer is None:
         return v
     name, weight = _read(form(regularizer))
@@ -41,7 +41,7 @@ def prox(regularizer: str | None, v: Tensor, t: float) -> Tensor:
 
 
 def canonical(given: Json) -> str | None:
-    """A regularizer as text, `l1(weight=0.1)`, from that, from `l1(0.1)`, or from {"name": "l1", "weight": 0.1}.
+    """Return a regularizer as text, `l1(weight=0.1)`, from that, from `l1(0.1)`, or from {"name": "l1", "weight": 0.1}.
 
     Raises:
         ConfigError: it is none of these, or the weight is not a finite number of at least 0.

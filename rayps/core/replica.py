@@ -1,17 +1,17 @@
 """What one copy of the model is made of: one worker, or several that divide it. Plain data, no torch.
 
-`Pipeline` puts the model's layers one behind another on several workers and cuts a batch into micro-batches:
+`Pipeline` distributes the model's layers, in order, over several workers and cuts a batch into micro-batches:
 Huang et al., "GPipe", NeurIPS 2019 (`gpipe`: all m forwards, then all backwards); Narayanan et al., "Efficient
 Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021 (`1f1b`, `interleaved` with v `chunks`
 of the model on each of the p workers); Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024 (`zero_bubble`: ZB-H1).
-Idle is (p-1)/(m+p-1) of the time, interleaved (p-1)/(vm+p-1); a worker holds m micro-batches under gpipe,
+Workers idle (p-1)/(m+p-1) of the time, interleaved (p-1)/(vm+p-1); a worker holds m micro-batches under gpipe,
 min(m, p-rank) under 1f1b. The gradient is that of the whole batch, exactly.
 
-`TensorParallel` shares every layer between `size` workers: Shoeybi et al., "Megatron-LM: Training Multi-Billion
+`TensorParallel` divides every layer among `size` workers: Shoeybi et al., "Megatron-LM: Training Multi-Billion
 Parameter Language Models Using Model Parallelism", 2019, part 3. A linear layer y = x W^T + b with W [out, in] is split
 by its output (each worker computes a slice of y) or by its input (each takes a slice of x, and the partial sums are
-added). The two in turn, "out" and then "in", exchange nothing at the wide layer between them. Papers call the split of
-W's rows row-wise, libraries that write y = x A call the same one column-wise: names here say what is split.
+added). "out" followed by "in" exchanges nothing between the two layers. Papers call the split of W's rows row-wise,
+libraries that write y = x A call the same one column-wise: rayps names what is split.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ SPLITS = ("out", "in", "heads", "rows", "none")
 
 
 class Replica:
-    """How one copy of the model is spread over several workers; see `rayps.core.grid`."""
+    """How one copy of the model is divided among several workers; see `rayps.core.grid`."""
 
     name: ClassVar[str] = ""
-    stages: int = 1  # parts of the model one behind another
-    tensor: int = 1  # workers that share each layer
+    stages: int = 1  # parts of the model, in order
+    tensor: int = 1  # workers that divide each layer
 
 
 @dataclass(frozen=True)
 class TensorParallel(Replica):
-    """Workers that share each layer: for layers too wide for one, and machines close together.
+    """Divide each layer among `size` workers: for layers too wide for one worker, and fast connections.
 
-    `plan` says by a layer's name how it is split: out, in, heads (attention), rows (an embedding's), none; a name may
-    end in *. Left out, the plan is made automatically; layers that a given plan does not name stay whole.
+    `plan` gives by a layer's name how it is split: out, in, heads (attention), rows (an embedding's), none; a name may
+    end in *. Without `plan` the split is chosen automatically; layers that a given plan does not name stay whole.
 
     Example:
         rayps.train(work, strategy=rayps.TensorParallel(size=2), workers=2)
@@ -52,7 +52,7 @@ class TensorParallel(Replica):
 
     def __post_init__(self) -> None:
         if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
-            raise ConfigError(f"size is {self.size!r}: give the number of workers that share a layer", field="size")
+            raise ConfigError(f"size is {self.size!r}: give the number of workers that divide a layer", field="size")
         plan: object = self.plan
         if plan is not None and not (isinstance(plan, dict) and all(_is_split(each) for each in plan.values())):
             raise ConfigError(
@@ -69,11 +69,11 @@ class TensorParallel(Replica):
 
 @dataclass(frozen=True)
 class Pipeline(Replica):
-    """A model cut into `stages`, layer after layer: for deep models, and machines with slow links between them.
+    """Cut a model into `stages`, layer by layer: for deep models, and slow connections between machines.
 
-    `boundaries` are the numbers of the layers at which a new part begins (stages * chunks - 1 of them); left out, the
-    layers are shared out by `balance`: equal parameters, or equal measured time. `stage` says of what a stage is made:
-    none = one worker, or a TensorParallel.
+    `boundaries` are the numbers of the layers at which a new part begins (stages * chunks - 1 of them). Without them,
+    layers are divided by `balance`: equal parameters, or equal measured time. `stage` is what holds a stage: None = one
+    worker, or a TensorParallel.
 
     Example:
         rayps.train(work, strategy=rayps.Pipeline(stages=2, micro_batches=4), workers=2)
@@ -107,7 +107,7 @@ class Pipeline(Replica):
             )
         if self.boundaries is not None:
             given = self.boundaries
-            listed = tuple(given) if isinstance(given, (list, tuple)) else given  # a list, as JSON has it
+            listed = tuple(given) if isinstance(given, (list, tuple)) else given  # JSON gives a list
             _must_rise(listed, self.stages * self.chunks - 1)
             object.__setattr__(self, "boundaries", listed)
         if self.stage is not None and not isinstance(self.stage, TensorParallel):
@@ -122,12 +122,12 @@ class Pipeline(Replica):
 
 
 def pipeline_of(replica: Replica | None) -> Pipeline | None:
-    """The replica as a pipeline of at least two stages; None where it is none."""
+    """Return the replica if it is a pipeline of at least two stages, else None."""
     return replica if isinstance(replica, Pipeline) and replica.stages > 1 else None
 
 
 def must_go_with(replica: object, **others: object) -> None:
-    """Check the option `replica`; `others` are options that must be none where there is one.
+    """Check the option `replica`; `others` are options that must be None where it is given.
 
     Raises:
         ConfigError: it is no replica, or it is one and another option is given.
@@ -142,8 +142,8 @@ def must_go_with(replica: object, **others: object) -> None:
     for name, given in others.items():
         if given is not None:
             raise ConfigError(
-                f"{name} is {given!r}, and a replica is a {replica.name} of several workers: the two do not go "
-                f"together; leave out {name}, or replica",
+                f"{name} is {given!r}, and a replica is a {replica.name} of several workers: the two cannot "
+                f"be combined; leave out {name}, or replica",
                 field=name,
             )
 
@@ -159,7 +159,7 @@ def _must_rise(given: object, count: int) -> None:
 
 
 def _is_split(given: object) -> bool:
-    """Whether it is a split: a name, `name:UNIT`, or `out*BLOCKS:UNIT`."""
+    """Return whether it is a split: a name, `name:UNIT`, or `out*BLOCKS:UNIT`."""
     if not isinstance(given, str):
         return False
     whole, colon, unit = given.partition(":")

@@ -1,4 +1,4 @@
-"""What a member keeps of a run's states until the driver has fetched them."""
+"""The parts of checkpoints that a member retains until the driver has fetched them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ P = TypeVar("P")
 
 
 class RetainedParts(dict[int, P]):
-    """A member's shares of checkpoints by round: the newest two, and that of the round which the driver waits for."""
+    """A member's parts of checkpoints by round: the newest two, and that of the round for which the driver waits."""
 
     wanted = 0  # the driver's choice, see `rayps.runtime.snapshots`
 
     def keep(self, rounds: int, part: P) -> None:
-        """Keep the share after `rounds`, and forget older ones."""
+        """Retain the part after `rounds`, and drop older ones."""
         self[rounds] = part
         for old in sorted(self)[:-KEPT]:
             if old != self.wanted:

@@ -1,4 +1,6 @@
-"""What servers do with pushes: the server half of a plain parameter server. Pure; works on tensors without torch.
+"""How servers apply pushes: the server half of a plain parameter server.
+
+Pure; works on tensors without importing torch.
 
 Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014. In step, the servers step once
 by the mean of N pushes, weighted by samples; out of step they apply each push as it arrives, scaled by 1/N.
@@ -27,10 +29,10 @@ def plain_servers(
     replay_mb: float | None = None,
     replica: Replica | None = None,
 ) -> Servers:
-    """The topology of a plain parameter server with these options. Sparse tables follow the same clock.
+    """Return the topology of a plain parameter server with these options. Sparse tables follow the same clock.
 
     Raises:
-        ConfigError: an option cannot be, or two cannot be combined.
+        ConfigError: an option is invalid, or two cannot be combined.
     """
     given = SimpleNamespace(shards=shards, replay_mb=replay_mb)
     options.whole(given, "shards")
@@ -43,7 +45,7 @@ def plain_servers(
     copies = 0 if replicas is None else replicas
     if isinstance(copies, bool) or not isinstance(copies, int) or not 0 <= copies < shards:
         raise ConfigError(
-            f"replicas is {copies!r} and there are {shards} shards: give fewer copies than servers, 0 or more, or none "
+            f"replicas is {copies!r} and there are {shards} shards: give 0 to shards - 1 backups, or none "
             "(fixed servers)",
             field="replicas",
         )
@@ -57,7 +59,7 @@ def plain_servers(
 def summing_servers(
     shards: int = 1, adagrad: float | None = None, replay_mb: float | None = None, replica: Replica | None = None
 ) -> Servers:
-    """The topology of servers that apply sums of gradients as they come, for Downpour. Raises ConfigError."""
+    """Return the topology of servers that apply sums of gradients on arrival, for Downpour. Raises ConfigError."""
     given = SimpleNamespace(shards=shards, adagrad=adagrad, replay_mb=replay_mb)
     options.whole(given, "shards")
     options.number(given, "adagrad", above=0, none=True, expected="a rate above 0")
@@ -68,7 +70,7 @@ def summing_servers(
 
 
 def update_of(staleness: int | None) -> Update:
-    """The update of a plain parameter server: by the round's mean in step, by each push out of step."""
+    """Return the update of a plain parameter server: by the round's mean in step, by each push out of step."""
     return PerRound(means=True, borrows=True) if staleness == 0 else PerPush(borrows=True)
 
 
@@ -94,15 +96,15 @@ def apply_sum(shard: ShardView, value: Vector, weight: float) -> None:
 class PlainServers:
     """The server half alone: of a parameter server, or of Downpour where a push stands for several steps.
 
-    For parameters and tables without a job (`rayps.ServerGroup`, tables in one process), and what an elastic group is
-    told of a job. A group's record holds it as `to_wire` gives it.
+    For parameters and tables without a job (`rayps.ServerGroup`, tables in one process), and what a server group
+    receives of a job. A group's record holds it as `to_wire` returns it.
     """
 
     topology: Servers
 
     @property
     def name(self) -> str:
-        """Of the strategy whose server half it is."""
+        """The name of the strategy whose server half it is."""
         servers = self.topology
         return "downpour" if servers.update.spans else "parameter_server"
 
@@ -112,7 +114,7 @@ class PlainServers:
         return self
 
     def on_push(self, shard: ShardView, value: Vector, weight: float) -> None:
-        """Out of step: one push, at once."""
+        """Apply one push on arrival (out of step)."""
         servers = self.topology
         if servers.update.spans:
             apply_sum(shard, value, weight)
@@ -120,13 +122,13 @@ class PlainServers:
             apply_push(shard, value, weight)
 
     def on_round(self, shard: ShardView, values: list[Vector], weights: list[float]) -> None:
-        """In step: the mean of the round."""
+        """Apply the mean of the round (in step)."""
         apply_mean(shard, values, weights)
 
     def to_wire(self) -> JsonObject:
-        """Its strategy's options as JSON-ready data, without those that are none and without `replica`.
+        """Return the strategy's options as JSON-ready data, without those that are None and without `replica`.
 
-        Servers need not know of how many workers a replica is: each column has a space of its own.
+        Servers do not need the number of workers of a replica: each column has a space of its own.
         """
         servers = self.topology
         found: JsonObject = {"name": self.name, "shards": servers.count, "replay_mb": servers.replay_mb}
@@ -139,19 +141,19 @@ class PlainServers:
 
     @classmethod
     def from_wire(cls, found: Mapping[str, Json]) -> PlainServers:
-        """What `to_wire` wrote. Raises ValueError, TypeError, ConfigError: it did not."""
+        """Read what `to_wire` wrote. Raises ValueError, TypeError, ConfigError: it cannot be read."""
         options: Keywords = dict(found)
         name = options.pop("name", None)
         if name not in ("parameter_server", "downpour"):
             raise ValueError(f"servers that follow {name!r} cannot be read: there are parameter_server and downpour")
         if name == "parameter_server":
             return cls(plain_servers(**options))
-        known = ("shards", "adagrad", "replay_mb")  # the others are the workers'
+        known = ("shards", "adagrad", "replay_mb")  # the other options concern workers
         return cls(summing_servers(**{option: options[option] for option in known if option in options}))
 
 
 def weighted_mean(values: list[Vector], weights: list[float]) -> Vector:
-    """Sum(w_i v_i) / sum(w_i), in the order given. Raises ValueError: all weights are 0.
+    """Return sum(w_i v_i) / sum(w_i), added in the order given. Raises ValueError: all weights are 0.
 
     Half precision adds in float32 and is rounded once. A value of weight 0 is not read: it may be NaN.
     """

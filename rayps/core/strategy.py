@@ -1,6 +1,6 @@
-"""Protocols between a strategy and what runs it: the worker and the shard as a strategy sees them, and the reverse.
+"""Protocols between a strategy and what runs it: worker and shard as a strategy uses them, and the strategy.
 
-Folders below `rayps.strategies` type what they are given by these; none of them imports a strategy.
+Folders below `rayps.strategies` use these types; none of them imports a strategy.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RingView(Protocol):
         """The sum over workers, in the memory of `x`."""
 
     def mean(self, x: Tensor | Gradient, *, in_place: bool = True) -> Tensor:
-        """The mean over workers; of gradients weighted by their samples."""
+        """Return the mean over workers; of gradients weighted by their samples."""
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Every worker's `x` [...] as [size, ...], by rank."""
@@ -44,20 +44,20 @@ class RingView(Protocol):
 
 
 class ProgressView(Protocol):
-    """How far each worker on one host is."""
+    """Each worker's number of completed rounds, for workers of one host."""
 
     def reach(self, rounds: int) -> None:
-        """Say that this worker has done so many rounds."""
+        """Set this worker's number of completed rounds."""
 
     def meet(self, rounds: int) -> None:
-        """Return once all workers have done so many rounds."""
+        """Return once all workers have completed that many rounds."""
 
 
 class ServerView(Protocol):
-    """The servers as a strategy sees them."""
+    """The servers, as a strategy uses them."""
 
     def pull(self) -> Tensor:
-        """The parameters [size], as soon as the clock allows."""
+        """Return the parameters [size], as soon as the clock allows."""
 
     def push(self, value: Tensor | Gradient, weight: float = 1.0, lo: int = 0, rounds: int = 1) -> None:
         """Send a gradient; it counts as `rounds` steps."""
@@ -70,7 +70,7 @@ class ServerView(Protocol):
 
 
 class RoundPlan(Protocol):
-    """The plan as a strategy sees it."""
+    """The plan, as a strategy uses it."""
 
     @property
     def end(self) -> int:
@@ -93,7 +93,7 @@ class ClientRounds(Protocol):
 
 
 class WorkerView(Protocol):
-    """The worker as `round` sees it: one replica."""
+    """One replica, as a strategy's `round` uses it."""
 
     rank: int
     size: int
@@ -101,15 +101,13 @@ class WorkerView(Protocol):
     plan: RoundPlan
     ring: RingView
     server: ServerView
-    clients: ClientRounds  # of the data, where the strategy is federated
+    clients: ClientRounds  # clients of the data, for federated strategies
     params: Vector
-    memory: RoundMemory  # what a round leaves to the next; empty when a worker begins, or is replaced: but where
-    # workers learn apart its tensors, and numbers as tensors, come back with the worker's own parameters and moments
-    shared: dict[
-        str, Tensor
-    ]  # tensors that are the same on all workers; they come back as long as the strategy goes on
-    done: bool  # set by all workers in the same round: the strategy has met its stop rule, and the phase ends here
-    reason: str  # why, in words
+    memory: RoundMemory  # the strategy's state between rounds; empty at a start or replacement. Where workers
+    # train separately, its tensors, and numbers as tensors, are restored with the worker's parameters and moments
+    shared: dict[str, Tensor]  # tensors equal on all workers; restored as long as the strategy continues
+    done: bool  # set by all workers in the same round: the stop rule is met, and the phase ends
+    reason: str  # why the phase ends, as text
 
     @property
     def optimizer(self) -> Optimizer:
@@ -117,23 +115,23 @@ class WorkerView(Protocol):
 
     @property
     def rows(self) -> int:
-        """Rows of this worker's share of the data."""
+        """The number of rows of this worker's share of the data."""
 
     @property
     def all_rows(self) -> int:
-        """Rows of the data, over all workers."""
+        """The number of rows of the data, over all workers."""
 
     def batch(self) -> Batch:
-        """The next batch of this worker's share of the data."""
+        """Return the next batch of this worker's share of the data."""
 
     def grad(self, batch: Batch) -> Gradient:
-        """The gradient of the loss on `batch`; it knows its number of samples."""
+        """Return the gradient of the loss on `batch`, with its number of samples."""
 
     def mean_grad(self, batch: Batch) -> Vector:
-        """`ring.mean(grad(batch))`, sent in parts while the gradient is being made; to be read only."""
+        """Return `ring.mean(grad(batch))`, read-only; parts are sent while the gradient is computed."""
 
     def step(self, grad: Gradient | Vector) -> None:
-        """Let this worker's own optimizer apply a gradient vector, shortened to the workload's `clip_norm`."""
+        """Apply a gradient vector with this worker's optimizer, clipped to the workload's `clip_norm`."""
 
     def clipped(self, vector: Vector) -> Vector:
         """Return the vector, or a scaled copy where its norm is above the workload's `clip_norm`.
@@ -142,10 +140,10 @@ class WorkerView(Protocol):
         """
 
     def say(self, **numbers: float) -> None:
-        """Numbers for this round's point, the same on all workers: they stand in the history by these names."""
+        """Add numbers to this round's point, equal on all workers: columns of the history by these names."""
 
     def event(self, kind: str, message: str, **facts: Json) -> None:
-        """File an event of the job; for one worker to call, such as rank 0."""
+        """Add an event of the job; called by one worker, such as rank 0."""
 
     def mean(self, vector: Vector, samples: float = 1.0, *, exact: bool = False) -> Vector:
         """Return the mean of a vector over workers, weighted by `samples`, as a new tensor.
@@ -154,76 +152,77 @@ class WorkerView(Protocol):
         """
 
     def mean_later(self, vector: Vector, samples: float = 1.0, *, slot: int = 0) -> Vector:
-        """As `mean`, in the background: a tensor to be kept in `memory`, untouched, until `arrived` is asked for it.
+        """Start a `mean` in the background; store the returned tensor in `memory`, unchanged, until `arrived`.
 
-        Vectors that are parts of one have slots of their own: compression remembers what it left out of each.
+        Vectors that are parts of one need slots of their own: compression has error feedback for each.
         """
 
     def arrived(self, parcel: Vector) -> Vector:
-        """The mean that `mean_later` has sent for, of a half-precision vector in float32; waits for it."""
+        """Return the mean that `mean_later` started; wait for it. For a half-precision vector it is float32."""
 
     def own_loss(self) -> float:
-        """The loss of this worker's own model on all of the evaluation data."""
+        """Return the loss of this worker's model on all of the evaluation data."""
 
     def sync_optimizer_and_buffers(self, samples: float, *, momentum: str, buffers: str) -> None:
         """Keep, reset or average the optimizer's moments over the workers, and keep or average the buffers.
 
-        `momentum` is keep, reset or average; `buffers` is keep or average; `samples` weighs this worker.
+        `momentum` is keep, reset or average; `buffers` is keep or average; `samples` is this worker's weight.
         """
 
     def together(self, samples: float, *, momentum: str, buffers: str) -> None:
-        """The old name of `sync_optimizer_and_buffers`; it warns, and goes with the next release."""
+        """Deprecated name of `sync_optimizer_and_buffers`: warns, and is removed in the next release."""
 
 
 class ShardView(Protocol):
-    """The shard as `on_push` and `on_round` see it: one slice of the parameters."""
+    """One slice of the parameters, as `on_push` and `on_round` use it."""
 
     size: int  # workers
-    rounds: int  # of the worker, that the push under way stands for: 1, or more where the strategy's pushes are `spans`
+    rounds: int  # steps of the worker that the current push stands for: 1, or more where pushes are `spans`
 
     def step(self, grad: Vector, scale: float = 1.0, decays: float | None = None) -> None:
-        """Let the shard's own optimizer apply `scale` times a gradient slice, which is only read.
+        """Apply `scale` times a gradient slice, which is only read, with the shard's optimizer.
 
-        `decays`: how many whole steps this one counts for, by which weight decay is multiplied; None = |`scale`|.
+        `decays`: the number of whole steps that this one counts for, by which weight decay is multiplied; None =
+        |`scale`|.
         """
 
     def step_mean(self, values: Sequence[Vector], weights: Sequence[float]) -> None:
-        """As `step` of sum(w_i v_i) / sum(w_i), in one go; not all weights may be zero."""
+        """Apply sum(w_i v_i) / sum(w_i) as `step` does, in one operation; the sum of weights must not be zero."""
 
 
 @runtime_checkable
 class ServerHalf(Protocol):
-    """What servers need of a strategy: its topology, and what it does with pushes."""
+    """What servers need of a strategy: its topology, and how it applies pushes."""
 
     @property
     def name(self) -> str:
-        """By which it is known in events, files and messages."""
+        """The name in events, files and messages."""
 
     @property
     def topology(self) -> Topology:
-        """Who exchanges what with whom."""
+        """What is exchanged between which processes."""
 
     @property
     def server_half(self) -> ServerHalf:
-        """What servers are given in place of it: itself, or a value that does the same on servers."""
+        """What servers receive in place of it: itself, or a value that does the same on servers."""
 
     def on_push(self, shard: ShardView, value: Vector, weight: float) -> None:
-        """The server's half, as each message arrives: under `PerPush`, and `PerRound(listens=True)`."""
+        """Handle one push on arrival: under `PerPush`, and `PerRound(listens=True)`."""
 
     def on_round(self, shard: ShardView, values: list[Vector], weights: list[float]) -> None:
-        """The server's half under `PerRound`, once everyone's values of the round are there, in the order of ranks."""
+        """Handle the pushes of a round under `PerRound`, once all have arrived, in the order of ranks."""
 
 
 class StrategyView(ServerHalf, Protocol):
-    """A strategy as the worker, the servers and the driver see it: what it declares, and the paper's halves."""
+    """A strategy as the worker, the servers and the driver use it: what it declares, and the paper's algorithm."""
 
     @property
     def rows(self) -> Rows:
-        """How rows are dealt to workers."""
+        """How rows are distributed to workers."""
 
     @property
     def recovery(self) -> Recovery:
-        """What the death of one worker or server brings about."""
+        """What follows the death of one worker or server."""
 
     @property
     def loop(self) -> str:
@@ -235,39 +234,39 @@ class StrategyView(ServerHalf, Protocol):
 
     @property
     def tables(self) -> StrategyView | None:
-        """The strategy that servers of sparse tables follow; None = a model with tables cannot be trained."""
+        """The strategy of the servers of sparse tables; None = a model with tables cannot be trained."""
 
     def to_wire(self) -> JsonObject:
-        """Its name and options as JSON-ready data."""
+        """Return its name and options as JSON-ready data."""
 
     def grid(self, workers: int) -> Grid:
-        """How `workers` are laid out. Raises ConfigError where they are no whole number of replicas."""
+        """Return the layout of `workers`. Raises ConfigError: not a whole number of replicas."""
 
     def cost(self, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
-        """Traffic of a step between replicas and with servers, by formula."""
+        """Return the traffic of a step between replicas and with servers, by formula."""
 
     def scale_warning(self, workers: int) -> str | None:
-        """What to say where the optimizer takes steps of the same size whatever the gradient's; None = nothing."""
+        """Return a warning where the optimizer's step size does not depend on the gradient's scale; None otherwise."""
 
     def split(self, model: Module, ring: RingView | None) -> Module:
-        """Which part of the model lives on this worker."""
+        """Return which part of the model this worker holds."""
 
     def round(self, w: WorkerView) -> None:
-        """The worker's half of the paper: one round."""
+        """Run one round on the worker."""
 
     def begin(self, w: WorkerView) -> None:
-        """What a worker does before its first round."""
+        """Prepare the worker before its first round."""
 
     def finish(self, w: WorkerView) -> None:
-        """What a worker does after its last round."""
+        """Run on the worker after its last round."""
 
     def consensus(self, w: WorkerView) -> Vector | None:
-        """What all workers would agree on if training ended now, as a vector; None = `w.params`."""
+        """Return the vector that all workers would agree on if training ended now; None = `w.params`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A strategy and for how many epochs it runs; None = until the job ends."""
+    """A strategy and the number of epochs it runs; None = until the job ends."""
 
     epochs: int | None
     strategy: StrategyView

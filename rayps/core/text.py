@@ -1,7 +1,7 @@
 """Strategies as text: `2*all_reduce:replica=pipeline(stages=4,stage=tensor_parallel(size=2))`. Pure.
 
-A value is a word, a number, `name(option=value,...)`, a list `(2,5)` or a mapping `(layer=split,...)`. The first option
-of a name in `FIRST` may stand without its own: `krum(4)` is `krum(f=4)`.
+A value is a word, a number, `name(option=value,...)`, a list `(2,5)` or a mapping `(layer=split,...)`. The key of the
+first option of a name in `FIRST` may be omitted: `krum(4)` is `krum(f=4)`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from rayps.core.errors import ConfigError
 from rayps.core.spelling import near
 from rayps.core.values import Json, JsonObject
 
-DEEPEST = 20  # parentheses in one another; a strategy needs three
+DEEPEST = 20  # deepest nesting of parentheses; a strategy needs three
 FIRST = {
     "iid": "clients",
     "by_quantity": "clients",
@@ -32,13 +32,13 @@ _WORDS = {"none": None, "null": None, "true": True, "false": False}
 
 
 def may_stand_first(name: str, option: str | None) -> None:
-    """Let `name(4)` be `name(option=4)`; None: `name` has no option that may stand without its own name."""
+    """Let `name(4)` be `name(option=4)`; None: no option of `name` may omit its key."""
     if option is not None:
         FIRST[name] = option
 
 
 def form(text: str, depth: int = 0) -> JsonObject:
-    """`name`, `name:option=value,...` or `name(option=value,...)` as {"name": ..., option: ...}.
+    """Parse `name`, `name:option=value,...` or `name(option=value,...)` into {"name": ..., option: ...}.
 
     Raises:
         ConfigError: it cannot be read.
@@ -65,7 +65,7 @@ def form(text: str, depth: int = 0) -> JsonObject:
 
 
 def scalar(text: str) -> Json:
-    """A word of the text form as what it says: none, true, false, a number, or itself."""
+    """Convert a word of the text form: none, true, false, a number, or the word itself."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     for kind in (int, float):
@@ -77,7 +77,7 @@ def scalar(text: str) -> Json:
 
 
 def written(spec: Json) -> str:
-    """A strategy in wire form as text; `parse` reads it again."""
+    """Return a strategy in wire form as text; `parse` reads it again."""
     if isinstance(spec, list):
         return " > ".join(
             f"{phase['epochs']}*{written(phase['strategy'])}" if phase.get("epochs") else written(phase["strategy"])
@@ -94,7 +94,7 @@ def _listed(options: JsonObject) -> str:
 
 
 def nested(value: Json) -> str:
-    """A value as it stands within options, such as `krum(f=4)`."""
+    """Return a value as it is written within options, such as `krum(f=4)`."""
     if isinstance(value, dict):
         return f"{value.get('name', '')}({_listed({k: v for k, v in value.items() if k != 'name'})})"
     if isinstance(value, (list, tuple)):
@@ -103,17 +103,17 @@ def nested(value: Json) -> str:
 
 
 def _nameless(name: str, part: str) -> ConfigError:
-    """What is wrong with an option that is given without its name."""
+    """Describe the error of an option without a key."""
     if name in FIRST:
         to = repr(name)
-        hint = f"only the first, {FIRST[name]}, may stand without its name; write the others key=value"
+        hint = f"only the first, {FIRST[name]}, may omit its key; write the others key=value"
     else:
         to = f"{name!r}{near(name, FIRST)}"
         hint = (
-            "an option of it is written key=value, as in parameter_server:staleness=3,shards=2 or krum(f=4) "
-            f"(without a name: {', '.join(FIRST)})"
+            "write its options as key=value, as in parameter_server:staleness=3,shards=2 or krum(f=4) "
+            f"(a first option without a key: {', '.join(FIRST)})"
         )
-    return ConfigError(f"{_short(part)} is given to {to} without a name: {hint}", field="strategy")
+    return ConfigError(f"{_short(part)} is given to {to} without a key: {hint}", field="strategy")
 
 
 def _value(text: str, depth: int) -> Json:
@@ -129,21 +129,21 @@ def _value(text: str, depth: int) -> Json:
 
 
 def _inside(text: str, opens: int, depth: int) -> str:
-    """What stands in the parentheses that begin at `opens` and must end with the text."""
+    """Return what is in the parentheses that begin at `opens` and must end with the text."""
     if depth > DEEPEST:
-        raise ConfigError(f"a strategy with parentheses more than {DEEPEST} deep cannot be read", field="strategy")
+        raise ConfigError(f"a strategy's parentheses may be at most {DEEPEST} deep", field="strategy")
     inside, level = text[opens + 1 : -1], 1
     for letter in inside:
         level += (letter == "(") - (letter == ")")
         if level == 0:
             break
     if not text.endswith(")") or level != 1:
-        raise ConfigError(f"the parentheses of {_short(text)} do not fit together", field="strategy")
+        raise ConfigError(f"the parentheses of {_short(text)} do not match", field="strategy")
     return inside
 
 
 def _parts(text: str) -> list[str]:
-    """What stands between the commas outside of parentheses."""
+    """Split at the commas outside of parentheses."""
     parts, level, begin = [], 0, 0
     for at, letter in enumerate(text):
         level += (letter == "(") - (letter == ")")
@@ -151,7 +151,7 @@ def _parts(text: str) -> list[str]:
             parts.append(text[begin:at])
             begin = at + 1
     if level:
-        raise ConfigError(f"the parentheses of {_short(text)} do not fit together", field="strategy")
+        raise ConfigError(f"the parentheses of {_short(text)} do not match", field="strategy")
     return [part for part in (each.strip() for each in [*parts, text[begin:]]) if part]
 
 

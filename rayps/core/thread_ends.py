@@ -17,7 +17,7 @@ _hooked = False
 
 
 def listen() -> None:
-    """Begin to record uncaught exceptions; the previous hook is called too."""
+    """Start to record uncaught exceptions; the previous hook is called too."""
     global _hooked
     with _lock:
         if _hooked:
@@ -32,7 +32,7 @@ def listen() -> None:
 
 
 def ended(since: int = 0) -> list[str]:
-    """The recorded exceptions, in order, from number `since` on."""
+    """Return the recorded exceptions, in order, from number `since` on."""
     with _lock:
         return _ends[since:]
 

@@ -1,11 +1,11 @@
-"""Who exchanges what with whom: the topology that a strategy declares. Plain data, no torch.
+"""The topology that a strategy declares: what is exchanged between which processes. Plain data, no torch.
 
     Peers          workers exchange vectors with each other, in step, around a ring
     Servers        workers push to and pull from servers that hold the parameters in slices
     SharedVector   workers of one host step one vector in shared memory
 
-A topology knows what follows from it: whether workers run in step, how they are laid out on a grid, what a step costs
-by formula, and what cannot be combined with it (`check`). Everything else asks the topology, never the strategy's name.
+A topology defines whether workers run in step, how they are laid out on a grid, what a step costs by formula, and what
+cannot be combined with it (`check`). All other code asks the topology, never the strategy's name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rayps.core.strategy import ServerHalf
 
 REPLAY_MB = 256.0
-REPLAY = "the 10^6 bytes of pushes that a worker may keep, 0 or more"  # what `replay_mb` is
+REPLAY = "the 10^6 bytes of pushes that a worker may retain, 0 or more"  # description of `replay_mb`
 
 
 # ---- consistency: when a pull may be served
@@ -31,17 +31,17 @@ REPLAY = "the 10^6 bytes of pushes that a worker may keep, 0 or more"  # what `r
 
 @dataclass(frozen=True, slots=True)
 class BSP:
-    """Bulk-synchronous: a pull waits until the servers have every worker's push of the round before."""
+    """Bulk-synchronous: a pull waits until the servers have all workers' pushes of the round before."""
 
     @property
     def staleness(self) -> int | None:
-        """Rounds that a worker may lead the slowest when it pulls; None = no bound."""
+        """Rounds that a worker may be ahead of the slowest when it pulls; None = no bound."""
         return 0
 
 
 @dataclass(frozen=True, slots=True)
 class SSP:
-    """Bounded staleness: a pull waits while the worker leads the slowest by more than `staleness` rounds."""
+    """Bounded staleness: a pull waits while the worker is more than `staleness` rounds ahead of the slowest."""
 
     staleness: int
 
@@ -60,23 +60,23 @@ Consistency = BSP | SSP | ASP
 
 
 def consistency_of(staleness: int | None) -> Consistency:
-    """The consistency of an option `staleness`: 0, a number of rounds, or None."""
+    """Return the consistency of an option `staleness`: 0, a number of rounds, or None."""
     return ASP() if staleness is None else SSP(staleness) if staleness else BSP()
 
 
-# ---- updates: what servers do with pushes
+# ---- updates: how servers apply pushes
 
 
 @dataclass(frozen=True, slots=True)
 class PerPush:
     """Servers call `on_push` for each push as it arrives, and never `on_round`."""
 
-    borrows: bool = False  # `on_push` only reads a value and keeps none: it may be given the sender's memory
-    spans: bool = False  # a push stands for all rounds since the push before it; otherwise for one
+    borrows: bool = False  # `on_push` only reads a value and stores none: it may get the sender's memory
+    spans: bool = False  # a push stands for all rounds since the last push; else for one
 
     @property
     def gathers(self) -> bool:
-        """Whether servers keep a round's pushes until everyone's have arrived."""
+        """Whether servers hold a round's pushes until all have arrived."""
         return False
 
     @property
@@ -92,10 +92,10 @@ class PerPush:
 
 @dataclass(frozen=True, slots=True)
 class PerRound:
-    """Servers call `on_round` once they have every worker's push of the round."""
+    """Servers call `on_round` once they have all workers' pushes of the round."""
 
     means: bool = False  # see PerPush
-    borrows: bool = False  # `on_round` only reads values and keeps none
+    borrows: bool = False  # `on_round` only reads values and stores none
     listens: bool = False  # `on_push` is called too, as each push arrives, and changes something
 
     @property
@@ -117,19 +117,19 @@ Update = PerPush | PerRound
 
 @dataclass(frozen=True, slots=True)
 class JobFacts:
-    """What a topology is checked against: the job around the strategy."""
+    """The job around the strategy, against which a topology is checked."""
 
-    branch: str | None = None  # the space on a server group that the job begins with
+    branch: str | None = None  # the space on a server group from which the job branches
     tables: tuple[str, ...] = ()  # names of the model's sparse tables
-    clip_norm: float | None = None  # of the workload
+    clip_norm: float | None = None  # the workload's
 
 
 @dataclass(frozen=True, slots=True)
 class Peers:
     """Workers exchange vectors with each other, in step. With `tables`, servers hold the model's sparse tables."""
 
-    replica: Replica | None = None  # what holds one copy of the model; None = one worker
-    compression: str | None = None  # how vectors travel: see `compression_of`; None = as they are
+    replica: Replica | None = None  # the workers of one copy of the model; None = one worker
+    compression: str | None = None  # compression of vectors: see `compression_of`; None = uncompressed
     bucket_mb: float | None = None  # 10^6 bytes of a bucket of gradients; 0 = one bucket, None = measured
     tables: Servers | None = None
     prefetch: bool = True  # pull the next batch's rows of tables while this one is computed
@@ -141,11 +141,11 @@ class Peers:
 
     @property
     def group_size(self) -> int:
-        """Servers of the elastic group that a job starts for itself where it names none; 0 = it needs none."""
+        """Servers of the group that a job starts for itself if it names none; 0 = it needs none."""
         return 0 if self.tables is None else self.tables.count
 
     def grid(self, workers: int) -> Grid:
-        """How `workers` are laid out. Raises ConfigError where they are no whole number of replicas."""
+        """Return the layout of `workers`. Raises ConfigError: not a whole number of replicas."""
         return _grid(self.replica, workers)
 
     def check(self, name: str, job: JobFacts) -> None:
@@ -157,7 +157,7 @@ class Peers:
         _refuse_clipping(name, job)
 
     def cost(self, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
-        """Traffic of a step between replicas, by formula."""
+        """Return the traffic of a step between replicas, by formula."""
         whole = self.replica is None and self.compression is None and self.bucket_mb != 0
         found = traffic.ring_mean(grid, sizes, self.compression, overlaps=whole)
         return [*found, traffic.table_rows()] if self.tables is not None and grid.data > 1 else found
@@ -168,22 +168,24 @@ class Servers:
     """Servers hold the parameters in `count` slices; workers push to and pull from them."""
 
     count: int = 1
-    replicas: int | None = None  # copies of each slice on other servers of a private group; None = no such group
+    replicas: int | None = None  # backups of each slice on other servers of a private group; None = no such group
     consistency: Consistency = field(default_factory=BSP)
     update: Update = field(default_factory=PerRound)
     replica: Replica | None = None  # see Peers
-    compression: str | None = None  # how pushes travel: see Peers
-    replay_mb: float | None = None  # 10^6 bytes of pushes that a worker keeps until they are saved; None = REPLAY_MB
-    adagrad: float | None = None  # the rate of an Adagrad that steps on the servers; None = the workload's optimizer
-    own_copies: bool = False  # each worker also steps a copy of its own between two pulls
-    tables: bool = False  # they hold sparse tables too, by the same rules
+    compression: str | None = None  # compression of pushes: see Peers
+    replay_mb: float | None = (
+        None  # 10^6 bytes of pushes that a worker retains until they are durable; None = REPLAY_MB
+    )
+    adagrad: float | None = None  # learning rate of an Adagrad on the servers; None = the workload's optimizer
+    own_copies: bool = False  # each worker also steps its own copy between two pulls
+    tables: bool = False  # the servers also hold sparse tables, by the same rules
     prefetch: bool = True  # see Peers
     push_every: int = 1  # steps between two pushes of a worker
     pull_every: int = 1  # steps between two pulls
 
     @property
     def staleness(self) -> int | None:
-        """Rounds that a worker may lead the slowest when it pulls; None = no bound."""
+        """Rounds that a worker may be ahead of the slowest when it pulls; None = no bound."""
         return self.consistency.staleness
 
     @property
@@ -198,12 +200,15 @@ class Servers:
 
     @property
     def group_replay_bytes(self) -> int:
-        """Bytes of pushes that a worker keeps for an elastic group, whose servers are replaced without a restart."""
+        """Bytes of pushes that a worker retains for a server group, whose servers are replaced without a restart."""
         return int(1e6 * (REPLAY_MB if self.replay_mb is None else self.replay_mb))
 
     @property
     def replay_bytes(self) -> int:
-        """The same for fixed servers: 0 in step, where a death brings everyone back to the same snapshot."""
+        """Bytes of pushes that a worker retains for fixed servers.
+
+        0 in step: a failure restarts all from one snapshot.
+        """
         return 0 if self.in_step else self.group_replay_bytes
 
     def grid(self, workers: int) -> Grid:
@@ -211,17 +216,17 @@ class Servers:
         return _grid(self.replica, workers)
 
     def shards(self, columns: int) -> int:
-        """Servers for a model in `columns` parts: at least one for each part."""
+        """Return the number of servers for a model in `columns` parts: at least one for each part."""
         return max(self.count, columns)
 
     def scale_warning(self, workers: int) -> str | None:
-        """What to say where the optimizer takes steps of the same size whatever the gradient's; None = nothing."""
+        """Return a warning where the optimizer's step size does not depend on the gradient's scale; None otherwise."""
         if self.in_step or workers == 1:
             return None
         return (
-            "each push is scaled by 1/N, but this optimizer takes steps of the same "
-            "size whatever the gradient's: N workers take N times the steps; lower its learning rate (a decay "
-            "beside the gradient, as AdamW's, is then N times too, and stays in balance with the steps)"
+            "each push is scaled by 1/N, but this optimizer's step size does not depend on "
+            "the gradient's scale: N workers move N times as far; lower its learning rate (a decoupled decay, "
+            "as AdamW's, is N times as strong too, in proportion to the steps)"
         )
 
     def check(self, name: str, job: JobFacts) -> None:
@@ -231,7 +236,7 @@ class Servers:
         _refuse_replica(self.replica, job)
 
     def cost(self, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
-        """Traffic of a step with the servers, by formula."""
+        """Return the traffic of a step with the servers, by formula."""
         return traffic.push_pull(
             grid,
             sizes,
@@ -245,14 +250,14 @@ class Servers:
 
 @dataclass(frozen=True, slots=True)
 class SharedVector:
-    """The workers of one host step one vector in shared memory, each at its own pace. Nothing is sent.
+    """The workers of one host step one vector in shared memory, without waiting for each other. Nothing is sent.
 
-    A worker's death leaves unknown which of its steps were written, so that all of them start again.
+    After a worker's death it is unknown which of its steps were written, so all workers restart from the last snapshot.
     """
 
     @property
     def in_step(self) -> bool:
-        """See Peers: they are not at the same round, but start and end together, as if they were."""
+        """True: workers are not at the same round, but start and end together as if they were."""
         return True
 
     @property
@@ -282,44 +287,44 @@ class SharedVector:
 
     def cost(self, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
         """See Peers."""
-        return [TrafficCost("gradients on a vector that all share", "0: everyone writes into the same memory", 0, 0, 0)]
+        return [TrafficCost("gradients on one shared vector", "0: all workers write into the same memory", 0, 0, 0)]
 
 
 Topology = Peers | Servers | SharedVector
 
 
 def servers_of(strategy: ServerHalf) -> Servers | None:
-    """The servers that hold the dense parameters under a strategy; None where workers hold them."""
+    """Return the servers that hold the dense parameters under a strategy; None where workers hold them."""
     topology = strategy.topology
     return topology if isinstance(topology, Servers) else None
 
 
 def replica_of(strategy: ServerHalf) -> Replica | None:
-    """What holds one copy of the model under a strategy; None = one worker."""
+    """Return the workers of one copy of the model under a strategy; None = one worker."""
     topology = strategy.topology
     return topology.replica
 
 
 def replicas_in(strategy: ServerHalf, workers: int) -> int:
-    """Copies of the model that `workers` hold under a strategy. Raises ConfigError: they are no whole number."""
+    """Return the copies of the model that `workers` hold. Raises ConfigError: not a whole number."""
     topology = strategy.topology
     return topology.grid(workers).data
 
 
 def compression_in(strategy: ServerHalf) -> str | None:
-    """How vectors travel under a strategy; None = as they are."""
+    """Return the compression of vectors under a strategy; None = uncompressed."""
     topology = strategy.topology
     return topology.compression
 
 
 def runs_in_step(strategy: ServerHalf) -> bool:
-    """Whether all workers are at the same round under a strategy."""
+    """Return whether all workers are at the same round under a strategy."""
     topology = strategy.topology
     return topology.in_step
 
 
 def group_of(topology: Topology) -> tuple[int, int]:
-    """Servers and copies of the elastic group that a job under this topology needs, should it need one."""
+    """Return servers and backups of the group that a job under this topology needs, if it needs one."""
     servers = topology.tables if isinstance(topology, Peers) else topology
     return (servers.count, servers.replicas or 0) if isinstance(servers, Servers) else (0, 0)
 
@@ -351,18 +356,18 @@ def _refuse_replica(replica: Replica | None, job: JobFacts) -> None:
 def _refuse_branch(name: str, job: JobFacts) -> None:
     if job.branch is not None:
         raise ConfigError(
-            f"branch is {job.branch!r}, and {name} keeps no parameters on servers: begin with parameter_server, or "
+            f"branch is {job.branch!r}, and {name} has no parameters on servers: start with parameter_server, or "
             "leave it out",
             field="branch",
         )
 
 
 def _refuse_clipping(name: str, job: JobFacts) -> None:
-    """Refuse `clip_norm` where the norm would lack the rows of tables, whose mean only the servers know."""
+    """Refuse `clip_norm` where the norm would lack the rows of tables, whose mean is known to the servers only."""
     if job.clip_norm is not None and job.tables:
         raise ConfigError(
-            f"clip_norm is {job.clip_norm!r} and {name} learns sparse tables: no worker knows the mean gradient of "
-            "their rows, so that the whole norm is not known; use parameter_server, which clips each worker's push "
+            f"clip_norm is {job.clip_norm!r} and {name} trains sparse tables: no worker has the mean gradient of "
+            "their rows, so the whole norm is not known; use parameter_server, which clips each worker's push "
             "(dense part and rows together), or clip_norm = None",
             field="clip_norm",
         )

@@ -17,7 +17,13 @@ from pathlib import Path
 from rayps.core.errors import RaypsError, WorkloadError
 
 _PACKAGE = str(Path(__file__).parents[1])
-_NO_MEMORY = ("allocate memory", "out of memory", "not enough memory", "bad_alloc", "bad allocation")  # torch's words
+_NO_MEMORY = (
+    "allocate memory",
+    "out of memory",
+    "not enough memory",
+    "bad_alloc",
+    "bad allocation",
+)  # text of torch's error
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +31,7 @@ class Call:
     """A call of the user's code that has not returned. `first`: the first one of this method in its thread."""
 
     method: str
-    seconds: float  # since it began, or since a call within it returned
+    seconds: float  # since it started, or since a call within it returned
     first: bool
 
 
@@ -41,7 +47,7 @@ _known = threading.local()  # the methods that a thread has called
 
 
 def under_way(thread: int | None) -> Call | None:
-    """The call of the user's code in which the thread with this ident is now, if it is in one."""
+    """Return the current call of the user's code in the thread with this ident; None if there is none."""
     found = None if thread is None else _calls.get(thread)
     return None if found is None else Call(found.method, time.monotonic() - found.since, found.first)
 
@@ -62,10 +68,10 @@ def peers_awaited() -> Iterator[None]:
 
 @contextmanager
 def user_code(method: str) -> Iterator[None]:
-    """Turn what the user's `method` raises into a WorkloadError; our own errors pass.
+    """Turn what the user's `method` raises into a WorkloadError; rayps's own errors pass.
 
-    SystemExit (`sys.exit()`) and KeyboardInterrupt are turned too, since a thread that they end would end without a
-    word. Only in the main thread KeyboardInterrupt passes: there it is Ctrl-C.
+    SystemExit (`sys.exit()`) and KeyboardInterrupt are turned too: they would end a thread without a message. Only in
+    the main thread KeyboardInterrupt passes: there it is Ctrl-C.
     """
     thread = threading.get_ident()
     outer, first = _calls.get(thread), method not in _methods()
@@ -78,7 +84,7 @@ def user_code(method: str) -> Iterator[None]:
         if threading.current_thread() is threading.main_thread():
             raise
         raise _raised(method, error) from error
-    except (Exception, SystemExit) as error:  # the user's code: whatever it raises is the reason
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
         raise _raised(method, error) from error
     finally:
         _known.methods.add(method)
@@ -106,7 +112,7 @@ def _raised(method: str, error: BaseException) -> WorkloadError:
         return too_large(f"{method}(){where}", error)
     said = (str(error).strip().splitlines() or [""])[0]
     ends = isinstance(error, (SystemExit, KeyboardInterrupt))
-    hint = "\na worker's process belongs to the job: return, or raise an error that says why" if ends else ""
+    hint = "\ndo not end the process of a worker: return, or raise an error with the reason" if ends else ""
     return WorkloadError(
         f"{method}() raised {type(error).__name__}: {said}{where}{hint}",
         traceback="".join(traceback.format_exception(error)),
@@ -115,33 +121,33 @@ def _raised(method: str, error: BaseException) -> WorkloadError:
 
 
 def place_of(error: BaseException) -> str:
-    """The last line of the user's own code in a traceback, as ` (file:line)`; empty where there is none."""
+    """Return the last line of the user's own code in a traceback, as ` (file:line)`; "" if there is none."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_PACKAGE)]
     own = [f for f in frames if "/site-packages/" not in f.filename] or frames
     return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
 
 
 def placed(message: str, where: str) -> str:
-    """An error's message that says in its first line where it was raised."""
+    """Return an error's message with the place where it was raised in its first line."""
     first, end, rest = message.partition("\n")
     return f"{first.removesuffix(':')} {where}{':' if first.endswith(':') else ''}{end}{rest}"
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether an error says that there is no memory left, of the process or of a device."""
+    """Return whether an error means out of memory, of the process or of a device."""
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
 
 
 def too_large(who: str, error: BaseException) -> WorkloadError:
-    """The error of `who` has no memory for the model, and the ways out."""
+    """Return the error that `who` has no memory for the model, with ways to fix it."""
     said = (str(error).strip().splitlines() or [type(error).__name__])[0].rpartition("DefaultCPUAllocator: ")[2]
     return WorkloadError(
         f"{who} ran out of memory ({said}):\n"
         "the model, its gradients and the optimizer's state do not fit on one worker: divide it among several "
         "(pipeline:stages=2, tensor_parallel:size=2, or more),\n"
-        "give fewer rows a batch or more micro_batches, or give each worker more memory",
+        "use smaller batches or more micro_batches, or give each worker more memory",
         memory=True,
         traceback="".join(traceback.format_exception(error)),
     )

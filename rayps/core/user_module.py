@@ -1,8 +1,8 @@
-"""The user's own modules: a class found by name in a working directory, and values sent to other processes by value.
+"""The user's own modules: find a class by name in a working directory, and send values to other processes by value.
 
-A name is "module:Class" or "path/file.py:Class", seen from a working directory. `pack` puts the user's modules into the
-bytes, so that the process that unpacks them needs none of the user's files (an import inside a function runs only when
-it is called, and does need its file).
+A name is "module:Class" or "path/file.py:Class", relative to a working directory. `pack` includes the user's modules in
+the bytes, so that the process that unpacks them needs none of the user's files (an import inside a function runs only
+when it is called, and does need its file).
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from rayps.core.errors import WorkloadError
 
 
 class Finder:
-    """Finds the user's classes of one kind, such as those derived from `rayps.Workload`.
+    """Find the user's classes of one kind, such as those derived from `rayps.Workload`.
 
-    After `forget` the user's files are read again: a warm process never keeps an older version of them.
+    After `forget` the user's files are read again: a warm process never uses an older version of them.
     """
 
     def __init__(self, what: str, plural: str, base: str) -> None:
-        """`what` is the kind in words, such as "workload"; `base` the public name of the class it derives from."""
+        """Set the kind: `what` as text, such as "workload"; `base` the public name of the class it derives from."""
         self._what, self._plural, self._base = what, plural, base
-        self._modules: list[str] = []  # that find() has imported
-        self._paths: list[str] = []  # that it has put on sys.path
+        self._modules: list[str] = []  # modules that find() imported
+        self._paths: list[str] = []  # folders that it added to sys.path
         self._found: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
 
     def find(self, target: str, working_dir: str | Path | None, base: type) -> type[Any]:
-        """The class that `target` names.
+        """Return the class that `target` names.
 
         Raises:
-            WorkloadError: what was tried, and where in the user's file it went wrong.
+            WorkloadError: what was tried, and the line of the user's file that failed.
         """
         place, _, name = target.rpartition(":")
         root = Path(working_dir or ".").absolute()
@@ -62,11 +62,11 @@ class Finder:
         return found
 
     def target_of(self, kind: type) -> str:
-        """The name by which a class can be found again: as it was found, else where it is defined."""
+        """Return the name by which a class can be found again: as it was found, else where it is defined."""
         return self._found.get(kind) or f"{kind.__module__}:{kind.__qualname__}"
 
     def forget(self) -> None:
-        """Forget the modules that were read, so that the next `find` reads them again."""
+        """Forget the imported modules, so that the next `find` reads them again."""
         for key in self._modules:
             sys.modules.pop(key, None)
         for entry in self._paths:
@@ -109,7 +109,7 @@ class Finder:
             return known
         name = path.stem
         if known is not None or name in sys.stdlib_module_names or not name.isidentifier():
-            name = f"{self._what}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"  # its own would hide another
+            name = f"{self._what}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"  # not to hide another
         spec = importlib.util.spec_from_file_location(name, path)
         if spec is None or spec.loader is None:
             raise WorkloadError(f"{path} is not a Python file", file=str(path))
@@ -139,9 +139,9 @@ class Finder:
 
 
 def broken(what: str, error: BaseException) -> WorkloadError:
-    """The user's own last line, and where it is."""
+    """Describe an error by the user's last line and its place."""
     last = traceback.format_exception_only(error)[-1].strip().splitlines()[0][:300]
-    return WorkloadError(f"{what} does not work: {last}{_where(error)}", module=what)
+    return WorkloadError(f"{what} failed: {last}{_where(error)}", module=what)
 
 
 def _where(error: BaseException) -> str:
@@ -156,14 +156,14 @@ def _where(error: BaseException) -> str:
     return f"\nin {mine[-1].filename}:{mine[-1].lineno}: {mine[-1].line}" if mine else ""
 
 
-_packing = threading.Lock()  # what is pickled by value is said to all of the process
+_packing = threading.Lock()  # pickling by value is set for the whole process
 
 
 def pack(workload: Any) -> bytes:
-    """A workload, a training function or a class as bytes, with the user's modules in them.
+    """Return a workload, a training function or a class as bytes, with the user's modules in them.
 
     Raises:
-        WorkloadError: if something in it cannot be sent, such as an open file or a lock.
+        WorkloadError: something in it cannot be sent, such as an open file or a lock.
     """
     with _packing:
         known = cloudpickle.list_registry_pickle_by_value()
@@ -183,10 +183,10 @@ def pack(workload: Any) -> bytes:
 
 
 def unpack(packed: bytes) -> Any:
-    """What `pack` packed. It runs the user's code, so only ever give it bytes from a driver of one's own job.
+    """Unpack what `pack` packed. This runs the user's code: accept bytes only from the driver of the same job.
 
     Raises:
-        WorkloadError: if a package that it needs is not installed here.
+        WorkloadError: a package that it needs is not installed here.
     """
     try:
         return pickle.loads(packed)
@@ -198,7 +198,7 @@ def unpack(packed: bytes) -> Any:
 
 
 def by_value(value: Any, protocol: int) -> tuple[Any, ...]:
-    """What `__reduce_ex__` of a user's object returns for the object to travel with its class by value.
+    """Return what `__reduce_ex__` of a user's object returns, so that its class is sent by value.
 
     Raises:
         WorkloadError: something in its class cannot be sent.
@@ -229,7 +229,7 @@ def _resolved(file: str) -> Path:
 
 
 def is_users(module: ModuleType | None) -> bool:
-    """Whether a module is the user's own, and not installed, Python's or ours."""
+    """Return whether a module is the user's own: not installed, not Python's, not rayps's."""
     if not isinstance(module, ModuleType):
         return False
     if module.__name__.partition(".")[0] in ("__main__", "rayps", "rayps_api"):
@@ -240,9 +240,9 @@ def is_users(module: ModuleType | None) -> bool:
     return file is not None and users_file(file)
 
 
-@functools.cache  # asked of every module that is loaded, at each pack()
+@functools.cache  # called for every loaded module, at each pack()
 def users_file(file: Path) -> bool:
-    """Whether a file is the user's own, and not installed, Python's or ours."""
+    """Return whether a file is the user's own: not installed, not Python's, not rayps's."""
     if file.suffix != ".py" or {"site-packages", "dist-packages"} & set(file.parts):
         return False
     return not any(file.is_relative_to(folder) for folder in _INSTALLED)

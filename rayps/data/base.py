@@ -82,10 +82,10 @@ class Data(ABC):
 
     @abstractmethod
     def rows(self) -> int:
-        """The number of rows in an epoch, over all ranks."""
+        """Return the number of rows in an epoch, over all ranks."""
 
     def steps(self, size: int) -> int:
-        """The number of batches per rank and epoch with `size` ranks, equal on all ranks."""
+        """Return the number of batches per rank and epoch with `size` ranks, equal on all ranks."""
         return math.ceil(math.ceil(self.rows() / size) / self.batch_size)
 
     @abstractmethod
@@ -120,7 +120,7 @@ class Data(ABC):
         return self._clients
 
     def with_clients(self, client: GivenClients) -> Self:
-        """A copy with another division: by a rule, a column, or an id for each row."""
+        """Return a copy with another division: by a rule, a column, or an id for each row."""
         other = copy.copy(self)
         other._take_clients(client)
         return other
@@ -152,19 +152,19 @@ def check_place(rank: int, size: int, start: int) -> None:
 
 
 def random_of(seed: int, *more: int) -> np.random.Generator:
-    """A random generator seeded by these whole numbers only."""
+    """Return a random generator seeded by these whole numbers only."""
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed % 2**64, *more])))
 
 
 def dealt(rows: int, *, rank: int, size: int, seed: int | None, epoch: int) -> NDArray[np.int64]:
-    """One rank's rows, every `size`-th of a permutation of all rows; of the rows in order if `seed` is None."""
+    """Return one rank's rows, every `size`-th of a permutation of all rows; of the rows in order if `seed` is None."""
     if seed is None:
         return np.arange(rank, rows, size, dtype=np.int64)
     return random_of(seed, epoch).permutation(rows)[rank::size].astype(np.int64, copy=False)
 
 
 def kept(data: Data, *, rank: int, size: int, seed: int | None, epoch: int) -> NDArray[np.int64]:
-    """As `dealt`, but the same rows in every epoch, in a new order: those of epoch 0, or of whole clients."""
+    """Return as `dealt`, but the same rows in every epoch, in a new order: those of epoch 0, or of whole clients."""
     if data.divided:
         clients = data.clients
         mine = np.array_split(np.concatenate([clients.rows(k) for k in range(clients.count)]), size)[rank]

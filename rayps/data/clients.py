@@ -75,13 +75,13 @@ class Clients:
         return len(self.names)
 
     def rows(self, k: int) -> Ints:
-        """The row numbers of client `k`, ascending; read only. Raises ConfigError: there is no such client."""
+        """Return the row numbers of client `k`, ascending; read only. Raises ConfigError: there is no such client."""
         if not 0 <= k < len(self.names):
             raise ConfigError(f"there is no client {k}: their numbers are 0 to {len(self.names) - 1}", field="client")
         return self._order[self._ends[k] : self._ends[k + 1]]
 
     def batch(self, rows: Ints) -> Batch:
-        """A batch of these rows, in this order."""
+        """Return a batch of these rows, in this order."""
         return self._take(rows)
 
     @property
@@ -90,19 +90,20 @@ class Clients:
         return None if self.labels is None else self.labels[0]
 
     def find(self, name: str) -> int | None:
-        """The number of the client with this name; None if there is none."""
+        """Return the number of the client with this name; None if there is none."""
         return self._numbers.get(name)
 
     def alike(self, labels: torch.Tensor | ArrayLike, *, seed: int = 0) -> NDArray[np.str_]:
-        """Divide other rows, e.g. those to evaluate on, in the same way: a client's name for each row, for client=.
+        """Divide other rows, e.g. those to evaluate on, in the same way.
 
-        The rows of a label are dealt at random, in proportion to the rows of it that each client has.
+        Returns a client's name for each row, for client=. The rows of a label are distributed at random, in proportion
+        to each client's rows of it.
 
         Raises:
             DataError: the clients' labels or these are not classes, or no client has one of the labels.
         """
         if self.labels is None:
-            raise DataError("these clients have no class labels, so other rows cannot be dealt in the same way")
+            raise DataError("these clients have no class labels, so other rows cannot be divided in the same way")
         values = labels.numpy(force=True) if isinstance(labels, torch.Tensor) else np.asarray(labels)
         names, numbers = classes(values, "alike")
         known, counts = self.labels
@@ -121,12 +122,12 @@ class Clients:
 
     @functools.cached_property
     def digest(self) -> str:
-        """A hash of the division: equal in all processes."""
+        """Return a hash of the division: equal in all processes."""
         found = hashlib.sha256(repr(self.names).encode())
         found.update(self.sizes.tobytes() + self._order.tobytes())
         return found.hexdigest()
 
-    # ------------------------------------------------------------------------------------------ what they have
+    # ------------------------------------------------------------------------------------------ statistics
 
     def statistics(self) -> pa.Table:
         """Return one row for each client: `client`, `rows`, and statistics of class labels.
@@ -144,7 +145,7 @@ class Clients:
         return pa.table(columns)
 
     def summary(self) -> ClientSummary:
-        """The statistics as JSON: at most 60 clients, spread evenly over the sizes, and 20 labels.
+        """Return the statistics as JSON: at most 60 clients, spread evenly over the sizes, and 20 labels.
 
         With more labels the last one is "other".
         """
@@ -177,18 +178,18 @@ class Clients:
         return [*(names[i] for i in most.tolist()), "other"], np.column_stack([counts[:, most], other])
 
     def svg(self) -> str:
-        """The picture of `summary()` as SVG: the rows of each client, by label."""
+        """Return the picture of `summary()` as SVG: the rows of each client, by label."""
         return picture(self.summary())
 
 
 def entropy(counts: Ints) -> NDArray[np.float64]:
-    """The entropy of each row of counts, in bits: 0 for one label, log2(L) for L equally frequent ones."""
+    """Return the entropy of each row of counts, in bits: 0 for one label, log2(L) for L equally frequent ones."""
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     logs = np.log2(shares, out=np.zeros_like(shares), where=shares > 0)
     return np.asarray(0.0 - (shares * logs).sum(axis=1), dtype=np.float64)
 
 
-# ------------------------------------------------------------------------------------------------ making them
+# ------------------------------------------------------------------------------------------------ division
 
 
 def given(client: GivenClients, columns: bool = False) -> GivenClients:
@@ -239,7 +240,7 @@ def divide(
 
 
 def in_order(owners: Ints, clients: int) -> tuple[Ints, Ints]:
-    """Row numbers by client, ascending within, and the number of rows of each."""
+    """Return row numbers by client, ascending within, and the number of rows of each."""
     return np.argsort(owners, kind="stable"), np.bincount(owners, minlength=clients).astype(np.int64)
 
 
@@ -248,7 +249,7 @@ def _are_classes(labels: NDArray[np.generic]) -> bool:
 
 
 def label_counts(owners: Ints, clients: int, labels: NDArray[np.generic]) -> tuple[tuple[str, ...], Ints] | None:
-    """Names of labels, and counts [clients, labels]; None for more than 10,000 labels or 50 million counts."""
+    """Return names of labels, and counts [clients, labels]; None for more than 10,000 labels or 50 million counts."""
     names, numbers = classes(labels, "statistics")
     if len(names) * clients > 50_000_000 or len(names) > 10_000:
         return None
@@ -257,7 +258,7 @@ def label_counts(owners: Ints, clients: int, labels: NDArray[np.generic]) -> tup
 
 
 def owners_by_id(ids: RowIds | None, rows: int, name: str = "client") -> tuple[tuple[str, ...], Ints]:
-    """The names of clients, ascending, and the client of each row, from an id for each row.
+    """Return the names of clients, ascending, and the client of each row, from an id for each row.
 
     Raises:
         DataError: an id is null, there are not `rows` ids, or ids are neither whole numbers nor text.
@@ -269,12 +270,12 @@ def owners_by_id(ids: RowIds | None, rows: int, name: str = "client") -> tuple[t
 
 
 def _coded(column: pa.Array, name: str) -> tuple[tuple[str, ...], Ints]:
-    """The distinct values of an Arrow column as text, ascending, and the index of each row's value."""
+    """Return the distinct values of an Arrow column as text, ascending, and the index of each row's value."""
     kind = column.type.value_type if pt.is_dictionary(column.type) else column.type
     if column.null_count:
         row = int(pc.index(pc.is_null(column), True).as_py())
         raise DataError(
-            f"{name} is null in row {row}, and in {column.null_count} rows in all: give every row a client",
+            f"{name} is null in row {row}, and in {column.null_count} rows in total: give every row a client",
             column=name,
             row=row,
         )

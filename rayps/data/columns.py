@@ -45,7 +45,7 @@ class ColumnLayout:
     features: tuple[str, ...]
     widths: tuple[int | None, ...]
     label: str | None
-    store: DType  # of features while they are held
+    store: DType  # dtype of features in memory
     label_dtype: DType
 
     @property
@@ -64,7 +64,7 @@ class ColumnLayout:
         return self.width * self.store.itemsize + (0 if self.label is None else self.label_dtype.itemsize) + 1
 
     def rows(self, chunk: pa.RecordBatch) -> ColumnRows:
-        """The chunk as numpy rows; values that are not valid are zeros."""
+        """Return the chunk as numpy rows; invalid values are zeros."""
         count = chunk.num_rows
         x = np.zeros((count, self.width), dtype=self.store)
         good = np.ones(count, dtype=np.bool_)
@@ -138,7 +138,7 @@ def _width(kind: pa.DataType) -> int | None:
 
 
 def _numbers(kind: pa.DataType) -> pa.DataType:
-    """The type of the single values in a column."""
+    """Return the type of the single values in a column."""
     if _is_list(kind):
         kind = kind.value_type
     return kind.value_type if pt.is_dictionary(kind) else kind
@@ -187,7 +187,7 @@ def _fill(out: Array, good: NDArray[np.bool_], column: pa.Array, name: str) -> l
 
 
 def _lists(column: pa.Array, width: int) -> tuple[NDArray[np.bool_], pa.Array]:
-    """Which rows are lists of `width` values, and the values of those."""
+    """Return which rows are lists of `width` values, and the values of those."""
     if column.null_count == 0 and pt.is_fixed_size_list(column.type):
         return np.ones(len(column), dtype=np.bool_), column.flatten()
     lengths = pc.fill_null(pc.list_value_length(column), -1).to_numpy(zero_copy_only=False)
@@ -196,7 +196,7 @@ def _lists(column: pa.Array, width: int) -> tuple[NDArray[np.bool_], pa.Array]:
 
 
 def _plain(values: pa.Array, dtype: DType) -> tuple[Array, NDArray[np.bool_] | None]:
-    """The values as numpy, and which of them are not null (None: all)."""
+    """Return the values as numpy, and which of them are not null (None: all)."""
     if pt.is_dictionary(values.type):
         values = values.dictionary_decode()
     known = values.is_valid().to_numpy(zero_copy_only=False) if values.null_count else None
@@ -205,7 +205,7 @@ def _plain(values: pa.Array, dtype: DType) -> tuple[Array, NDArray[np.bool_] | N
     elif pt.is_decimal(values.type):
         values = values.cast(pa.float64())
     if dtype.kind in "iu":
-        values = values.cast(pa.from_numpy_dtype(dtype))  # refuses what does not fit
+        values = values.cast(pa.from_numpy_dtype(dtype))  # refuses values that do not fit
     if known is not None:
         values = values.fill_null(0)
     with np.errstate(over="ignore"):
@@ -219,7 +219,7 @@ def _reason(value: Json, width: int) -> str:
         if len(value) != width:
             return f"has {len(value)} values where others have {width}"
         at = next(place for place, one in enumerate(value) if one is None or not _fits(one))
-        return f"{_reason(value[at], 1)} at place {at}"
+        return f"{_reason(value[at], 1)} at index {at}"
     return "is NaN" if value != value else f"is {value}, which is not finite as float32"
 
 

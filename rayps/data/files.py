@@ -47,7 +47,7 @@ class RowGroup:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """What all footers say together."""
+    """The combined content of all footers."""
 
     files: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -57,7 +57,7 @@ class Index:
 
 
 class Files:
-    """Paths on a file system. Pickles as paths; what was read of the files stays behind."""
+    """Paths on a file system. Pickles as paths; cached footers are not included."""
 
     def __init__(self, path: PathGiven | Sequence[PathGiven], filesystem: FileSystem = None) -> None:
         refuse_ray_data("parquet", path)
@@ -73,7 +73,7 @@ class Files:
         return {"_fs": self._fs, "_paths": self._paths, "_footers": OrderedDict()}
 
     def _refuse_unread(self, path: str) -> None:
-        """Raises DataError for a pattern, and for a file of another format. Other paths are not looked at yet."""
+        """Raise DataError for a pattern, and for a file of another format. Other paths are not examined yet."""
         if not (glob := is_pattern(path)) and other_format(path) is None:
             return
         with told(path):
@@ -85,10 +85,10 @@ class Files:
                     _look_at_ends(path, source)
 
     def index(self, columns: Callable[[pa.Schema, str], Sequence[str]]) -> Index:
-        """Read every footer. `columns` checks a schema and says which of its columns are used.
+        """Read every footer. `columns` checks a schema and returns the columns to use.
 
         Raises:
-            DataError: for no file, a file that is not whole, or a schema that is refused or differs.
+            DataError: there is no file, a file is incomplete, or a schema is refused or differs.
         """
         files = tuple(self._list())
         groups: list[RowGroup] = []
@@ -104,24 +104,24 @@ class Files:
         rows = sum(group.rows for group in groups)
         if rows == 0 or schema is None:
             raise DataError(
-                f"{self._paths[0]}: no rows in its {len(files)} file(s): there is nothing to learn from",
+                f"{self._paths[0]}: no rows in its {len(files)} file(s): there is nothing to train on",
                 file=self._paths[0],
             )
         return Index(files, tuple(sizes), tuple(groups), rows, schema)
 
     def changed(self, files: Sequence[str]) -> list[str]:
-        """When each file was last written, as far as the file system knows."""
+        """Return when each file was last written, as far as the file system knows."""
         with told(files[0]):
             return [str(info.mtime_ns) for info in self._fs.get_file_info(list(files))]
 
     def nulls(self, index: Index, group: RowGroup, used: Sequence[str]) -> bool:
-        """Whether the statistics of a row group count nulls in a used column.
+        """Return whether the statistics of a row group count nulls in a used column.
 
-        Must be called after rows of the group were read: pyarrow's reader refuses a damaged footer, while
-        looking at the column chunks in it can end the process.
+        Call it after rows of the group were read: pyarrow's reader refuses a damaged footer, while an access to the
+        column chunks in it can crash the process.
 
         Raises:
-            DataError: if the file ends before the row group does.
+            DataError: the file ends before the row group does.
         """
         name, size = index.files[group.file], index.sizes[group.file]
         with self.open(name, size) as file:
@@ -170,10 +170,10 @@ class Files:
 
     @contextmanager
     def open(self, name: str, size: int | None = None) -> Iterator[pq.ParquetFile]:
-        """One file, open to read. `size` is what it was before.
+        """Open one file to read. `size` is its earlier size.
 
         Raises:
-            DataError: if it is gone, damaged, changed since, or carries extension types.
+            DataError: it is missing, damaged, was changed since, or has extension types.
         """
         with told(name), self._fs.open_input_file(name) as source:
             if size is not None and source.size() != size:
@@ -200,7 +200,7 @@ def _hidden(inside: str) -> bool:
 
 @contextmanager
 def told(name: str, group: int | None = None) -> Iterator[None]:
-    """Errors of pyarrow and the file system as DataError with the file's name, and the row group's number."""
+    """Raise errors of pyarrow and the file system as DataError with the file's name, and the row group's number."""
     try:
         yield
     except (OSError, ValueError, OverflowError, pa.ArrowException) as error:
@@ -244,7 +244,7 @@ def _groups(number: int, name: str, footer: pq.FileMetaData) -> list[RowGroup]:
         first += groups[-1].rows
     if first != footer.num_rows or any(group.rows < 0 for group in groups):
         raise DataError(
-            f"{name}: the footer is damaged: it says {footer.num_rows} rows, but {first} in its row groups", file=name
+            f"{name}: the footer is damaged: it counts {footer.num_rows} rows, but {first} in its row groups", file=name
         )
     return groups
 
@@ -275,7 +275,7 @@ def _same_types(used: Sequence[str], schema: pa.Schema, other: pa.Schema, first:
             )
 
 
-# ------------------------------------------------------------------------ a look at the bytes, before pyarrow
+# ------------------------------------------------------------------------ checks of the bytes, before pyarrow
 
 
 def _look(name: str, source: pa.NativeFile) -> None:
@@ -283,7 +283,7 @@ def _look(name: str, source: pa.NativeFile) -> None:
     size, tail = source.size(), _look_at_ends(name, source)
     length = int.from_bytes(tail[:4], "little")
     if length > size - 12:
-        raise DataError(f"{name}: the footer is damaged: it says {length} of {size} bytes", file=name)
+        raise DataError(f"{name}: the footer is damaged: it claims {length} of {size} bytes", file=name)
     extensions = _extensions(source.read_at(length, size - 8 - length))
     if extensions is None:
         raise DataError(f"{name}: the footer is damaged: its Arrow schema cannot be read", file=name)
@@ -296,7 +296,7 @@ def _look(name: str, source: pa.NativeFile) -> None:
 
 
 def _look_at_ends(name: str, source: pa.NativeFile) -> bytes:
-    """The last 8 bytes. Raises DataError: it is not a Parquet file; the message names what it is."""
+    """Return the last 8 bytes. Raises DataError: it is not a Parquet file; the message names its format."""
     size = source.size()
     tail: bytes = source.read_at(min(size, 8), max(size - 8, 0))
     if size == 0:
@@ -312,7 +312,7 @@ def _look_at_ends(name: str, source: pa.NativeFile) -> bytes:
 
 
 def _extensions(footer: bytes) -> bool | None:
-    """Whether an Arrow schema in the footer names an extension type; None if it cannot be understood."""
+    """Return whether an Arrow schema in the footer names an extension type; None if it cannot be parsed."""
     key = b"ARROW:schema"
     place = footer.find(key)
     while place >= 0:
@@ -330,7 +330,7 @@ def _extensions(footer: bytes) -> bool | None:
 
 
 def _thrift_text(data: bytes, place: int) -> bytes | None:
-    """The text after a key in Thrift's compact form: a header byte, its length (7 bits a byte), bytes."""
+    """Return the text after a key in Thrift's compact form: a header byte, its length (7 bits a byte), bytes."""
     if data[place : place + 1] != b"\x18":
         return None
     length = shift = 0

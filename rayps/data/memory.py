@@ -31,15 +31,15 @@ class MapStyle(Protocol[Item]):
 
 
 class InMemory(Data):
-    """Rows with random access, dealt from one permutation of all of them."""
+    """Rows with random access, distributed by one permutation of all of them."""
 
     shuffle: bool
 
     def _take(self, rows: Ints) -> Batch:
-        raise DataError("this data set cannot take rows by number")
+        raise DataError("this data set cannot return rows by number")
 
     def _labels(self) -> Array | None:
-        """The label of each row, or None."""
+        """Return the label of each row, or None."""
         return None
 
     def _divide(self) -> Clients:
@@ -80,9 +80,9 @@ class TensorData(InMemory):
         self.shuffle = shuffle
 
     def check(self) -> None:
-        """Raises DataError: there are no rows, lengths differ, or a value is NaN or infinite."""
+        """Check the tensors. Raises DataError: there are no rows, lengths differ, or a value is NaN or infinite."""
         if self.rows() == 0:
-            raise DataError("tensors: x has no rows: there is nothing to learn from", column="x")
+            raise DataError("tensors: x has no rows: there is nothing to train on", column="x")
         if self.y is not None and len(self.y) != len(self.x):
             raise DataError(f"tensors: x has {len(self.x)} rows, y has {len(self.y)}: give the same number", column="y")
         for name, values in (("x", self.x), ("y", self.y)):
@@ -95,7 +95,7 @@ class TensorData(InMemory):
                 )
 
     def rows(self) -> int:
-        """The length of x."""
+        """Return the length of x."""
         return len(self.x)
 
     def _labels(self) -> Array | None:
@@ -144,18 +144,18 @@ class DatasetData(InMemory, Generic[Item]):
         self._empty: Batch | None = None
 
     def check(self) -> None:
-        """Raises DataError: the data set has no length or no rows, or its first item cannot be read."""
+        """Check the data set. Raises DataError: it has no length or no rows, or its first item cannot be read."""
         if isinstance(self.source, IterableDataset) or not isinstance(self.source, Sized):
             raise DataError(
-                "dataset: it has no length, so its rows cannot be dealt to ranks: give a "
+                "dataset: it has no length, so its rows cannot be distributed to ranks: give a "
                 "map-style Dataset (with __len__ and __getitem__)"
             )
         if self.rows() == 0:
-            raise DataError("dataset: it has no rows: there is nothing to learn from")
+            raise DataError("dataset: it has no rows: there is nothing to train on")
         self._take(np.zeros(1, dtype=np.int64))
 
     def rows(self) -> int:
-        """The length of the data set."""
+        """Return the length of the data set."""
         return len(self.source)
 
     _cheap_labels = False  # without `targets` every item must be read
@@ -192,7 +192,7 @@ class DatasetData(InMemory, Generic[Item]):
             made = self.collate(items)
         except Exception as error:
             raise DataError(
-                f"dataset: {len(items)} items make no batch: {type(error).__name__}: {error}\n"
+                f"dataset: {len(items)} items cannot be collated into a batch: {type(error).__name__}: {error}\n"
                 "give items of one shape, or a collate function"
             ) from error
         if isinstance(made, Batch):
@@ -209,14 +209,17 @@ def _no_rows(tensor: torch.Tensor) -> torch.Tensor:
 def tensors(
     x: Rows, y: Rows | None = None, *, batch_size: int = 32, shuffle: bool = True, client: GivenClients = None
 ) -> Data:
-    """Rows of a tensor or numpy array `x`, and of `y` of the same length. They are sent to every worker.
+    """Use rows of a tensor or numpy array `x`, and of `y` of the same length. They are sent to every worker.
 
-    `client` divides them for federated strategies: a rule such as `rayps.data.shards(2, clients=20)`, or an id for
-    each row (whole numbers or text).
+    `client` divides them for federated strategies: a rule such as `rayps.data.shards(2, clients=20)`, or an id for each
+    row (whole numbers or text).
 
     Raises:
-        ConfigError: for a `client` that is neither.
-        DataError: for something that is not a tensor, as a Ray Data dataset; check() and `clients` find the rest.
+        ConfigError: `client` is neither.
+        DataError: the argument is not a tensor, such as a Ray Data dataset; check() and `clients` find other errors.
+
+    Example:
+        rayps.data.tensors(torch.randn(20, 3), torch.randn(20, 1), batch_size=5).rows()  # 20
     """
     refuse_ray_data("tensors", x, y)
     return TensorData(x, y, batch_size=batch_size, shuffle=shuffle, client=client)
@@ -230,14 +233,18 @@ def dataset(
     collate: Callable[[list[Item]], Nested | Batch] | None = None,
     client: GivenClients = None,
 ) -> Data:
-    """Items of any map-style `torch.utils.data.Dataset`, collated as torch's DataLoader does.
+    """Use items of any map-style `torch.utils.data.Dataset`, collated as torch's DataLoader does.
 
     Random transforms inside the data set follow torch's global seed, not the job's. `client` as for `tensors`; a rule
     by label reads `targets` of the data set if it has them, and otherwise every item.
 
     Raises:
-        ConfigError: for a `client` that is no rule and no ids, or a `batch_size` that is no whole number above 0.
-        DataError: for a Ray Data dataset; check() and `clients` find the rest.
+        ConfigError: a `client` that is no rule and no ids, or a `batch_size` that is no whole number above 0.
+        DataError: a Ray Data dataset; check() and `clients` find other errors.
+
+    Example:
+        pairs = torch.utils.data.TensorDataset(torch.randn(20, 3), torch.randn(20, 1))
+        rayps.data.dataset(pairs, batch_size=5).rows()  # 20
     """
     refuse_ray_data("dataset", torch_dataset)
     return DatasetData(torch_dataset, batch_size=batch_size, shuffle=shuffle, collate=collate, client=client)

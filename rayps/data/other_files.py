@@ -1,4 +1,4 @@
-"""The same columns from other files: how one workload reads everybody's own rows."""
+"""Read the same columns from other files, so that one workload serves clients with different files."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rayps.data.reader import ParquetData
 
 
 def elsewhere(data: Data, path: str) -> Data:
-    """Parquet data with the same columns and options, read from another file or folder.
+    """Return Parquet data with the same columns and options, read from another file or folder.
 
     Raises:
         DataError: `data` is not of Parquet files.
     """
     if not isinstance(data, ParquetData):
         raise DataError(
-            f"the rows cannot be read from {path!r}, since the workload's data() is no Parquet file: let data() itself "
+            f"the rows cannot be read from {path!r}, since the workload's data() is not Parquet: let data() itself "
             "read this client's\nown rows (and leave --data out), or return rayps.data.parquet(...) there"
         )
     other = copy.copy(data)

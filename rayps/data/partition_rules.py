@@ -32,10 +32,10 @@ class PartitionRule(ABC):
 
     @abstractmethod
     def owners(self, rows: int, labels: Ints | None) -> Ints:
-        """The client of each of `rows` rows, 0 to n - 1; `labels` are 0 to L - 1 (None: not asked for).
+        """Return the client of each of `rows` rows, 0 to n - 1; `labels` are 0 to L - 1 (None: not needed).
 
         Raises:
-            ConfigError: naming the option that these rows cannot bear.
+            ConfigError: naming the option that these rows do not allow.
         """
 
 
@@ -50,7 +50,7 @@ class Iid(PartitionRule):
         return f"iid({self.clients}{_seeded(self.seed)})"
 
     def owners(self, rows: int, labels: Ints | None) -> Ints:
-        """Sizes differ by one row at most."""
+        """Assign rows at random; sizes differ by one row at most."""
         _enough(rows, self.clients)
         return np.asarray(random_of(self.seed, _IID).permutation(rows) % self.clients, dtype=np.int64)
 
@@ -70,7 +70,7 @@ class ByShards(PartitionRule):
         return f"shards({self.per_client}, clients={self.clients}{pure}{_seeded(self.seed)})"
 
     def owners(self, rows: int, labels: Ints | None) -> Ints:
-        """Shards of neighbours in the order of labels, dealt at random."""
+        """Assign shards of neighbours, in the order of labels, at random."""
         assert labels is not None
         shards = self.clients * self.per_client
         if shards > rows:
@@ -100,7 +100,7 @@ class Dirichlet(PartitionRule):
         return f"dirichlet({self.alpha!r}, clients={self.clients}{balanced}{_seeded(self.seed)})"
 
     def owners(self, rows: int, labels: Ints | None) -> Ints:
-        """First how many of each label each client gets, then which."""
+        """Choose first how many rows of each label each client gets, then which."""
         assert labels is not None
         _enough(rows, self.clients)
         random = random_of(self.seed, _DIRICHLET)
@@ -113,7 +113,10 @@ class Dirichlet(PartitionRule):
         return owners
 
     def _mixtures(self, have: Ints, random: np.random.Generator) -> Ints:
-        """Counts [clients, labels]: each client draws q ~ Dir(alpha p), then its rows by q without putting back."""
+        """Return counts [clients, labels].
+
+        Each client draws q ~ Dir(alpha p), then its rows by q without replacement.
+        """
         left = have.copy()
         sizes = np.diff(int(have.sum()) * np.arange(self.clients + 1) // self.clients)
         counts = np.zeros((self.clients, len(have)), dtype=np.int64)
@@ -121,7 +124,7 @@ class Dirichlet(PartitionRule):
         for k, size in enumerate(sizes.tolist()):
             q = np.zeros(len(have))
             q[have > 0] = _dirichlet(random, weights)
-            while size:  # a label that has run out leaves its share to the others
+            while size:  # the share of an exhausted label goes to the other labels
                 open_ = np.where(left > 0, q, 0.0)
                 total = open_.sum()
                 open_ = open_ / total if total > 1e-12 else left / left.sum()
@@ -132,13 +135,13 @@ class Dirichlet(PartitionRule):
         return counts
 
     def _spread(self, have: Ints, random: np.random.Generator) -> Ints:
-        """Counts [clients, labels]: each label spreads over the clients by Dir(alpha); nobody stays empty."""
+        """Return counts [clients, labels]: each label spreads over the clients by Dir(alpha); no client stays empty."""
         counts = np.zeros((self.clients, len(have)), dtype=np.int64)
         for label, count in enumerate(have.tolist()):
             if count:
                 counts[:, label] = apportion(count, _dirichlet(random, np.full(self.clients, self.alpha)))
         for k in np.flatnonzero(counts.sum(axis=1) == 0):
-            giver = int(counts.sum(axis=1).argmax())  # the largest gives a row of its most frequent label
+            giver = int(counts.sum(axis=1).argmax())  # the largest client gives up a row of its most frequent label
             label = int(counts[giver].argmax())
             counts[giver, label] -= 1
             counts[k, label] += 1
@@ -162,7 +165,7 @@ class ByQuantity(PartitionRule):
         return f"by_quantity({self.clients}, law={self.law}, spread={self.spread!r}{_seeded(self.seed)})"
 
     def owners(self, rows: int, labels: Ints | None) -> Ints:
-        """Rows at random, sizes by the law."""
+        """Assign rows at random, with sizes by the law."""
         random = random_of(self.seed, _QUANTITY)
         if isinstance(self.clients, tuple):
             sizes = np.array(self.clients, dtype=np.int64)
@@ -182,7 +185,7 @@ class ByQuantity(PartitionRule):
         return owners
 
 
-_SIZES = 20  # that a rule writes out
+_SIZES = 20  # most sizes in a rule's text
 _IID, _SHARDS, _DIRICHLET, _QUANTITY = range(1, 5)  # rules with one seed draw independently of each other
 
 
@@ -191,7 +194,7 @@ def _seeded(seed: int) -> str:
 
 
 def apportion(total: int, shares: NDArray[np.float64]) -> Ints:
-    """`total` cut by shares that add up to 1, in whole numbers: the largest remainders are rounded up."""
+    """Cut `total` by shares that add up to 1, in whole numbers: the largest remainders are rounded up."""
     exact = total * shares
     found = np.floor(exact).astype(np.int64)
     most = np.argsort(-(exact - found), kind="stable")
@@ -200,7 +203,7 @@ def apportion(total: int, shares: NDArray[np.float64]) -> Ints:
 
 
 def _dirichlet(random: np.random.Generator, weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """A draw of Dir(weights); for weights so small that it underflows, the corner that it is next to."""
+    """Draw from Dir(weights); for weights so small that it underflows, return the nearest corner."""
     q = random.dirichlet(weights)
     if not np.isfinite(q).all() or q.sum() < 0.5:
         q = np.zeros(len(weights))
@@ -209,7 +212,7 @@ def _dirichlet(random: np.random.Generator, weights: NDArray[np.float64]) -> NDA
 
 
 def _pure_ends(labels: Ints, shards: int, rule: ByShards) -> Ints:
-    """Where shards of one label each end, in the order of labels."""
+    """Return the ends of shards of one label each, in the order of labels."""
     have = np.bincount(labels)
     have = have[have > 0]
     if len(have) > shards:
@@ -238,20 +241,28 @@ def _enough(rows: int, clients: int) -> None:
         )
 
 
-# ------------------------------------------------------------------------------------------------ as a user writes
+# ------------------------------------------------------------------------------------------------ public functions
 
 
 def iid(clients: int, *, seed: int = 0) -> PartitionRule:
-    """Rows dealt at random to `clients` clients, as many to each (one more or less)."""
+    """Divide rows at random among `clients` clients, equally many (one more or less).
+
+    Example:
+        rayps.data.tensors(torch.randn(20, 3), batch_size=5, client=rayps.data.iid(4)).clients.sizes  # [5, 5, 5, 5]
+    """
     return Iid(_count("clients", clients), _seed(seed))
 
 
 def shards(per_client: int, *, clients: int, pure: bool = False, seed: int = 0) -> PartitionRule:
-    """Rows sorted by label, cut into clients x per_client shards of equal size, `per_client` dealt to each client.
+    """Sort rows by label, cut them into clients x per_client shards of equal size, and give each client `per_client`.
 
-    McMahan et al. 2017, section 3: most clients have rows of `per_client` labels only, some of one more where a
-    shard lies over the end of a label. `pure=True` cuts each label by itself (shards in proportion to its rows),
-    so that no client has more labels than shards.
+    McMahan et al. 2017, section 3: most clients have rows of `per_client` labels only, some of one more where a shard
+    crosses the end of a label. `pure=True` cuts each label separately (shards in proportion to its rows), so that no
+    client has more labels than shards.
+
+    Example:
+        y = torch.arange(40) // 10
+    rayps.data.tensors(torch.randn(40, 3), y, batch_size=5, client=rayps.data.shards(2, clients=4)).clients.count  # 4
     """
     if not isinstance(pure, bool):
         raise ConfigError(f"pure is {pure!r}: give True or False", field="client")
@@ -259,13 +270,17 @@ def shards(per_client: int, *, clients: int, pure: bool = False, seed: int = 0) 
 
 
 def dirichlet(alpha: float, *, clients: int, balanced: bool = True, seed: int = 0) -> PartitionRule:
-    """Labels mixed differently for each client; the smaller `alpha`, the fewer labels a client has.
+    """Mix labels differently for each client; the smaller `alpha`, the fewer labels a client has.
 
-    Hsu et al. 2019: each client draws its mixture q ~ Dir(alpha p), p being the shares of all labels,
-    then as many rows as every other client (one more or less) by q, without putting back; labels that have run out
-    leave their share to the others. So no client is empty. `balanced=False` spreads each label over the clients by
-    Dir(alpha) instead (Yurochkin et al. 2019): sizes differ widely, and a client that would be empty is given one
-    row by the largest.
+    Hsu et al. 2019: each client draws its mixture q ~ Dir(alpha p), p being the shares of all labels, then as many rows
+    as every other client (one more or less) by q, without replacement; the share of an exhausted label goes to the
+    other labels. So no client is empty. `balanced=False` spreads each label over the clients by Dir(alpha) instead
+    (Yurochkin et al. 2019): sizes differ widely, and a client that would be empty gets one row of the largest.
+
+    Example:
+        y = torch.arange(40) // 10
+    rayps.data.tensors(torch.randn(40, 3), y, batch_size=5, client=rayps.data.dirichlet(0.3, clients=4)).clients.count
+    # 4
     """
     if not isinstance(balanced, bool):
         raise ConfigError(f"balanced is {balanced!r}: give True or False", field="client")
@@ -275,10 +290,13 @@ def dirichlet(alpha: float, *, clients: int, balanced: bool = True, seed: int = 
 def by_quantity(
     clients: int | Sequence[int], *, law: str = "lognormal", spread: float = 1.0, seed: int = 0
 ) -> PartitionRule:
-    """Rows dealt at random, but unequally many: one to each client, the rest by the law.
+    """Divide rows at random into unequal parts: one row to each client, the rest by the law.
 
-    `law`: "lognormal" (the logarithm of a size has standard deviation `spread`), or "zipf" (the r-th largest size
-    is in proportion to r ** -spread). Or give the sizes themselves, which must add up to the rows.
+    `law`: "lognormal" (the logarithm of a size has standard deviation `spread`), or "zipf" (the r-th largest size is
+    proportional to r ** -spread). Or give the sizes themselves, which must add up to the rows.
+
+    Example: rayps.data.tensors(torch.randn(20, 3), batch_size=5, client=rayps.data.by_quantity([5, 15])).clients.sizes
+    # [5, 15]
     """
     if law not in ("lognormal", "zipf"):
         raise ConfigError(f"law is {law!r}: give 'lognormal' or 'zipf'", field="client")
@@ -289,7 +307,7 @@ def by_quantity(
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ConfigError(
                 f"by_quantity: client {k} would have {size!r} rows: a client with no samples cannot "
-                "learn; give whole numbers of at least 1",
+                "train; give whole numbers of at least 1",
                 field="client",
             )
     if not sizes:
@@ -298,7 +316,10 @@ def by_quantity(
 
 
 def rule(text: str) -> PartitionRule:
-    """A rule as text, such as `shards(2,clients=20)` or `shards(per_client=2,clients=20)`. Raises ConfigError."""
+    """Parse a rule from text, such as `shards(2,clients=20)` or `shards(per_client=2,clients=20)`.
+
+    Raises ConfigError.
+    """
     known: dict[str, Callable[..., PartitionRule]] = {
         "iid": iid,
         "shards": shards,
@@ -322,7 +343,7 @@ def rule(text: str) -> PartitionRule:
                 field="client",
             )
     if "clients" not in options:
-        raise ConfigError(f"the rule {text!r}: {name} has to know how many clients: {_EXAMPLES[name]}", field="client")
+        raise ConfigError(f"the rule {text!r}: {name} needs the number of clients: {_EXAMPLES[name]}", field="client")
     return known[name](options.pop(has[0]), **options)
 
 
@@ -355,17 +376,17 @@ def _positive(name: str, value: Json) -> float:
 
 
 def classes(values: NDArray[np.generic] | None, wanted: str) -> tuple[tuple[str, ...], Ints]:
-    """The different labels as text, and the number of each row's among them.
+    """Return the different labels as text, and the index of each row's among them.
 
     Raises:
         DataError: there are no labels, or they are not classes.
     """
     if values is None:
-        raise DataError(f"{wanted} deals rows by label, and this data has none: give y or label=, or the rule iid")
+        raise DataError(f"{wanted} divides rows by label, and this data has none: give y or label=, or the rule iid")
     if values.ndim != 1 or values.dtype.kind not in "iub":
         kind = "numbers with fractions" if values.dtype.kind == "f" and values.ndim == 1 else f"of shape {values.shape}"
         raise DataError(
-            f"{wanted} deals rows by label, and these labels are {kind}: it needs one whole number for "
+            f"{wanted} divides rows by label, and these labels are {kind}: it needs one whole number for "
             "each row; use the rule iid or by_quantity, or a column"
         )
     names, numbers = np.unique(values, return_inverse=True)

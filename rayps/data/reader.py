@@ -1,15 +1,15 @@
 """Rows of Parquet files, streamed: memory is bounded by `window_mb`, however large the files are.
 
-Two ways, chosen from the footers alone, so that every rank chooses alike:
-- all rows fit into the window: they are read once, and dealt round robin from one permutation of them all;
-- they do not: row groups are shuffled, every rank reads one contiguous span of that sequence, and shuffles
-  it again window by window. A rank decodes only the row groups that its span and starting point need.
+One of two methods is chosen from the footers alone, so that every rank chooses the same:
+- all rows fit into the window: they are read once, and distributed round robin by one permutation of all;
+- they do not: row groups are shuffled, every rank reads one contiguous span of that sequence, and shuffles it again
+  window by window. A rank decodes only the row groups that its span and starting point need.
 
-NaN, infinity and null: a set that fits into the window is looked at before training starts; in a larger one,
-nulls that the footers' statistics count are found before, the rest as it is read.
+NaN, infinity and null: data that fits into the window is checked before training starts; in larger data, nulls that the
+footers' statistics count are found before, other values as they are read.
 
-Clients: where the rows do not fit into the window, they are sorted by client once into memory-mapped files that
-all processes of a host share (`rayps.data.client_files`), at the first look at `clients`.
+Clients: rows that do not fit into the window are sorted by client once, into memory-mapped files that all processes of
+a host share (`rayps.data.client_files`), at the first access to `clients`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rayps.data.files import Files, FileSystem, Index, PathGiven, RowGroup, told
 from rayps.data.partition_rules import PartitionRule
 
 _log = logging.getLogger(__name__)
-_CHUNK = 2 << 20  # bytes decoded at once, about
+_CHUNK = 2 << 20  # approximate bytes decoded at once
 _LABELS = ("float32", "float64", "int64")
 
 
@@ -86,7 +86,7 @@ class ParquetData(Data):
     # ------------------------------------------------------------------------------------ before training
 
     def check(self) -> None:
-        """Read every file's schema, and the values where they fit into the window or are known to have nulls.
+        """Read every file's schema, and the values if they fit into the window or have nulls by the footers.
 
         Raises:
             DataError: naming file, column and row.
@@ -100,22 +100,22 @@ class ParquetData(Data):
                     continue
 
     def _has_nulls(self, index: Index, group: RowGroup, columns: list[str]) -> bool:
-        """Whether a row group has nulls that training would stop at; its first row is read for it."""
+        """Return whether a row group has nulls at which training would fail; reads its first row."""
         next(self._chunks(index, group, columns, 1), None)
         return self._files.nulls(index, group, columns) and not self._drop
 
     def rows(self) -> int:
-        """The rows in all files, bad ones included."""
+        """Return the rows in all files, invalid ones included."""
         return self._known()[0].rows
 
     def share(self, rank: int, size: int) -> int:
-        """See Data; a span of the rows where they do not fit into the window."""
+        """See Data; a span of the rows if they do not fit into the window."""
         if self._by_number():
             return super().share(rank, size)
         return self.rows() * (rank + 1) // size - self.rows() * rank // size
 
     def _by_number(self) -> bool:
-        """Whether ranks are dealt rows by number: all fit into the window, or they lie sorted by client."""
+        """Return whether rows are accessed by number: all fit into the window, or they are sorted by client."""
         index, layout = self._known()
         return index.rows * layout.row_bytes <= self._window or (self.keeps_rows and self.divided)
 
@@ -146,7 +146,7 @@ class ParquetData(Data):
         )
 
     def _list_length(self, index: Index, column: str) -> int:
-        """The length of the first list in a column of lists; all others must have it."""
+        """Return the length of the first list in a column of lists; all others must have it."""
         for group in index.groups:
             for chunk in self._chunks(index, group, [column], 64):
                 for value in chunk.column(0):
@@ -165,14 +165,14 @@ class ParquetData(Data):
                 yield chunk
             if done != group.rows:
                 raise DataError(
-                    f"{name}: row group {group.number} has {done} rows where the footer says "
+                    f"{name}: row group {group.number} has {done} rows where the footer counts "
                     f"{group.rows}: write the file again",
                     file=name,
                     row_group=group.number,
                 )
 
     def _read(self, group: RowGroup, low: int, high: int) -> Iterator[ColumnRows]:
-        """Rows [low, high) of a row group, a chunk at a time."""
+        """Read rows [low, high) of a row group, a chunk at a time."""
         index, layout = self._known()
         at_once = max(1, min(8192, _CHUNK // layout.row_bytes))
         first = 0
@@ -271,7 +271,7 @@ class ParquetData(Data):
 
     def _take_clients(self, client: GivenClients) -> None:
         super()._take_clients(given(client, columns=True))
-        self._index = None  # the column is looked for anew
+        self._index = None  # the column is searched for again
 
     def _by_row(self, which: NDArray[np.int64]) -> Batch:
         return self._batch(self._hold(self._known()[0]), which)
@@ -285,7 +285,7 @@ class ParquetData(Data):
         return pa.chunked_array(chunks)
 
     def _key(self, index: Index, layout: ColumnLayout) -> str:
-        """The same for the same rows divided in the same way."""
+        """Return a key that is equal for the same rows divided in the same way."""
         found = hashlib.sha256(
             repr(
                 (index.files, index.sizes, self._files.changed(index.files), layout, self._drop, np.__version__)
@@ -307,7 +307,7 @@ class ParquetData(Data):
         return Batch(x, None if rows.y is None else torch.from_numpy(rows.y[which]), len(which))
 
     def _hold(self, index: Index) -> ColumnRows:
-        """All rows, read once."""
+        """Return all rows, read once."""
         if self._held is None:
             held = self._room(index.rows)
             done = 0
@@ -328,7 +328,7 @@ class ParquetData(Data):
     def _windows(
         self, index: Index, low: int, high: int, *, rank: int, seed: int, epoch: int, start: int
     ) -> Iterator[tuple[ColumnRows, NDArray[np.int64]]]:
-        """Rows [low, high) of the shuffled row groups, a window at a time, each with the order of its rows.
+        """Yield rows [low, high) of the shuffled row groups, a window at a time, each with the order of its rows.
 
         A window is a whole number of batches, so the windows before batch `start` are never decoded.
         """
@@ -361,7 +361,7 @@ class ParquetData(Data):
 
 
 def _filled(stream: Iterator[ColumnRows], window: ColumnRows) -> Iterator[int]:
-    """Fill the window from the stream again and again; each time, the number of rows in it."""
+    """Fill the window from the stream repeatedly; yield the number of rows in it each time."""
     room = len(window.good)
     done = 0
     for rows in stream:
@@ -414,22 +414,22 @@ def parquet(
     window_mb: float = 64,
     client: GivenClients = None,
 ) -> Data:
-    """Rows of a Parquet file, a directory of them, or a list of both, never loaded whole above `window_mb`.
+    """Read rows of a Parquet file, a directory of them, or a list of both; memory is bounded by `window_mb`.
 
-    - `features`: one column of lists of numbers, or several columns of numbers: x is [rows, numbers], as
-      `dtype` and times `scale` (give 1 / 255 for pixels; by default values stay as they are).
-    - `label`: a column of numbers: whole ones become int64, others float32, unless `label_dtype` says so.
-    - `filesystem`: any pyarrow or fsspec one; otherwise from the path ("s3://...", or this machine's).
-    - `on_invalid`: "fail" at a null, NaN or infinite value, or "drop" the row from its batch: the number of
-      batches stays, and the smaller batch weighs less.
-    - `window_mb`: megabytes of rows that a worker holds, and shuffles among, at a time.
-    - `client`: who has which rows, for federated strategies: a column of whole numbers or text (client="writer"), a
-      rule such as rayps.data.shards(2, clients=20), or an id for each row. Rows that on_invalid="drop" leaves out
-      are nobody's.
+    - `features`: one column of lists of numbers, or several columns of numbers: x is [rows, numbers], as `dtype` and
+    times
+      `scale` (give 1 / 255 for pixels; by default values are not scaled).
+    - `label`: a column of numbers: whole ones become int64, others float32, unless `label_dtype` is given. -
+    `filesystem`: any pyarrow or fsspec one; otherwise from the path ("s3://...", or this machine's). - `on_invalid`:
+    "fail" at a null, NaN or infinite value, or "drop" the row from its batch: the number of batches stays, and
+      the smaller batch has less weight.
+    - `window_mb`: megabytes of rows that a worker holds, and shuffles among, at a time. - `client`: the client of each
+    row, for federated strategies: a column of whole numbers or text (client="writer"), a rule such as
+    rayps.data.shards(2, clients=20), or an id for each row. Rows that on_invalid="drop" drops belong to no client.
 
     Raises:
-        DataError: for an empty list of paths; check() finds what is wrong in the files.
-        ConfigError: for an option that cannot be.
+        DataError: an empty list of paths; check() finds what is wrong in the files.
+        ConfigError: an invalid option.
     """
     names = [features] if isinstance(features, str) else list(features)
     if not names:

@@ -44,7 +44,7 @@ _OTHERS = {
 
 
 def refuse_ray_data(call: str, *given: Any) -> None:
-    """Refuse Ray Data, whose rows cannot be dealt to ranks by number.
+    """Refuse Ray Data, whose rows have no numbers by which to distribute them to ranks.
 
     Raises:
         DataError: one of `given`, the arguments of `rayps.data.<call>`, is a Ray Data dataset or iterator.
@@ -57,12 +57,12 @@ def refuse_ray_data(call: str, *given: Any) -> None:
 
 
 def is_ray_data(value: Any) -> bool:
-    """Whether a value is of Ray Data; does not import ray."""
+    """Return whether a value is of Ray Data; does not import ray."""
     return any(f"{kind.__module__}.".startswith("ray.data.") for kind in type(value).__mro__)
 
 
 def ray_data_way() -> str:
-    """What to do with a Ray Data dataset."""
+    """Return what to do with a Ray Data dataset."""
     return (
         "write it once by\nds.write_parquet(FOLDER), where all workers can read, and give "
         "rayps.data.parquet(FOLDER, features=...)"
@@ -70,7 +70,7 @@ def ray_data_way() -> str:
 
 
 def other_format(path: str) -> str | None:
-    """How a file of another format is brought in, by its name's suffix; None where the suffix says nothing."""
+    """Return how to convert a file of another format, by its name's suffix; None for an unknown suffix."""
     suffixes = [suffix for suffix in PurePosixPath(path).suffixes if suffix not in _PACKED]
     suffix = suffixes[-1].lower() if suffixes else ""
     if suffix in _TABLES:
@@ -78,17 +78,17 @@ def other_format(path: str) -> str | None:
         return f"{what} is not read: convert it once by pyarrow.parquet.write_table({reader}(FILE), 'rows.parquet')"
     if suffix in _ARRAYS:
         what, reader = _ARRAYS[suffix]
-        return f"files of {what} are not read: give rayps.data.tensors(x, y) what {reader}(FILE) gives"
+        return f"files of {what} are not read: give rayps.data.tensors(x, y) the result of {reader}(FILE)"
     return f"{_OTHERS[suffix]} is not read: {OTHERWISE}" if suffix in _OTHERS else None
 
 
 def is_pattern(path: str) -> bool:
-    """Whether a path has a wildcard: `*`, `?` or `[...]`."""
+    """Return whether a path has a wildcard: `*`, `?` or `[...]`."""
     return any(mark in path for mark in "*?") or ("[" in path and "]" in path)
 
 
 def pattern(path: str, filesystem: pafs.FileSystem) -> str:
-    """Why a path with wildcards that is no file is refused, and the way out."""
+    """Return why a path with wildcards is refused, and what to give instead."""
     folder = path[: min(path.index(mark) for mark in "*?[" if mark in path)].rpartition("/")[0]
     names = (
         "sorted(str(p) for p in pathlib.Path(FOLDER).glob(PATTERN))"

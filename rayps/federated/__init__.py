@@ -1,1 +1,1 @@
-"""Federated learning: many clients in turn on few workers. Floor 0 where a module is pure, floor 3 where it trains."""
+"""Federated learning: many clients, trained in turn on few workers, or real processes outside of the cluster."""

@@ -1,28 +1,28 @@
-"""One round's replies to one update: screen, clip, rule. What every worker takes in becomes the same on all of them.
+"""Make one update of a round's replies: screen, clip, rule. The result is equal on all workers.
 
     a client's w_k          from `Trainer`, or from a process outside of the cluster
-    [attack]                who plays an attacker spoils its update, as if it had come so
-    screen                  what is not finite, or too large to be counted, is left out: the reply is rejected by name;
-                            so are buffers that no model can have (`statistics`)
-    clip                    w_k - w_t is shortened to the norm `clip`
-       local privacy        noise of each client's own belongs here: clipped, and still with the client
-    meet                    rule "mean": n_k w_k are added up in fixed point (`exact`), over all workers in one sum
+    [attack]                attackers change their update as if they had sent it so
+    screen                  a reply that is not finite, or too large for the sum, is rejected by name; so is one with
+                            buffers that no model can have (`statistics`)
+    clip                    w_k - w_t is scaled down to the norm `clip`
+       local privacy        each client's own noise belongs here: clipped, and still with the client
+    meet                    rule "mean": n_k w_k are added in fixed point (`exact`), over all workers in one sum
        secure aggregation   its masks belong here: limbs are integers modulo 2^64, and only their sum is read
-    rule                    the others need every update at once: rows in cohort order, gathered on each worker; what
-                            clients send beside (buffers, `sums`) goes through the same rule, each as rows of its own
+    rule                    the other rules need all updates at once: rows in cohort order, gathered on each worker;
+                            what clients send besides (buffers, `sums`) goes through the same rule, each as own rows
        central privacy      its noise belongs here, on the sum of clipped updates, over a divisor fixed beforehand
     server                  `Federated.server` with `RoundAggregate.mean`, `RoundAggregate.delta`, `RoundAggregate.sums`
 
-The mean takes memory for one model (as fixed point: 4 times its bytes, float64: 3) however many clients reply, a robust
-rule or an omniscient attacker n times that of an update. Either way the bits depend on neither the number of workers,
-nor which of them a client trained on, nor the order. A single reply to the mean is passed on as it is.
+The mean takes memory for one model (in fixed point: 4 times its bytes, float64: 3) however many clients reply; a robust
+rule or an omniscient attacker takes n times that of an update. The bits depend neither on the number of workers, nor on
+which of them trained a client, nor on the order. A single reply to the mean is returned unchanged.
 
-Under the mean, buffers are weighted by samples and `sums` are plain sums. Under a robust rule the buffers are what the
-rule makes of the replies' buffers (whole numbers by the median where the rule is geometric_median or
-centered_clipping, which measure distances: a count would outweigh the statistics), centered_clipping begins there with
-the buffers of before the round, and each of `sums` is n times what the rule makes of its n rows: SCAFFOLD's c stays an
-estimate of the mean of all c_i. krum, multi_krum and bulyan choose by the update alone (`RoundAggregate.chosen`), and
-nothing of the other clients is used. No number of samples counts: `RoundAggregate.weight` is the number of replies.
+Under the mean, buffers are weighted by samples and `sums` are plain sums. Under a robust rule the buffers are the
+rule's result of the replies' buffers (whole numbers by the median under geometric_median or centered_clipping, which
+measure distances: a count would outweigh the statistics), and centered_clipping starts from the buffers before the
+round. Each of `sums` is n times the rule's result of its n rows: SCAFFOLD's c stays an estimate of the mean of all c_i.
+krum, multi_krum and bulyan choose by the update alone (`RoundAggregate.chosen`), and use nothing of the other clients.
+The number of samples has no effect: `RoundAggregate.weight` is the number of replies.
 """
 
 from __future__ import annotations
@@ -46,26 +46,26 @@ from rayps.federated.population.attack_spec import AttackSpec, attack_of
 from rayps.federated.robust_rules import AggregationRule, rule_of
 from rayps.federated.rules import Matrix, Picks, Vector, aggregate, beside, clip_factor, median, members, picks
 
-BEFORE = "rule.before"  # in the server's memory: the last round's result, where a rule begins with it
-_REASONS = (NOT_FINITE, TOO_LARGE, NEGATIVE)  # why a reply is rejected; workers add up how often, for each client
-_UPDATE, _BUFFERS = "", "buffers"  # the names of what a reply holds; all others are those of `sums`
+BEFORE = "rule.before"  # name in the server's memory of the last round's result, where a rule starts with it
+_REASONS = (NOT_FINITE, TOO_LARGE, NEGATIVE)  # reasons for a rejection; workers sum their counts, per client
+_UPDATE, _BUFFERS = "", "buffers"  # names of a reply's parts; all others are those of `sums`
 
 
 @dataclass(slots=True)
 class RoundAggregate:
-    """What a round has come to; the same on every worker."""
+    """The result of a round, equal on every worker."""
 
-    mean: Tensor | None  # of the w_k; None: no result, or replies began from several models
+    mean: Tensor | None  # mean of the w_k; None: no result, or replies started from several models
     delta: Tensor | None  # the mean, or the rule's result, of the w_k - w_t
-    sums: dict[str, Tensor]  # of what clients sent beside, unweighted
+    sums: dict[str, Tensor]  # sums of what clients sent besides, unweighted
     count: int = 0  # replies that could be used
-    weight: float = 0.0  # theirs; under a robust rule each counts once
+    weight: float = 0.0  # their samples; under a robust rule each reply counts once
     rejected: list[tuple[int, str]] = field(default_factory=list)  # client, why
     buffers: Tensor | None = (
         None  # as `BufferStatistics` packs them; None where clients send none, or there is no result
     )
-    chosen: list[int] | None = None  # the clients that krum, multi_krum or bulyan has chosen; None under other rules
-    skipped: str | None = None  # why the model stays as it is
+    chosen: list[int] | None = None  # the clients that krum, multi_krum or bulyan chose; None under other rules
+    skipped: str | None = None  # why the model is unchanged
 
 
 class _ReplySums:
@@ -91,7 +91,7 @@ class _ReplySums:
         """Add up everyone's; `refused` is this worker's `told`."""
         self.told.copy_(torch.tensor(refused))
         for each in (self.main, *self.beside.values()):
-            _ = each.limbs  # settled: they stand in _home
+            _ = each.limbs  # limbs carried; they are in _home
         ring.sum(self._home)
 
 
@@ -125,7 +125,7 @@ class _OpenRound:
 
 
 class Aggregate:
-    """The rounds of one worker's aggregation; all workers of a job make it alike and call it alike."""
+    """The aggregations of one worker; all workers of a job make the same calls."""
 
     def __init__(
         self,
@@ -142,14 +142,14 @@ class Aggregate:
         asynchronous: bool = False,
         statistics: BufferStatistics | None = None,
     ) -> None:
-        """For updates of `size` elements of `dtype`, from a job of so many `clients`.
+        """Prepare for updates of `size` elements of `dtype`, from a job of so many `clients`.
 
         Args:
-            rule, attack: as text, in wire form, or read (`choices`).
-            extras: what clients send beside to be added up (`sums`): by name, its length and dtype.
-            statistics: the buffers that they send beside; none where they send none.
+            rule, attack: as text, in wire form, or parsed (`choices`).
+            extras: what clients send besides to be summed (`sums`): by name, its length and dtype.
+            statistics: the buffers that they send; None where they send none.
             least: replies that a round needs.
-            asynchronous: replies may have begun from older models, so that only their updates are added up.
+            asynchronous: replies may have started from older models, so only their updates are summed.
         """
         self.rule, self.clip = rule_of(rule), clip
         self.attack: AttackSpec | None = attack if isinstance(attack, AttackSpec) else attack_of(attack)
@@ -157,7 +157,7 @@ class Aggregate:
         self._extras, self._statistics = dict(extras or {}), statistics
         self._attackers = frozenset() if self.attack is None else self.attack.attackers(seed, clients)
         self.gathers = self.rule.robust or (self.attack is not None and self.attack.omniscient)
-        self._whole = not (asynchronous or self.gathers or clip is not None)  # w_k are added up, not w_k - w_t
+        self._whole = not (asynchronous or self.gathers or clip is not None)  # sums w_k, not w_k - w_t
         self._asynchronous = asynchronous
         self._sums: _ReplySums | None = None  # for as many clients as a round had so far
         gathered: dict[str, tuple[int, torch.dtype]] = {_UPDATE: (size, dtype)}
@@ -167,9 +167,9 @@ class Aggregate:
         self._gathering = Gathering(gathered if self.gathers else {})
 
     def begin(self, round: int, clients: Sequence[int], w_t: Tensor, buffers: Tensor | None = None) -> None:
-        """A round in which these clients reply, in cohort order, the same on all workers. w_t stays until `meet`.
+        """Start a round in which these clients reply, in cohort order, equal on all workers.
 
-        `buffers`: those of the model before the round, packed, where there are any.
+        w_t must not change until `meet`. `buffers`: those of the model before the round, packed, if there are any.
         """
         if self._sums is None or len(clients) > self._sums.places:
             self._sums = _ReplySums(self._kinds(), max(1, len(clients)))
@@ -183,12 +183,12 @@ class Aggregate:
         kinds = {_UPDATE: (0 if self.gathers else self.size, self.dtype)}
         if not self.rule.robust:
             kinds |= self._extras
-            if self._statistics is not None:  # and the samples, by which they are weighted
+            if self._statistics is not None:  # and the samples as weights
                 kinds[_BUFFERS] = (self._statistics.size + 1, torch.float64)
         return kinds
 
     def flips(self, client: int) -> bool:
-        """Whether this client trains on `attack.labels` in place of its labels."""
+        """Return whether this client trains on `attack.labels` in place of its labels."""
         return self.attack is not None and self.attack.flips_labels and client in self._attackers
 
     # ---- replies
@@ -204,10 +204,10 @@ class Aggregate:
         buffers: Tensor | None = None,
         samples: float = 1.0,
     ) -> str | None:
-        """Take in a client's reply w_k, which began from `base`: None, or the reason why it is left out.
+        """Add a client's reply w_k, which started from `base`; return None, or the reason why it is rejected.
 
-        `buffers` are the client's, packed, of `samples` samples. All of this may change afterwards. Raises ConfigError:
-        its length or weight cannot be.
+        `buffers` are the client's, packed, of `samples` samples. All arguments may change afterwards. Raises
+        ConfigError: the length or weight is invalid.
         """
         attack = self.attack if client in self._attackers else None
         sent = {name: (extra or {})[name].detach().cpu().reshape(-1) for name in self._extras}
@@ -234,7 +234,7 @@ class Aggregate:
         return why
 
     def _refusal(self, sent: Mapping[str, Tensor], samples: float) -> str | None:
-        """Why what a client sends beside its update cannot be used."""
+        """Return why what a client sends besides its update cannot be used."""
         for each in (sent if self.rule.robust else self._weighted(sent, samples)).values():
             why = refusal(each)
             if why is not None:
@@ -242,7 +242,7 @@ class Aggregate:
         return None if self._statistics is None else self._statistics.refusal(sent[_BUFFERS])
 
     def _weighted(self, sent: Mapping[str, Tensor], samples: float) -> dict[str, Tensor]:
-        """As it is added up for the mean: buffers times samples, and the samples behind them."""
+        """Return the summand of the mean: buffers times samples, then the samples."""
         if _BUFFERS not in sent or self._statistics is None:
             return dict(sent)
         count = torch.tensor([float(samples)], dtype=torch.float64)
@@ -251,7 +251,7 @@ class Aggregate:
     def _added(
         self, client: int, vectors: tuple[Tensor, Tensor], weight: float, sent: Mapping[str, Tensor]
     ) -> str | None:
-        """Add or file the update of (w_k, base); the reason why it is left out."""
+        """Add or store the update of (w_k, base); return the reason if it is rejected."""
         (reply, base), main = vectors, self._now.sums.main
         attack = self.attack if client in self._attackers else None
         if self._whole and (attack is None or attack.name not in OWN):
@@ -275,10 +275,13 @@ class Aggregate:
             self._gathering.add(self._now.place[client], weight, {_UPDATE: update, **more})
         return why
 
-    # ---- together
+    # ---- collective
 
     def meet(self, ring: Ring, memory: MutableMapping[str, Tensor] | None = None) -> RoundAggregate:
-        """The round's result. `memory` is the server's, where a rule with a memory keeps it."""
+        """Return the round's result; all workers call it.
+
+        `memory` is the server's, where a rule stores its last result.
+        """
         main = self._now.sums.main
         self._now.sums.meet(ring, self._now.refused)
         met = RoundAggregate(None, None, {}, main.count, float(main.weight), self._now.rejected())
@@ -302,7 +305,7 @@ class Aggregate:
         return met
 
     def _take_beside(self, met: RoundAggregate) -> None:
-        """What clients sent beside, under the mean."""
+        """Compute the sums of what clients sent besides, under the mean."""
         met.sums = {name: each.total() for name, each in self._now.sums.beside.items() if name != _BUFFERS}
         if self._statistics is not None and met.skipped is None:
             total = self._now.sums.beside[_BUFFERS].total()
@@ -356,7 +359,7 @@ class Aggregate:
         return np.concatenate([beside(self.rule, x[:, :floats], center, seed), median(x[:, floats:])])
 
     def _conspire(self, rows: Matrix, clients: list[int]) -> None:
-        """Omniscient attackers change their rows, once the honest ones are known."""
+        """Let omniscient attackers change their rows, after the honest rows are known."""
         if self.attack is None or not self.attack.omniscient:
             return
         bad = np.array([client in self._attackers for client in clients])

@@ -1,4 +1,4 @@
-"""How a round makes one update of its replies, and how many replies it needs: options of an aggregation. Pure."""
+"""Options of an aggregation: the rule, and how many replies a round needs. Pure."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rayps.federated.robust_rules import AggregationRule, rule_of
 
 @dataclass(frozen=True)
 class Aggregation:
-    """The `rule` that makes one update of the replies, each shortened to the norm `clip` first.
+    """The `rule` that makes one update of the replies, each clipped to the norm `clip` first.
 
-    `min_replies`: a round with fewer leaves the model as it was. `enough`: a round ends once so many have come.
+    `min_replies`: a round with fewer leaves the model unchanged. `enough`: a round ends after this many replies.
     `over_selection`: ask (1 + so much) times the clients that are needed, and end with the needed number.
     """
 
@@ -35,15 +35,15 @@ class Aggregation:
 
     @property
     def chosen_rule(self) -> AggregationRule:
-        """The rule, read from its text or wire form."""
+        """The rule, parsed from its text or wire form."""
         return rule_of(self.rule)
 
     def asked(self, needed: int, clients: int) -> int:
-        """How many of `clients` a round asks that needs the replies of `needed`."""
+        """Return how many of `clients` a round asks that needs the replies of `needed`."""
         return min(clients, int(needed * (1 + self.over_selection) + 0.5))
 
     def must_be_met(self, asked: int, clients: int) -> None:
-        """Refuse `min_replies` above what a round asks. Raises ConfigError."""
+        """Refuse `min_replies` above the clients that a round asks. Raises ConfigError."""
         if self.min_replies > asked:
             raise ConfigError(
                 f"min_replies is {self.min_replies}, and a round asks {asked} of {clients} clients: no round would "

@@ -1,4 +1,4 @@
-"""What attackers send: to see a rule bear them, or the mean collapse. Which clients they are: `choices.Attack`.
+"""What attackers send, to test a rule against them. Which clients attack: `AttackSpec`.
 
     sign_flip, gaussian   Blanchard et al., NeurIPS 2017
     alie                  Baruch, Baruch and Goldberg, "A little is enough: circumventing defenses for distributed
@@ -6,8 +6,8 @@
     inner_product         Xie, Koyejo and Gupta, "Fall of empires: breaking Byzantine-tolerant SGD by inner product
                           manipulation", UAI 2019: -eps times the mean
 Label flipping (`AttackSpec.labels`), inflated counts (`counted`), false buffers (`false_buffers`) and a false c
-(`false_sums`) leave updates as training gives them. The omniscient ones, alie and inner_product, see all honest updates
-of the round, and all their attackers send one vector.
+(`false_sums`) leave updates as trained. The omniscient attacks, alie and inner_product, use all honest updates of the
+round, and all their attackers send one vector.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OWN = ("sign_flip", "gaussian", "nan")  # attacks that need nothing but the atta
 
 
 def spoilt(attack: AttackSpec, update: Tensor, *seed: int) -> Tensor:
-    """What an attacker sends in place of its update [P]; `seed` (of the run, round, client) draws the noise."""
+    """Return what an attacker sends in place of its update [P]; `seed` (of the run, round, client) draws the noise."""
     if attack.name == "sign_flip":
         return update * -attack.scale
     if attack.name == "gaussian":
@@ -37,22 +37,22 @@ def spoilt(attack: AttackSpec, update: Tensor, *seed: int) -> Tensor:
 
 
 def counted(attack: AttackSpec, weight: float) -> float:
-    """The number of samples that an attacker says it has."""
+    """Return the number of samples that an attacker reports."""
     return weight * attack.factor if attack.name == "inflated_counts" else weight
 
 
 def false_buffers(attack: AttackSpec, buffers: Tensor) -> Tensor:
-    """The buffers [B] that an attacker sends. Scaled up they stay what a model may have: variances are not negative."""
+    """Return the buffers [B] that an attacker sends: scaled up, so valid for a model (variances are not negative)."""
     return buffers * attack.scale if attack.name == "false_buffers" else buffers
 
 
 def false_sums(attack: AttackSpec, sent: Tensor) -> Tensor:
-    """What an attacker sends beside its update, in place of one of the strategy's `sums`."""
+    """Return what an attacker sends in place of one of the strategy's `sums`."""
     return sent * -attack.scale if attack.name == "false_c" else sent
 
 
 def agreed(attack: AttackSpec, honest: Matrix, attackers: int) -> Vector:
-    """What omniscient attackers all send, given the honest updates [h, P] of the round."""
+    """Return the vector that all omniscient attackers send, given the honest updates [h, P] of the round."""
     center = np.asarray(honest.mean(axis=0, dtype=np.float64))
     if attack.name == "inner_product":
         return -attack.eps * center
@@ -61,7 +61,10 @@ def agreed(attack: AttackSpec, honest: Matrix, attackers: int) -> Vector:
 
 
 def usual_z(n: int, attackers: int) -> float:
-    """The paper's z (its algorithm 3): with s = floor(n/2 + 1) - m honest ones farther out, a majority is behind."""
+    """Return the paper's z (its algorithm 3).
+
+    With s = floor(n/2 + 1) - m honest replies farther out, a majority is closer.
+    """
     supporters = n // 2 + 1 - attackers
     share = (n - attackers - supporters) / max(1, n - attackers)
     return NormalDist().inv_cdf(min(max(share, 1e-6), 1 - 1e-6))

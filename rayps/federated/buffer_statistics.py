@@ -1,7 +1,7 @@
 """The buffers that a client sends with its update, as one vector: BatchNorm statistics and counts.
 
-Floats stand first, whole numbers behind them, each in the model's order, all in float64. What no model can have is
-refused: values that are not finite (`exact`), and negative variances and counts of torch's normalisation layers, known
+Floats come first, then whole numbers, each in the model's order, all in float64. Buffers that no model can have are
+rejected: values that are not finite (`exact`), and negative variances and counts of torch's normalisation layers, known
 by their names `running_var` and `num_batches_tracked`. So every convex combination of replies is a valid state.
 """
 
@@ -17,7 +17,7 @@ _NOT_BELOW_ZERO = ("running_var", "num_batches_tracked")
 
 
 class BufferStatistics:
-    """Where each buffer stands in the vector of `size` elements; the first `floats` of them are floating point."""
+    """The position of each buffer in the vector of `size` elements; the first `floats` of them are floating point."""
 
     def __init__(self, buffers: Mapping[str, Tensor]) -> None:
         real = {name: value for name, value in buffers.items() if value.is_floating_point()}
@@ -31,16 +31,16 @@ class BufferStatistics:
         self._bounded = torch.cat(bounded) if bounded else torch.empty(0, dtype=torch.bool)
 
     def packed(self, buffers: Mapping[str, Tensor]) -> Tensor:
-        """Buffers of these names as one vector [size] on the CPU, float64."""
+        """Return buffers of these names as one vector [size] on the CPU, float64."""
         parts = [buffers[name].detach().cpu().reshape(-1).double() for name in self._like]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64)
 
     def refusal(self, vector: Tensor) -> str | None:
-        """Why no model can have these buffers; None if one can."""
+        """Return why no model can have these buffers; None if one can."""
         return NEGATIVE if bool((vector[self._bounded] < 0).any()) else None
 
     def spread(self, vector: Tensor, buffers: Mapping[str, Tensor]) -> None:
-        """Write a vector into buffers of these names; whole numbers are rounded, and kept within their dtype."""
+        """Write a vector into buffers of these names; whole numbers are rounded, and clamped to their dtype."""
         at = 0
         for name in self._like:
             value = buffers[name]

@@ -1,4 +1,4 @@
-"""What is wrong with a federated job is found before any worker starts."""
+"""Check a federated job before any worker starts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from rayps.federated.view import ClientSide, FederatedView, is_buffered, joining
 from rayps.tensors import optim
 from rayps.workload.base import Workload
 
-_LABELS = 1000  # with more of them, how far clients' labels lie apart is not told
+_LABELS = 1000  # with more labels, the skew of clients' labels is not computed
 
 
 def federated(strategy: FederatedView, workload: Workload, data: Data, seed: int) -> list[str]:
-    """Try a federated strategy on a workload; warnings for the user.
+    """Check a federated strategy on a workload; return warnings for the user.
 
     Raises:
         ConfigError, DataError: the data has no clients, or the options do not fit them.
@@ -35,7 +35,7 @@ def federated(strategy: FederatedView, workload: Workload, data: Data, seed: int
     if joining is not None:
         _of_the_least(aggregation, joining.least, cohort_size(joining.least, fraction))
         return []
-    clients = data.clients  # says how to give clients, where there are none
+    clients = data.clients  # raises if there are no clients, with how to give them
     events_of(strategy, clients.sizes, seed, data.batch_size)
     rule, attack = aggregation.chosen_rule, population.attackers
     cohort = cohort_size(clients.count, fraction)
@@ -56,23 +56,22 @@ def federated(strategy: FederatedView, workload: Workload, data: Data, seed: int
 def _must_be_plain(name: str, workload: Workload) -> None:
     if not is_plain(optim.made(workload.optimizer, [nn.Parameter(torch.zeros(2, 2))])):
         raise ConfigError(
-            f"{name} counts with steps of plain SGD, and the workload's optimizer is another: return "
+            f"{name} assumes steps of plain SGD, and the workload's optimizer is another: return "
             "torch.optim.SGD(params, lr=...) without momentum and weight decay",
             field="strategy",
         )
     if workload.clip_norm is not None:
         raise ConfigError(
-            f"{name} counts with steps of plain SGD, and the workload has clip_norm {workload.clip_norm:g}: leave it "
-            "out",
+            f"{name} assumes steps of plain SGD, and the workload has clip_norm {workload.clip_norm:g}: leave it out",
             field="strategy",
         )
 
 
 def _of_the_least(aggregation: Aggregation, least: int, asked: int) -> None:
-    """Refuse what could do nothing with the `asked` of as many real clients as a round begins with."""
+    """Refuse options that need more real clients than the `asked` of a round that starts with the least number."""
     if aggregation.min_replies > asked:
         raise ConfigError(
-            f"min_replies is {aggregation.min_replies}, and a round begins once {least} clients are there, and asks "
+            f"min_replies is {aggregation.min_replies}, and a round starts with {least} clients, and asks "
             f"{asked}: raise least\nin clients=remote(least=...), or lower min_replies",
             field="min_replies",
         )
@@ -80,7 +79,7 @@ def _of_the_least(aggregation: Aggregation, least: int, asked: int) -> None:
 
 
 def _unmeasured(name: str, side: ClientSide, workload: Workload) -> str | None:
-    """A warning where clients have models of their own that nothing would measure."""
+    """Return a warning where clients have models of their own that nothing would evaluate."""
     if not (side.model or side.finetune):
         return None
     with user_code("evaluation_data"):
@@ -90,13 +89,13 @@ def _unmeasured(name: str, side: ClientSide, workload: Workload) -> str | None:
     what = f"finetune={side.finetune}" if side.finetune else name
     return (
         f"{what} measures each client's own model on its own rows of the evaluation data, which has no clients: no "
-        "personal_* metrics will come; give client= there too, or return "
+        "personal_* metrics are computed; give client= there too, or return "
         "evaluation_data().with_clients(data().clients.alike(labels))"
     )
 
 
 def _skew(clients: Clients) -> float | None:
-    """How far the clients' labels lie apart; None where labels are not classes."""
+    """Return how different the clients' label distributions are; None where labels are not classes."""
     if clients.labels is None or len(clients.labels[0]) > _LABELS:
         return None
     return skew(clients.labels[1].tolist())

@@ -1,8 +1,8 @@
 """One model that trains clients in turn. It knows no worker, no ring and no file.
 
-What a batch costs beside forward, backward and step is kept to microseconds: a client's rows are taken once a round, a
-batch is made of them in one copy, a gradient becomes a vector only for who asks for one, and SGD without memory steps
-all parameters in one call, with the bits of torch's own loop.
+The cost of a batch beyond forward, backward and step is microseconds: a client's rows are read once a round, a batch is
+one copy of them, a gradient becomes a vector only on request, and SGD without memory steps all parameters in one call,
+with the bits of torch's own loop.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from rayps.tensors.learning_rate import rates_of, recipe_of
 from rayps.workload.base import Workload
 
 Tensors = dict[str, Tensor]
-_BESIDE = "beside/"  # how the names of the buffers of a client's own model begin in its state
+_BESIDE = "beside/"  # prefix, in a client's state, of the buffers of its own model
 
 
 @dataclass(slots=True)
 class ClientRows:
-    """A client's own rows: their numbers, and how a batch is made of numbers. `relabel` changes a batch's labels."""
+    """A client's own rows: their numbers, and how numbers become a batch. `relabel` changes a batch's labels."""
 
     numbers: Ints
     take: Callable[[Ints], Batch]
@@ -48,7 +48,7 @@ class ClientRows:
 
 @dataclass(slots=True)
 class Task:
-    """What client number `client` is asked in round `round` of a phase: to train from w_t and the buffers."""
+    """The training of client number `client` in round `round` of a phase, from w_t and the buffers."""
 
     seed: int
     round: int
@@ -57,25 +57,25 @@ class Task:
     shared: Mapping[str, Tensor]
     state: Tensors = field(default_factory=dict)
     buffers: Tensors = field(default_factory=dict)
-    tick: int = 0  # of the workload's schedule, in this round
+    tick: int = 0  # step of the workload's schedule in this round
 
 
 @dataclass(slots=True)
 class ClientReply:
-    """What a client gives back. `w` and `buffers` are the model's own: good until the next client trains."""
+    """A client's result. `w` and `buffers` are the model's memory: valid until the next client trains."""
 
     w: Tensor
     n: int
     sums: Tensors
     state: Tensors
     buffers: Tensors
-    loss: float  # mean over all samples that it went through
+    loss: float  # mean over all samples of its training
     samples: int
     steps: int
 
 
 class Grad:
-    """A gradient where backward left it; it is made a vector when one is asked for, or counted with."""
+    """A gradient in the memory that backward wrote; it becomes a vector on request, or in arithmetic."""
 
     __slots__ = ("_turn", "_vector", "used")
 
@@ -85,7 +85,7 @@ class Grad:
 
     @property
     def vector(self) -> Tensor:
-        """As one vector of its own."""
+        """Return it as a new vector."""
         if self._vector is None:
             self._vector = self._turn.collected()
         return self._vector
@@ -113,14 +113,14 @@ class Grad:
 
 
 class ClientTurn:
-    """A client as a strategy's `client` sees it."""
+    """A client, as a strategy's `client` uses it."""
 
     def __init__(self, trainer: Trainer, strategy: FederatedView, task: Task, rows: ClientRows) -> None:
         self.w, self.w_t = trainer.flat.vector, task.w_t
         self.n = len(rows.numbers)
         self.state, self.shared = dict(task.state), task.shared
         self.reply: Tensors = {}
-        self.steps = 0  # since `batches` was last called
+        self.steps = 0  # since the last call of `batches`
         self.losses: list[tuple[Tensor, int]] = []
         self._trainer, self._strategy, self._task, self._rows = trainer, strategy, task, rows
         self._held: Batch | None = None
@@ -128,7 +128,7 @@ class ClientTurn:
 
     @property
     def lr(self) -> float:
-        """The optimizer's rate. Raises ConfigError where its groups have several."""
+        """The optimizer's learning rate. Raises ConfigError where its groups have several."""
         return self._trainer.lr
 
     @property
@@ -137,7 +137,7 @@ class ClientTurn:
         return self._trainer.sign
 
     def batches(self, epochs: int | None = None) -> Iterator[Batch]:
-        """E epochs, or L steps, of this client's rows, with a fresh optimizer; the same ones if called again."""
+        """Yield E epochs, or L steps, of this client's rows, with a fresh optimizer; the same ones if called again."""
         self._trainer.fresh()
         self.steps = 0
         task, rows, local = self._task, self._rows, self._strategy.local
@@ -156,9 +156,9 @@ class ClientTurn:
             yield from self._cut(positions, size)
 
     def _cut(self, positions: Ints, size: int) -> Iterator[Batch]:
-        """Batches of these positions among the rows; all rows are taken once where an epoch needs them.
+        """Yield batches of these positions among the rows; all rows are read once where an epoch needs them.
 
-        Each has memory of its own: what a sum of products gives depends on how its terms are aligned.
+        Each has memory of its own: the bits of a sum of products depend on the alignment of its terms.
         """
         if self._held is None and 2 * len(positions) >= self.n:
             held = self._made(self._rows.numbers)
@@ -179,12 +179,12 @@ class ClientTurn:
         return batch.to(self._trainer.device) if self._trainer.device != "cpu" else batch
 
     def grad(self, batch: Batch) -> Grad:
-        """The gradient of the loss on a batch, at `w`; it counts like a vector.
+        """Return the gradient of the loss on a batch, at `w`; it supports arithmetic like a vector.
 
         Raises WorkloadError: the user's loss failed or is not a scalar.
         """
         if self._last is not None and not self._last.used:
-            _ = self._last.vector  # what comes now takes its place
+            _ = self._last.vector  # replaced by the new gradient
         trainer = self._trainer
         for p in trainer.parameters:
             p.grad = None
@@ -201,7 +201,7 @@ class ClientTurn:
         return self._last
 
     def collected(self) -> Tensor:
-        """The gradients of all parameters as a new vector."""
+        """Return the gradients of all parameters as a new vector."""
         found = self._trainer.parameters
         return torch.cat(
             [
@@ -211,7 +211,7 @@ class ClientTurn:
         )
 
     def step(self, grad: Grad | Tensor) -> None:
-        """Let the client's optimizer apply a gradient."""
+        """Apply a gradient with the client's optimizer."""
         self.steps += 1
         if isinstance(grad, Grad):
             grad.used = True
@@ -241,34 +241,34 @@ class Trainer:
         return self._rates is not None
 
     def at(self, tick: int) -> None:
-        """Train at the rates that the workload's schedule has at this tick. Raises WorkloadError."""
+        """Set the rates of the workload's schedule at this step. Raises WorkloadError."""
         if self._rates is not None and tick != self._tick:
             self._tick = tick
             self._read()
 
     def _read(self) -> None:
-        """Find out how the optimizer steps, at the rates of now."""
+        """Determine how the optimizer steps, at the current rates."""
         if self._rates is not None:
             self._rates.apply(self._optimizer.param_groups, self._tick)
         self._begin = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
         self._torchs = type(self._optimizer).__module__.startswith("torch.optim.") and not self._optimizer.state
         where = {id(p): i for i, p in enumerate(self.parameters)}
-        self._plain: list[tuple[list[int], float]] | None = None  # of each group: its parameters, minus its rate
+        self._plain: list[tuple[list[int], float]] | None = None  # per group: its parameters, minus its rate
         if is_plain(self._optimizer) and self.workload.clip_norm is None:
             self._plain = [
                 ([where[id(p)] for p in group["params"]], group["lr"] if group["maximize"] else -group["lr"])
                 for group in self._optimizer.param_groups
             ]
         whole = self._plain is not None and len(self._plain) == 1 and len(self._plain[0][0]) == len(self.parameters)
-        self._rate = self._plain[0][1] if self._plain is not None and whole else None  # of all parameters
+        self._rate = self._plain[0][1] if self._plain is not None and whole else None  # all parameters
 
     @property
     def lr(self) -> float:
-        """The optimizer's rate. Raises ConfigError where its groups have several."""
+        """The optimizer's learning rate. Raises ConfigError where its groups have several."""
         found = {float(group["lr"]) for group in self._begin if "lr" in group}
         if len(found) != 1:
             raise ConfigError(
-                f"the optimizer has {len(found)} learning rates, and this strategy counts with one: give all "
+                f"the optimizer has {len(found)} learning rates, and this strategy needs one: give all "
                 "parameters the same lr",
                 field="strategy",
             )
@@ -280,10 +280,10 @@ class Trainer:
         return direction(self._begin)
 
     def fresh(self) -> None:
-        """An optimizer that has taken no step."""
+        """Return an optimizer that has taken no step."""
         if self._plain is not None:
             return
-        if not self._torchs:  # what a class of the user's keeps, or one that begins with a state, is made anew
+        if not self._torchs:  # an optimizer of the user's class, or one with an initial state, is built anew
             self._start()
             return
         self._optimizer.state.clear()
@@ -291,7 +291,7 @@ class Trainer:
             group.update(begin)
 
     def step(self, grad: Grad | Tensor) -> None:
-        """As the workload's optimizer steps with this gradient."""
+        """Step as the workload's optimizer does with this gradient."""
         if self._rate is not None and isinstance(grad, Tensor):
             self.flat.vector.add_(grad, alpha=self._rate)
             return
@@ -314,14 +314,14 @@ class Trainer:
             self._optimizer.step()
 
     def train(self, strategy: FederatedView, task: Task, rows: ClientRows) -> ClientReply:
-        """Let one client train, once. The same task and rows give the same bits, wherever.
+        """Train one client. The same task and rows give the same bits on every worker.
 
         Raises:
             WorkloadError, DataError: the user's code or data failed.
         """
         self.put(task.w_t, task.buffers)
         self.at(task.tick)
-        seeded(number(task.seed, "model", task.round, task.client) >> 1)  # what the model draws, as for dropout
+        seeded(number(task.seed, "model", task.round, task.client) >> 1)  # random numbers of the model, as for dropout
         turn = ClientTurn(self, strategy, task, rows)
         strategy.client(turn)
         steps, losses = turn.steps, turn.losses
@@ -329,7 +329,7 @@ class Trainer:
         if strategy.client_side.model is not None:
             w, buffers = w.clone(), self.kept()
             turn.losses = []
-            self.put(w, task.buffers | beside_of(task.state))  # not those that training w_k has left
+            self.put(w, task.buffers | beside_of(task.state))  # not those after the training of w_k
             strategy.beside(turn)
             turn.state |= {f"{_BESIDE}{name}": value for name, value in self.kept().items()}
         samples = sum(size for _, size in losses)
@@ -339,7 +339,7 @@ class Trainer:
         )
 
     def tune(self, strategy: FederatedView, task: Task, rows: ClientRows, epochs: int) -> None:
-        """Leave in the model w_t, trained on by this client alone for so many epochs."""
+        """Set the model to w_t after so many epochs on this client's rows alone."""
         self.put(task.w_t, task.buffers)
         self.at(task.tick)
         turn = ClientTurn(self, strategy, task, rows)
@@ -347,31 +347,31 @@ class Trainer:
             turn.step(turn.grad(batch))
 
     def put(self, vector: Tensor, buffers: Mapping[str, Tensor]) -> None:
-        """Parameters and buffers into the model."""
+        """Copy parameters and buffers into the model."""
         if vector.data_ptr() != self.flat.vector.data_ptr():
             self.flat.vector.copy_(vector)
         for name, value in buffers.items():
             self.buffers[name].detach().copy_(value)
 
     def kept(self) -> Tensors:
-        """The model's buffers, as copies."""
+        """Return the model's buffers, as copies."""
         return {name: value.detach().clone() for name, value in self.buffers.items()}
 
 
 def beside_of(state: Mapping[str, Tensor]) -> Tensors:
-    """The buffers of the model that a client keeps for itself; none before it has trained one."""
+    """Return the buffers of the model that a client keeps for itself; none before it has trained one."""
     return {name.removeprefix(_BESIDE): value for name, value in state.items() if name.startswith(_BESIDE)}
 
 
 def seeded(seed: int) -> None:
-    """As torch.manual_seed, which takes milliseconds where no GPU is in use, to note the stack for later."""
+    """Seed as torch.manual_seed does, without its milliseconds of stack capture where no GPU is in use."""
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(seed)
 
 
 def is_plain(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's step is p <- p - lr g for each parameter, and nothing else."""
+    """Return whether an optimizer's step is p <- p - lr g for each parameter, and nothing else."""
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or _GLOBAL_HOOKS
     return (
         type(optimizer) is SGD
@@ -382,7 +382,7 @@ def is_plain(optimizer: Optimizer) -> bool:
 
 
 def _can_cut(batch: Batch) -> bool:
-    """Whether the rows of a batch can be had by cutting its tensors."""
+    """Return whether the rows of a batch are slices of its tensors."""
     return _rows_of(batch.x, batch.size) and (batch.y is None or _rows_of(batch.y, batch.size))
 
 
@@ -395,7 +395,7 @@ def _rows_of(value: Nested, size: int) -> bool:
 
 
 def _some(batch: Batch, index: Tensor) -> Batch:
-    """Some rows of a batch, as a copy."""
+    """Return some rows of a batch, as a copy."""
     if isinstance(batch.x, Tensor) and (batch.y is None or isinstance(batch.y, Tensor)):
         y = None if batch.y is None else batch.y.index_select(0, index)
         return Batch(batch.x.index_select(0, index), y, len(index))

@@ -1,10 +1,9 @@
-"""What is kept of each client from round to round: an SQLite file that nobody else sees, for any number of clients.
+"""The state of each client between rounds: a private SQLite file, for any number of clients.
 
-A state is named tensors, kept as safetensors. It is filed with the round after which it holds; of a client the newest
-one is kept, and those that belong to the newest snapshot, so that a run can go back to that, and to later rounds of
-which the driver may yet make one. The file is unlinked as soon as it is open, as in `rayps.ps.tables.disk`: nothing is
-left behind however the process ends, and what must outlive it is with the driver
-(`rayps.federated.client_states_backup`).
+A state is named tensors, stored as safetensors, with the round after which it holds. Of each client the newest state is
+stored, and those that belong to the newest snapshot and to later rounds of which the driver may still take one: a run
+can return to any of these. The file is unlinked right after it is opened, as in `rayps.ps.tables.disk`: no file is left
+however the process ends. The driver holds the copy that survives it (`rayps.federated.client_states_backup`).
 """
 
 from __future__ import annotations
@@ -26,16 +25,19 @@ from rayps.workload.base import Workload
 Row = tuple[int, int, bytes]  # client, the round after which it holds, the state
 _CACHE = 4096  # KiB of pages that SQLite keeps
 DEALT_STATES = "rayps.federated.client_states:DealtStates"  # a worker's companion, see `WorkerActor.companion`
-CHUNK = 16 << 20  # bytes of states that are read at once
+CHUNK = 16 << 20  # bytes of states per read
 
 
 class ClientStates:
-    """Clients' states by number and round. Any thread may call it; one round's changes are kept or undone as one."""
+    """Clients' states by number and round.
+
+    Any thread may call it; one round's changes are committed or undone as one.
+    """
 
     def __init__(self, folder: str | None = None) -> None:
-        """Raises ConfigError: there is no place for the file."""
-        self.saved = 0  # the round of the newest snapshot, which must be found again
-        self.kept = 0  # the newest round of which a snapshot may yet be made
+        """Create the file. Raises ConfigError: there is no space for it."""
+        self.saved = 0  # the round of the newest snapshot, which must stay available
+        self.kept = 0  # the newest round of which a snapshot may still be taken
         self._lock = threading.Lock()
         try:
             with tempfile.TemporaryDirectory(prefix="rayps-clients-", dir=folder) as place:
@@ -61,21 +63,21 @@ class ClientStates:
             ) from error
 
     def __len__(self) -> int:
-        """Clients of which there is a state."""
+        """Return the number of clients that have a state."""
         with self._lock:
             return int(self._db.execute("select count(distinct client) from states").fetchone()[0])
 
-    # ---- a worker's, round by round
+    # ---- used by a worker, in each round
 
     def get(self, client: int) -> dict[str, Tensor]:
-        """The newest state of a client; empty where it has none."""
+        """Return the newest state of a client; empty if it has none."""
         asked = "select state from states where client = ? order by round desc limit 1"
         with self._lock:
             found = self._db.execute(asked, (client,)).fetchone()
         return {} if found is None else safetensors.torch.load(found[0])
 
     def put(self, client: int, state: dict[str, Tensor], round: int) -> None:
-        """File a client's state after `round`; it counts once `end` says so."""
+        """Store a client's state after `round`; it is committed by `end`."""
         plain = {name: value.detach().cpu().contiguous() for name, value in state.items()}
         self.file([(client, round, safetensors.torch.save(plain))])
 
@@ -100,7 +102,7 @@ class ClientStates:
                 )
 
     def end(self, *, keep: bool = True) -> None:
-        """Keep what was filed since the last end, or undo it."""
+        """Commit what was stored since the last `end`, or undo it."""
         with self._lock:
             if self._db.in_transaction:
                 self._db.execute("commit" if keep else "rollback")
@@ -108,9 +110,9 @@ class ClientStates:
     # ---- snapshots
 
     def rows(self, since: int, upto: int, after: int = -1) -> list[Row]:
-        """Of clients above `after`, ascending: the newest states of rounds above `since` and up to `upto`.
+        """Return the newest states of rounds above `since` and up to `upto`, of clients above `after`, ascending.
 
-        At least one where there is one, and no more than about 16 MiB: ask again from the last one on.
+        At least one if there is one, and about 16 MiB at most: call again from the last client on.
         """
         asked = (
             "select client, max(round), state from states where client > ? and round > ? and round <= ? "
@@ -126,17 +128,17 @@ class ClientStates:
         return found
 
     def back(self, round: int) -> None:
-        """Forget what is newer than `round`."""
+        """Drop states newer than `round`."""
         with self._lock:
             self._db.execute("delete from states where round > ?", (round,))
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all states."""
         with self._lock:
             self._db.execute("delete from states")
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         with self._lock:
             self._db.close()
 
@@ -149,18 +151,18 @@ class DealtStates:
     """
 
     def __init__(self, workload: Callable[[], Workload]) -> None:
-        """`workload()` gives the job's workload."""
+        """Prepare; `workload()` returns the job's workload."""
         self.states: ClientStates | None = None
         self._workload = workload
 
     def sizes(self) -> Ints:
-        """The samples of each client of the data. Raises DataError, WorkloadError."""
+        """Return the samples of each client of the data. Raises DataError, WorkloadError."""
         with user_code("data"):
             found: Ints = self._workload().data().clients.sizes
         return found
 
     def take(self, rows: list[Row] | None, round: int) -> None:
-        """Hold these states after `round`; None begins, with none of them."""
+        """Store these states after `round`; None starts an empty set."""
         if rows is None:
             self.states = ClientStates()
             self.states.saved = round
@@ -169,7 +171,7 @@ class DealtStates:
             self.states.end()
 
     def give(self, since: int, upto: int, after: int) -> list[Row]:
-        """What changed above round `since` and up to `upto`, of clients above `after`: see `ClientStates.rows`."""
+        """Return changes above round `since` and up to `upto`, of clients above `after`: see `ClientStates.rows`."""
         if self.states is None:
             return []
         self.states.saved = since

@@ -1,7 +1,7 @@
-"""The driver's copy of all clients' states, as they were at its newest snapshot: for deaths, checkpoints and resuming.
+"""The driver's copy of all clients' states, as of its newest snapshot: for recovery, checkpoints and resuming.
 
-After a snapshot the driver asks each worker for what changed since the last one, in pieces; before a generation begins,
-each worker is given the states of the clients that live there. A checkpoint holds them as one Parquet file.
+After a snapshot the driver requests from each worker what changed since the last one, in parts. Before a generation
+starts, each worker gets the states of its clients. A checkpoint holds them as one Parquet file.
 """
 
 from __future__ import annotations
@@ -33,25 +33,24 @@ class _Worker(Protocol):
 
 
 class ClientStatesBackup:
-    """States of a job's clients, where its strategy keeps any; else it does nothing."""
+    """States of a job's clients, if its strategy stores any; otherwise every method does nothing."""
 
     def __init__(self) -> None:
-        self._sizes: Ints | None = None  # samples of each client, by which they are given homes
+        self._sizes: Ints | None = None  # samples of each client, by which they are assigned to workers
         self._states: ClientStates | None = None
-        self._strategy = ""  # whose states these are
+        self._strategy = ""  # the strategy whose states these are
         self._at = 0  # the round of the newest snapshot
 
     def deal(self, workers: Sequence[_Worker], owner: str | None, round: int, timeout: float) -> None:
-        """Give each worker the states of its clients after `round`, before it begins; to be called for any strategy.
+        """Give each worker the states of its clients after `round`, before it starts; call it for any strategy.
 
-        `owner`: the strategy that keeps states, see `rayps.federated.view.keeper_of`; None = none does.
-
-        A worker that is lost meanwhile is missed by who calls it next.
+        `owner`: the strategy that stores states, see `rayps.federated.view.keeper_of`; None = none does. A worker that
+        is lost meanwhile is detected by the next call to it.
         """
         if owner is None:
             self.close()
             return
-        if owner != self._strategy:  # another one's states say nothing to this one
+        if owner != self._strategy:  # states of another strategy are of no use to this one
             self.close()
         self._strategy, self._at = owner, round
         try:
@@ -73,7 +72,7 @@ class ClientStatesBackup:
             return
 
     def gather(self, workers: Sequence[_Worker], round: int, timeout: float) -> bool:
-        """Take over what changed up to `round`; False where a worker was lost meanwhile: nothing has changed here."""
+        """Fetch what changed up to `round`; return False, without a change, if a worker was lost meanwhile."""
         if not self._strategy:
             return True
         if self._states is None:
@@ -93,11 +92,11 @@ class ClientStatesBackup:
 
     @property
     def beside(self) -> Callable[[Path], list[Path]] | None:
-        """What writes them into a checkpoint; None where there are none."""
+        """Return a function that writes the states into a checkpoint; None if there are none."""
         return self.write if self._states is not None else None
 
     def write(self, folder: Path) -> list[Path]:
-        """The states into a checkpoint's folder of tables; which files there are now."""
+        """Write the states into a checkpoint's folder of tables; return the files in it."""
         path = folder / _FOLDER / _FILE
         path.parent.mkdir(parents=True)
         with pq.ParquetWriter(path, _SCHEMA.with_metadata({_STRATEGY: self._strategy.encode()})) as writer:
@@ -107,7 +106,7 @@ class ClientStatesBackup:
         return [path]
 
     def read(self, folder: Path, round: int) -> None:
-        """What a checkpoint of `round` holds, if it holds any."""
+        """Read what a checkpoint of `round` holds, if it holds any."""
         path = folder / _FOLDER / _FILE
         if not path.exists():
             return
@@ -123,7 +122,7 @@ class ClientStatesBackup:
         if rows[-1][0] >= len(self._sizes):
             raise CheckpointError(
                 f"the checkpoint holds a state of client {rows[-1][0]}, and the data has {len(self._sizes)} clients:\n"
-                "give the same data divided alike, or start without resume"
+                "give the same data with the same division, or start without resume"
             )
 
     def _all(self, round: int) -> Iterator[list[Row]]:
@@ -133,7 +132,7 @@ class ClientStatesBackup:
             after = rows[-1][0]
 
     def close(self) -> None:
-        """Forget everything."""
+        """Drop all states."""
         if self._states is not None:
             self._states.close()
         self._states, self._strategy, self._at = None, "", 0

@@ -1,11 +1,11 @@
-"""A federated round on a worker: its share of the cohort trains in turn, all workers meet once, the server steps.
+"""A federated round on a worker: train its part of the cohort, combine once with all workers, step the server.
 
-    source      who trains: a function of the seed and the round (or real clients, who say so themselves)
-    train       the worker's share of them, one after another, in one model; each reply goes into the sum at once
+    source      which clients train: a function of the seed and the round (or of the real clients that are connected)
+    train       the worker's part of them, one after another, in one model; each reply is added to the sum at once
     aggregate   `rayps.federated.aggregate`: screen -> clip -> rule or mean; the one exchange of the round
-    server      the strategy's hook, computed alike on every worker: nothing is sent for it
-What is to keep clients' updates private, noise and masks, belongs between clip and rule: no later step sees a client's
-own update.
+    server      the strategy's hook, computed on every worker with the same result: nothing is sent for it
+Noise and masks that keep clients' updates private belong between clip and rule: no later step reads a client's own
+update.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from rayps.tensors.learning_rate import Ticks
 if TYPE_CHECKING:
     from rayps.worker.federated_rounds import FederatedWorker
 
-SHOWN = 50  # names in an event
-SAID = 3  # names in its message
+SHOWN = 50  # most names in an event
+SAID = 3  # most names in its message
 
 
 class FederatedEngine:
-    """The federated half of a worker; `round` is what its strategy calls."""
+    """The federated part of a worker; its strategy calls `round`."""
 
     def __init__(self, w: FederatedWorker) -> None:
-        """Raises ConfigError: what preflight would have found."""
+        """Prepare. Raises ConfigError: what preflight would have found."""
         strategy = w.plan.strategy
         if not isinstance(strategy, FederatedView):
             raise ConfigError(
-                f"{strategy.name} says that rows belong to clients, and not what clients and the server do: derive it "
+                f"{strategy.name} declares rows by client, and not what clients and the server do: derive it "
                 "from rayps.FedAvg",
                 field="strategy",
             )
@@ -60,9 +60,9 @@ class FederatedEngine:
         stateful = self.side.stateful and not remote
         self.homes = homes(w.batches.data.clients.sizes, w.size) if stateful else None
         self.states = ClientStates() if stateful else None
-        self._losses: list[tuple[int, float, int]] = []  # of the round's usable replies here: client, loss, samples
-        self._spoilt: set[int] = set()  # clients of which a state was not kept, as far as it was said
-        self._begun, self._counted = 0, False  # rounds, and whether one of them moved the model
+        self._losses: list[tuple[int, float, int]] = []  # per usable reply of the round here: client, loss, samples
+        self._spoilt: set[int] = set()  # clients whose state was not stored, as far as reported
+        self._begun, self._counted = 0, False  # number of rounds, and whether one of them changed the model
         self.stopped: Callable[[], bool] = lambda: False  # whether the plan was ended from outside
         self.judging: Data | None = None  # the evaluation data, once it is known
         self.source: RemoteReplies | SimulatedReplies = RemoteReplies(self) if remote else SimulatedReplies(self)
@@ -90,16 +90,16 @@ class FederatedEngine:
         return position - self.w.plan.origin[0]
 
     def tick(self, number: int) -> int:
-        """Where the workload's schedule stands in this round of the phase."""
+        """The step of the workload's schedule in this round of the phase."""
         origin = self.w.plan.origin
         return Ticks(origin, self.w.batches.steps_per_epoch).of(self.w.workload.schedule_every, origin[0] + number)
 
     def base(self, version: int) -> Tensor:
-        """The parameters with which round `version` began."""
+        """Return the parameters at the start of round `version`."""
         return old(self.w.shared, version, self._w_t)
 
     def round(self) -> None:
-        """One round of the strategy, on this worker."""
+        """Run one round of the strategy, on this worker."""
         w, t = self.w, self.at(self.w.position)
         if t == 0:
             self._tell()
@@ -128,7 +128,7 @@ class FederatedEngine:
             self._warn(why, rejected)
 
     def _take(self, errand: TrainingTask, reply: ClientReply) -> None:
-        """One reply into the sum, or out of the round."""
+        """Add one reply to the sum, or reject it."""
         w, strategy = self.w, self.strategy
         weight = strategy.weight(reply.n, errand.staleness)
         why = self._aggregate.take(
@@ -153,7 +153,7 @@ class FederatedEngine:
                 self._unkept(errand.client)
 
     def _unkept(self, client: int) -> None:
-        """Say of the first such clients that the state from before stays: this one is not finite."""
+        """Report the first clients whose new state is not finite: their earlier state is kept."""
         if client in self._spoilt or len(self._spoilt) >= SAID:
             return
         self._spoilt.add(client)
@@ -161,16 +161,16 @@ class FederatedEngine:
         self.w.event(
             "warning",
             f"round {self.w.position}: the new state of client {who!r} holds values that are not finite and "
-            "is not kept; its state from before stays. Lower the learning rate, or the strategy's pull (ditto: lam)",
+            "is dropped; its earlier state is kept. Lower the learning rate, or the strategy's pull (ditto: lam)",
             round=self.w.position,
             client=who,
         )
 
     def _serve(self, t: int, met: RoundAggregate) -> str:
-        """The server's half, the same on every worker; why the model stays as it was, if it does."""
+        """Run the server's half, equal on every worker; return why the model is unchanged, if it is."""
         w, strategy = self.w, self.strategy
         if met.skipped is not None:
-            return met.skipped if met.count else "no reply could be used" if met.rejected else "nobody replied"
+            return met.skipped if met.count else "no reply could be used" if met.rejected else "no client replied"
         strategy.server(FederatedServer(w.flat.vector, met, self.source.count, w.shared, t))
         if self._statistics is not None and met.buffers is not None:
             self._statistics.spread(met.buffers, self.trainer.buffers)
@@ -180,7 +180,7 @@ class FederatedEngine:
         return None if self._statistics is None else self._statistics.packed(buffers)
 
     def _tell(self) -> None:
-        """Who the clients are."""
+        """Report the clients, as an event."""
         if self.clients is not None and self.w.rank == 0:
             told = self.clients.summary()
             self.w.event("clients", f"{told['clients']} clients with {told['rows']} samples ({told['rule']})", **told)
@@ -188,7 +188,7 @@ class FederatedEngine:
     def _file(
         self, known: Round, met: RoundAggregate, rejected: list[tuple[int, str]], cohort: list[int], why: str
     ) -> None:
-        """What became of the round's clients, as numbers and as an event."""
+        """Report the outcome of the round's clients, as numbers and as an event."""
         w, names, asked = self.w, self.source.names, len(known.sampled)
         w.say(sampled=asked, replied=met.count, dropped=len(known.dropped), rejected=len(rejected))
         if w.rank:
@@ -203,7 +203,7 @@ class FederatedEngine:
         message += "".join(f"; {n} {key}: {said(away[key], n)}" for key, n in counts.items() if n)
         w.event(
             "cohort",
-            f"{message}: the model stays as it was, because {why}" if why else message,
+            f"{message}: the model is unchanged, because {why}" if why else message,
             round=w.position,
             sampled=asked,
             replied=met.count,
@@ -215,20 +215,20 @@ class FederatedEngine:
         )
 
     def _warn(self, why: str, rejected: list[tuple[int, str]]) -> None:
-        """Say at the end that nothing was learnt."""
+        """Warn at the end if no round changed the model."""
         rounds = "the only round did not count" if self._begun == 1 else f"none of {self._begun} rounds counted"
         if rejected:
             client, reason = rejected[0]
             who = self.source.names([client])[0]
             why += f" (client {who!r}: {reason}); lower the learning rate, or look for bad values"
-        self.w.event("warning", f"nothing was learnt: {rounds}, in the last one {why}")
+        self.w.event("warning", f"the model was not trained: {rounds}, in the last one {why}")
 
     def evaluate(self) -> dict[str, tuple[float, int]]:
-        """Sums and samples of `personal_*`; the model is as it was afterwards."""
+        """Return sums and samples of `personal_*`; the model is unchanged afterwards."""
         return personal(self)
 
     def state_of(self, client: int) -> tuple[Tensors, Tensors]:
-        """What is kept of a client, and the buffers that are its own, where the model is."""
+        """Return the stored state of a client, and its own buffers, on the model's device."""
         if self.states is None:
             return {}, {}
         held = {name: value.to(self.w.device) for name, value in self.states.get(client).items()}
@@ -236,25 +236,25 @@ class FederatedEngine:
         return held, own
 
     def keep(self, round: int) -> None:
-        """A snapshot may be made of `round`, which is over."""
+        """Allow a snapshot of `round`, which has ended."""
         if self.states is not None:
             self.states.kept = round
 
     def adopt(self, states: ClientStates) -> None:
-        """Go on from these states of the clients that live here."""
+        """Continue from these states of the clients of this worker."""
         if self.states is not None:
             self.states.close()
             self.states = states
 
 
 def said(away: list[list[str]], count: int) -> str:
-    """Up to three of `count` clients with why they do not count: "a (deadline), b (left) and 4 more"."""
+    """Describe up to three of `count` clients with the reason: "a (deadline), b (left) and 4 more"."""
     more = count - SAID
     return ", ".join(f"{name} ({why})" for name, why in away[:SAID]) + (f" and {more} more" if more > 0 else "")
 
 
 class FederatedServer:
-    """The server as a strategy's `server` sees it. `w` is w_t, to be changed in place."""
+    """The server, as a strategy's `server` uses it. `w` is w_t, to be changed in place."""
 
     def __init__(self, w: Tensor, met: RoundAggregate, clients: int, memory: dict[str, Tensor], round: int) -> None:
         self.w, self.clients, self.memory, self.round = w, clients, memory, round

@@ -1,10 +1,10 @@
 """A weighted sum of updates with the same bits in any order, and over any number of workers.
 
 A sum of floats depends on the order of its terms; a sum of integers does not. Each product n_k x_k is written in fixed
-point, as digits of 40 bits in int64 limbs, whose quanta are 2^-10, 2^-50, ...; limbs are added, by a ring too, and one
-rounding at the end makes a float again. (Kulisch and Miranker, "The arithmetic of the digital computer: a new
-approach", SIAM Review 28, 1986, take enough digits for all floats; here a range is fixed, and what is beyond it is
-refused by name.)
+point, as digits of 40 bits in int64 limbs, whose quanta are 2^-10, 2^-50, ...; limbs are added, also by a ring, and one
+rounding at the end returns to floats. (Kulisch and Miranker, "The arithmetic of the digital computer: a new approach",
+SIAM Review 28, 1986, use enough digits for all floats; here the range is fixed, and a value beyond it is rejected by
+name.)
 
 | dtype            | limbs | bytes an element | quantum |
 |------------------|-------|------------------|---------|
@@ -12,11 +12,11 @@ refused by name.)
 | float32          | 2     | 16               | 2^-50   |
 | float64          | 3     | 24               | 2^-90   |
 
-Rounded is once for each reply, by at most half a quantum (and by 2^-53 of itself where a weight is no whole number
-below 2^24), so a mean is off by at most half a quantum over the replies' mean weight: where weights are at least 1,
-2^-51 in float32, whose own spacing is coarser than that for all magnitudes above 2^-27, 7e-9. What a ring sends is 4
-times (float64: 3 times) the vector's bytes, once a round. |n_k x_k| must be below 2^32 and replies at most 2^20.
-Summing costs a reply about twelve operations on blocks that fit the cache, and no memory that grows.
+Each reply is rounded once, by at most half a quantum (and by 2^-53 of itself where a weight is not a whole number below
+2^24), so a mean is off by at most half a quantum over the replies' mean weight: where weights are at least 1, 2^-51 in
+float32, whose own spacing is coarser than that for all magnitudes above 2^-27, 7e-9. A ring sends 4 times (float64: 3
+times) the vector's bytes, once a round. |n_k x_k| must be below 2^32, and replies at most 2^20. Summing costs about
+twelve operations per reply on blocks that fit the cache, and constant memory.
 """
 
 from __future__ import annotations
@@ -47,15 +47,17 @@ TOO_LARGE = f"its update times its weight goes beyond {LIMIT:.3g}"
 class ExactSum:
     """The running sum of n_k x_k, of the n_k, and the number of replies.
 
-    `limbs` is int64 [limbs, size + 2]: the vector's, then the weights' sum, then the number of replies. Whoever adds
-    the limbs of several of these adds their sums; `meet` does so over a ring.
+    `limbs` is int64 [limbs, size + 2]: the vector's, then the weights' sum, then the number of replies. Adding the
+    limbs of several of these adds their sums; `meet` does so over a ring.
     """
 
     def __init__(self, size: int, dtype: torch.dtype, home: Tensor | None = None) -> None:
-        """For vectors of `size` elements of `dtype`, on the CPU; `home`: the limbs' memory, zeros of `room(...)`.
+        """Prepare for vectors of `size` elements of `dtype`, on the CPU.
+
+        `home`: the limbs' memory, zeros of `room(...)`.
 
         Raises:
-            ConfigError: the dtype is no float.
+            ConfigError: the dtype is not a float.
         """
         if dtype not in LIMBS:
             raise ConfigError(f"an exact sum of {dtype}: it adds float16, bfloat16, float32 and float64")
@@ -67,18 +69,18 @@ class ExactSum:
         home = torch.zeros(self.room(size, dtype), dtype=torch.int64) if home is None else home
         self._sums = home.view(LIMBS[dtype], size + 2)
         self._magic = [1.5 * 2.0 ** (52 - FIRST - DIGIT * j) for j in range(LIMBS[dtype])]
-        self._unsettled = 0  # products whose limbs still hold the bits of `_magic`
+        self._unsettled = 0  # products whose limbs still include the bits of `_magic`
         self._weights, self._replies, self._mine = [0] * len(self._sums), 0, 0  # not yet in the limbs; added here
 
     @staticmethod
     def room(size: int, dtype: torch.dtype) -> int:
-        """How many int64 the limbs take."""
+        """Return the number of int64 that the limbs take."""
         return LIMBS[dtype] * (size + 2)
 
-    # ---- in
+    # ---- add
 
     def add(self, update: Tensor, weight: float = 1.0) -> str | None:
-        """Add weight * update; None, or the reason why this reply was left out, and nothing was changed.
+        """Add weight * update; return None, or the reason why the reply was rejected, without a change.
 
         Raises:
             ConfigError: the weight is not a finite number above 0, the lengths differ, or 2^20 replies are in.
@@ -99,7 +101,7 @@ class ExactSum:
         return None
 
     def refusal(self, update: Tensor, weight: float = 1.0) -> str | None:
-        """Why `add` would leave this reply out; None if it would not. Raises as `add`."""
+        """Return why `add` would reject this reply; None if it would not. Raises as `add`."""
         if not (isinstance(weight, (int, float)) and 0 < weight < math.inf):
             raise ConfigError(f"a reply's weight is {weight!r}: it must be a number above 0")
         if update.numel() != self.size:
@@ -107,7 +109,10 @@ class ExactSum:
         return refusal(update, weight)
 
     def _add_block(self, x: Tensor, at: int, weights: list[float]) -> None:
-        """Products of 53 bits are exact: of a float32 and a weight below 2^24, or of halves of a float64."""
+        """Add a block.
+
+        Products of 53 bits are exact: of a float32 and a weight below 2^24, or of halves of a float64.
+        """
         product = self._product[: len(x)]
         limbs = self._sums[:, at : at + len(x)].numpy()
         high = x.float().double() if self.dtype == torch.float64 else x
@@ -117,14 +122,19 @@ class ExactSum:
                 self._digits(product.numpy(), weight, limbs)
 
     def _digits(self, value: Floats, weight: float, limbs: NDArray[np.int64]) -> None:
-        """Adding 1.5 * 2^52 quanta leaves a float whose bits, less those of that number, count the quanta."""
+        """Extract digits.
+
+        Adding 1.5 * 2^52 quanta leaves a float whose bits, minus those of that number, count the quanta.
+        """
         whole, back, last = self._whole[: len(value)], self._back[: len(value)], len(limbs) - 1
         np.multiply(value, weight, out=value)
         for j, magic in enumerate(self._magic):
             np.add(value, magic, out=whole)
             if j < last:
-                np.subtract(value, np.subtract(whole, magic, out=back), out=value)  # exact: for the limbs that follow
-            np.add(limbs[j], whole.view(np.int64), out=limbs[j])  # modulo 2^64, until `limbs` settles it
+                np.subtract(
+                    value, np.subtract(whole, magic, out=back), out=value
+                )  # exact remainder, for the next limbs
+            np.add(limbs[j], whole.view(np.int64), out=limbs[j])  # modulo 2^64, until `limbs` carries
 
     def _add_weight(self, weight: float) -> None:
         self._replies += 1
@@ -139,7 +149,7 @@ class ExactSum:
 
     @property
     def limbs(self) -> Tensor:
-        """The sums, int64 [limbs, size + 2], where they lie."""
+        """Return the sums, int64 [limbs, size + 2], without a copy."""
         if self._unsettled:
             for row, magic in zip(self._sums.numpy(), self._magic, strict=True):
                 bits = int(np.float64(magic).view(np.int64)) * self._unsettled % 2**64
@@ -151,46 +161,47 @@ class ExactSum:
             self._weights, self._replies = [0] * len(self._sums), 0
         return self._sums
 
-    # ---- together
+    # ---- collective
 
     def meet(self, ring: Ring) -> None:
-        """Add the limbs of all ranks; all of them call it. A single reply among all ranks is passed on as it is."""
+        """Add the limbs of all ranks; all of them call it. A single reply among all ranks is returned unchanged."""
         ring.sum(self.limbs)
         self.pass_on(ring)
 
     def pass_on(self, ring: Ring) -> None:
-        """The end of `meet`, once the limbs of all ranks are in."""
+        """Finish `meet`, once the limbs of all ranks are added."""
         if self.count == 1:
             bits = self._only.view(_BITS[self.dtype.itemsize])
             told = bits.to(torch.int64) if self._mine else torch.zeros(self.size, dtype=torch.int64)
             bits.copy_(ring.sum(told))
 
-    # ---- out
+    # ---- read
 
     @property
     def count(self) -> int:
-        """Replies in the sum."""
+        """The number of replies in the sum."""
         return int(self.limbs[0, -1])
 
     @property
     def weight(self) -> Fraction:
-        """The sum of the weights, without an error where they are whole numbers."""
+        """The sum of the weights, exact where they are whole numbers."""
         return _fraction(self.limbs[:, -2])
 
     def total(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The sum of n_k x_k, rounded once, as a new vector. `dtype`: the updates', or a wider one."""
+        """Return the sum of n_k x_k, rounded once, as a new vector. `dtype`: the updates', or a wider one."""
         return self._rounded(Fraction(1), dtype or self.dtype)
 
     def mean(self, weight: float | Fraction | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """The sum over `weight` (the replies' own in all), as `total`; a single reply comes back bit for bit.
+        """Return the sum over `weight`, as `total`; a single reply is returned bit for bit.
 
-        Zeros where all weights are too small to be counted, so that their sum is 0.
+        `weight` defaults to the sum of the weights. Zeros where all weights are too small to be counted, so that their
+        sum is 0.
 
         Raises:
             ConfigError: there is no reply.
         """
         if not self.count:
-            raise ConfigError("a mean of no replies: keep the model as it is")
+            raise ConfigError("a mean of no replies: leave the model unchanged")
         if weight is None and self.count == 1:
             return self._only.to(dtype or self.dtype, copy=True)
         divisor = self.weight if weight is None else Fraction(weight)
@@ -199,7 +210,7 @@ class ExactSum:
         return self._rounded(divisor, dtype or self.dtype)
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Reset the sum to zero."""
         self._sums.zero_()
         self._unsettled = self._replies = self._mine = 0
         self._weights = [0] * len(self._sums)
@@ -212,26 +223,26 @@ class ExactSum:
             if self.dtype == torch.float64:
                 high, low = _value(limbs)
                 out[at : at + _BLOCK] = high + low if n == 1 else _quotient(high, low, n)
-            else:  # a few roundings of float64 are none in what has 24 bits at most
+            else:  # a few roundings in float64 do not change a result of at most 24 bits
                 high, low = limbs.double()
                 out[at : at + _BLOCK] = high.mul_(2.0**-FIRST).add_(low, alpha=2.0 ** -(FIRST + DIGIT)).div_(n)
         return out
 
 
 def refusal(update: Tensor, weight: float = 1.0) -> str | None:
-    """Why weight * update is no summand: it is not finite, or beyond `LIMIT`; None if it is one."""
+    """Return why weight * update cannot be added: it is not finite, or beyond `LIMIT`; None if it can."""
     if weight >= LIMIT:
         return TOO_LARGE
     if not update.numel():
         return None
-    low, high = (end.item() for end in torch.aminmax(update.detach()))  # NaN wins over both
+    low, high = (end.item() for end in torch.aminmax(update.detach()))  # NaN propagates through both
     if not (math.isfinite(low) and math.isfinite(high)):
         return NOT_FINITE
     return None if max(-low, high) * weight < LIMIT else TOO_LARGE
 
 
 def _halves(weight: float) -> list[float]:
-    """A weight as numbers of at most 24 and 29 bits that add up to it."""
+    """Return a weight as numbers of at most 24 and 29 bits that add up to it."""
     high = float(np.float32(weight))
     return [high] if high == weight else [high, weight - high]
 
@@ -248,9 +259,9 @@ def _two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _value(limbs: Tensor) -> tuple[Tensor, Tensor]:
-    """What limbs [limbs, n] stand for, in float64: its rounding, and the rest to as many bits again."""
+    """Return the value of limbs [limbs, n] in float64: its rounding, and the rest to as many bits again."""
     limbs = limbs.clone()
-    for j in range(len(limbs) - 1, 0, -1):  # each limb but the first becomes 0 to 2^DIGIT - 1
+    for j in range(len(limbs) - 1, 0, -1):  # carry: each limb but the first becomes 0 to 2^DIGIT - 1
         carry = limbs[j] >> DIGIT
         limbs[j] -= carry << DIGIT
         limbs[j - 1] += carry
@@ -265,7 +276,7 @@ def _value(limbs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _quotient(high: Tensor, low: Tensor, n: float) -> Tensor:
-    """(high + low) / n, rounded to float64 as if it were known in full (but for a tie that it cannot see)."""
+    """Return (high + low) / n, rounded to float64 as if exact (except for a tie that it cannot detect)."""
     q = high / n
     q_high = q.float().double()
     q_low = q - q_high

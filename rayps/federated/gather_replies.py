@@ -14,7 +14,7 @@ from rayps.federated.rules import Matrix
 
 @dataclass(slots=True)
 class Replies:
-    """What all workers know of a round's replies, by the name of what was sent."""
+    """All workers' replies of a round, by the name of the part."""
 
     rows: dict[str, Matrix]
     weights: list[float]
@@ -25,7 +25,10 @@ class Gathering:
     """One worker's replies of a round, until all workers exchange theirs."""
 
     def __init__(self, kinds: Mapping[str, tuple[int, torch.dtype]]) -> None:
-        """`kinds`: the length and dtype of what each reply holds, by name; half precision is gathered as float32."""
+        """Prepare; `kinds`: the length and dtype of each part of a reply, by name.
+
+        Half precision is gathered as float32.
+        """
         self._kinds = {
             name: (size, torch.float64 if dtype == torch.float64 else torch.float32)
             for name, (size, dtype) in kinds.items()
@@ -33,15 +36,15 @@ class Gathering:
         self._mine: list[tuple[int, float, Mapping[str, Tensor]]] = []
 
     def clear(self) -> None:
-        """Begin a round."""
+        """Start a round."""
         self._mine = []
 
     def add(self, place: int, weight: float, sent: Mapping[str, Tensor]) -> None:
-        """File the reply of the client at this place of the cohort; its tensors are kept, not copied."""
+        """Store the reply of the client at this position of the cohort; its tensors are not copied."""
         self._mine.append((place, weight, sent))
 
     def gather(self, ring: Ring, cohort: list[int]) -> Replies:
-        """Everyone's replies; all workers call it. `cohort`: the clients by place."""
+        """Return all workers' replies; all workers call it. `cohort`: the clients by position."""
         most = int(ring.max(torch.tensor([len(self._mine)])))
         head = torch.full((most, 2), -1.0, dtype=torch.float64)
         for at, (place, weight, _) in enumerate(self._mine):

@@ -10,9 +10,9 @@ from rayps.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class LocalTraining:
-    """E epochs (`local_epochs`, 1 unless said otherwise) or L steps (`local_steps`) of batches of `batch_size` rows.
+    """E epochs (`local_epochs`, default 1) or L steps (`local_steps`) of batches of `batch_size` rows.
 
-    A `batch_size` of 0 takes all rows of a client at once; none takes the data's.
+    A `batch_size` of 0 takes all rows of a client at once; None takes the data's batch size.
     """
 
     local_epochs: int | None = None
@@ -31,13 +31,13 @@ class LocalTraining:
 
     @property
     def epochs(self) -> int:
-        """E, where `local_steps` says nothing else."""
+        """E, or the default where `local_steps` is given."""
         return self.local_epochs or 1
 
     def rows(self, own: int, default: int) -> int:
-        """Rows of a batch of a client with `own` rows; `default` is the data's batch size."""
+        """Return the rows of a batch of a client with `own` rows; `default` is the data's batch size."""
         return default if self.batch_size is None else self.batch_size or own
 
     def work(self, own: int, default: int) -> int:
-        """Samples that a client with `own` rows goes through in a round."""
+        """Return the samples that a client with `own` rows processes in a round."""
         return own * self.epochs if self.local_steps is None else self.local_steps * min(self.rows(own, default), own)

@@ -1,7 +1,8 @@
-"""How good a client's own model is on its own rows of the evaluation data: metrics `personal_*`.
+"""Evaluate each client's own model on its own rows of the evaluation data: metrics `personal_*`.
 
-Its own model is what its strategy keeps for it (Ditto's v_k), or w after some epochs on its own data (`finetune`), or w
-with its own buffers (`buffers="keep"`). Each worker evaluates its share of the clients that both data sets name.
+Its own model is the one that the strategy stores for it (Ditto's v_k), or w after some epochs on its own data
+(`finetune`), or w with its own buffers (`buffers="keep"`). Each worker evaluates its part of the clients that are in
+both data sets.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from rayps.workload.part import number
 if TYPE_CHECKING:
     from rayps.federated.engine import FederatedEngine
 
-ROWS = 1024  # of a client that are evaluated at once
+ROWS = 1024  # rows of a client that are evaluated at once
 
 
 def personal(engine: FederatedEngine) -> dict[str, tuple[float, int]]:
-    """Sums and sample counts of this worker's share; nothing where nobody has a model of their own."""
+    """Return sums and sample counts of this worker's clients; empty where no client has a model of its own."""
     w, strategy = engine.w, engine.strategy
     side = engine.side
     sums: dict[str, tuple[float, int]] = {}
@@ -64,7 +65,7 @@ def _evaluate(engine: FederatedEngine, clients: Clients, rows: Ints, sums: dict[
     with torch.no_grad(), user_code("evaluate"):
         for lo in range(0, len(rows), ROWS):
             batch = clients.batch(rows[lo : lo + ROWS]).to(w.device)
-            with user_code("evaluate"):  # each batch is a sign of life
+            with user_code("evaluate"):  # each batch is a sign of progress for the deadline
                 found = w.part.evaluate(batch)
             for name, mean in found.items():
                 total, count = sums.get(f"personal_{name}", (0.0, 0))

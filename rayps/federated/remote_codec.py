@@ -1,8 +1,8 @@
-"""What travels between a job and its real clients, as safetensors: no pickle, every shape and dtype said and checked.
+"""Messages between a job and its real clients, as safetensors: no pickle; every shape and dtype is sent and checked.
 
-Parameters: `w` (the model as one vector), `shared/NAME` (what the server keeps, such as SCAFFOLD's c), `buffers/NAME`;
-the layout of the model as text beside them. An update: `w` (the client's w_k), `sums/NAME`, `buffers/NAME`; beside
-them the number of samples, of steps, and the mean loss. Nothing else of a client leaves it.
+Parameters: `w` (the model as one vector), `shared/NAME` (the server's state, such as SCAFFOLD's c), `buffers/NAME`; and
+the layout of the model as text. An update: `w` (the client's w_k), `sums/NAME`, `buffers/NAME`; and the number of
+samples, of steps, and the mean loss. Nothing else leaves a client.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from rayps.core.values import Json
 from rayps.federated.client import ClientReply
 from rayps.tensors.flat import Layout
 
-_SLACK = 1 << 20  # bytes of an update beside its tensors
+_SLACK = 1 << 20  # bytes of an update besides its tensors
 MOST_STEPS = 2**53
 
 
 def packed(w: Tensor, layout: Layout, shared: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> bytes:
-    """Parameters as a client gets them."""
+    """Return parameters as a client receives them."""
     tensors = {"w": w, **_named("shared", shared), **_named("buffers", buffers)}
     return safetensors.torch.save(
         {name: _plain(value) for name, value in tensors.items()}, {"layout": json.dumps(_said(layout))}
@@ -33,7 +33,7 @@ def packed(w: Tensor, layout: Layout, shared: Mapping[str, Tensor], buffers: Map
 
 
 def opened(raw: bytes, layout: Layout) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """w, what the server shares, and buffers.
+    """Return w, the server's shared values, and buffers.
 
     Raises:
         WorkloadError: they are of another model than the client's.
@@ -45,14 +45,14 @@ def opened(raw: bytes, layout: Layout) -> tuple[Tensor, dict[str, Tensor], dict[
         mine = f"{known[other[0]]}" if other[0] in known else "none of that name"
         raise WorkloadError(
             f"the job's model is another than this workload's: it has {other[0]} {other[1:]}, and here is {mine}:\n"
-            "take the same workload file, and the same version of what it uses, as the job was submitted with"
+            "use the same workload file, and the same versions of its packages, as the job was submitted with"
         )
     tensors = safetensors.torch.load(raw)
     return tensors["w"], _of("shared", tensors), _of("buffers", tensors)
 
 
 def update(reply: ClientReply) -> bytes:
-    """What a client sends: its w_k, counts and loss."""
+    """Return what a client sends: its w_k, counts and loss."""
     tensors = {"w": reply.w, **_named("sums", reply.sums), **_named("buffers", reply.buffers)}
     counts = {"n": reply.n, "steps": reply.steps, "samples": reply.samples, "loss": reply.loss}
     return safetensors.torch.save(
@@ -61,7 +61,7 @@ def update(reply: ClientReply) -> bytes:
 
 
 def most_bytes(w: Tensor, sums: Collection[str], buffers: Mapping[str, Tensor]) -> int:
-    """Of an update."""
+    """Return the largest size of an update."""
     whole = w.numel() * w.element_size() * (1 + len(sums))
     return whole + sum(value.numel() * value.element_size() + 512 for value in buffers.values()) + _SLACK
 
@@ -69,13 +69,13 @@ def most_bytes(w: Tensor, sums: Collection[str], buffers: Mapping[str, Tensor]) 
 def received(
     raw: bytes, w: Tensor, sums: Collection[str], buffers: Mapping[str, Tensor], most_samples: int
 ) -> ClientReply | str:
-    """A client's reply, or why it cannot be used. Whether its numbers are finite is for the rules to say."""
+    """Return a client's reply, or why it cannot be used. The rules check whether its numbers are finite."""
     try:
         counts = json.loads(_metadata(raw)["counts"])
         tensors = safetensors.torch.load(raw)
         n, steps, samples, loss = (counts[key] for key in ("n", "steps", "samples", "loss"))
         loss = float(loss)
-    except Exception:  # a stranger's bytes may fail in any way, and must fail here
+    except Exception:  # untrusted bytes may raise anything; it must be caught here
         return "its update cannot be read"
     wanted = {"w": w, **{f"sums/{name}": w for name in sums}, **_named("buffers", buffers)}
     if tensors.keys() != wanted.keys():
@@ -83,17 +83,17 @@ def received(
         return f"its update {'lacks' if odd in wanted else 'has an unknown'} {odd!r}"
     for name, like in wanted.items():
         if tensors[name].shape != like.shape or tensors[name].dtype != like.dtype:
-            return f"its {name!r} is {_kind(tensors[name])}, and {_kind(like)} is wanted"
+            return f"its {name!r} is {_kind(tensors[name])}, and {_kind(like)} is expected"
     whole = all(isinstance(value, int) and not isinstance(value, bool) for value in (n, steps, samples))
     if not whole or not 1 <= n <= most_samples or not 0 <= steps < MOST_STEPS or not 0 <= samples < MOST_STEPS:
-        return f"it says {n!r} samples, and joined with {most_samples}"
+        return f"it reports {n!r} samples, and joined with {most_samples}"
     if not math.isfinite(loss):
         return f"its mean loss is {loss}"
     return ClientReply(tensors["w"], n, _of("sums", tensors), {}, _of("buffers", tensors), loss, samples, steps)
 
 
 def _metadata(raw: bytes) -> dict[str, str]:
-    """What is said beside the tensors. Raises ValueError, KeyError."""
+    """Return the metadata beside the tensors. Raises ValueError, KeyError."""
     length = int.from_bytes(raw[:8], "little")
     if not 0 < length <= len(raw) - 8:
         raise ValueError("no safetensors")

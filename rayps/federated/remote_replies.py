@@ -1,8 +1,8 @@
-"""Real clients as the engine's source of replies: orders out, updates in, by the files of the job's mailbox.
+"""Replies of real clients for the engine: orders out, updates in, through the files of the job's mailbox.
 
-Whom to ask is drawn as for simulated clients, from the seed and the round, among those that are there. The clock is the
-real one: a round is over when all that were asked have replied, or at its deadline; who comes later is refused. An
-update of another shape, or of more samples than its client joined with, is out before any rule sees it.
+The clients of a round are drawn as simulated ones are, from the seed and the round, among those that are connected.
+Time is real: a round ends when all clients have replied, or at its deadline; later updates are refused. An update of
+another shape, or of more samples than its client joined with, is rejected before any rule.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from rayps.federated.view import deadline_of, joining_under
 if TYPE_CHECKING:
     from rayps.federated.engine import FederatedEngine
 
-PAUSE = 0.05  # seconds between two looks
-_SHOWN = 5  # names in a sentence
-_LISTED = 60  # clients in a summary
+PAUSE = 0.05  # seconds between two polls
+_SHOWN = 5  # most names in a message
+_LISTED = 60  # most clients in a summary
 
 
 class RemoteReplies:
-    """The clients of a job that are processes outside of the cluster, seen from its worker."""
+    """The clients of a job that are processes outside of the cluster, as its worker uses them."""
 
     rule = "real clients, with data of their own"
 
     def __init__(self, engine: FederatedEngine) -> None:
-        """Raises ConfigError: no service, or a folder that this machine does not have."""
+        """Open the mailbox. Raises ConfigError: there is no service, or this machine does not have the folder."""
         self._engine, w = engine, engine.w
         strategy = engine.strategy
         joining = joining_under(strategy)
@@ -51,22 +51,22 @@ class RemoteReplies:
         self._mailbox = mailbox_of(w.plan.mailbox)
         self._members: list[JoinedClient] = self._mailbox.members()
         self._strategy, self._first = strategy, True
-        self._told: list[tuple[str, int]] = []  # who they were when that was last filed
-        self.refused: list[tuple[int, str]] = []  # whose updates of the round cannot be used, and why
+        self._told: list[tuple[str, int]] = []  # the clients in the last summary
+        self.refused: list[tuple[int, str]] = []  # clients whose updates of the round cannot be used, and why
         self._open: RoundOrder | None = None
-        self._files: dict[int, Path] = {}  # updates that came, by number
-        self._good: list[int] = []  # those of the right form
-        self._like: tuple[Tensor, Mapping[str, Tensor]] = engine.w.flat.vector, {}  # what an update is to look like
+        self._files: dict[int, Path] = {}  # updates received, by number
+        self._good: list[int] = []  # updates of the right form
+        self._like: tuple[Tensor, Mapping[str, Tensor]] = engine.w.flat.vector, {}  # expected form of an update
 
-    # ---- who they are
+    # ---- clients
 
     @property
     def count(self) -> int:
-        """Clients that have joined."""
+        """The number of clients that have joined."""
         return len(self._members)
 
     def names(self, numbers: Iterable[int]) -> list[str]:
-        """What clients of these numbers are called."""
+        """Return the names of clients by number."""
         return [self._members[number].name for number in numbers]
 
     def _summary(self) -> ClientSummary:
@@ -92,7 +92,7 @@ class RemoteReplies:
         """Ask the clients of round `t`, and wait for them.
 
         Raises:
-            TrainingError: too few clients came within `wait` seconds.
+            TrainingError: too few clients connected within `wait` seconds.
         """
         there = self._gather(t)
         w, strategy, side = self._engine.w, self._strategy, self._engine.side
@@ -121,20 +121,20 @@ class RemoteReplies:
         return self._arrived(order)
 
     def replies(self) -> Iterator[tuple[int, ClientReply]]:
-        """What came and can be used, in the order of numbers; one at a time in memory."""
+        """Return the usable replies, in the order of numbers; one at a time in memory."""
         for number in self._good:
             reply = self._read(number)
-            assert not isinstance(reply, str), "it was looked at before"
+            assert not isinstance(reply, str), "it was checked before"
             yield number, reply
 
     def judged(self, rejected: list[tuple[int, str]]) -> None:
-        """Tell the clients whose updates did not count, and why; all updates are gone then."""
+        """Report to the clients whose updates did not count, with the reason; then delete all updates."""
         if self._open is not None:
             self._mailbox.judge(self._open.serial, dict(rejected))
         self._open, self._files, self._good = None, {}, []
 
     def _arrived(self, order: RoundOrder) -> Round:
-        found: dict[int, str] = {}  # of each, why it cannot be used
+        found: dict[int, str] = {}  # per client, why its update cannot be used
         for number in self._files:
             reply = self._read(number)
             found[number] = reply if isinstance(reply, str) else ""
@@ -149,7 +149,7 @@ class RemoteReplies:
         return remote_codec.received(self._files[number].read_bytes(), w_t, self._engine.side.sums, buffers, most)
 
     def _since(self, position: int) -> int:
-        """The earliest round that the job may go back to from here: the checkpoint before the newest one."""
+        """Return the earliest round to which the job may return: the checkpoint before the newest one."""
         boundary, found = self._engine.w.plan.boundary, 0
         for at in range(position, 0, -1):
             if at in boundary:
@@ -161,7 +161,7 @@ class RemoteReplies:
     # ---- waiting
 
     def _gather(self, t: int) -> Ints:
-        """The numbers of those that are there, once they are enough."""
+        """Return the numbers of the connected clients, once there are enough."""
         began = time.monotonic()
         while True:
             self._members = self._mailbox.members()
@@ -174,19 +174,19 @@ class RemoteReplies:
                 return np.asarray(there, dtype=np.int64)
             away = [self._members[n].name for n, state in states.items() if state == "away"]
             here = _listed([self._members[n].name for n in there])
-            said = f"round {t} waits for {least - len(there)} more of {_clients(least)}: {here or 'nobody'} is there"
-            said += f", {_listed(away)} {'is' if len(away) == 1 else 'are'} away" if away else ""
+            said = f"round {t} waits for {least - len(there)} more of {_clients(least)}; connected: {here or 'none'}"
+            said += f"; away: {_listed(away)}" if away else ""
             if time.monotonic() - began > self._joining.wait:
                 raise TrainingError(
                     f"{said}, and has waited {self._joining.wait:g} s: let clients join with `rayps client`, or raise "
                     "wait in\nclients=remote(least=...,wait=...), or lower least",
                     waited=self._joining.wait,
                 )
-            self._mailbox.say(f"{said}; it gives up {_seconds(self._joining.wait)} after it began to wait")
+            self._mailbox.say(f"{said}; it fails after {_seconds(self._joining.wait)} of waiting")
             self._rest()
 
     def _wait_for(self, order: RoundOrder) -> None:
-        """Until all that were asked have replied or left, or the deadline is there."""
+        """Wait until all asked clients have replied or left, or the deadline has passed."""
         while True:
             arrived = self._mailbox.arrived(order.serial)
             missing = [n for n in order.sampled if n not in arrived and self._mailbox.state(n) != "left"]
@@ -196,13 +196,13 @@ class RemoteReplies:
             names = _listed([order.sampled[n] for n in sorted(missing)])
             self._mailbox.say(
                 f"round {order.round} waits for {names}: {len(arrived)} of {len(order.sampled)} have "
-                f"replied; its deadline is {_seconds(order.deadline)} after it began"
+                f"replied; its deadline is {_seconds(order.deadline)} after its start"
             )
             self._rest()
 
     def _rest(self) -> None:
         if self._engine.stopped():
-            raise StaleGeneration("the job goes on without this worker", peer="driver")
+            raise StaleGeneration("the job continues without this worker", peer="driver")
         time.sleep(PAUSE)
 
     def _why_silent(self, number: int) -> str:
@@ -219,7 +219,7 @@ class RemoteReplies:
 
 
 def prepared(folder: Path | None) -> str:
-    """Make the mailbox of a job whose clients are remote, in the job's folder; its path.
+    """Create the mailbox of a job with remote clients, in the job's folder; return its path.
 
     Raises:
         ConfigError: there is no folder: real clients could not reach the job.
@@ -231,7 +231,7 @@ def prepared(folder: Path | None) -> str:
 
 
 def mailbox_of(folder: str | None) -> Mailbox:
-    """The job's mailbox, on this machine.
+    """Open the job's mailbox on this machine.
 
     Raises:
         ConfigError: there is none, or this machine does not have it.
@@ -241,7 +241,7 @@ def mailbox_of(folder: str | None) -> Mailbox:
     found = Mailbox(Path(folder))
     if not found.reachable():
         raise ConfigError(
-            f"the worker on {socket.gethostname()} cannot read and write {folder}, where the service leaves what "
+            f"the worker on {socket.gethostname()} cannot read and write {folder}, where the service stores what "
             "clients send: run the job on\nthe service's machine, or put the service's state (--state-dir) on a file "
             "system that all machines share",
             field="clients",

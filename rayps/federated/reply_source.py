@@ -1,4 +1,4 @@
-"""Where a round's replies come from: clients whose data is here, and who train on these workers."""
+"""The replies of simulated clients: their data is on the workers, which train them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from rayps.federated.view import attackers_of, is_buffered
 if TYPE_CHECKING:
     from rayps.federated.engine import FederatedEngine
 
-_CLOCK = "clock"  # in `shared`: the virtual clock
-_OLD = "version/"  # how the names of older parameters begin there
-_AGAIN = 1_000_003  # between the seeds of two trainings of a client from one version
+_CLOCK = "clock"  # name in `shared` of the virtual clock
+_OLD = "version/"  # prefix in `shared` of older parameters
+_AGAIN = 1_000_003  # distance between the seeds of two trainings of a client from one version
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingTask:
-    """One training: which client, and from the parameters of which round."""
+    """One training: the client, and the round of the parameters at its start."""
 
     client: int
     version: int
@@ -36,23 +36,23 @@ class TrainingTask:
 
 @dataclass(slots=True)
 class Round:
-    """What is known of a round before its replies are there, the same on every worker. Clients are numbers."""
+    """A round before its replies, equal on every worker. Clients are numbers."""
 
-    sampled: Sequence[int] | Ints  # who was asked
-    dropped: list[tuple[int, str]]  # who will not reply, or too late, and why
+    sampled: Sequence[int] | Ints  # clients that were asked
+    dropped: list[tuple[int, str]]  # clients that will not reply, or too late, and why
     begin: float  # seconds
     end: float
-    cohort: list[int] | None = None  # who replies, over all workers; None = all that were asked
-    staleness: dict[int, int] | None = None  # replies by rounds since they were begun, where some were begun earlier
+    cohort: list[int] | None = None  # clients that reply, over all workers; None = all that were asked
+    staleness: dict[int, int] | None = None  # replies by rounds since their start, where some started earlier
 
 
 class SimulatedReplies:
-    """Clients of the data; each worker trains its share of a round's cohort, one after another."""
+    """Clients of the data; each worker trains its part of a round's cohort, one after another."""
 
-    refused: tuple[tuple[int, str], ...] = ()  # nobody is refused before the aggregation looks at the reply
+    refused: tuple[tuple[int, str], ...] = ()  # no reply is rejected before the aggregation
 
     def __init__(self, engine: FederatedEngine) -> None:
-        """Raises ConfigError: the options do not fit these clients."""
+        """Prepare. Raises ConfigError: the options do not fit these clients."""
         self._engine, w = engine, engine.w
         assert engine.clients is not None, "simulated clients are those of the data"
         self._clients = engine.clients
@@ -68,14 +68,14 @@ class SimulatedReplies:
         self._liars = attack.attackers(w.plan.seed, self.count) if attack is not None and flips else frozenset[int]()
 
     def names(self, numbers: Iterable[int]) -> list[str]:
-        """What these clients are called."""
+        """Return the names of these clients."""
         return [self._clients.names[k] for k in numbers]
 
     def judged(self, rejected: list[tuple[int, str]]) -> None:
-        """Hear whose replies were rejected, and why."""
+        """Receive which replies were rejected, and why."""
 
     def round(self, t: int, w_t: Tensor, shared: dict[str, Tensor], buffers: Tensors) -> Round:
-        """Find out who trains in round `t`, and which of them here."""
+        """Return the clients of round `t`; set those that train here."""
         clock = shared[_CLOCK].cpu().numpy() if _CLOCK in shared and t else clock_at()
         plan, clock = self._events.round(t, clock)
         shared[_CLOCK] = torch.from_numpy(clock.copy())
@@ -99,7 +99,7 @@ class SimulatedReplies:
         )
 
     def _dealt(self, who: Ints) -> list[Ints]:
-        """Which of a round's trainings each worker makes: states stay where they are, else the load is even."""
+        """Return each worker's trainings of a round: by home where clients have states, else by equal load."""
         engine, size = self._engine, self._engine.w.size
         if engine.homes is None:
             return pack(self._costs[who], size)
@@ -125,13 +125,13 @@ class SimulatedReplies:
             yield TrainingTask(each.client, each.version, each.staleness), reply
 
     def rows(self, client: int) -> ClientRows:
-        """A client's own rows, with wrong labels where it attacks by them."""
+        """Return a client's own rows, with wrong labels where its attack needs them."""
         data, clients = self._engine.w.batches.data, self._clients
         relabel = self._attack.labels if self._attack is not None and client in self._liars else None
         return ClientRows(clients.rows(client), clients.batch, data.batch_size, getattr(data, "shuffle", True), relabel)
 
 
 def old(shared: dict[str, Tensor], version: int, w_t: Tensor) -> Tensor:
-    """The parameters with which round `version` began."""
+    """Return the parameters at the start of round `version`."""
     found: Tensor = shared.get(f"{_OLD}{version}", w_t)
     return found

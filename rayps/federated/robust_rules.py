@@ -1,8 +1,8 @@
-"""Aggregation rules: one class each. Its options, its text form, how many replies it needs, what it bears, the rule.
+"""Aggregation rules, one class each: its options, its text form, the replies it needs, the attackers it tolerates.
 
 A rule makes one update of a round's replies. f: how many of the replies may come from attackers; n: the replies.
 
-    mean                                      weighted by samples; bears no attacker
+    mean                                      weighted by samples; tolerates no attacker
     krum(f=4)                                 one reply, the one nearest to its neighbours      2f + 2 < n
     multi_krum(f=4,m=none)                    the mean of the m nearest (none: n - f)           2f + 2 < n, m <= n - f
     trimmed_mean(f=4)                         of each coordinate, without its f largest and f smallest   2f < n
@@ -11,13 +11,13 @@ A rule makes one update of a round's replies. f: how many of the replies may com
     bulyan(f=4)                               a trimmed mean of what Krum chooses               n >= 4f + 3
     centered_clipping(tau=1,iterations=3)     a mean of clipped distances from the last round's result
 
-`bucket=s` for all but mean: means of s replies, drawn from the seed, take the replies' place (Karimireddy, He and
-Jaggi, "Byzantine-robust learning on heterogeneous datasets via bucketing", ICLR 2022); n is then ceil(replies / s).
-All of them but mean count each reply once: the number of samples is what a client says of itself, and an attacker may
-say anything. Papers of the rules: `rayps.federated.rules`, which has the arithmetic.
+`bucket=s` for all but mean: means of s replies, drawn from the seed, replace the replies (Karimireddy, He and Jaggi,
+"Byzantine-robust learning on heterogeneous datasets via bucketing", ICLR 2022); n is then ceil(replies / s). All rules
+but mean count each reply once: the number of samples is reported by the client, and an attacker may report any number.
+Papers of the rules: `rayps.federated.rules`, which has the arithmetic.
 
 To add a rule, write a class here: a frozen dataclass derived from `AggregationRule` with a `name`, its options as
-fields, `needs`, `drawback`, and `combine`. numpy is loaded only once a rule is applied: the job service reads rules
+fields, `needs`, `drawback`, and `combine`. numpy is imported only when a rule is applied: the job service parses rules
 without it.
 """
 
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
     from rayps.federated.rules import Matrix, Picks, Vector
 
-SKEWED = 0.35  # of `skew`: dealt evenly, ten clients' worth of rows a label stay far below
-_WHOLE = {"f": 0, "m": 1, "bucket": 1, "iterations": 1}  # and the least that makes sense
+SKEWED = 0.35  # largest `skew` without a warning; evenly distributed rows stay far below
+_WHOLE = {"f": 0, "m": 1, "bucket": 1, "iterations": 1}  # least value of the option
 RULES: dict[str, type[AggregationRule]] = {}
 
 
 def _kernels() -> ModuleType:
-    """The arithmetic, with numpy."""
+    """Return the module of the arithmetic, which imports numpy."""
     from rayps.federated import rules
 
     return rules
@@ -52,16 +52,16 @@ def _kernels() -> ModuleType:
 
 @dataclass(frozen=True)
 class AggregationRule:
-    """A rule as it was asked for. Derived classes are found by their `name`."""
+    """A rule with its options. Derived classes are found by their `name`."""
 
     bucket: int = dataclasses.field(default=1, kw_only=True)
     name: ClassVar[str] = ""
-    robust: ClassVar[bool] = True  # it needs all replies of a round at once, and counts each once
-    selects: ClassVar[bool] = False  # it chooses some of the clients by their updates, and takes nothing of the others
-    remembers: ClassVar[bool] = False  # it begins with the last round's result
-    by_distance: ClassVar[bool] = False  # it measures whole rows: a count in them would outweigh the rest
-    guard: ClassVar[str] = "n >= 1"  # what `needs` asks of n, in symbols
-    drawback: ClassVar[str] = ""  # what it costs where clients' data differ
+    robust: ClassVar[bool] = True  # needs all replies of a round at once, and counts each once
+    selects: ClassVar[bool] = False  # chooses some of the clients by their updates, and uses nothing of the others
+    remembers: ClassVar[bool] = False  # starts with the last round's result
+    by_distance: ClassVar[bool] = False  # measures distances of whole rows: a count in them would outweigh the rest
+    guard: ClassVar[str] = "n >= 1"  # the condition of `needs` on n, in symbols
+    drawback: ClassVar[str] = ""  # the cost where clients' data differ
 
     def __init_subclass__(cls) -> None:
         RULES[cls.name] = cls
@@ -86,42 +86,42 @@ class AggregationRule:
     # ---- how many replies
 
     def needs(self) -> int:
-        """The least n that it can work with."""
+        """Return the least n for which the rule is defined."""
         return 1
 
     def attackers_of(self, n: int) -> int:
-        """How many attackers among n it is made for, n being enough: fewer than half."""
+        """Return how many attackers among n the rule tolerates, n being enough: fewer than half."""
         return (n - 1) // 2
 
     @property
     def least(self) -> int:
-        """The fewest replies of a round that it can work with."""
+        """The fewest replies of a round for which the rule is defined."""
         return (self.needs() - 1) * self.bucket + 1
 
     def bears(self, replies: int) -> int:
-        """How many attackers among so many replies it is made for."""
+        """Return how many attackers among so many replies the rule tolerates."""
         if not self.robust or replies < self.least:
             return 0
         return self.attackers_of(-(-replies // self.bucket))
 
     def lacking(self, replies: int) -> str | None:
-        """Why a round with so many replies is skipped, and leaves the model unchanged; None if it is not."""
+        """Return why a round with so many replies is skipped, leaving the model unchanged; None if it is not."""
         if replies >= self.least:
             return None
         if not replies:
             return "no reply came"
-        return f"{self} needs {self.least} replies ({self._guard()}), {replies} came"
+        return f"{self} needs {self.least} replies ({self._guard()}), received {replies}"
 
     def check(self, cohort: int, attack: AttackSpec | None = None) -> None:
-        """Whether a cohort of so many clients can be borne, should all of them reply.
+        """Check that the rule works with a cohort of so many clients, if all of them reply.
 
         Raises:
-            ConfigError: it cannot, or more attackers may be among them than the rule is made for.
+            ConfigError: it does not, or more of them may be attackers than the rule tolerates.
         """
         if cohort < self.least:
             raise ConfigError(
                 f"{self} needs a round of at least {self.least} replies ({self._guard()}), and a round asks {cohort}\n"
-                f"{'bear fewer attackers' if self.attackers_of(0) > 0 else 'ask more clients'}, or raise fraction",
+                f"{'lower f' if self.attackers_of(0) > 0 else 'ask more clients'}, or raise fraction",
                 field="rule",
                 needed=self.least,
                 cohort=cohort,
@@ -129,14 +129,14 @@ class AggregationRule:
         if self.robust and attack is not None and min(attack.clients, cohort) > self.bears(cohort):
             raise ConfigError(
                 f"up to {min(attack.clients, cohort)} of a round's {cohort} replies come from attackers, and {self} "
-                f"bears {self.bears(cohort)}",
+                f"tolerates {self.bears(cohort)}",
                 field="rule",
                 attackers=attack.clients,
                 bears=self.bears(cohort),
             )
 
     def doubt(self, cohort: int, replies: float) -> str | None:
-        """A warning where fewer replies are to be expected than the rule needs; None where enough come."""
+        """Return a warning where fewer replies are expected than the rule needs; None where enough are."""
         if replies >= self.least:
             return None
         return (
@@ -145,12 +145,15 @@ class AggregationRule:
         )
 
     def warning(self, skew: float | None = None) -> str | None:
-        """What it costs where clients' data differ by `skew` (see there; None: not known); None for the mean."""
+        """Return a warning about the rule's cost where clients' data differ by `skew`.
+
+        None for the mean. `skew` None: not known.
+        """
         if not self.robust or (skew is not None and skew < SKEWED):
             return None
         told = "where clients' data differ" if skew is None else f"clients' labels differ (by {skew:.2f} of 1), and"
         return (
-            f"{told} {self} costs accuracy even without an attacker: it {self.drawback}; bear fewer attackers, or try "
+            f"{told} {self} costs accuracy even without an attacker: it {self.drawback}; lower f, or try "
             "centered_clipping or geometric_median, which cost least where that was measured"
         )
 
@@ -160,18 +163,18 @@ class AggregationRule:
     # ---- the rule
 
     def combine(self, x: Matrix, before: Vector | None) -> Vector:
-        """What it makes of the rows of x [n, P], [P] in float64; of those that it has chosen, where it `selects`.
+        """Return the result of the rows of x [n, P], [P] in float64; of the chosen rows, if it `selects`.
 
         `before` is the last round's result; None = there is none.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not say how it makes one update: define combine")
+        raise NotImplementedError(f"{type(self).__name__} does not define how to make one update: define combine")
 
     def picks(self, x: Matrix) -> Picks:
-        """Which rows of x it chooses, ascending, where it `selects`."""
-        raise NotImplementedError(f"{type(self).__name__} selects, and does not say whom: define picks")
+        """Return which rows of x are chosen, ascending, if it `selects`."""
+        raise NotImplementedError(f"{type(self).__name__} selects, and does not define which: define picks")
 
     def beside(self, x: Matrix, before: Vector | None) -> Vector:
-        """As `combine`, of what clients send beside their updates."""
+        """Combine, as `combine`, what clients send besides their updates."""
         return self.combine(x, before)
 
 
@@ -197,7 +200,7 @@ class Krum(AggregationRule):
     selects: ClassVar[bool] = True
     guard: ClassVar[str] = "2f + 2 < n"
     drawback: ClassVar[str] = (
-        "takes over one client's update in each round: with two labels a client it hardly learns "
+        "takes over one client's update in each round: with two labels a client it hardly converges "
         "(buckets help, inside of its parentheses: krum(f=1,bucket=2))"
     )
 
@@ -239,7 +242,7 @@ class MultiKrum(Krum):
         return found
 
     def beside(self, x: Matrix, before: Vector | None) -> Vector:
-        """A trimmed mean: a client that was chosen for its update may lie in what it sends beside."""
+        """Return a trimmed mean: a client that was chosen for its update may send false values besides."""
         found: Vector = _kernels().trimmed_mean(x, min(self.f, (len(x) - 1) // 2))
         return found
 
@@ -295,7 +298,7 @@ class Median(AggregationRule):
     """Of each coordinate the middle."""
 
     name: ClassVar[str] = "median"
-    drawback: ClassVar[str] = "drops what few clients know: rare labels may never be learnt"
+    drawback: ClassVar[str] = "drops what few clients know: rare labels may never be predicted"
 
     def combine(self, x: Matrix, before: Vector | None) -> Vector:
         """See AggregationRule."""
@@ -327,7 +330,7 @@ class CenteredClipping(AggregationRule):
     name: ClassVar[str] = "centered_clipping"
     remembers: ClassVar[bool] = True
     by_distance: ClassVar[bool] = True
-    drawback: ClassVar[str] = "learns slowly where its tau is below the updates' norms"
+    drawback: ClassVar[str] = "converges slowly where its tau is below the updates' norms"
 
     def combine(self, x: Matrix, before: Vector | None) -> Vector:
         """See AggregationRule."""
@@ -340,7 +343,7 @@ for _kind in RULES.values():
 
 
 def rule_of(given: Json | AggregationRule) -> AggregationRule:
-    """A rule from its text or its wire form; as it is where it is one; none is the mean. Raises ConfigError."""
+    """Parse a rule from its text or its wire form; return a rule unchanged; None is the mean. Raises ConfigError."""
     if isinstance(given, AggregationRule):
         return given
     found = read("rule", "mean" if given is None else given, _known(), "krum(f=4)")
@@ -348,8 +351,8 @@ def rule_of(given: Json | AggregationRule) -> AggregationRule:
 
 
 def rule_with(option: str) -> str | None:
-    """How an option of a rule is written where it belongs; None: no rule has it."""
-    for kind in sorted(RULES.values(), key=lambda kind: kind.selects):  # those that need few replies come first
+    """Return how an option of a rule is written inside a rule; None: no rule has it."""
+    for kind in sorted(RULES.values(), key=lambda kind: kind.selects):  # rules that need few replies first
         own = kind.options()
         if option in own:
             needed: dict[str, float] = {name: 1 for name, each in own.items() if each.default is REQUIRED}

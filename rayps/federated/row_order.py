@@ -1,8 +1,8 @@
-"""In which order a client goes through its rows: a function of seed, client and round, whoever computes it.
+"""The order of a client's rows: a function of seed, client and round, equal on every host.
 
 Client k has an endless stream of epochs, each a permutation of its rows, drawn from (seed, epoch, k). A round of E
 epochs takes epochs t E to (t + 1) E of it, one of L steps takes batches t L to (t + 1) L: as if k had taken part in
-every round before. So one client alone goes through the data as a single worker does that trains the usual way.
+every earlier round. So one client alone reads the data as a single worker does in ordinary training.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Ints = NDArray[np.int64]
 def parts(
     seed: int, client: int, n: int, batch: int, *, round: int, epochs: int, steps: int | None, shuffle: bool = True
 ) -> Iterator[Ints]:
-    """Positions among the client's n rows: one array for each epoch that is begun, to be cut into batches of `batch`.
+    """Yield positions among the client's n rows: one array per started epoch, to be cut into batches of `batch`.
 
     Every part begins with a whole batch; only the last batch of an epoch may be smaller.
     """

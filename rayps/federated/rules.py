@@ -1,4 +1,4 @@
-"""Aggregation rules that bear attackers: pure functions of a matrix of updates, one row for each reply.
+"""Robust aggregation rules: pure functions of a matrix of updates, one row for each reply.
 
     krum, multi_krum    Blanchard, El Mhamdi, Guerraoui and Stainer, "Machine learning with adversaries: Byzantine
                         tolerant gradient descent", NeurIPS 2017
@@ -13,15 +13,16 @@
                         algorithm 2; the paper clips the clients' momenta, here it is their updates, which hold no
                         momentum of earlier rounds
 
-x [n, P], float32 or float64, holds finite numbers: whoever calls drops the other rows first. Distances are sums of
-squares of differences, in float64, never |a|^2 + |b|^2 - 2ab, which loses them where updates are large and alike. Rows
-stand in cohort order, and what is equal is decided for the row that stands first. numpy alone, on one thread: so many
-threads or workers, the same bits. Rows count once each, whatever number of samples they say they have.
+x [n, P], float32 or float64, must be finite: the caller drops other rows first. Distances are sums of squares of
+differences, in float64, never |a|^2 + |b|^2 - 2ab, which cancels where updates are large and similar. Rows are in
+cohort order, and ties are decided for the first row. numpy alone, on one thread: the bits do not depend on the number
+of threads or workers. Each row counts once, whatever its number of samples.
 
-What clients send beside their updates (buffers, SCAFFOLD's c) goes through `beside`, each as a matrix of its own.
-Krum, multi-Krum and Bulyan choose clients by the updates alone (`picks`), and take the rest of the chosen ones only:
-Krum that of its one client; multi-Krum the mean of each column without its f largest and f smallest, because a client
-that was chosen for its update may lie in the rest; Bulyan as its second step. The other rules treat each matrix alike.
+What clients send besides their updates (buffers, SCAFFOLD's c) goes through `beside`, each as a matrix of its own.
+Krum, multi-Krum and Bulyan choose clients by the updates alone (`picks`), and use these values of the chosen ones only:
+Krum those of its one client; multi-Krum the mean of each column without its f largest and f smallest, because a client
+that was chosen for its update may send false values here; Bulyan as in its second step. The other rules treat all
+matrices equally.
 """
 
 from __future__ import annotations
@@ -37,18 +38,18 @@ from rayps.federated.robust_rules import AggregationRule
 Matrix = NDArray[np.float64] | NDArray[np.float32]
 Vector = NDArray[np.float64]
 Picks = NDArray[np.int64]
-_BLOCK = 1 << 16  # numbers of a block of columns
-_NEAR = 1e-9  # of a movement, relative to the distances: Weiszfeld ends there
-_AT = 1e-12  # of the median distance: a row that is nearer than this is at the point
+_BLOCK = 1 << 16  # elements of a block of columns
+_NEAR = 1e-9  # least movement of Weiszfeld's iteration, relative to the median distance
+_AT = 1e-12  # relative to the median distance: a nearer row counts as at the point
 
 
 def aggregate(
     rule: AggregationRule, x: Matrix, before: Vector | None = None, seed: int = 0, *, chosen: Picks | None = None
 ) -> Vector:
-    """What a rule makes of the rows of x, [P] in float64.
+    """Return the result of a rule for the rows of x, [P] in float64.
 
-    `before` is the last round's result (for a rule that `remembers`; none: zeros). `seed` draws the buckets: give
-    another in each round. `chosen` is what `picks` found for x, where that is known.
+    `before` is the last round's result (for a rule that `remembers`; None: zeros). `seed` draws the buckets: give
+    another in each round. `chosen` is the result of `picks` for x, if known.
 
     Raises:
         ConfigError: the rows are fewer than the rule needs.
@@ -65,9 +66,9 @@ def aggregate(
 def beside(
     rule: AggregationRule, x: Matrix, before: Vector | None = None, seed: int = 0, *, chosen: Picks | None = None
 ) -> Vector:
-    """What a rule makes of the rows of x, which clients sent beside their updates; otherwise as `aggregate`.
+    """Return a rule's result for the rows of x, which clients sent besides their updates; otherwise as `aggregate`.
 
-    `chosen` is what `picks` found for the updates, where the rule chooses clients.
+    `chosen` is the result of `picks` for the updates, where the rule chooses clients.
     """
     if chosen is None:
         return aggregate(rule, x, before, seed)
@@ -75,23 +76,23 @@ def beside(
 
 
 def picks(rule: AggregationRule, x: Matrix, seed: int = 0) -> Picks:
-    """Which rows a rule that `selects` chooses by the updates x: numbers of buckets, ascending."""
+    """Return which rows a rule that `selects` chooses by the updates x: numbers of buckets, ascending."""
     return rule.picks(buckets(x, rule.bucket, seed))
 
 
 def members(rule: AggregationRule, n: int, chosen: Picks, seed: int = 0) -> list[int]:
-    """The rows of n that are in the chosen buckets, ascending."""
+    """Return the rows of n that are in the chosen buckets, ascending."""
     dealt = _dealt(n, rule.bucket, seed)
     return sorted(int(row) for bucket in chosen for row in dealt[int(bucket)])
 
 
 def mean(x: Matrix) -> Vector:
-    """The mean of the rows: what all the others are compared with."""
+    """Return the mean of the rows."""
     return np.asarray(np.add.reduce(x, axis=0, dtype=np.float64) / len(x))
 
 
 def trimmed_mean(x: Matrix, f: int) -> Vector:
-    """Of each column the mean without its f largest and f smallest."""
+    """Return for each column the mean without its f largest and f smallest."""
     out = np.empty(x.shape[1])
     for part in _blocks(x):
         out[part] = np.sort(x[:, part], axis=0)[f : len(x) - f].mean(axis=0, dtype=np.float64)
@@ -99,7 +100,7 @@ def trimmed_mean(x: Matrix, f: int) -> Vector:
 
 
 def median(x: Matrix) -> Vector:
-    """Of each column the middle, or the mean of the two middle ones."""
+    """Return for each column the middle, or the mean of the two middle values."""
     return trimmed_mean(x, (len(x) - 1) // 2)
 
 
@@ -136,7 +137,7 @@ def geometric_median(x: Matrix, iterations: int = 100) -> Vector:
 
 
 def _weiszfeld(x: Matrix, z: Vector, apart: Vector) -> tuple[Vector, float]:
-    """T, and the share of the way from z to T that is taken: 0 where z is the minimum. `apart`: the distances to z."""
+    """Return T, and the share of the step from z to T: 0 where z is the minimum. `apart`: the distances to z."""
     away = apart > _AT * np.median(apart)
     at = len(x) - int(away.sum())
     if at == len(x):
@@ -149,7 +150,7 @@ def _weiszfeld(x: Matrix, z: Vector, apart: Vector) -> tuple[Vector, float]:
 
 
 def krum_picks(x: Matrix, f: int, count: int) -> Picks:
-    """The `count` rows with the least sum of squared distances to their n - f - 2 nearest others, ascending."""
+    """Return the `count` rows with the least sum of squared distances to their n - f - 2 nearest others, ascending."""
     return np.sort(np.argsort(scores(distances(x), f), kind="stable")[:count])
 
 
@@ -165,7 +166,7 @@ def bulyan_picks(x: Matrix, f: int) -> Picks:
 
 
 def near_the_median(picked: Matrix, keep: int) -> Vector:
-    """Of each column the mean of the `keep` values nearest to its median."""
+    """Return for each column the mean of the `keep` values nearest to its median."""
     out = np.empty(picked.shape[1])
     for part in _blocks(picked):
         column = np.sort(picked[:, part], axis=0).astype(np.float64)
@@ -186,12 +187,12 @@ def centered_clipping(x: Matrix, tau: float, iterations: int = 1, before: Vector
 
 
 def clip_factor(norm: float, largest: float | None) -> float:
-    """What to multiply an update of this norm by, so that it has at most the `largest`."""
+    """Return the factor that scales an update of this norm to at most `largest`."""
     return 1.0 if largest is None or norm <= largest else largest / norm
 
 
 def distances(x: Matrix) -> NDArray[np.float64]:
-    """Squared distances between all rows, [n, n]."""
+    """Return squared distances between all rows, [n, n]."""
     found = np.zeros((len(x), len(x)))
     for part in _blocks(x):
         block = np.ascontiguousarray(x[:, part], dtype=np.float64)
@@ -202,7 +203,7 @@ def distances(x: Matrix) -> NDArray[np.float64]:
 
 
 def scores(d: NDArray[np.float64], f: int) -> Vector:
-    """Of each row, the sum of its n - f - 2 smallest squared distances to others (at least one, for Bulyan's end)."""
+    """Return for each row the sum of its n - f - 2 smallest squared distances to others (at least one)."""
     n = len(d)
     others = np.sort(d + np.diag(np.full(n, np.inf)), axis=1)
     sums: Vector = others[:, : max(1, n - f - 2)].sum(axis=1)
@@ -210,14 +211,14 @@ def scores(d: NDArray[np.float64], f: int) -> Vector:
 
 
 def buckets(x: Matrix, size: int, seed: int) -> Matrix:
-    """Means of `size` rows each (the last of fewer), in an order drawn from the seed."""
+    """Return means of `size` rows each (the last of fewer), in an order drawn from the seed."""
     if size == 1:
         return x
     return np.stack([mean(x[rows]) for rows in _dealt(len(x), size, seed)])
 
 
 def _dealt(n: int, size: int, seed: int) -> list[Picks]:
-    """The rows of each bucket; each row is one where size is 1."""
+    """Return the rows of each bucket; each row is one bucket where size is 1."""
     order = np.arange(n) if size == 1 else np.random.default_rng(seed).permutation(n)
     return [np.sort(order[at : at + size]) for at in range(0, n, size)]
 
@@ -228,7 +229,7 @@ def _blocks(x: Matrix) -> Iterator[slice]:
 
 
 def _squares(x: Matrix, z: Vector) -> Vector:
-    """Of each row the squared distance to z."""
+    """Return for each row the squared distance to z."""
     found = np.zeros(len(x))
     for part in _blocks(x):
         apart = x[:, part] - z[part]
@@ -237,7 +238,7 @@ def _squares(x: Matrix, z: Vector) -> Vector:
 
 
 def _weighted(x: Matrix, weights: Vector) -> Vector:
-    """sum_i weights_i x_i, added in the order of rows."""
+    """Return sum_i weights_i x_i, added in the order of rows."""
     out = np.zeros(x.shape[1])
     for part in _blocks(x):
         for row, weight in zip(x, weights, strict=True):

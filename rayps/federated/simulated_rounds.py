@@ -1,4 +1,4 @@
-"""The rounds of a federated strategy on the virtual clock: its options, given to the simulated population."""
+"""The rounds of a federated strategy in virtual time: its options, passed to the simulated population."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rayps.federated.view import FederatedView
 
 
 def events_of(strategy: FederatedView, sizes: Iterable[int], seed: int, batch_size: int) -> Events:
-    """The events of a federated strategy on clients with so many samples; `batch_size` is the data's own.
+    """Return the events of a federated strategy on clients with so many samples; `batch_size` is the data's.
 
     Raises:
         ConfigError: the strategy's options do not fit so many clients, or a trace cannot be read.

@@ -1,4 +1,4 @@
-"""A federated strategy as the engine, the population and real clients see it."""
+"""A federated strategy, as the engine, the population and real clients use it."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Buffered:
-    """Asynchronous rounds: one ends once `size` updates have come, of `concurrency` clients that train at any time."""
+    """Asynchronous rounds: one ends after `size` updates, of `concurrency` clients that train at any time."""
 
     size: int
-    concurrency: int | None = None  # None = the share of the clients that `fraction` says
+    concurrency: int | None = None  # None = the share `fraction` of the clients
     max_staleness: int | None = None  # versions; an older update is dropped; None = none is
 
 
 @dataclass(frozen=True, slots=True)
 class ClientSide:
-    """What a client keeps of its own, what it sends beside its update, and what its optimizer must be."""
+    """What a client stores, what it sends besides its update, and what its optimizer must be."""
 
-    sums: tuple[str, ...] = ()  # what `c.reply` holds, added up unweighted, each as long as w
-    state: tuple[str, ...] = ()  # what `c.state` keeps from round to round
-    model: str | None = None  # which of these is a model of the client's own
+    sums: tuple[str, ...] = ()  # names in `c.reply`, summed unweighted, each as long as w
+    state: tuple[str, ...] = ()  # names in `c.state`, stored between rounds
+    model: str | None = None  # which of these is the client's own model
     keeps_buffers: bool = False  # BatchNorm statistics stay with each client; otherwise they are averaged
-    finetune: int | None = None  # epochs that a copy of w is trained for before it is evaluated on the client's rows
+    finetune: int | None = None  # epochs of training of a copy of w before its evaluation on the client's rows
     plain: bool = False  # the optimizer must be SGD without momentum or weight decay
 
     @property
     def stateful(self) -> bool:
-        """Whether something is kept of each client from round to round."""
+        """Whether a state of each client is stored between rounds."""
         return bool(self.state) or self.keeps_buffers
 
     @property
@@ -72,7 +72,7 @@ class FederatedView(StrategyView, Protocol):
 
     @property
     def buffered(self) -> Buffered | None:
-        """How updates are buffered where replies may have begun from older parameters; None = rounds are in step."""
+        """How updates are buffered where replies may have started from older parameters; None = rounds are in step."""
 
     @property
     def clients(self) -> Json:
@@ -80,19 +80,19 @@ class FederatedView(StrategyView, Protocol):
 
     @property
     def client_side(self) -> ClientSide:
-        """What a client keeps, and what it sends beside its update."""
+        """What a client stores, and what it sends besides its update."""
 
     def client(self, c: ClientTurn) -> None:
-        """What a client does with `c.w`, which begins as w_t."""
+        """Train a client on `c.w`, which is w_t at the start."""
 
     def beside(self, c: ClientTurn) -> None:
-        """What a client does for itself afterwards."""
+        """Run the client's own work after its reply."""
 
     def weight(self, n: int, staleness: int) -> float:
-        """The weight of one reply in `s.delta`, of n samples, begun so many rounds ago."""
+        """Return the weight of one reply in `s.delta`, of n samples, started so many rounds ago."""
 
     def server(self, s: FederatedServer) -> None:
-        """What the server does with the replies: `s.w` is w_t, and w_(t+1) afterwards."""
+        """Update the server by the replies: `s.w` is w_t, and w_(t+1) afterwards."""
 
 
 def attackers_of(strategy: FederatedView) -> AttackSpec | None:
@@ -116,8 +116,8 @@ def joining_under(strategy: FederatedView) -> JoinOptions | None:
 
 
 def keeper_of(strategy: StrategyView) -> str | None:
-    """The name of a strategy that keeps states of clients on the workers; None = it keeps none."""
+    """Return the name of a strategy that stores states of clients on the workers; None = it stores none."""
     if not isinstance(strategy, FederatedView) or has_remote_clients(strategy):
-        return None  # real clients keep their own
+        return None  # real clients store their own
     side = strategy.client_side
     return strategy.name if side.stateful else None

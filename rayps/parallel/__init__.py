@@ -1,1 +1,1 @@
-"""parallel."""
+"""Models larger than a worker: division, pipeline stages, tensor parallelism."""

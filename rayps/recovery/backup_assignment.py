@@ -1,4 +1,4 @@
-"""Who keeps what of whom, and from which round a broken grid goes on. Pure."""
+"""Which worker holds a backup of whose state, and from which round a grid continues after a failure. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rayps.core.grid import Grid
 
 @dataclass(frozen=True, slots=True)
 class HeldRounds:
-    """The rounds whose states somebody has of a worker; not `whole`: only what the worker's twins lack."""
+    """The rounds of a worker whose states another one holds; not `whole`: only what the worker's twins lack."""
 
     rounds: tuple[int, ...]
     whole: bool = True
@@ -18,7 +18,7 @@ class HeldRounds:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """From whom a replaced worker gets its state: `giver` has that of `owner`; what a twin lacks is with `rest`."""
+    """Where a replaced worker's state is: `giver` holds that of `owner`; `rest` holds what a twin lacks."""
 
     giver: int
     owner: int
@@ -32,7 +32,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Mending:
-    """Everyone goes on from `round`: survivors from their own states, the lost from their sources."""
+    """All workers continue from `round`: survivors from their own states, the lost from their sources."""
 
     round: int
     sources: dict[int, Source]
@@ -45,20 +45,20 @@ class Mending:
 
 @dataclass(frozen=True, slots=True)
 class Bond:
-    """What ties a worker to its neighbours in one generation, so that its death is no loss."""
+    """How a worker's state is backed up in one generation, so that its death loses no round."""
 
     line: int  # see `rayps.recovery.slots.StateSlots`
-    doors: tuple[str, ...]  # addresses of everyone's keeper
-    keeper: int  # who keeps this worker's mirror
-    twin: bool  # whether it has one
-    recalls: bool = False  # whether it begins from a kept state, not from the snapshot
-    source: Source | None = None  # where that is, if it is not this worker's own
+    doors: tuple[str, ...]  # all workers' addresses for backups
+    keeper: int  # the worker that holds this one's backup
+    twin: bool  # whether this worker has a twin
+    recalls: bool = False  # start from a retained state, not from the snapshot
+    source: Source | None = None  # where that state is, if not on this worker
 
 
 def keepers(grid: Grid, hosts: Sequence[str]) -> list[int | None]:
-    """For each rank, who keeps its mirror: a twin where it has one, else a neighbour of its replica.
+    """Return, for each rank, the worker that holds its backup: a twin if there is one, else a neighbour of its replica.
 
-    The next one in a circle that is on another host, else the next one. None: it is alone.
+    The next one in a circle that is on another host, else the next one. None: there is no other worker.
     """
     return [_keeper(grid, hosts, rank) for rank in range(grid.size)]
 
@@ -72,10 +72,12 @@ def _keeper(grid: Grid, hosts: Sequence[str], rank: int) -> int | None:
 
 
 def mending(grid: Grid, holdings: Mapping[int, Mapping[int, HeldRounds]]) -> Mending | None:
-    """The newest round that every worker has or can be given. `holdings`: of each survivor, what it has of whom.
+    """Return the newest round that every worker has or can get.
 
-    An older one is taken where a twin alone has the newest: buffers and random numbers are each worker's own.
-    None: there is no such round, because a worker, its twins and its mirror are gone together.
+    `holdings`: for each survivor, the states that it holds.
+
+    If only a twin has the newest round, an older one is taken: buffers and random numbers are each worker's own. None:
+    there is no such round, because a worker, its twins and its backup were lost together.
     """
     lost = [rank for rank in range(grid.size) if rank not in holdings]
     if not holdings:

@@ -1,8 +1,8 @@
-"""What a worker keeps of its neighbours' states, and how it gives its own to one of them.
+"""Backups of workers' states on other workers.
 
-On one host the keeper holds the descriptors of its neighbour's vault: nothing is copied. On another host it gets the
-bytes over a link of their own while the neighbour's next step goes on; the neighbour waits only where the bytes of
-the round before have not arrived yet. Where the worker has a twin, only what the twin lacks travels.
+On one host the neighbour holds descriptors of the worker's shared memory: nothing is copied. On another host the bytes
+are sent over a connection of their own during the worker's next step; the worker waits only if the bytes of the round
+before have not arrived yet. If the worker has a twin, only what the twin lacks is sent.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from rayps.recovery.slots import OWN, SLOTS, CommittedState, StateSlots, glance,
 
 log = logging.getLogger(__name__)
 
-SLOTS_ELSEWHERE = 3  # of a worker whose bytes travel: a round may be on its way while the others are one ahead
-_KEPT_ROUNDS = 3  # of a worker on another host
+SLOTS_ELSEWHERE = 3  # slots of a worker whose bytes are sent: a round may be in transit while the others are one ahead
+_KEPT_ROUNDS = 3  # slots for a worker on another host
 _LOOK_SECONDS = 1.0
-_DOOR = 0  # the generation of these links: a keeper outlives generations
+_DOOR = 0  # the generation of these connections: they outlive generations
 
 
 class ReplicationMessage(IntEnum):
-    """Messages between a keeper and its neighbours. `a` is the rank whose state it is about, `b` a round."""
+    """Messages between a worker and the holder of its backup. `a` is the rank of the state, `b` a round."""
 
-    OFFER = 1  # the descriptors that came before are those of `a`'s vault; payload: nothing
+    OFFER = 1  # the descriptors sent before are those of `a`'s slots; no payload
     STATE = 2  # payload: `a`'s state; tag 1 = whole
     KEPT = 3  # the answer
-    ASK = 4  # give the state of `a` after round `b`, on the line `tag`; weight 1 = only what a twin lacks
-    GIVEN = 5  # the answer; no payload: it is not here
+    ASK = 4  # requests the state of `a` after round `b`, on the line `tag`; weight 1 = only what a twin lacks
+    GIVEN = 5  # the answer; no payload: the state is not here
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class _Kept:
 
 
 class PeerReplication:
-    """One worker's own vault and what it keeps of others. Anybody of the job may ask; a thread of its own answers."""
+    """One worker's own slots, and its backups of others. Any process of the job may request them; a thread answers."""
 
     def __init__(self, rank: int, secret: bytes, host: str = "127.0.0.1") -> None:
         self.rank = rank
@@ -79,12 +79,12 @@ class PeerReplication:
         return self._vault
 
     def shut(self) -> None:
-        """No more commits to this worker's vault."""
+        """Refuse further commits to this worker's slots."""
         if self._vault is not None:
             self._vault.shut()
 
     def holdings(self, line: int) -> dict[int, HeldRounds]:
-        """What is here of a line: the rounds of each worker."""
+        """Return what is here of a line: the rounds of each worker."""
         found: dict[int, HeldRounds] = {}
         with self._lock:
             for owner, kept in self._kept.items():
@@ -97,13 +97,13 @@ class PeerReplication:
         return found
 
     def forget(self, line: int, upto: int) -> None:
-        """Bytes of other lines, and of rounds above `upto`, are of no use any more."""
+        """Drop bytes of other lines, and of rounds above `upto`: they are of no use any more."""
         with self._lock:
             for kept in self._kept.values():
                 kept.blobs = {at: held for at, held in kept.blobs.items() if at[0] == line and at[1] <= upto}
 
     def state(self, owner: int, line: int, rounds: int) -> CommittedState | None:
-        """A copy of a state that is here."""
+        """Return a copy of a state that is here."""
         if owner == self.rank:
             state = None if self._vault is None else self._vault.read(rounds)
             return state if state is not None and state.line == line else None
@@ -116,7 +116,7 @@ class PeerReplication:
         return None if held is None else parse(bytes(held[0]))
 
     def close(self) -> None:
-        """Let go of everything. Safe to call twice."""
+        """Release everything. Safe to call twice."""
         if not self._closed:
             self._closed = True
             with contextlib.suppress(OSError):
@@ -132,7 +132,7 @@ class PeerReplication:
             while not self._closed:
                 for key in self._stirred():
                     self._attend(key)
-        except Exception:  # a fault of ours: this keeper is of no use any more, the run goes on without it
+        except Exception:  # a bug of rayps: this worker holds no backups any more, the run continues without
             log.exception("keeper-%d failed", self.rank)
         finally:
             self._listener.close()
@@ -160,7 +160,7 @@ class PeerReplication:
         try:
             for message in link.feed():
                 self._hear(link, message)
-        except LinkError:  # what it gave stays: it is for this moment
+        except LinkError:  # its backup stays: it is needed now
             del self._links[fd]
             link.close()
 
@@ -193,14 +193,14 @@ class PeerReplication:
 def fetch(
     source: Source, addresses: list[str], secret: bytes, line: int, rounds: int, timeout: float
 ) -> CommittedState:
-    """The state of a worker that has died, from its twin or from who keeps its mirror. `addresses` are the keepers'.
+    """Return the state of a dead worker, from its twin or from the holder of its backup. `addresses` are all workers'.
 
-    Raises PeerTimeout, PeerLost (the giver is gone too), LinkError (it has the state no more).
+    Raises PeerTimeout, PeerLost (the holder has died too), LinkError (it does not have the state any more).
     """
     state = _asked(addresses[source.giver], source.owner, secret, (line, rounds), timeout)
     if state is None:
         raise PeerLost(
-            f"worker-{source.giver} has the state of worker-{source.owner} after round {rounds} no more",
+            f"worker-{source.giver} no longer has the state of worker-{source.owner} after round {rounds}",
             peer=f"worker-{source.giver}",
         )
     if source.twin:
@@ -211,7 +211,7 @@ def fetch(
 def fetch_rest(
     source: Source, rank: int, addresses: list[str], secret: bytes, line: int, rounds: int, timeout: float
 ) -> CommittedState | None:
-    """What the twin of `rank` lacks, if somebody still has it."""
+    """Return what the twin of `rank` lacks, if a worker still has it."""
     if source.rest is None:
         return None
     with contextlib.suppress(LinkError):
@@ -230,7 +230,7 @@ def _asked(
 
 
 class Mirror:
-    """A worker's line to the keeper of its mirror."""
+    """A worker's connection to the holder of its backup."""
 
     def __init__(
         self,
@@ -242,9 +242,9 @@ class Mirror:
         twin: bool = False,
         prefer: Prefer = "auto",
     ) -> None:
-        """`keeper` is this worker's own, `address` that of the one that keeps its mirror.
+        """Connect; `keeper` holds this worker's own slots, `address` is that of the worker that holds its backup.
 
-        `twin`: only what a twin lacks need travel to another host. Raises PeerTimeout, PeerLost, LinkError.
+        `twin`: only what a twin lacks is sent to another host. Raises PeerTimeout, PeerLost, LinkError.
         """
         rank = self.rank = keeper.rank
         self._timeout, self._twin = timeout, twin
@@ -253,7 +253,7 @@ class Mirror:
         )
         self.here = isinstance(self._link, SharedLink)
         vault = self.vault = keeper.own(SLOTS if self.here or twin else SLOTS_ELSEWHERE)
-        self.bytes = 0  # that travelled for the latest round
+        self.bytes = 0  # bytes sent for the latest round
         self.seconds_waiting = 0.0
         self._due = threading.Condition()
         self._rounds: deque[int] = deque()  # committed and not sent yet
@@ -270,7 +270,7 @@ class Mirror:
             self._thread.start()
 
     def committed(self, rounds: int) -> None:
-        """The vault has a new round: let it go to the keeper. Waits while the round before it is still on its way."""
+        """Send the new round of the slots. Waits while the round before it is still in transit."""
         if self.here or self._over is not None:
             return
         began = time.perf_counter()
@@ -280,20 +280,22 @@ class Mirror:
             self._due.notify_all()
             arrived = self._due.wait_for(lambda: self._kept >= before or self._over is not None, timeout=self._timeout)
             if not arrived:
-                self._over = PeerTimeout(f"{self._link.peer} did not keep round {before}", peer=self._link.peer)
+                self._over = PeerTimeout(f"{self._link.peer} did not store round {before}", peer=self._link.peer)
         self.seconds_waiting += time.perf_counter() - began
         if self._over is not None:
-            log.warning("worker-%d has no mirror any more: %s", self.rank, self._over)
+            log.warning("worker-%d has no backup any more: %s", self.rank, self._over)
 
     @property
     def lost(self) -> str:
-        """Why there is no mirror any more; empty while there is one."""
+        """Why there is no backup any more; empty while there is one."""
         return "" if self._over is None else str(self._over)
 
     def close(self) -> None:
-        """Leave; the keeper keeps what it has. Safe to call twice."""
+        """Close; the holder keeps what it has. Safe to call twice."""
         with self._due:
-            self._over = self._over or LinkError("this mirror has been closed on this side", peer=self._link.peer)
+            self._over = self._over or LinkError(
+                "the backup's connection was closed on this side", peer=self._link.peer
+            )
             self._due.notify_all()
         self._link.hang_up()
         if self._thread is not None:
@@ -305,7 +307,7 @@ class Mirror:
             for rounds in self._committed_rounds():
                 blob = self.vault.blob(rounds)
                 if blob is None:
-                    continue  # its slot's turn has come again
+                    continue  # its slot was overwritten
                 if self._twin:
                     state = parse(blob)
                     blob = memoryview(pack(state, OWN)) if state is not None else blob
@@ -322,7 +324,7 @@ class Mirror:
                 self._due.notify_all()
 
     def _committed_rounds(self) -> Iterator[int]:
-        """Each committed round in its order: workers may need any of the newest two to agree on one."""
+        """Return each committed round in order: workers may need any of the newest two to agree on one."""
         while True:
             with self._due:
                 while not self._due.wait_for(lambda: bool(self._rounds) or self._over is not None, timeout=60.0):

@@ -1,12 +1,12 @@
-"""A worker's committed states, in memory that outlives its process while a neighbour of its host holds it.
+"""A worker's committed states, in memory that survives its process while a neighbour on its host has the descriptor.
 
 After each step the worker copies its state (parameters, the optimizer's moments, buffers, random state) into one of a
-few slots in turn. The round's number is written last and seals the slot, so whoever is killed while it writes leaves
-the states of the rounds before. A slot is one shared segment without a name: passing its descriptor is all that a
-mirror on the same host costs, and its bytes are what goes to another host.
+few slots in turn. The round's number is written last and seals the slot, so a process killed during the copy leaves the
+states of the earlier rounds intact. A slot is one shared segment without a name: a backup on the same host costs only
+the passing of its descriptor, and its bytes are what is sent to another host.
 
-Workers of a grid differ by at most one round: who has the mean gradient of round t steps, who has not does not. So two
-slots are enough for everyone to go back to a round that all have.
+Workers of a grid differ by at most one round: a worker with the mean gradient of round t steps, one without it does
+not. So two slots are enough for all workers to return to a common round.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from rayps.tensors.optim import Moments, ParamState
 
 SLOTS = 2
 _MAGIC = b"raypsvlt"
-# magic, line, round (-1: not sealed), bytes of the table, where the facts are, their bytes
+# magic, line, round (-1: not sealed), bytes of the table, offset of the facts, their bytes
 _HEAD = struct.Struct("<8sqqqqq")
-_ROUND = 16  # where it stands
+_ROUND = 16  # offset of the header
 _ALIGN = 64
-OWN = ("buffer/", "rng")  # what a twin does not have: tensors whose name begins so
+OWN = ("buffer/", "rng")  # prefix of the tensors that a twin does not have
 
 
 class StateFacts(TypedDict, total=False):
@@ -50,7 +50,7 @@ class StateFacts(TypedDict, total=False):
 
 @dataclass(slots=True)
 class CommittedState:
-    """What a worker had after `round` batches: tensors by name, and JSON-ready facts. `line` as in `StateSlots`."""
+    """A worker's state after `round` batches: tensors by name, and JSON-ready facts. `line` as in `StateSlots`."""
 
     line: int
     round: int
@@ -74,7 +74,7 @@ class CommittedState:
 
     @property
     def rng(self) -> Tensor | None:
-        """The random state, if it is in here."""
+        """The random state, if it is included."""
         return self.tensors.get("rng")
 
 
@@ -95,11 +95,12 @@ def tensors_of(
 class StateSlots:
     """The newest states of one worker. Any thread may read; one writes.
 
-    A *line* is one course of a run: from a snapshot on, through all mendings. States of another line are of no use.
+    A *line* is the sequence of states that follows one snapshot, rebuilds included. A state of another line cannot be
+    used.
     """
 
     def __init__(self, slots: int = SLOTS) -> None:
-        """Raises LinkError where there is no shared memory."""
+        """Prepare the slots. Raises LinkError where there is no shared memory."""
         self._slots = [_Slot() for _ in range(slots)]
         self._lock = threading.Lock()
         self._line, self._writer = -1, 0
@@ -107,11 +108,11 @@ class StateSlots:
 
     @property
     def descriptors(self) -> list[int]:
-        """Of the slots, for `SharedLink.offer_descriptor`."""
+        """The descriptors of the slots, for `SharedLink.offer_descriptor`."""
         return [slot.fd for slot in self._slots]
 
     def open(self, line: int, upto: int, writer: int) -> None:
-        """From now on only `writer` may commit; states of another line or above round `upto` are forgotten."""
+        """Allow commits by `writer` only; drop states of another line or above round `upto`."""
         with self._lock:
             self._line, self._writer = line, writer
             for slot in self._slots:
@@ -120,14 +121,14 @@ class StateSlots:
                     slot.unseal()
 
     def shut(self) -> None:
-        """Nobody may commit until `open`."""
+        """Refuse commits until `open`."""
         with self._lock:
             self._writer = 0
 
     def commit(self, writer: int, rounds: int, tensors: dict[str, Tensor], facts: StateFacts) -> bool:
-        """Keep a state in place of the oldest one; False where `writer` may not (its generation has ended).
+        """Store a state in place of the oldest one; return False if `writer` is refused (its generation has ended).
 
-        Raises LinkError (no memory), TypeError (a fact that JSON does not know).
+        Raises LinkError (no memory), TypeError (a fact that is not JSON).
         """
         with self._lock:
             if writer != self._writer:
@@ -138,13 +139,13 @@ class StateSlots:
         return True
 
     def rounds(self) -> list[int]:
-        """The rounds whose states are here, in order."""
+        """Return the rounds whose states are here, in order."""
         with self._lock:
             found = [slot.sealed() for slot in self._slots]
             return sorted(at[1] for at in found if at is not None and at[0] == self._line)
 
     def blob(self, rounds: int) -> memoryview | None:
-        """The state after `rounds` as bytes where they lie: good until its slot's turn comes again."""
+        """Return the state after `rounds` as bytes in place: valid until its slot is overwritten."""
         with self._lock:
             for slot in self._slots:
                 if slot.sealed() == (self._line, rounds):
@@ -152,12 +153,12 @@ class StateSlots:
         return None
 
     def read(self, rounds: int) -> CommittedState | None:
-        """A copy of the state after `rounds`."""
+        """Return a copy of the state after `rounds`."""
         blob = self.blob(rounds)
         return None if blob is None else parse(bytes(blob))
 
     def close(self) -> None:
-        """Give the memory up; who holds a descriptor keeps it. Safe to call twice."""
+        """Release the memory; holders of a descriptor keep it. Safe to call twice."""
         with self._lock:
             self._writer = 0
             for slot in self._slots:
@@ -165,7 +166,7 @@ class StateSlots:
 
 
 class _Slot:
-    """One segment and where each tensor lies in it."""
+    """One segment and the position of each tensor in it."""
 
     def __init__(self) -> None:
         self._memory = Memory.create(mmap.PAGESIZE)
@@ -183,7 +184,7 @@ class _Slot:
         return self._memory.view[: _size(self._memory.view)]
 
     def sealed(self) -> tuple[int, int] | None:
-        """Line and round of what is in here."""
+        """Return line and round of its state."""
         return _sealed(self._memory.view)
 
     def age(self) -> int:
@@ -239,7 +240,7 @@ class _Slot:
                 os.ftruncate(self._memory.fd, size)
                 grown = Memory(os.dup(self._memory.fd), size)
             except OSError as error:
-                words = f"cannot keep {size} bytes of a worker's state ({error.strerror})"
+                words = f"cannot allocate {size} bytes for the backup of a worker's state ({error.strerror})"
                 raise LinkError(words, size=size) from error
             self._memory.close()
             self._memory = grown
@@ -250,9 +251,12 @@ class _Slot:
 
 
 def parse(blob: Buffer) -> CommittedState | None:
-    """The state in a slot's bytes, as views of them; None where it is not sealed. Raises LinkError when it is torn."""
+    """Return the state in a slot's bytes, as views of them; None if it is not sealed.
+
+    Raises LinkError: it is damaged.
+    """
     view = memoryview(blob)
-    if view.readonly:  # torch wants memory that it may write to
+    if view.readonly:  # torch needs writable memory
         view = memoryview(bytearray(view))
     found = _sealed(view)
     if found is None:
@@ -267,12 +271,12 @@ def parse(blob: Buffer) -> CommittedState | None:
             at = _aligned(at + count * dtype.itemsize)
         facts = json.loads(bytes(view[end : end + extra]))
     except (ValueError, TypeError, AttributeError) as error:
-        raise LinkError(f"{len(view)} bytes are no worker's state: {error}") from error
+        raise LinkError(f"{len(view)} bytes are not a worker's state: {error}") from error
     return CommittedState(*found, tensors, facts)
 
 
 def look(fd: int) -> CommittedState | None:
-    """A copy of the state in a segment that a neighbour passed; None where it is not sealed. Its owner may live."""
+    """Return a copy of the state in a neighbour's segment; None if it is not sealed. Its owner may be writing."""
     size = os.fstat(fd).st_size
     memory = Memory(os.dup(fd), size, read_only=True)
     try:
@@ -286,12 +290,12 @@ def look(fd: int) -> CommittedState | None:
 
 
 def glance(fd: int) -> tuple[int, int] | None:
-    """Line and round of the state in a segment that a neighbour passed."""
+    """Return line and round of the state in a neighbour's segment."""
     return _sealed(memoryview(os.pread(fd, _HEAD.size, 0)))
 
 
 def pack(state: CommittedState, only: tuple[str, ...] | None = None) -> bytearray:
-    """A state as a slot's bytes; `only` the tensors whose names begin so."""
+    """Return a state as a slot's bytes; `only` the tensors whose names begin so."""
     chosen = {k: v for k, v in state.tensors.items() if only is None or k.startswith(only)}
     facts = state.facts if only is None else {"points": state.facts.get("points", [])}
     slot = _Slot()

@@ -35,28 +35,28 @@ log = logging.getLogger(__name__)
 
 
 class CommittedWorker(Protocol):
-    """A worker, as far as it is kept: what it has between two rounds."""
+    """A worker, as far as its backup needs it: its state between two rounds."""
 
     @property
     def position(self) -> int:
-        """Batches that it has taken."""
+        """The number of batches that it has taken."""
 
     @property
     def flat(self) -> FlatModel:
-        """Parameters."""
+        """The parameters."""
 
     @property
     def part(self) -> ModelPart:
-        """Buffers and frozen parameters."""
+        """The buffers and frozen parameters."""
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """Moments."""
+        """The optimizer with its moments."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommitCost:
-    """Of keeping one worker's state: bytes and seconds per round, and the share of the round that this takes."""
+    """Cost of one worker's backup: bytes and seconds per round, and the share of the round that this takes."""
 
     kept: int = 0  # bytes copied into memory of this host
     sent: int = 0  # bytes sent to another host
@@ -65,7 +65,7 @@ class CommitCost:
 
     @classmethod
     def most(cls, costs: Iterable[CommitCost]) -> CommitCost | None:
-        """Of the worker that pays most."""
+        """Return the cost of the worker that pays most."""
         return max(costs, key=lambda cost: (cost.share, cost.kept), default=None)
 
     def __str__(self) -> str:
@@ -73,23 +73,26 @@ class CommitCost:
         return f"copy {amount(self.kept)}{travel}, {self.seconds * 1e3:.2f} ms, {self.share:.1%} of a round"
 
     def to_dict(self) -> JsonObject:
-        """As JSON-ready facts."""
+        """Return the cost as JSON-ready facts."""
         return {"kept_bytes": self.kept, "sent_bytes": self.sent, "seconds": self.seconds, "share": self.share}
 
 
 class Committer:
-    """Commits one worker's state after each round of one generation."""
+    """Commit one worker's state after each round of one generation."""
 
     def __init__(self, mirror: Mirror, writer: int, points: Callable[[], list[Point]]) -> None:
-        """`writer`: the generation, for which the vault is open. `points`: what the driver may not have heard."""
+        """Prepare; `writer` is the generation that may commit.
+
+        `points` are those that the driver may not have received.
+        """
         self._mirror, self._writer, self._points = mirror, writer, points
-        self._frozen: set[str] | None = None  # parameters that need no gradient: they stay what they are
+        self._frozen: set[str] | None = None  # parameters that need no gradient never change
         self._rounds = 0
         self._seconds, self._began = 0.0, 0.0
         self._over = False
 
     def commit(self, worker: CommittedWorker) -> None:
-        """Keep what the worker has now. A state that cannot be kept is no error: the run goes on without."""
+        """Commit the worker's current state. If that fails the run continues, without a backup."""
         if self._over:
             return
         began = time.perf_counter()
@@ -101,17 +104,17 @@ class Committer:
         except (LinkError, TypeError, ValueError) as error:
             self._over = True
             self._mirror.vault.shut()
-            log.warning("a death from now on means going back to a snapshot: %s", error)
+            log.warning("a failure from now on means a return to the snapshot: %s", error)
         failpoint.passing("vault: after a commit")
         ended = time.perf_counter()
         if self._rounds == 0:
-            self._began = ended  # the first one makes the memory, and belongs to no round
+            self._began = ended  # the first one allocates the memory, and belongs to no round
         else:
             self._seconds += ended - began
         self._rounds += 1
 
     def _state_of(self, worker: CommittedWorker) -> tuple[dict[str, Tensor], StateFacts]:
-        """Nothing is copied."""
+        """Return the worker's state without a copy."""
         if self._frozen is None:
             self._frozen = {name for name, p in worker.part.module.named_parameters() if not p.requires_grad}
         optimizer = worker.optimizer
@@ -124,7 +127,7 @@ class Committer:
 
     @property
     def cost(self) -> CommitCost | None:
-        """So far; None before the first round has ended."""
+        """Return the cost so far; None before the first round has ended."""
         rounds = self._rounds - 1
         if rounds < 1:
             return None
@@ -134,12 +137,12 @@ class Committer:
         )
 
     def close(self) -> None:
-        """Leave the keeper; it keeps what it has."""
+        """Close the connection to the holder; it keeps what it has."""
         self._mirror.close()
 
 
 def overlaid(snapshot: Snapshot, rank: int, state: CommittedState, rest: CommittedState | None = None) -> Snapshot:
-    """A column's snapshot with a worker's newer state in place of its own; `rest` is what the twin lacked."""
+    """Return a column's snapshot with a worker's newer state in place of its own; `rest` is what the twin lacked."""
     rng = rest.rng if rest is not None else state.rng
     return replace(
         snapshot,
@@ -151,24 +154,24 @@ def overlaid(snapshot: Snapshot, rank: int, state: CommittedState, rest: Committ
     )
 
 
-MOST_SAID = 200  # points of a worker that are kept with its state; a driver that is busy may leave more unheard
-_HEARD_LATE = ("round", "evaluation")  # kinds of points that are
+MOST_SAID = 200  # points of a worker that are stored with its state; a busy driver may not have polled more
+_HEARD_LATE = ("round", "evaluation")  # kinds of points that are stored
 
 
 class BackedPlan(Protocol):
-    """A worker's plan, as far as its backup goes."""
+    """A worker's plan, as far as its backup needs it."""
 
     @property
     def generation(self) -> int:
-        """Its number."""
+        """The generation's number."""
 
     @property
     def rank(self) -> int:
-        """The worker's."""
+        """The worker's rank."""
 
     @property
     def start(self) -> int:
-        """The position that it starts at."""
+        """The position at the start."""
 
     @property
     def timeout(self) -> float:
@@ -176,11 +179,11 @@ class BackedPlan(Protocol):
 
     @property
     def bond(self) -> Bond | None:
-        """Where the worker's state is kept; None = nowhere."""
+        """How the worker's state is backed up; None = not at all."""
 
 
 class WorkerBackup:
-    """Of one worker's process, through all generations."""
+    """The backups of one worker's process, through all generations."""
 
     def __init__(self, rank: int, secret: bytes, host: str) -> None:
         self._rank, self._secret, self._host = rank, secret, host
@@ -188,49 +191,50 @@ class WorkerBackup:
         self._upkeep: Committer | None = None
         self._lock = threading.Lock()
         self._closed = False
-        self._said: list[Point] = []  # the newest points, which the driver may not have heard
-        self._given = 0  # of these, how many were the answer to its latest question
+        self._said: list[Point] = []  # the newest points, which the driver may not have received
+        self._given = 0  # of these, how many were the answer to its latest poll
 
     def door(self) -> str:
-        """Where others may ask for what is kept here; empty where there is no shared memory."""
+        """The address for requests of states held here; empty where there is no shared memory."""
         with self._lock:
             if self._keeper is None and memory.AVAILABLE and not self._closed:
                 self._keeper = PeerReplication(self._rank, self._secret, self._host)
             return "" if self._keeper is None else self._keeper.address
 
     def said(self, point: Point) -> None:
-        """A point was given to the driver, who may not hear of it."""
+        """Record a point that was returned to the driver, which may not receive it."""
         if point["kind"] in _HEARD_LATE:
             dropped = max(0, len(self._said) + 1 - MOST_SAID)
             self._said = [*self._said[dropped:], point]
             self._given = max(0, self._given - dropped)
 
     def asked(self) -> None:
-        """The driver asks, so it has heard the answer to its question before."""
+        """Record a poll: the driver has received the answer to the poll before."""
         self._said = self._said[self._given :]
         self._given = len(self._said)
 
     def unheard(self, before: int) -> list[Point]:
-        """What may have to be said again when a generation goes on from round `before`."""
+        """Return the points that may have to be sent again when a generation continues from round `before`."""
         self._said = [point for point in self._said if point["round"] < before]
         self._given = 0
         return [point | {"again": True} for point in self._said]
 
     def inherit(self, points: list[Point], before: int) -> list[Point]:
-        """Another worker's points are this one's now; what of them is to be said again, in the next answer.
+        """Take over another worker's points; return those to be sent again, in the next answer.
 
-        Between the two no question may be answered: what was not in an answer would count as heard with the next.
+        No poll may be answered between the two: points that were not in an answer would count as received with the
+        next.
         """
         self._said = points
         return self.unheard(before)
 
     def shut(self) -> None:
-        """No more commits from now on."""
+        """Refuse further commits."""
         if self._keeper is not None:
             self._keeper.shut()
 
     def holdings(self, line: int) -> dict[int, HeldRounds]:
-        """What is kept here of this line, of this worker and of others."""
+        """Return what is held here of this line, of this worker and of others."""
         return {} if self._keeper is None else self._keeper.holdings(line)
 
     def recall(self, plan: BackedPlan, snapshot: Snapshot) -> tuple[Snapshot, list[Point] | None]:
@@ -245,7 +249,7 @@ class WorkerBackup:
         if bond.source is None:
             state = None if self._keeper is None else self._keeper.state(plan.rank, bond.line, plan.start)
             if state is None:
-                raise PeerLost(f"worker-{plan.rank} has its state after round {plan.start} no more", peer="")
+                raise PeerLost(f"worker-{plan.rank} no longer has its state after round {plan.start}", peer="")
         else:
             where = list(bond.doors), self._secret, bond.line, plan.start, plan.timeout
             state = fetch(bond.source, *where)
@@ -255,7 +259,7 @@ class WorkerBackup:
         return overlaid(snapshot, plan.rank, state, rest), missed
 
     def begin(self, plan: BackedPlan) -> Committer | None:
-        """Commits from now on, where the plan wants them. Raises LinkError."""
+        """Commit from now on, if the plan asks for it. Raises LinkError."""
         bond = plan.bond
         if bond is None or self._keeper is None:
             return None
@@ -267,17 +271,17 @@ class WorkerBackup:
 
     @property
     def cost(self) -> CommitCost | None:
-        """Of the generation under way, so far."""
+        """Return the cost in the current generation, so far."""
         return None if self._upkeep is None else self._upkeep.cost
 
     def part(self) -> None:
-        """The generation has ended. Any thread may call it."""
+        """End the generation. Any thread may call it."""
         upkeep, self._upkeep = self._upkeep, None
         if upkeep is not None:
             upkeep.close()
 
     def close(self) -> None:
-        """Give up what is kept, of this worker and of others."""
+        """Release all backups, of this worker and of others."""
         with self._lock:
             self._closed = True
         self.part()

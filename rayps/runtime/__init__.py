@@ -1,1 +1,1 @@
-"""One job from start to end: the driver, its group of workers and shards, and what they tell each other."""
+"""One job from start to end: the driver, its workers and servers, recovery, status and journal."""

@@ -40,8 +40,8 @@ from rayps.tensors.flat import Layout
 from rayps.workload.base import Workload
 from rayps.workload.model import apart, model_of
 
-_KEPT = 1_000  # newest rounds of each worker
-_WARM = 1  # rounds of each worker that do not count: memory is still being made, and rings formed
+_KEPT = 1_000  # newest rounds of each worker that are used
+_WARM = 1  # first rounds of each worker, not used: memory is being allocated and rings formed
 
 Span: TypeAlias = tuple[str, float, float]  # an action of a stage, its start and its end in seconds
 DrawnSpan: TypeAlias = list[str | float]  # the same, as the event's JSON holds it
@@ -66,19 +66,19 @@ class MeasuredCosts(TypedDict, total=False):
 
 
 class CostReport:
-    """Hears a phase's points of single workers; `event()` says what its steps cost."""
+    """Collect a phase's points of single workers; `event()` reports what its steps cost."""
 
     def __init__(self, strategy: StrategyView, workers: int, formula: Callable[[], Costs]) -> None:
-        """`formula` gives the costs by formula; it is called at the end only."""
+        """Prepare; `formula` returns the costs by formula, and is called at the end only."""
         self._strategy, self._grid, self._formula = strategy.name, strategy.grid(workers), formula
         self._turn = "round" if learns_by_client(strategy) else "step"
         self._replica = pipeline_of(replica_of(strategy))
-        self._spans: dict[int, list[Span]] = {}  # of one step of each rank
+        self._spans: dict[int, list[Span]] = {}  # engine's timeline of one step, by rank
         self._points: dict[int, list[Point]] = defaultdict(list)
         self._seen: dict[int, int] = defaultdict(int)
 
     def hear(self, points: list[Point]) -> list[Event]:
-        """Take in points of single ranks, before they are merged; what is to be filed of them, as events."""
+        """Add points of single ranks, before they are merged; return events to be written."""
         for point in points:
             if point["kind"] == "round":
                 if point.get("spans"):
@@ -93,7 +93,7 @@ class CostReport:
         return self._drawn()
 
     def _drawn(self) -> list[Event]:
-        """Once: how a step of the first replica really went, beside the schedule."""
+        """Return, once, an event with the real timeline of a step of the first replica beside the schedule."""
         grid, replica = self._grid, self._replica
         ranks = [grid.rank(0, stage) for stage in range(grid.stage)]
         if replica is None or not self._spans.keys() >= set(ranks):
@@ -110,7 +110,7 @@ class CostReport:
         return [{"kind": "schedule", "message": message, "theory": drawn, "measured": rows}]
 
     def event(self) -> Event | None:
-        """The phase's costs a step, measured and by formula, see `measured`; None where no step was heard of."""
+        """Return the phase's costs per step, measured and by formula, see `measured`; None if no step was reported."""
         found = measured(self._points, self._grid)
         if not found:
             return None
@@ -125,13 +125,13 @@ class CostReport:
 
 
 def measured(points: dict[int, list[Point]], grid: Grid) -> MeasuredCosts:
-    """What a step took, from points of each rank.
+    """Return what a step took, from points of each rank.
 
-    bytes: of all workers; stage_bytes, messages: those between stages. idle: the share of the engines' time in which
-    they waited, in all and by stage. activations: the most held at once, by stage. compute: each worker's seconds, and
+    bytes: of all workers; stage_bytes, messages: those between stages. idle: the share of the engines' time spent
+    waiting, in total and by stage. activations: the most held at once, by stage. compute: each worker's seconds, and
     imbalance: how much the longest is above the mean. exposed: the share of a step that communication and waiting add
-    to the compute. hidden: the share of the seconds of communication, waiting among them, in which the worker went
-    on computing; not of stages. What is not known is left out.
+    to the compute. hidden: the share of the seconds of communication, waiting included, during which the worker
+    computed; not of stages. What is not known is left out.
     """
     ranks = sorted(rank for rank in points if points[rank])
     if not ranks:
@@ -169,16 +169,16 @@ def measured(points: dict[int, list[Point]], grid: Grid) -> MeasuredCosts:
         found["activations"] = [max(n for at, n in held if at == s) for s in sorted({at for at, _ in held})]
     every = [point for rank in ranks for point in points[rank] if "talk" in point]
     talk = sum(point["talk"] for point in every)
-    if talk > 0 and "idle" not in found:  # a stage waits for its turn, not for bytes
+    if talk > 0 and "idle" not in found:  # a stage waits for its predecessor, not for bytes
         found["hidden"] = max(0.0, 1 - sum(point["wait"] + point["move"] for point in every) / talk)
     return found
 
 
 def aligned(stages: list[list[Span]]) -> list[list[DrawnSpan]]:
-    """What each stage did in a step, (action, start, end) by its own clock, on the clock of the first one.
+    """Return each stage's actions in a step, (action, start, end), on the clock of the first stage.
 
-    A stage's first forward pass is taken to have begun when the one before it had ended: clocks of different hosts
-    cannot be compared, and a stage waits for nothing else then.
+    Clocks of different hosts cannot be compared: a stage's first forward pass is assumed to start when that of the
+    previous stage ended, since a stage waits for nothing else then.
     """
     rows: list[list[DrawnSpan]] = []
     shift = 0.0
@@ -197,7 +197,7 @@ def aligned(stages: list[list[Span]]) -> list[list[DrawnSpan]]:
 
 
 def words(costs: Costs, found: MeasuredCosts, turn: str = "step") -> str:
-    """One sentence of what was measured, with the formula's value beside each."""
+    """Return one sentence of what was measured, with the formula's value beside each."""
     said = []
     if "bytes" in found:
         heads = ", headers of messages included" if costs.grid.columns > 1 else ""
@@ -210,14 +210,16 @@ def words(costs: Costs, found: MeasuredCosts, turn: str = "step") -> str:
             f"{amount(found['stage_bytes'])}{sent} of it in {found['messages']:.4g} messages{often} between stages"
         )
     if "idle" in found:
-        said.append(f"stages wait {found['idle']:.1%} of the time{_beside(costs.idle, lambda x: f'{float(x):.1%}')}")
+        said.append(
+            f"stages are idle {found['idle']:.1%} of the time{_beside(costs.idle, lambda x: f'{float(x):.1%}')}"
+        )
     if "activations" in found:
         wanted = f" ({'/'.join(map(str, costs.peaks))} by formula)" if costs.peaks else ""
         said.append(f"they hold {'/'.join(map(str, found['activations']))} activations at most{wanted}")
     if len(found.get("compute", ())) > 1:
         said.append(f"worker-{found['slowest']} computes {found['imbalance']:.0%} longer than the mean")
     if "hidden" in found:
-        said.append(f"{found['hidden']:.0%} of the communication is hidden behind compute")
+        said.append(f"{found['hidden']:.0%} of the communication overlaps with compute")
     return "; ".join(said) or f"no {turn} was measured"
 
 
@@ -243,7 +245,7 @@ def _share(pairs: list[tuple[float, float]]) -> float:
 
 
 log = logging.getLogger(__name__)
-_SMALL = 3  # elements along each dimension of the stand-ins on which an optimizer is tried
+_SMALL = 3  # elements along each dimension of the small tensors on which an optimizer is tried
 
 
 def expected(
@@ -255,10 +257,10 @@ def expected(
     *,
     activations: bool = False,
 ) -> Costs:
-    """The costs of a step. `batch` are a replica's rows; left out, as many as the workload's data gives.
+    """Return the costs of a step by formula. `batch` are a replica's rows; by default the workload's batch size.
 
-    `activations` also of a model that is on one worker, which takes a forward pass. What the user's code does not show
-    (it fails on a few rows) is left unknown: a plan is no reason to fail.
+    `activations`: also of a model that is on one worker, which takes a forward pass. What the user's code does not show
+    (it fails on a few rows) is left out: a plan is no reason to fail.
     """
     found = sizes(workload, strategy, workers, division, batch)
     if activations and division is None and not tables_of(blank(workload)):
@@ -270,21 +272,24 @@ def expected(
 def tally_of(
     workload: Workload, strategy: StrategyView, workers: int, division: Division | None, layout: Layout
 ) -> CostReport:
-    """What hears a phase's points. A model on one worker is not looked at again."""
+    """Return the CostReport of a phase. A model on one worker is not run again."""
 
     def formula() -> Costs:
         if division is not None:
             try:
                 return expected(workload, strategy, workers, division)
-            except Exception:  # the user's model, once more: a run that went well does not fail for its formulas
-                log.exception("what a step costs by formula is known in part only")
+            except Exception:  # the user's model is run once more: a successful run must not fail here
+                log.exception("the cost of a step by formula is known in part only")
         return costs(strategy, workers, Sizes(layout.size, layout.dtype.itemsize))
 
     return CostReport(strategy, workers, formula)
 
 
 def seconds(workload: Workload, division: Division, replicas: int, micro_batches: int) -> list[float]:
-    """Of each chunk, forward and backward of a micro-batch, measured here. Raises DataError, WorkloadError."""
+    """Measure, for each chunk, forward and backward of a micro-batch in this process.
+
+    Raises DataError, WorkloadError.
+    """
     found = layers(model_of(workload))
     micro = loss_proxy.parts(first(workload, replicas), micro_batches)[0]
     args, kwargs = loss_proxy.inputs(workload, micro)
@@ -295,7 +300,7 @@ def seconds(workload: Workload, division: Division, replicas: int, micro_batches
 def sizes(
     workload: Workload, strategy: StrategyView, workers: int, division: Division | None = None, batch: int | None = None
 ) -> Sizes:
-    """What the costs depend on; see `expected`."""
+    """Return the sizes on which costs depend; see `expected`."""
     with apart():
         model = blank(workload)
         layout = Layout.of((name, p) for name, p in model.named_parameters() if p.requires_grad)
@@ -307,19 +312,21 @@ def sizes(
             found = Sizes(found.parameters, found.width, states=found.states, batch=rows)
             if division is not None:
                 return probe(workload, division, found, sample_of(sample))
-        except Exception as error:  # the user's code on a few rows, or memory: what it shows is left out
-            log.info("what passes between the parts of the model is not known: %s", error)
+        except (
+            Exception
+        ) as error:  # the user's code failed on a few rows, or for lack of memory: its sizes are left out
+            log.info("the tensors between the parts of the model are not known: %s", error)
     return found if division is None else plain(division, found)
 
 
 def first(workload: Workload, replicas: int) -> Batch:
-    """The first batch of the first replica. Raises DataError, WorkloadError."""
+    """Return the first batch of the first replica. Raises DataError, WorkloadError."""
     with user_code("data"):
         return next(iter(workload.data().batches(rank=0, size=replicas, seed=0, epoch=0)))
 
 
 def states(workload: Workload, layout: Layout) -> float:
-    """How many numbers the workload's optimizer keeps for each parameter element, tried on small ones.
+    """Return how many numbers the workload's optimizer stores per parameter element, tried on small ones.
 
     Raises:
         WorkloadError: the optimizer cannot step.

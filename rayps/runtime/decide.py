@@ -1,11 +1,11 @@
 """What a run does next. Pure: no clock, no input or output.
 
-`decide` maps the facts of one poll to a decision: continue, finish, stop, fail, or how to recover from a death (replace
-the lost member, mend, or restart everyone from the snapshot). The order of its rules matters: a stop request first,
-then errors that no retry can mend, then deaths, then lost connections, then the end.
+`decide` maps the facts of one poll to a decision: continue, finish, stop, fail, or how to recover from a failure
+(replace the lost member, rebuild its state, or restart all from the snapshot). The order of its rules matters: a stop
+request first, then errors that no retry can fix, then deaths, then lost connections, then the end.
 
-`next_state` maps a state of the run, and what the effect of that state has found, to the state that follows. The driver
-carries out the effects.
+`next_state` maps a state of the run, and the result of its effect, to the next state. The driver carries out the
+effects.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from rayps.core.families import Rebuild, Recovery, ReplaceOne, RestartAll
 from rayps.core.job import Status
 from rayps.recovery.backup_assignment import Mending
 
-MOST_LETTERS = 400  # of a reason, in an event
-GRACE_SECONDS = 3.0  # after the first lost connection, for the death behind it to be seen
+MOST_LETTERS = 400  # longest reason in an event, in characters
+GRACE_SECONDS = 3.0  # seconds after the first lost connection, to detect the death that caused it
 
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What the driver knows after a poll. Members are named `worker-<rank>` and `shard-<index>`."""
+    """The driver's facts after a poll. Members are named `worker-<rank>` and `shard-<index>`."""
 
     size: int
     finished: frozenset[str] = frozenset()  # workers that reached the end
     errors: tuple[tuple[str, Exception], ...] = ()  # (member, error) of workers that failed
-    dead: tuple[tuple[str, str], ...] = ()  # (member, reason) of members whose process is gone or silent
+    dead: tuple[tuple[str, str], ...] = ()  # (member, reason) of members whose process has ended or does not answer
     broken_for: float = 0.0  # seconds since the first of the errors was seen
     failures: int = 0
     max_failures: int = 3
     recovery: Recovery = field(default_factory=RestartAll)  # what a death brings about now, see `recovery_now`
     stop: bool = False
-    at: Mapping[str, int] = field(default_factory=dict)  # the round in which a dead worker was last heard of
+    at: Mapping[str, int] = field(default_factory=dict)  # the last round that a dead worker reported
 
 
 @dataclass(frozen=True, slots=True)
 class Continue:
-    """Nothing to do."""
+    """No action."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +51,12 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The user asked for it."""
+    """The user requested a stop."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """A new generation of everyone from the last snapshot; `lost` are replaced by new processes."""
+    """Start a new generation of all members from the last snapshot; `lost` are replaced by new processes."""
 
     lost: tuple[str, ...]
     reason: str
@@ -64,7 +64,7 @@ class Restart:
 
 @dataclass(frozen=True, slots=True)
 class Mend:
-    """New processes for `lost`, and everyone goes on from the newest round whose state all have or can be given."""
+    """Start new processes for `lost`; all continue from the newest round whose state every worker has or can get."""
 
     lost: tuple[str, ...]
     reason: str
@@ -72,7 +72,7 @@ class Mend:
 
 @dataclass(frozen=True, slots=True)
 class Replace:
-    """New processes (or a new begin) for `lost`, while the others go on."""
+    """Start new processes for `lost`, or start them anew, while the others continue."""
 
     lost: tuple[str, ...]
     reason: str
@@ -80,7 +80,7 @@ class Replace:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """The run cannot go on."""
+    """End the run with an error."""
 
     error: Exception | None
     reason: str
@@ -90,7 +90,7 @@ Decision = Continue | Finish | Stop | Restart | Mend | Replace | Fail
 
 
 def decide(facts: RunFacts) -> Decision:
-    """What to do next."""
+    """Return what to do next."""
     if facts.stop:
         return Stop()
     for member, error in facts.errors:
@@ -100,7 +100,9 @@ def decide(facts: RunFacts) -> Decision:
         lost = tuple(member for member, _ in facts.dead)
         reason = "; ".join(f"{member} died{_at(facts, member)} ({_short(why)})" for member, why in facts.dead)
         return _recover(facts, lost, reason)
-    if facts.errors and facts.broken_for >= GRACE_SECONDS:  # by then all who miss the same peer have said so
+    if (
+        facts.errors and facts.broken_for >= GRACE_SECONDS
+    ):  # by then all workers that lost the same peer have reported it
         return _reconnect(facts)
     if len(facts.finished) == facts.size:
         return Finish()
@@ -108,7 +110,7 @@ def decide(facts: RunFacts) -> Decision:
 
 
 def _reconnect(facts: RunFacts) -> Decision:
-    """Connections were lost although every process answers: the peer that was silent for too long is to blame."""
+    """Handle lost connections while every process answers: the peer that did not answer in time is to blame."""
     blamed = [_member(str(error.data.get("peer"))) for _, error in facts.errors if isinstance(error, PeerTimeout)]
     blamed = [name for name in blamed if name.startswith(("worker-", "shard-"))]
     reason = "; ".join(f"{member}: {_short(str(error))}" for member, error in facts.errors[:2])
@@ -131,7 +133,7 @@ def _recover(facts: RunFacts, lost: tuple[str, ...], reason: str) -> Decision:
 
 
 def _member(peer: str) -> str:
-    return peer.replace(":", "-")  # a ring calls its ranks worker:2
+    return peer.replace(":", "-")  # a ring names its ranks worker:2
 
 
 def _at(facts: RunFacts, member: str) -> str:
@@ -160,14 +162,14 @@ class StartWorkers(_Step):
 
 @dataclass(frozen=True, slots=True)
 class EnterPhase(_Step):
-    """Enter the phase with this number, or skip it where a checkpoint lies behind its end."""
+    """Enter the phase with this number, or skip it if the checkpoint is after its end."""
 
     phase: int
 
 
 @dataclass(frozen=True, slots=True)
 class BeginGeneration(_Step):
-    """Give every member its orders. `mending`: workers start from states that peers retain, else from the snapshot."""
+    """Start a generation on every member. `mending`: workers start from states of peers, else from the snapshot."""
 
     phase: int
     mending: Mending | None = None
@@ -182,7 +184,7 @@ class Train(_Step):
 
 @dataclass(frozen=True, slots=True)
 class Recover(_Step):
-    """End the generation after a failure. `evaluating`: it was lost in the evaluation at the phase's end."""
+    """End the generation after a failure. `evaluating`: the failure was in the evaluation at the phase's end."""
 
     phase: int
     decision: Restart | Mend
@@ -220,7 +222,7 @@ class AwaitCheckpoint(_Step):
 
 @dataclass(frozen=True, slots=True)
 class RunEnded(_Step):
-    """The run is over: SUCCEEDED, STOPPED or FAILED."""
+    """The run has ended: SUCCEEDED, STOPPED or FAILED."""
 
     terminal: ClassVar[bool] = True
     status: Status
@@ -244,19 +246,19 @@ State = (
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What the effect of a state has found. A state reads only the fields that are named for it."""
+    """The result of a state's effect. A state reads only the fields that are named for it."""
 
-    stopped: bool = False  # StartWorkers: the user asked to stop before the workers were there
+    stopped: bool = False  # StartWorkers: a stop was requested before the workers had started
     phases: int = 1  # EnterPhase: number of phases of the run
-    work: bool = True  # EnterPhase: rounds or an evaluation of this phase are left
-    decision: Decision | None = None  # Train; Evaluate: None = the metrics are there
+    work: bool = True  # EnterPhase: rounds or an evaluation of this phase remain
+    decision: Decision | None = None  # Train; Evaluate: None = the metrics are known
     complete: bool = False  # Train: the newest snapshot is the last one of the phase
     mending: Mending | None = None  # Recover: the round from which workers continue without the snapshot
-    saving: bool = False  # RequestCheckpoint, AwaitCheckpoint: the last snapshot is still to come
+    saving: bool = False  # RequestCheckpoint, AwaitCheckpoint: the last snapshot is not saved yet
 
 
 def next_state(state: State, found: Findings) -> State:
-    """The state that follows `state`, whose effect has found `found`."""
+    """Return the state after `state`, whose effect returned `found`."""
     match state:
         case StartWorkers():
             return RunEnded(Status.STOPPED) if found.stopped else EnterPhase(0)
@@ -294,7 +296,10 @@ def _after_poll(phase: int, found: Findings) -> State:
 
 
 def _after_evaluation(phase: int, decision: Decision | None) -> State:
-    """A worker lost in an evaluation means that everyone restarts from the snapshot and evaluates again."""
+    """Return the state after an evaluation.
+
+    If a worker was lost in it, all restart from the snapshot and evaluate again.
+    """
     match decision:
         case None:
             return EnterPhase(phase + 1)

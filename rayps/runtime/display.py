@@ -1,4 +1,4 @@
-"""How a run is shown while it goes on: a bar on a terminal, plain lines elsewhere."""
+"""Show a run's progress: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ LINE_SECONDS = 5.0
 
 
 class Display:
-    """Shows progress and events on a stream (stderr, so that results can be piped)."""
+    """Show progress and events on a stream (stderr, so that results can be piped)."""
 
     def __init__(self, stream: TextIO | None = None, *, bar: bool = True) -> None:
-        """`bar`: on a terminal there is one, for `progress`."""
+        """Prepare; `bar`: show a bar for `progress` on a terminal."""
         self._console = Console(file=stream or sys.stderr, highlight=False, soft_wrap=True)
         self._bar: Bar | None = None
         self._task = TaskID(0)
@@ -36,7 +36,7 @@ class Display:
             self._bar.start()
 
     def progress(self, progress: ProgressRecord) -> None:
-        """Take in where the run stands."""
+        """Show the progress."""
         if self._bar is not None:
             self._bar.update(
                 self._task,
@@ -52,9 +52,9 @@ class Display:
             )
 
     def event(self, event: Event) -> None:
-        """Take in that something happened."""
+        """Show an event."""
         if event["kind"] in ("checkpoint", "finished", "failed", "stopped"):
-            return  # the end of the run is told by its result or its error
+            return  # the result or the error shows the end of the run
         style = "yellow" if event["kind"] in ("warning", "restarted", "replaced") else "dim"
         self._console.print(f"{event['kind']}: {event['message']}", style=style, markup=False)
 
@@ -64,7 +64,7 @@ class Display:
             self._console.print(f"{who}: {text}", style="dim", markup=False, emoji=False)
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

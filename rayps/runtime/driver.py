@@ -1,10 +1,10 @@
-"""Runs one job to its end: one loop over the states of `rayps.runtime.decide`.
+"""Run one job to its end: one loop over the states of `rayps.runtime.decide`.
 
     while not state.terminal:
-        state = next_state(state, <what the state's effect has found>)
+        state = next_state(state, <result of the state's effect>)
 
-Each state has one method here, which carries out its effect. What follows a state, and what to do about a failure, is
-decided by the pure functions `next_state` and `decide`.
+Each state has one method here, which carries out its effect. The pure functions `next_state` and `decide` choose the
+next state, and what to do about a failure.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from rayps.workload.base import Workload
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
-LEAVE_SECONDS = 20.0  # for a last checkpoint after a stop request; the service waits longer than that
-EVALUATE_SECONDS = 600.0  # for an evaluation at the end of a phase, at least
+LEAVE_SECONDS = 20.0  # seconds for a last checkpoint after a stop request; the service waits longer
+EVALUATE_SECONDS = 600.0  # least seconds for an evaluation at the end of a phase
 
 
 class Driver:
@@ -92,7 +92,7 @@ class Driver:
         self._requested = (0, 0.0)  # a last checkpoint after a stop: it must be newer than this round; the deadline
 
     def stop(self) -> None:
-        """Ask the run to end, with a last checkpoint where there is a folder for it."""
+        """Request the end of the run, with a last checkpoint if there is a folder for it."""
         self._stop.set()
 
     @property
@@ -102,14 +102,14 @@ class Driver:
 
     @property
     def status(self) -> Status:
-        """Where the run stands."""
+        """The status of the run."""
         return self._record.status
 
     def preflight(self) -> bool:
-        """Find what is wrong with data, model and optimizer before any worker starts. False: stopped meanwhile.
+        """Check data, model and optimizer before any worker starts. False: stopped meanwhile.
 
         Raises:
-            DataError, WorkloadError, ConfigError: what is wrong and the way out.
+            DataError, WorkloadError, ConfigError: what is wrong, and how to fix it.
         """
         remote = any(has_remote_clients(phase.strategy) for phase in self._phases)
         mailbox = prepared(self.journal.folder) if remote else None
@@ -130,11 +130,11 @@ class Driver:
         return True
 
     def close(self) -> None:
-        """End what a preflight has started, where no run follows."""
+        """End what a preflight has started, if no run follows."""
         self.trial.close()
 
     def run(self, cluster: Cluster) -> Outcome:
-        """Run the job to its end. What goes wrong in the run is not raised: the outcome says it."""
+        """Run the job to its end. Errors of the run are not raised: the outcome has them."""
         state: states.State = states.StartWorkers()
         try:
             while not state.terminal:
@@ -145,12 +145,12 @@ class Driver:
         return self._sealed(state)
 
     def _step(self, state: states.State, cluster: Cluster) -> states.State:
-        """Carry out a state's effect and give the state that follows; an error ends the run."""
+        """Carry out a state's effect and return the next state; an error ends the run."""
         try:
             return next_state(state, self._carry_out(state, cluster))
         except RaypsError as error:
             return states.RunEnded(Status.FAILED, str(error), error)
-        except Exception as error:  # a fault of rayps must end the job with a reason, not vanish with its thread
+        except Exception as error:  # a bug of rayps must end the job with a reason, not only its thread
             log.exception("the driver failed")
             return states.RunEnded(Status.FAILED, f"rayps failed: {type(error).__name__}: {error}", error)
 
@@ -180,7 +180,7 @@ class Driver:
 
     @property
     def _plan(self) -> RunPlan:
-        assert self._known is not None, "preflight() comes first"
+        assert self._known is not None, "call preflight() first"
         return self._known
 
     @property
@@ -212,7 +212,7 @@ class Driver:
         self.trial.end(self.journal)
         first = self._checkpoints.first(group, self.workload, plan)
         if self._checkpoints.resume is not None:
-            # an earlier driver of this very run may have died before the evaluation that belongs to the checkpoint
+            # an earlier driver of this run may have died between the checkpoint and its evaluation
             filed = self.journal.evaluated
             self._record.evaluated = first.round if filed is None else filed
         return Findings()
@@ -230,7 +230,7 @@ class Driver:
         phase.enter(snapshot, self.spec.workers)
         phase.tell(self.journal, snapshot.round)
         self.journal.tally = phase.tally(self.workload, self.spec.workers, snapshot.layout)
-        if runs_in_step(phase.phase.strategy):  # also after a phase that was not
+        if runs_in_step(phase.phase.strategy):  # also after a phase without an evaluation
             snapshot.align()
         return Findings(phases=count)
 
@@ -262,12 +262,12 @@ class Driver:
         return Findings(decision=decision, complete=complete)
 
     def _meets_its_stop_rule(self) -> bool:
-        """Whether the newest state is that at which the strategy has met its stop rule."""
+        """Return whether the newest state is the one at which the strategy's stop rule was met."""
         at, group = self._checkpoints.round, self._group
         return group.met is not None and all(worker.facts.position == at for worker in group.workers)
 
     def _end_generation(self, phase: PhaseRun) -> None:
-        """The phase's last state is there: file what is left of its rounds."""
+        """End the generation after the phase's last state; write what is left of its rounds."""
         self._poll()
         self._record.end_generation()
         self._record.flush()
@@ -286,7 +286,7 @@ class Driver:
             return Findings(mending=mending)
         self._record.flush()
         at = self._checkpoints.round
-        what = "evaluates again" if state.evaluating else f"goes on from round {at}"
+        what = "evaluate again" if state.evaluating else f"continue from round {at}"
         self._mender.restarted(decision, what, at, generation)
         return Findings()
 
@@ -310,7 +310,7 @@ class Driver:
         return Findings()
 
     def _request_checkpoint(self, phase: PhaseRun) -> Findings:
-        if not self.saves or has_remote_clients(phase.phase.strategy):  # real clients may take hours for a round
+        if not self.saves or has_remote_clients(phase.phase.strategy):  # a round of real clients may take hours
             return Findings()
         self._record.say(Status.STOPPING, "saving a checkpoint")
         self._group.hurry()
@@ -318,7 +318,7 @@ class Driver:
         return Findings(saving=True)
 
     def _await_checkpoint(self, phase: PhaseRun) -> Findings:
-        """One look for the requested checkpoint; where it takes too long, the one before stays."""
+        """Check once for the requested checkpoint; after the deadline the previous one remains."""
         before, deadline = self._requested
         self._poll()
         facts = self._facts(phase)
@@ -330,7 +330,7 @@ class Driver:
         time.sleep(POLL_SECONDS / 4)
         return Findings(saving=True)
 
-    # ---- what the effects share
+    # ---- shared by the effects
 
     def _poll(self) -> None:
         group = self._group
@@ -351,7 +351,7 @@ class Driver:
         return decision
 
     def _facts(self, phase: PhaseRun) -> RunFacts:
-        """What the last poll has shown."""
+        """Return the facts of the last poll."""
         group, mender = self._group, self._mender
         workers = [(w.name, w.facts) for w in group.workers if isinstance(w.facts, WorkerFacts)]
         current = [(name, f) for name, f in workers if f.generation == self._generation]
@@ -378,7 +378,7 @@ class Driver:
         return self._checkpoints.round, facts
 
     def _try_a_batch(self, found: PreflightFindings) -> None:
-        """Let one batch be tried while workers start."""
+        """Try one batch in a child process while workers start."""
         strategies, packed = [phase.strategy for phase in self._phases], pack(self.workload)
         model, data = found.sizes
         facts = TrialFacts(
@@ -403,7 +403,7 @@ class Driver:
             self._started.close()
 
     def _sealed(self, state: states.State) -> Outcome:
-        """Say how the run has ended, once and for all."""
+        """Write the outcome, once."""
         assert isinstance(state, states.RunEnded)
         outcome = Outcome(state.status, state.reason, snapshot=self._checkpoints.newest)
         if state.status is Status.SUCCEEDED:
@@ -422,6 +422,6 @@ class Driver:
     def _stopped(self) -> str:
         saved = self._checkpoints.saved
         if self._known is None:
-            return f"stopped on request before it began: {f'{saved} is kept' if saved else 'nothing was kept'}"
+            return f"stopped on request before it started: {f'{saved} is kept' if saved else 'nothing was saved'}"
         at = self._record.reached(self._checkpoints.round)
         return f"stopped on request at round {at} of {self._known.calendar.rounds}: {self._checkpoints.kept(at)}"

@@ -1,8 +1,8 @@
-"""A job's driver as an actor of its own: what the service starts, asks to stop, and finds again.
+"""A job's driver as an actor of its own, which the service starts, stops, and finds again after a restart.
 
-The actor begins the job in its constructor, in a thread of its own: whoever created it may die at any moment after
-that. `driver.json` in the job's folder says which attempt has begun and in which process. When the run is over the
-actor ends itself, so that no service is needed for that either.
+The job starts in the actor's constructor, in a thread of its own: its creator may die at any moment after that.
+`driver.json` in the job's folder says which attempt has started, and in which process. When the run has ended the actor
+ends itself, so that needs no service either.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from rayps.workload.base import load
 
 log = logging.getLogger(__name__)
 
-# {"attempt", "pid", "started" (ticks since boot), "protocol", "crash" (an error that no outcome tells)}
+# {"attempt", "pid", "started" (ticks since boot), "protocol", "crash" (an error without an outcome)}
 BEGUN = "driver.json"
 
 
 class DriverActor:
-    """A job's driver as an actor of its own, started by the service: survives the service, writes the job's folder."""
+    """A job's driver as an actor of its own: it survives the service, and writes the job's folder."""
 
     def __init__(self, spec: Keywords, folder: str, attempt: int, failures: int = 0) -> None:
         self._spec, self._folder, self._attempt = JobSpec.from_dict(spec), Path(folder), attempt
-        self._failures = failures  # what went wrong in the attempts before
+        self._failures = failures  # why the earlier attempts ended
         self._driver: Driver | None = None
         self._stopped = threading.Event()
         self._status = Status.FAILED
@@ -45,17 +45,20 @@ class DriverActor:
         self._thread.start()
 
     def ping(self) -> int:
-        """The process id: a sign of life."""
+        """Return the process id, as a sign of life."""
         return os.getpid()
 
     def stop(self) -> None:
-        """Ask the job to end."""
+        """Request the end of the job."""
         self._stopped.set()
         if self._driver is not None:
             self._driver.stop()
 
     def run(self) -> str:
-        """Wait for the end of the run, which the constructor has begun. Raises what ended it without an outcome."""
+        """Wait for the end of the run, which the constructor started.
+
+        Raises the error that ended it without an outcome.
+        """
         self._thread.join()
         if self._crash is not None:
             raise self._crash
@@ -66,7 +69,7 @@ class DriverActor:
             self._begin()
             self._status = self._run()
             passing("driver: outcome written, not ended")
-        except BaseException as error:  # also SystemExit of the user's code: the next attempt must know why
+        except BaseException as error:  # also SystemExit of the user's code: the next attempt reports it
             log.exception("the driver of %s crashed", self._folder.name)
             self._crash = error
             self._note(crash=f"{type(error).__name__}: {error}".splitlines()[0])
@@ -76,7 +79,7 @@ class DriverActor:
     def _begin(self) -> None:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self._attempt > 1:
-            (self._folder / "progress.json").unlink(missing_ok=True)  # of the attempt before
+            (self._folder / "progress.json").unlink(missing_ok=True)  # of the previous attempt
         self._note()
         passing("driver: begun, nothing done")
 
@@ -89,7 +92,7 @@ class DriverActor:
         part.replace(self._folder / BEGUN)
 
     def _run(self) -> Status:
-        """Run the job to its sealed outcome."""
+        """Run the job until its outcome is written."""
         spec, journal = self._spec, Journal(self._folder)
         checkpoints = self._folder / "checkpoints"
         try:
@@ -100,7 +103,9 @@ class DriverActor:
                 journal.event("warning", warning)
             resume = newest or (Path(spec.resume) if spec.resume else None)
             if self._attempt > 1 and resume is None:
-                journal.event("began_again", f"attempt {self._attempt} has no checkpoint to go on from: from round 0")
+                journal.event(
+                    "began_again", f"attempt {self._attempt} has no checkpoint to continue from: starts at round 0"
+                )
             workload, cluster = load(spec.workload, spec.working_dir), surrounding()
             self._driver = Driver(
                 workload,
@@ -111,12 +116,12 @@ class DriverActor:
                 failures=self._failures,
                 name=self._folder.name,
                 again=self._attempt > 1,
-                tries=not isinstance(cluster, LocalCluster),  # threads are there at once
+                tries=not isinstance(cluster, LocalCluster),  # threads start at once
             )
             if self._stopped.is_set():
                 self._driver.stop()
             return self._driver.run(cluster).status
-        except (RaypsError, OSError) as error:  # the job cannot even begin: its folder must say why
+        except (RaypsError, OSError) as error:  # the job cannot start: its folder must have the reason
             journal.event("failed", str(error))
             journal.seal(Outcome(Status.FAILED, str(error), error=error).to_dict())
             return Status.FAILED
@@ -124,7 +129,7 @@ class DriverActor:
             journal.close()
 
     def _leave(self) -> None:
-        """End this actor: an idle one would keep a process."""
+        """End this actor: an idle one would hold a process."""
         try:
             cluster = surrounding()
             handle = cluster.find(f"driver-{self._folder.name}")
@@ -135,7 +140,7 @@ class DriverActor:
 
 
 def _started() -> int | None:
-    """When this process started, in clock ticks since boot; None where the system does not say."""
+    """Return when this process started, in clock ticks since boot; None where the system does not report it."""
     try:
         return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):

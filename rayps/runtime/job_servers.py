@@ -1,4 +1,4 @@
-"""The servers of a generation, as the driver sees them: fixed shards of its own, or a space on an elastic group."""
+"""The servers of a generation, as the driver uses them: fixed shards of the job, or a space of a server group."""
 
 from __future__ import annotations
 
@@ -26,50 +26,50 @@ from rayps.worker.plan import Orders
 
 
 class JobServers(Protocol):
-    """Who holds a generation's parameters, or a part of them."""
+    """The servers that hold a generation's parameters, or a part of them."""
 
     def serves(self, strategy: StrategyView) -> bool:
-        """Whether a generation under this strategy needs it."""
+        """Return whether a generation under this strategy needs the servers."""
 
     def seat(self, rank: int) -> SpaceRank | None:
-        """A new place for a worker, which fences the one before; None where it needs none."""
+        """Return a worker's new membership of the space, which fences the previous one; None if it needs none."""
 
     def poll(self, orders: Orders, wanted: int) -> None:
-        """Ask everyone, without waiting; the share of `wanted` is to be kept."""
+        """Poll all servers, without waiting; they retain their parts of round `wanted`."""
 
     def held(self, slowest: int) -> list[tuple[int, list[int]]] | None:
-        """How far each has come, and the rounds whose shares it holds; None while that is not known.
+        """Return each server's progress and the rounds whose parts it has; None while that is not known.
 
         `slowest` is the position of the slowest worker.
         """
 
     def parts(self, rounds: int) -> Callable[[float], list[ShardPart | None]]:
-        """Ask for everyone's share after `rounds`; what is given back waits for it, so many seconds.
+        """Request all parts after `rounds`; the returned function waits for them, at most the given seconds.
 
-        Raises (when waited for): ClusterError, TimeoutError: somebody died or is silent.
+        It raises ClusterError, TimeoutError: a server died or did not answer.
         """
 
     def of(self, column: int) -> range:
         """Which of `parts` are those of a column."""
 
     def saved(self, snapshot: Snapshot) -> None:
-        """Tell that this state is kept elsewhere."""
+        """Notify that this state is saved elsewhere."""
 
     def close(self) -> None:
-        """End what is the job's own."""
+        """End the servers that belong to the job."""
 
 
 class FixedServers:
-    """Fixed shards: one actor for each slice of the vector, of this job alone."""
+    """Fixed shards: one actor for each slice of the vector, for one job."""
 
     def __init__(self, cluster: Cluster, packed: bytes, secret: bytes, working_dir: str | None) -> None:
         self.members: list[GroupMember] = []
         self._cluster, self._packed, self._secret, self._working_dir = cluster, packed, secret, working_dir
         self._orders: Orders | None = None
-        self._ranges: list[list[tuple[int, int]]] = []  # of each column's shards, in its own vector
+        self._ranges: list[list[tuple[int, int]]] = []  # slices of each column's shards, in the column's vector
 
     def prepare(self, wanted: int) -> list[GroupMember]:
-        """Have `wanted` living shards, or fewer processes; those that are new and have not said where they are."""
+        """Ensure `wanted` living shards, or fewer processes; return the new ones that have not reported an address."""
         kept = self.members[:wanted]
         for member in [*self.members[wanted:], *(m for m in kept if m.dead)]:
             self._cluster.kill(member.handle)
@@ -87,7 +87,7 @@ class FixedServers:
         )
 
     def column(self, index: int) -> tuple[int, int]:
-        """Of which column a shard is, and its number there."""
+        """Return the column of a shard, and its number there."""
         for column, ranges in enumerate(self._ranges):
             if index < len(ranges):
                 return column, index
@@ -95,20 +95,20 @@ class FixedServers:
         raise IndexError(f"there are only {len(self.members)} shards")
 
     def of(self, column: int) -> range:
-        """The numbers of a column's shards."""
+        """Return the numbers of a column's shards."""
         before = sum(len(ranges) for ranges in self._ranges[:column])
         return range(before, before + (len(self._ranges[column]) if self._ranges else 0))
 
     def serves(self, strategy: StrategyView) -> bool:
-        """See Servers."""
+        """See JobServers."""
         return servers_of(strategy) is not None
 
     def seat(self, rank: int) -> None:
-        """See Servers."""
+        """See JobServers."""
         return
 
     def replace(self, index: int, snapshot: Snapshot) -> str | None:
-        """Restore a shard from a snapshot: where it is now, or None when it died again."""
+        """Restore a shard from a snapshot; return its new address, or None if it died again."""
         self._cluster.kill(self.members[index].handle)
         self.members[index] = shard = self._spawn(index)
         place([shard])
@@ -121,33 +121,33 @@ class FixedServers:
         return shard.address
 
     def doors(self, column: int) -> list[tuple[str, int, int]]:
-        """For workers of a column: each shard's address and slice."""
+        """Return, for workers of a column, each shard's address and slice."""
         return [
             (self.members[i].address, lo, hi)
             for i, (lo, hi) in zip(self.of(column), self._ranges[column] if self._ranges else [], strict=True)
         ]
 
     def poll(self, orders: Orders, wanted: int) -> None:
-        """See Servers."""
+        """See JobServers."""
         for member in self.members:
             member.ask(wanted, orders.timeout)
 
     def held(self, slowest: int) -> list[tuple[int, list[int]]] | None:
-        """See Servers."""
+        """See JobServers."""
         facts = [member.facts for member in self.members]
         return [(f.reached, f.snapshots) for f in facts] if all(isinstance(f, ShardFacts) for f in facts) else None
 
     def parts(self, rounds: int) -> Callable[[float], list[ShardPart | None]]:
-        """See Servers."""
+        """See JobServers."""
         return _waiting([member.handle.call("part", rounds) for member in self.members])
 
     def saved(self, snapshot: Snapshot) -> None:
-        """See Servers."""
+        """See JobServers."""
         for member in [member for member in self.members if not member.dead]:
-            member.handle.call("saved", snapshot.round)  # where it is not heard, workers keep their pushes for longer
+            member.handle.call("saved", snapshot.round)  # where it is lost, workers retain their pushes for longer
 
     def close(self) -> None:
-        """See Servers."""
+        """See JobServers."""
         for member in self.members:
             self._cluster.kill(member.handle)
         self.members = []
@@ -184,7 +184,7 @@ def space_of(
     factory: Callable[[], Factory],
     tables: tuple[SparseTable, ...],
 ) -> JobSpace | None:
-    """The space that a job is to have: on the group that it names, or on one of its own; None = it needs none.
+    """Return the job's space, on the group that it names or on one of its own; None = it needs none.
 
     Raises:
         ConfigError: there is no group of that name.

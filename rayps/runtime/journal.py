@@ -1,7 +1,7 @@
-"""What a run leaves behind while it runs: events, metric points, log lines, progress, at last a sealed outcome.
+"""The record of a run: events, metric points, log lines, progress, and at the end a sealed outcome.
 
-With a folder, everything is written there (the driver is its only writer); points and events are also kept
-in memory for `Result`. Lines are appended whole, and the outcome is written once, by rename.
+With a folder, everything is written there (the driver is its only writer); points and events are also kept in memory
+for `Result`. Lines are appended whole, and the outcome is written once, by rename.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ Record: TypeAlias = Point | Event | ProgressRecord | OutcomeRecord
 
 
 class Journal:
-    """A run's record; `on_progress` hears every new progress, at most twice a second, and `on_event` every event."""
+    """A run's record on disk and in memory.
+
+    `on_progress` is called with new progress, at most twice a second, and `on_event` with every event.
+    """
 
     def __init__(
         self,
@@ -36,7 +39,7 @@ class Journal:
         self.folder = folder
         self.points: list[Point] = []
         self.events: list[Event] = []
-        self.tally: CostReport | None = None  # of the phase under way
+        self.tally: CostReport | None = None  # of the current phase
         self._on_progress, self._on_event = on_progress, on_event
         self._files: dict[str, IO[str]] = {}
         self._progress_at = 0.0
@@ -51,7 +54,7 @@ class Journal:
                 self._files[name] = (folder / name).open("a", encoding="utf-8")
 
     def event(self, kind: str, message: str, **facts: Any) -> None:
-        """Something that a user would want to know happened."""
+        """Write an event: something that a user should know happened."""
         event = {"seq": self._seq, "time": time.time(), "kind": kind, "message": message, **facts}
         self._seq += 1
         self.events.append(event)
@@ -72,25 +75,25 @@ class Journal:
         return left
 
     def reckon(self) -> None:
-        """File what a phase has cost, where any of its steps were heard of."""
+        """Write what a phase has cost, if any of its steps were reported."""
         event = self.tally.event() if self.tally is not None else None
         if event is not None:
             self.event(**event)
         self.tally = None
 
     def add(self, points: list[Point]) -> None:
-        """New metric points of the group."""
+        """Write new metric points of the group."""
         self.points += points
         self._append("metrics.jsonl", [_text(point) for point in points])
 
     def lines(self, lines: list[tuple[float, str, str]]) -> None:
-        """New log lines: time, who, text."""
+        """Write new log lines: time, source, text."""
         self._append("log.txt", [f"{_stamp(at)} {who} {text}" for at, who, text in lines])
         if self._on_lines is not None and lines:
             self._on_lines(lines)
 
     def progress(self, progress: ProgressRecord, *, now: bool = False) -> None:
-        """Where the run stands; kept to twice a second unless `now`."""
+        """Write the progress, at most twice a second unless `now`."""
         if not now and time.monotonic() - self._progress_at < PROGRESS_SECONDS:
             return
         self._progress_at = time.monotonic()
@@ -100,19 +103,19 @@ class Journal:
             self._on_progress(progress)
 
     def seal(self, outcome: OutcomeRecord) -> None:
-        """The end of the run; written once."""
+        """Write the end of the run, once."""
         self.flush()
         if self.folder is not None and not (self.folder / "outcome.json").exists():
             _replace(self.folder / "outcome.json", outcome)
 
     def flush(self) -> None:
-        """Make sure that what was recorded is on disk."""
+        """Write everything recorded to disk."""
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         for file in self._files.values():
             file.close()
         self._files = {}
@@ -127,7 +130,7 @@ class Journal:
 def _text(value: Record) -> str:
     try:
         return json.dumps(value, allow_nan=False)
-    except ValueError:  # JSON has no NaN and no infinity: a metric may be one, and its readers are strict
+    except ValueError:  # JSON has no NaN and no infinity; a metric may be one, and readers are strict
         return json.dumps(_finite(value))
 
 
@@ -149,7 +152,7 @@ def _replace(path: Path, value: Record) -> None:
 
 
 def _end_last_line(path: Path) -> None:
-    # a driver that was killed may have left half a line; what follows must not be glued to it
+    # a killed driver may have left half a line: start a new one
     if path.exists() and path.stat().st_size:
         with path.open("rb+") as file:
             file.seek(-1, os.SEEK_END)

@@ -1,7 +1,7 @@
-"""A training loop of one's own: `run` starts it on several workers, `wrap` gives it a strategy.
+"""A user's own training loop: `run` starts it on several workers, `wrap` gives it a strategy.
 
-A strategy's `round` wants to ask for a batch and a gradient; a user's loop wants to offer them. `wrap` runs the
-round in a thread of its own and hands the turn to and fro: exactly one of the two runs at any time.
+A strategy's `round` calls for a batch and a gradient; a user's loop provides them. `wrap` runs the round in a thread of
+its own and passes control back and forth: exactly one of the two runs at any time.
 """
 
 from __future__ import annotations
@@ -45,28 +45,28 @@ from rayps.tensors.learning_rate import Maker, Pace, Recipe, Ticks, pace_of
 from rayps.tensors.optim import Group, plain_values
 from rayps.workload.model import has_tables
 
-WAIT_SECONDS = 1.0  # that a question waits in a worker for a line
-END_SECONDS = 10.0  # for the last lines of workers whose function has returned
+WAIT_SECONDS = 1.0  # seconds that a call waits in a worker for a line
+END_SECONDS = 10.0  # seconds for the last lines of workers whose function has returned
 
-Line = tuple[float, str, str]  # time, who, text
+Line = tuple[float, str, str]  # time, source, text
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What a worker printed since it was last asked, and how far it is."""
+    """What a worker printed since the last call, and its progress."""
 
     lines: list[tuple[float, str]]
-    steps: int  # of its wrapped optimizers
+    steps: int  # steps of its wrapped optimizers
     returned: bool  # whether its function has returned without an error
     over: bool  # whether this is all
 
 
 class LoopWatch:
-    """What the caller of a `run` sees of its workers: the lines they print, and how one of them died.
+    """Collect what the workers of a `run` print, and why one of them died.
 
-    Each worker is asked by a thread of its own, whose call waits in the worker until there is a line: it arrives before
-    the process can end, except for what is printed in the last moment of a process that is killed. `show` is given the
-    lines; it is called by one thread at a time.
+    One thread per worker calls it; the call waits in the worker until there is a line. So a line arrives before the
+    process can end, except for what is printed in the last moment before a kill. `show` receives the lines, from one
+    thread at a time.
     """
 
     def __init__(self, handles: Sequence[ActorHandle], show: Callable[[list[Line]], None]) -> None:
@@ -86,22 +86,25 @@ class LoopWatch:
             self._threads[rank].join(max(0.0, deadline - time.monotonic()))
 
     def died(self, rank: int, error: ActorDied) -> ActorDied:
-        """The error of a run whose worker died: who, where, why, and the way out."""
+        """Return the error of a run whose worker died: which worker, where, why, and what to do."""
         reason = str(error.data.get("reason", error))
         steps = self._said[rank].steps if rank in self._said else None
-        at = " before its first optimizer step was heard of"
+        at = " before it reported its first optimizer step"
         if steps:
             at = f" after {steps} optimizer step{'s'[: steps != 1]}"
         return ActorDied(
             f"worker-{rank} of the run died{at} ({reason}):\n"
-            "rayps.run replaces no worker: save checkpoints in your loop, begin from the newest, and call run again\n"
-            f"find the cause in what worker-{rank} printed last, or in its memory (`rayps doctor`); rayps.train "
-            "replaces workers and goes on after a death",
+            "rayps.run replaces no worker: save checkpoints in your loop, start from the newest, and call run again\n"
+            f"find the cause in the last output of worker-{rank}, or in its memory (`rayps doctor`); rayps.train "
+            "replaces workers and continues after a failure",
             **error.data | {"rank": rank, "steps": steps},
         )
 
     def uneven(self) -> WorkloadError | None:
-        """The error of a run in which a worker's function returned while another one takes more steps, if it is one."""
+        """Return the error of a run in which one worker's function returned while another takes more steps.
+
+        None if that is not what happened.
+        """
         left = [(rank, said.steps) for rank, said in sorted(self._said.items()) if said.returned]
         on = [(rank, said.steps) for rank, said in sorted(self._said.items()) if not said.returned]
         if not left or not on or left[0][1] > on[0][1]:
@@ -118,8 +121,8 @@ class LoopWatch:
     def _follow(self, rank: int, handle: ActorHandle) -> None:
         while True:
             try:
-                said: Said = handle.call("said", WAIT_SECONDS).result()  # a worker that starts answers late
-            except ClusterError:  # it is gone; who waits for its result is told why
+                said: Said = handle.call("said", WAIT_SECONDS).result()  # a worker answers late while it starts
+            except ClusterError:  # it has ended; the wait for its result raises the reason
                 return
             self._said[rank] = said
             if said.lines:
@@ -131,23 +134,23 @@ class LoopWatch:
 
 log = logging.getLogger(__name__)
 
-TOLD_SECONDS = 0.1  # between two steps of a worker of which the caller hears at once
-REASON_SECONDS = 3.0  # after the first failure, for the failure behind it to be heard
+TOLD_SECONDS = 0.1  # least seconds between two steps that are reported at once
+REASON_SECONDS = 3.0  # seconds after the first failure, for its cause to be reported
 
 
 def _nothing() -> None:
-    """What follows a step of a loop that is not watched."""
+    """Do nothing after a step: the loop is not watched."""
 
 
 @dataclass(slots=True)
 class World:
-    """Where this worker stands in a `run`: its rank among `size` workers."""
+    """The place of this worker in a `run`: its rank among `size` workers."""
 
     rank: int
     size: int
     name: str
     timeout: float
-    closing: list[Callable[[bool], None]] = field(default_factory=list)  # given whether the loop failed
+    closing: list[Callable[[bool], None]] = field(default_factory=list)  # called with whether the loop failed
     steps: int = 0  # of wrapped optimizers, so far
     stepped: Callable[[], None] = _nothing  # called after each of them
     wraps: itertools.count[int] = field(default_factory=itertools.count)
@@ -181,11 +184,11 @@ def run(
     timeout: float = 60.0,
     cluster: Cluster | None = None,
 ) -> list[_Result]:
-    """Call `train_fn()` on `workers` Ray actors at once, and give back what they returned, by rank.
+    """Call `train_fn()` on `workers` Ray actors at once, and return their results, by rank.
 
-    Inside it, `rayps.world()` tells rank and size, and `rayps.wrap` gives model and optimizer a strategy. What
-    workers print is shown on stderr while they work, each line after the worker's name. A worker that dies is not
-    replaced, and ends the run. `address` is the Ray cluster to join, as for `rayps.train`.
+    Inside it, `rayps.world()` has rank and size, and `rayps.wrap` gives model and optimizer a strategy. What workers
+    print is shown on stderr while they work, each line after the worker's name. A worker that dies is not replaced, and
+    ends the run. `address` is the Ray cluster to join, as for `rayps.train`.
 
     Raises:
         ConfigError, ClusterError, NoResources: it cannot be started.
@@ -233,10 +236,10 @@ def run(
 
 
 def _results(handles: list[ActorHandle], watch: LoopWatch) -> list[Any]:
-    """Everyone's answer; the first failure ends the wait for the others, who would miss their peer."""
+    """Return all results; the first failure ends the wait for the other workers, which lack their peer."""
     replies = [handle.call("run") for handle in handles]
     until(lambda: all(reply.done() for reply in replies) or bool(_failures(replies)), math.inf)
-    # a rank that failed is missed by its peers at once: what they say of it is not the reason
+    # the peers of a failed rank fail at once: their errors are not the cause
     until(lambda: all(reply.done() for reply in replies) or bool(_reasons(replies)), REASON_SECONDS)
     watch.finish([rank for rank, reply in enumerate(replies) if reply.done()])
     uneven = None if _reasons(replies) or not _failures(replies) else watch.uneven()
@@ -271,17 +274,17 @@ def _open(address: str | None, workers: int, wanted: dict[str, float]) -> Cluste
 
 
 class _Nowhere:
-    """A file that keeps nothing."""
+    """A file that stores nothing."""
 
     def write(self, data: Buffer) -> int:
         return len(data)
 
 
 def _sendable(result: Any) -> None:
-    """Refuse what the caller's process cannot be sent. Raises WorkloadError."""
+    """Refuse a result that cannot be sent to the caller's process. Raises WorkloadError."""
     try:
         cloudpickle.Pickler(_Nowhere()).dump(result)
-    except Exception as error:  # whatever the user's objects raise
+    except Exception as error:  # the user's objects may raise anything
         raise WorkloadError(
             f"train_fn() returned {type(result).__name__}, which cannot be sent to the caller:\n"
             f"{type(error).__name__}: {error}\nreturn data such as numbers, tensors or model.state_dict()"
@@ -295,14 +298,14 @@ class LoopActor:
         self._packed, self._place = packed, place
         self._logs, self._returned, self._over = LogBuffer(), False, False
         self._sends = capture  # to another process
-        self._told = 0.0  # when the caller was last woken to hear of a step
+        self._told = 0.0  # when the caller last got a step reported
         place.stepped = self._stepped
         if capture:  # log records reach stderr by the user's own handlers, as in a plain process
             self._logs.capture(records=False)
         torch.set_num_threads(1)
 
     def run(self) -> Any:
-        """Call the user's function in its world."""
+        """Call the user's function in its `World`."""
         _world.set(self._place)
         failed = True
         try:
@@ -321,19 +324,19 @@ class LoopActor:
                     close(failed)
             finally:
                 self._logs.release()
-                self._over = True  # there is no line after this
+                self._over = True  # no line follows
                 self._logs.release()
         return result
 
     def _stepped(self) -> None:
-        """Let the caller hear of the step, at most every tenth of a second: a death names the steps it knows of."""
+        """Report the step to the caller, at most every tenth of a second: a death's error has the step count."""
         now = time.monotonic()
         if now - self._told >= TOLD_SECONDS:
             self._told = now
             self._logs.wake()
 
     def said(self, seconds: float) -> Said:
-        """What was printed since the last call; waits `seconds` for a line or a step where there is none."""
+        """Return what was printed since the last call; wait up to `seconds` for a line or a step if there is none."""
         if not self._over:
             self._logs.wait(seconds)
         over = self._over
@@ -343,23 +346,23 @@ class LoopActor:
 def wrap(
     model: nn.Module, optimizer: Optimizer, strategy: StrategySpec = "all_reduce", *, schedule: Maker | None = None
 ) -> tuple[nn.Module, Optimizer]:
-    """Let `optimizer.step()` be one round of a strategy; all workers begin with rank 0's parameters.
+    """Make `optimizer.step()` one round of a strategy; all workers start with rank 0's parameters.
 
-    The loop stays as it is: zero_grad, loss, backward, step. Nothing is sent before `step`, so that several backwards
-    may add up first. `optimizer.samples` may be set to the number of samples they were means over (default 1), by
-    which means are weighted.
+    The loop stays as it is: zero_grad, loss, backward, step. Nothing is sent before `step`, so that several backward
+    passes may add up first. Set `optimizer.samples` to the number of samples in the batch (default 1), by which means
+    are weighted.
 
-    `schedule` is what `Workload.schedule` is, stepped once a step, right under every strategy: e.g.
-    `rayps.wrap(model, optimizer, strategy, schedule=lambda optimizer: CosineAnnealingLR(optimizer, T_max=1000))`. A
-    scheduler of the loop's own does too where the worker's optimizer steps. Under a parameter server the optimizer's
-    rule runs on the shards: there a change of its groups on the worker is an error at the next step.
+    `schedule` is as `Workload.schedule`, stepped once a step, under every strategy: e.g. `rayps.wrap(model, optimizer,
+    strategy, schedule=lambda optimizer: CosineAnnealingLR(optimizer, T_max=1000))`. A scheduler in the loop works too
+    where the worker's optimizer steps. Under a parameter server the optimizer's rule runs on the shards: there a change
+    of its groups on the worker is an error at the next step.
 
     `optimizer.clip_grad_norm_(max_norm)`, between the last backward and `step`, is
-    `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)` of the mean gradient over all workers: it exchanges,
-    once for each step, and `step` does not do so again. All workers must call it alike; it returns the norm, the same
-    on all. Where the gradients go to servers it clips what this worker pushes, and returns that norm. torch's own
-    function would see one worker's gradient, so a `.grad` that was changed between backward and `step` is an error;
-    zero_grad, several backwards, and gradients that no backward made are as in plain torch.
+    `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)` of the mean gradient over all workers. It exchanges
+    once per step, and `step` does not exchange again. All workers must call it with the same arguments; it returns the
+    norm, equal on all. Where the gradients go to servers it clips what this worker pushes, and returns that norm.
+    torch's own function would see one worker's gradient, so a `.grad` that was changed between backward and `step` is
+    an error; zero_grad, several backward passes, and gradients that no backward computed are as in plain torch.
 
     Raises:
         ConfigError: outside a `run`, a strategy that changes during the run or is for `train` alone, or a model with
@@ -383,7 +386,7 @@ def wrap(
         raise ConfigError("wrap takes no model with sparse tables: use rayps.train, which gives them servers")
     name = f"{here.name}/{next(here.wraps)}"
     flat = FlatModel(model)
-    flat.drop_grad()  # none yet, as in plain torch: what has none after backward was not used
+    flat.drop_grad()  # none yet, as in plain torch: a parameter without one after backward was not used
     ring = Ring.join(name, here.rank, here.size, timeout=here.timeout)
     if here.rank == 0 and here.size > 1:
         log.info(ring.choice)
@@ -429,7 +432,7 @@ def wrap(
     def clip_grad_norm_(self: _Wrapped, max_norm: float) -> Tensor:
         return turns.clip(_norm(max_norm), self.samples, [p for group in self.param_groups for p in group["params"]])
 
-    # bound, as torch's schedulers of the learning rate expect it
+    # a bound method, as torch's learning-rate schedulers expect
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
     optimizer.clip_grad_norm_ = MethodType(clip_grad_norm_, optimizer)  # type: ignore[attr-defined]
     turns.start()
@@ -440,19 +443,19 @@ def _leave(
     turns: _Turns, ring: Ring, server: Server | GroupServer | None, group: ServerGroup | None, failed: bool
 ) -> None:
     if failed:
-        ring.abort()  # the others must not wait for this rank
+        ring.abort()  # the other ranks must not wait for this one
     turns.close()
     if server is not None:
         server.close()
     if not failed:
-        ring.barrier()  # nobody ends the shards before everyone has left them
+        ring.barrier()  # end the shards after all workers have disconnected
     ring.close()
     if group is not None:
         group.close()
 
 
 def _share(name: str, here: World, make: Callable[[], ServerGroup]) -> ServerGroup:
-    """Rank 0 makes the group, the others find it."""
+    """Create the group on rank 0; the other ranks find it."""
     values, key = rendezvous(), f"rayps/group/{name}"
     if here.rank == 0:
         group = make()
@@ -469,7 +472,7 @@ def _share(name: str, here: World, make: Callable[[], ServerGroup]) -> ServerGro
 
 
 def _same_kind(optimizer: Optimizer, flat: FlatModel) -> Callable[[list[nn.Parameter]], Optimizer]:
-    """A factory of optimizers like this one, with its parameter groups, for slices of the same parameters."""
+    """Return a factory of optimizers like this one, with its parameter groups, for slices of the same parameters."""
     order = {id(p): i for i, p in enumerate(flat.parameters)}
     kind = type(optimizer)
     # not every default is an argument: AdamW has decoupled_weight_decay, and its groups carry it
@@ -489,7 +492,7 @@ def _same_kind(optimizer: Optimizer, flat: FlatModel) -> Callable[[list[nn.Param
 
 
 def _norm(given: Json) -> float:
-    """A norm to clip to. Raises ConfigError."""
+    """Check a norm to clip to. Raises ConfigError."""
     if isinstance(given, bool) or not isinstance(given, (int, float)) or not given > 0:
         raise ConfigError(f"max_norm is {given!r}: give a number above 0 (inf = only measure)", field="max_norm")
     return float(given)
@@ -507,28 +510,28 @@ class _Ended(Exception):
 
 
 class _Stepper:
-    """The user's optimizer: stepped here, by its schedule; or on servers, and then its groups must stay as they are."""
+    """The user's optimizer: stepped here with its schedule, or on servers; then its groups must not change."""
 
     def __init__(self, optimizer: Optimizer, pace: Pace | None, remote: bool) -> None:
         self._step, self._pace, self._optimizer, self._number = optimizer.step, pace, optimizer, 0
         self._begun = [plain_values(group) for group in optimizer.param_groups] if remote else []
 
     def __call__(self) -> None:
-        """A step with the gradients that are there."""
+        """Take a step with the current gradients."""
         if self._pace is not None:
             self._pace.at(self._number)
         self._number += 1
         self._step()
 
     def check(self) -> None:
-        """Raises ConfigError: the groups were changed, and the servers would not know."""
+        """Raise ConfigError if the groups were changed, which the servers would not see."""
         for begun, group in zip(self._begun, self._optimizer.param_groups, strict=False):
             now = plain_values(group)
             for key, value in begun.items():
                 if now.get(key) != value:
                     raise ConfigError(
                         f"{key} of the optimizer was changed from {value!r} to {now.get(key)!r}, and under a parameter "
-                        "server the shards step, with what they were given: say how it changes by rayps.wrap(..., "
+                        "server the shards step, by the groups at the start: give the schedule as rayps.wrap(..., "
                         "schedule=lambda optimizer: SomeLR(optimizer, ...)), and step no scheduler in the loop; or use "
                         "all_reduce",
                         field="schedule",
@@ -536,7 +539,7 @@ class _Stepper:
 
 
 class _Turns:
-    """The worker that the strategy's round sees, played by the user's loop."""
+    """The worker for the strategy's round; the user's loop provides batches and gradients."""
 
     def __init__(
         self,
@@ -551,26 +554,26 @@ class _Turns:
         self._strategy, self._flat, self._own_step = strategy, flat, own_step
         self._gradient: Gradient | None = None
         self._used: list[bool] = []  # which parameters have a gradient
-        self._unused: list[int] = []  # those that no rank has used
+        self._unused: list[int] = []  # parameters that no rank has used
         self._users = threading.Semaphore(0)  # the user's turn
         self._rounds = threading.Semaphore(0)  # the round's turn
         self._error: BaseException | None = None
         self._ending = False
         self._watch = GradWatch(flat)
-        # of the user's step: "" = not begun, "asked" = to stop once the mean is there, "held" = it is in `.grad`,
-        # "dropped" = the loop has gone on to another gradient
+        # of the user's step: "" = not started, "asked" = stop once the mean is there, "held" = it is in `.grad`,
+        # "dropped" = the loop has another gradient already
         self._clip = ""
         self._thread = threading.Thread(target=self._run, name="rayps-round", daemon=True)
 
     # ---- the user's side
 
     def start(self) -> None:
-        """Begin the first round; returns when it asks for a batch."""
+        """Start the first round; return when it asks for a batch."""
         self._thread.start()
         self._wait()
 
     def step(self, closure: Callable[[], float] | None, samples: int) -> float | None:
-        """Offer the gradient that is in `.grad`; returns when the next round asks for a batch."""
+        """Pass the gradient in `.grad` to the round; return when the next round asks for a batch."""
         self._own_step.check()
         loss = closure() if closure is not None else None
         if self._holds():
@@ -582,7 +585,7 @@ class _Turns:
         return loss
 
     def clip(self, max_norm: float, samples: int, params: list[nn.Parameter]) -> Tensor:
-        """Exchange the gradient, if this step has not done so, and clip what its optimizer will see; the norm."""
+        """Exchange the gradient, if this step has not done so; clip what its optimizer will use; return the norm."""
         if self.server is not None:
             self._must_be_unchanged()
             self._flat.collect_used()
@@ -602,10 +605,10 @@ class _Turns:
         return norm
 
     def _holds(self) -> bool:
-        """Whether the mean of this step is in `.grad`. Raises ConfigError: something else was done to it."""
+        """Return whether the mean of this step is in `.grad`. Raises ConfigError: `.grad` was changed."""
         held = self._clip == "held" and not self._watch.replaced()
         self._must_be_unchanged(held)
-        if self._clip == "held" and not held:  # the step was left out, and there is a new gradient
+        if self._clip == "held" and not held:  # the step was skipped, and there is a new gradient
             self._clip = "dropped"
             self._rounds.release()
             self._wait()
@@ -616,14 +619,14 @@ class _Turns:
         if name is not None:
             raise ConfigError(
                 f"the gradient of {name!r} was changed between {'clip_grad_norm_' if held else 'backward'} and "
-                "optimizer.step(), by something else than this optimizer:\nit is one worker's own until step() makes "
+                "optimizer.step(), by something else than this optimizer:\nit is one worker's until step() makes "
                 "the mean over all workers; to clip that, call optimizer.clip_grad_norm_(max_norm) on the wrapped "
                 "optimizer, after the last backward; to scale it, scale the loss",
                 parameter=name,
             )
 
     def _offer(self, samples: int) -> None:
-        """Give the round the gradient that is in `.grad`."""
+        """Pass the gradient in `.grad` to the round."""
         self._used, self._unused = [p.grad is not None for p in self._flat.parameters], []
         self._gradient = Gradient(self._flat.collect_grad(), samples)
         self._rounds.release()
@@ -653,26 +656,26 @@ class _Turns:
             self._flat.vector.copy_(vector)
 
     def batch(self) -> None:
-        """Let the user's loop run until it offers a gradient."""
+        """Run the user's loop until it provides a gradient."""
         self._users.release()
         self._rounds.acquire()
         if self._ending:
             raise _Ended
 
     def grad(self, batch: None) -> Gradient:
-        """The gradient that the user's loop offered."""
+        """Return the gradient of the user's loop."""
         assert self._gradient is not None
         return self._gradient
 
     def mean_grad(self, batch: None) -> Tensor:
-        """The mean of what everyone's loop offered; a parameter that no rank used has no gradient in the next step."""
+        """Return the mean of all workers' gradients; a parameter that no rank used has no gradient in the next step."""
         mean: Tensor = self.ring.mean(self.grad(batch))
         used = self.ring.max(torch.tensor(self._used, dtype=torch.uint8))
         self._unused = [i for i, some in enumerate(used.tolist()) if not some]
         return mean
 
     def step_own(self, grad: Gradient | Tensor) -> None:
-        """Let the user's own optimizer apply a gradient."""
+        """Apply a gradient with the user's optimizer."""
         self._flat.load_grad(grad.vector if isinstance(grad, Gradient) else grad)
         for i in self._unused:
             self._flat.parameters[i].grad = None
@@ -691,13 +694,13 @@ class _Turns:
                 self._strategy.round(view)
         except _Ended:
             return
-        except BaseException as error:  # carried over to the user's thread, whatever it is
+        except BaseException as error:  # any exception is raised again in the user's thread
             self._error = error
             self._users.release()
 
 
 class _RoundView:
-    """`_Turns` with the names that a strategy uses."""
+    """`_Turns` under the names that a strategy uses."""
 
     def __init__(self, turns: _Turns) -> None:
         self.rank, self.size, self.ring, self.server = turns.rank, turns.size, turns.ring, turns.server

@@ -1,9 +1,9 @@
-"""Recovers a run from the death of a member, as `decide` has decided.
+"""Recover a run from the failure of a member, as `decide` has decided.
 
-Three ways, from the cheapest on. *Replace*: a new process for the lost worker or shard, the others keep training.
-*Mend*: a new process gets the lost worker's state from its twin in another replica, or from the neighbour that holds
-its backup; all workers continue from the newest round whose state everyone has, survivors going back by at most one
-round. *Restart*: everyone begins again from the last snapshot.
+Three ways, the cheapest first. *Replace*: a new process for the lost worker or shard, the others keep training.
+*Rebuild*: a new process gets the lost worker's state from its twin in another replica, or from the neighbour that holds
+its backup; all workers continue from the newest round whose state every worker has, so a surviving worker repeats at
+most one round. *Restart*: all workers start again from the last snapshot; the rounds since are repeated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rayps.worker.plan import WorkerFacts
 if TYPE_CHECKING:
     from rayps.runtime.worker_group import WorkerGroup
 
-HALT_SECONDS = 30.0  # for a worker to end its generation: a step of the user's code cannot be interrupted
+HALT_SECONDS = 30.0  # seconds for a worker to end its generation: a step of the user's code cannot be interrupted
 
 
 @dataclass(slots=True)
@@ -39,13 +39,13 @@ class PeerStates:
     used.
     """
 
-    line: int = 0  # the generation that last began from a snapshot
-    bonds: list[Bond | None] = field(default_factory=list)  # of each worker in this generation
+    line: int = 0  # the last generation that started from a snapshot
+    bonds: list[Bond | None] = field(default_factory=list)  # bond of each worker in this generation
 
     def begin(self, grid: Grid, workers: list[GroupMember], mended: Mending | None) -> None:
-        """Choose who holds whose state in a generation that begins; a worker that does not answer counts as dead.
+        """Choose which worker holds whose state in a new generation; a worker that does not answer counts as dead.
 
-        `mended`: the generation continues from states of peers, else it begins a line from a snapshot.
+        `mended`: the generation continues from states of peers, else it starts a line from a snapshot.
         """
         doors = _answers(workers, [worker.handle.call("door") for worker in workers], START_SECONDS)
         if any(worker.dead for worker in workers) or not all(doors.values()):
@@ -62,7 +62,7 @@ class PeerStates:
         ]
 
     def halt(self, grid: Grid, workers: list[GroupMember]) -> Mending | None:
-        """End the generation where it stands. The round from which all can continue without a snapshot, or None."""
+        """End the generation now; return the round from which all can continue without a snapshot, or None."""
         living = [(rank, worker) for rank, worker in enumerate(workers) if not worker.dead]
         replies = [worker.handle.call("halt", self.line) for _, worker in living]
         answers = _answers([worker for _, worker in living], replies, HALT_SECONDS)
@@ -84,33 +84,33 @@ def _answers(workers: list[GroupMember], replies: list[ActorReply], timeout: flo
 
 @dataclass(slots=True)
 class _Loss:
-    """A death that is being mended."""
+    """A failure from which the run is recovering."""
 
     reason: str
     lost: list[str]
     mending: Mending
-    seen: float  # when it was seen, as time.monotonic
+    seen: float  # when it was detected, as time.monotonic
 
 
 @dataclass(slots=True)
 class Mender:
-    """Carries out restarts, mendings and replacements, counts failures, and files what each of them cost."""
+    """Carry out restarts, rebuilds and replacements; count failures, and report what each of them cost."""
 
     journal: Journal
-    failures: int = 0  # of the whole job, whatever drivers it had
-    cost: CommitCost | None = None  # of holding states for a death, in the generation under way
-    _seen: float | None = None  # the first sign of a death, as time.monotonic
+    failures: int = 0  # of the whole job, over all its drivers
+    cost: CommitCost | None = None  # cost of the states' backups, in this generation
+    _seen: float | None = None  # the first sign of a failure, as time.monotonic
     _broken: float | None = None  # the first error of a worker in this generation
     _loss: _Loss | None = None
     _filed: CommitCost | None = None
     _rejoining: list[tuple[list[int], list[str], float]] = field(default_factory=list)  # ranks, the lost, since when
 
     def begin(self) -> None:
-        """A generation begins: nobody has failed in it."""
+        """Start a generation, without failures."""
         self._broken = None
 
     def saw(self, *, errors: bool, dead: bool) -> None:
-        """Note that workers have failed with errors, or that members are dead, as of now."""
+        """Record that workers have failed with errors, or that members are dead, as of now."""
         now = time.monotonic()
         if (errors or dead) and self._seen is None:
             self._seen = now
@@ -123,13 +123,13 @@ class Mender:
         return 0.0 if self._broken is None else time.monotonic() - self._broken
 
     def may_replace(self, group: WorkerGroup) -> bool:
-        """Whether a replica may begin again alone although all work in step; not where that has just failed."""
+        """Return whether a replica may start again alone although all work in step; not where that has just failed."""
         return group.rejoins and not self._rejoining
 
     def mend(self, group: WorkerGroup, decision: Restart | Mend, generation: int) -> Mending | None:
         """End the generation and find the round from which the next one continues; None: from the snapshot.
 
-        `generation` is the next one's number.
+        `generation` is the number of the next one.
         """
         for member in group.members:
             if member.name in decision.lost and not member.dead:
@@ -140,7 +140,7 @@ class Mender:
             return None
         seen = self._seen or time.monotonic()
         lost = list(decision.lost)
-        if self._loss is not None:  # another death before the first new round
+        if self._loss is not None:  # another failure before the first new round
             seen = self._loss.seen
             lost = sorted({*lost, *self._loss.lost})
         found = group.halt()
@@ -149,8 +149,8 @@ class Mender:
             self._loss = None
             self.journal.event(
                 "warning",
-                f"{decision.reason}: nobody else has its state (from the first round on a twin or a neighbour does), "
-                "so everyone goes back to the snapshot",
+                f"{decision.reason}: no other worker has its state (a backup exists after the first round), "
+                "all workers return to the snapshot",
                 lost=list(decision.lost),
             )
             return None
@@ -160,7 +160,8 @@ class Mender:
         self._loss = _Loss(reason, lost, Mending(found.round, sources), seen)
         self.journal.event(
             "mending",
-            f"{decision.reason}: {_sources(found) or 'everyone keeps its state'}, going on from round {found.round}",
+            f"{decision.reason}: {_sources(found) or 'every worker has its state'}, "
+            f"continuing from round {found.round}",
             lost=list(decision.lost),
             round=found.round,
             generation=generation,
@@ -168,17 +169,17 @@ class Mender:
         return found
 
     def restarted(self, decision: Restart | Mend, what: str, begin: int, generation: int) -> None:
-        """Tell that everyone begins again from a snapshot, which is of round `begin`."""
+        """Report that all workers start again from a snapshot, which is of round `begin`."""
         self.journal.event(
             "restarted",
-            f"{decision.reason}: everyone {what}",
+            f"{decision.reason}: all workers {what}",
             lost=list(decision.lost),
             round=begin,
             generation=generation,
         )
 
     def replace(self, group: WorkerGroup, decision: Replace, snapshot: Snapshot) -> None:
-        """New processes for the lost, whose replicas begin anew from the servers; the others are not disturbed."""
+        """Start new processes for the lost members, whose replicas start anew from the servers; the others continue."""
         numbers = [(name.partition("-")[0], int(name.partition("-")[2])) for name in decision.lost]
         seen, self._seen = self._seen or time.monotonic(), None
         for index in [number for kind, number in numbers if kind == "shard"]:
@@ -191,13 +192,13 @@ class Mender:
             lost = [f"worker-{rank}" for rank in ranks if rank in gone]
             message = f"{' and '.join(lost)} was replaced"
             if len(ranks) > 1:
-                message += f", and worker-{ranks[0]} to worker-{ranks[-1]}, its replica, began anew from the servers"
+                message += f", and worker-{ranks[0]} to worker-{ranks[-1]}, its replica, started again from the servers"
                 self._rejoining = [each for each in self._rejoining if each[0] != ranks] + [(ranks, lost, seen)]
             self._replaced(decision, lost, message, snapshot)
 
     def _replaced(self, decision: Replace, lost: list[str], message: str, snapshot: Snapshot) -> None:
         self.journal.event(
-            "replaced", f"{decision.reason}: {message}, the others went on", lost=lost, round=snapshot.round
+            "replaced", f"{decision.reason}: {message}, the others continued", lost=lost, round=snapshot.round
         )
 
     def _look_for_those_who_rejoin(self, group: WorkerGroup) -> None:
@@ -208,15 +209,15 @@ class Mender:
                 at, seconds = min(f.position for f in facts) - 1, time.monotonic() - seen
                 self.journal.event(
                     "rejoined",
-                    f"the replica of {' and '.join(lost)} has learnt again, from round {at} on, "
-                    f"{seconds:.2f} s after the death was seen",
+                    f"the replica of {' and '.join(lost)} trains again, from round {at} on, "
+                    f"{seconds:.2f} s after the failure was detected",
                     lost=lost,
                     round=at,
                     seconds=seconds,
                 )
 
     def look(self, group: WorkerGroup, generation: int) -> None:
-        """Take in the workers as they are now; tells of a mending once the first new round is there."""
+        """Examine the workers as they are now; report a recovery once its first new round is complete."""
         known = [w.facts for w in group.workers if isinstance(w.facts, WorkerFacts)]
         facts = [f for f in known if f.generation == generation]
         if costs := [f.cost for f in facts if f.cost is not None]:
@@ -234,8 +235,8 @@ class Mender:
         origin = f"{_sources(loss.mending)}; " if loss.mending.sources else ""
         self.journal.event(
             "mended",
-            f"{loss.reason}: {origin}everyone went on from round {loss.mending.round}, "
-            f"{seconds:.2f} s after the death was seen",
+            f"{loss.reason}: {origin}all workers continued from round {loss.mending.round}, "
+            f"{seconds:.2f} s after the failure was detected",
             lost=loss.lost,
             round=loss.mending.round,
             generation=generation,
@@ -246,11 +247,13 @@ class Mender:
         )
 
     def tell_cost(self) -> None:
-        """File what it costs to be able to mend, at the end of a phase."""
+        """Report the cost of the states' backups, at the end of a phase."""
         if self.cost is not None and self.cost != self._filed:
             self._filed = self.cost
             self.journal.event(
-                "upkeep", f"so that a death costs no more than a round, workers {self.cost}", **self.cost.to_dict()
+                "upkeep",
+                f"backups, by which a failure costs at most one round: workers {self.cost}",
+                **self.cost.to_dict(),
             )
 
     def _upkeep(self) -> JsonObject:
@@ -258,7 +261,7 @@ class Mender:
 
 
 def replicas_of(grid: Grid, ranks: list[int]) -> list[list[int]]:
-    """The replicas that these workers belong to, each as its ranks."""
+    """Return the replicas that these workers belong to, each as its ranks."""
     return [grid.replica(data) for data in sorted({grid.at(rank).data for rank in ranks})]
 
 

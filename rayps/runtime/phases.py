@@ -1,4 +1,4 @@
-"""The phases of a run: which rounds each takes, how the model is divided in it, and what its members are ordered."""
+"""The phases of a run: the rounds of each, how the model is divided in it, and the orders of its members."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from rayps.tensors.snapshot import Snapshot
 from rayps.worker.plan import Orders
 from rayps.workload.base import Workload
 
-FEDERATED_EPOCHS = 10  # between states that are kept, unless the job says otherwise: such an epoch is one round
+FEDERATED_EPOCHS = 10  # epochs between snapshots, unless the job sets it: such an epoch is one round
 
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """What is known of a run once its workload has been checked."""
+    """What is known of a run after its workload was checked."""
 
     phases: Sequence[Phase]
     calendar: Calendar
     divisions: Sequence[Division | None]  # by phase; None: a replica is one worker
     tables: tuple[SparseTable, ...]  # of the model
     schedule: ScheduleRecord  # of the learning rate
-    mailbox: str | None = None  # the folder in which real clients send and receive
+    mailbox: str | None = None  # the folder through which real clients send and receive
 
     def phase(self, number: int) -> PhaseRun:
-        """A phase with its rounds as they are now: phases before it may have ended early."""
+        """Return a phase with its current rounds: earlier phases may have ended early."""
         return PhaseRun(self.phases[number], self.calendar.spans[number], self.divisions[number])
 
     def widest(self, workers: int) -> Grid:
@@ -54,43 +54,43 @@ class PhaseRun:
 
     @property
     def end(self) -> int:
-        """The round after which it is over."""
+        """The round after which it ends."""
         return self.span.end
 
     @property
     def name(self) -> str:
-        """That of its strategy."""
+        """The name of its strategy."""
         return self.phase.name
 
     def enter(self, snapshot: Snapshot, workers: int) -> None:
-        """Let a state go on in this phase."""
+        """Make a state continue in this phase."""
         snapshot.enter(self.span)
         snapshot.under(self.name, workers)
 
     def met(self, journal: Journal, calendar: Calendar, at: int, reason: str) -> None:
-        """File that its strategy's stop rule was met after round `at`, and end it there."""
+        """Report that the strategy's stop rule was met after round `at`, and end the phase there."""
         journal.event("met", f"{self.name} ends after round {at} of {self.end}: {reason}", round=at, end=self.end)
         calendar.cut(self.end, at)
 
     def tell(self, journal: Journal, now: int) -> None:
-        """File that it begins, after round `now`."""
+        """Report that it starts, after round `now`."""
         journal.event("phase", f"{self.name} until round {self.end}", round=now, end=self.end, strategy=self.name)
         if self.division is not None:
             journal.event("divided", words(self.division), columns=self.division.facts())
 
     def tally(self, workload: Workload, workers: int, layout: Layout) -> CostReport | None:
-        """What hears the points of its rounds; None where one worker waits for real clients."""
+        """Return the CostReport of its rounds; None where one worker waits for real clients."""
         if has_remote_clients(self.phase.strategy):
             return None
         return tally_of(workload, self.phase.strategy, workers, self.division, layout)
 
     def orders(self, spec: JobSpec, generation: int, evaluated: int, mailbox: str | None = None) -> Orders:
-        """What a generation is told; the evaluation after round `evaluated` is filed."""
+        """Return the orders of a generation; the evaluation after round `evaluated` is in the journal."""
         every, begin = spec.checkpoint_every, self.span.begin
         if every is None:
             strategy = self.phase.strategy
             simulated = learns_by_client(strategy) and not has_remote_clients(strategy)
-            epochs = FEDERATED_EPOCHS if simulated else 1  # a round of real clients is too dear to be made twice
+            epochs = FEDERATED_EPOCHS if simulated else 1  # a round of real clients is too expensive to be repeated
             boundary = Boundary(self.span.steps * epochs, self.end, begin)
         else:
             boundary = Boundary(every, self.end)

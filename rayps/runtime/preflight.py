@@ -1,10 +1,9 @@
-"""Finds what is wrong with a workload before any worker trains.
+"""Check a workload before any worker trains.
 
-`preflight` looks at data, model, optimizer and strategy in the driver's process. `Trial` trains and evaluates one small
-batch in a process of its own while the workers start, so that a mistake in shapes, labels or dtypes is reported before
-the first worker is there. That process draws its own random numbers and keeps its results to itself: the job's numbers
-are the same with and without it. A fault of that process alone (it exits, hangs, lacks memory or a file) does not end
-the job.
+`preflight` checks data, model, optimizer and strategy in the driver's process. `Trial` trains and evaluates one small
+batch in a child process while the workers start, so that a mistake in shapes, labels or dtypes is reported before the
+first worker is there. The child has its own random numbers, and its results are dropped: the job's numbers are the same
+with and without it. A failure of the child alone (it exits, hangs, lacks memory or a file) does not end the job.
 """
 
 from __future__ import annotations
@@ -76,12 +75,12 @@ def preflight(workload: Workload, phases: list[Phase], spec: JobSpec) -> Preflig
     """Try data, model and optimizer.
 
     Raises:
-        DataError, WorkloadError, ConfigError: what is wrong and the way out.
+        DataError, WorkloadError, ConfigError: what is wrong, and how to fix it.
     """
     check_clip_norm(workload)
     data = _data(workload, all(has_remote_clients(phase.strategy) for phase in phases))
     grids = [phase.grid(spec.workers) for phase in phases]
-    with apart():  # the user's own random numbers stay as they were
+    with apart():  # the user's random state does not change
         model = model_of(workload)
         tables = tables_of(model) if has_tables(model) else ()
         if tables:
@@ -105,13 +104,13 @@ def preflight(workload: Workload, phases: list[Phase], spec: JobSpec) -> Preflig
 
 
 def _steps(data: Data, strategy: StrategyView, grid: Grid) -> int:
-    """Rounds of an epoch. Raises DataError, ConfigError: no worker could keep its rows."""
+    """Return the rounds of an epoch. Raises DataError, ConfigError: no worker can hold its rows."""
     rows = strategy.rows
     return rows.rounds(data, grid.data)
 
 
 def _division(workload: Workload, strategy: StrategyView, grid: Grid, model: nn.Module, data: Data) -> Division | None:
-    """How the model is divided under a strategy. Raises ConfigError, WorkloadError."""
+    """Return how the model is divided under a strategy. Raises ConfigError, WorkloadError."""
     replica = replica_of(strategy)
     if replica is None or grid.columns == 1:
         return None
@@ -135,7 +134,7 @@ def _check_topologies(
     topologies = [phase.strategy.topology for phase in phases]
     facts = JobFacts(tables=tuple(table.name for table in tables), clip_norm=clip_norm)
     for at, (name, topology) in enumerate(zip(names, topologies, strict=True)):
-        # a branch is where the job begins: later phases need not know of it
+        # a branch is the start of the job: it does not concern later phases
         topology.check(name, facts if at else replace(facts, branch=spec.branch))
     if spec.server_group is not None and not tables and not any(servers_of(phase.strategy) for phase in phases):
         raise ConfigError(
@@ -152,10 +151,10 @@ def _data(workload: Workload, remote: bool) -> Data:
         evaluation = workload.evaluation_data()
     for given, method in ((data, "data"), (evaluation, "evaluation_data")):
         if is_ray_data(given):
-            raise ConfigError(f"{method}() gave a Ray Data {type(given).__name__}: {ray_data_way()}")
+            raise ConfigError(f"{method}() returned a Ray Data {type(given).__name__}: {ray_data_way()}")
         if not isinstance(given, Data):
             raise ConfigError(
-                f"{method}() gave {type(given).__name__}: return rayps.data.parquet(...), "
+                f"{method}() returned {type(given).__name__}: return rayps.data.parquet(...), "
                 "rayps.data.tensors(...) or rayps.data.dataset(...)"
             )
         given.check()
@@ -163,7 +162,7 @@ def _data(workload: Workload, remote: bool) -> Data:
 
 
 def _refuse_closure(optimizer: Optimizer) -> None:
-    # a step may evaluate a closure as often as it likes; a round of several workers gives it one gradient
+    # step() may evaluate a closure several times; a round of several workers has one gradient
     needed = [
         p.name
         for p in inspect.signature(optimizer.step).parameters.values()
@@ -172,13 +171,13 @@ def _refuse_closure(optimizer: Optimizer) -> None:
     if needed:
         name = type(optimizer).__name__
         raise WorkloadError(
-            f"optimizer(params) gave {name}, whose step() needs {', '.join(needed)}: a round has one gradient to give "
-            "it, under every strategy\nuse an optimizer whose step() needs no closure, such as SGD, Adam or Adagrad"
+            f"optimizer(params) returned {name}, whose step() needs {', '.join(needed)}: a round has one gradient "
+            "for it, under every strategy\nuse an optimizer whose step() needs no closure, such as SGD, Adam or Adagrad"
         )
 
 
 def _try_schedule(workload: Workload, phases: list[Phase], layout: Layout, tables: tuple[SparseTable, ...]) -> None:
-    """Evaluate the schedule of every optimizer of the job at its first two ticks. Raises WorkloadError."""
+    """Evaluate the schedule of every optimizer of the job at its first two steps. Raises WorkloadError."""
     recipe = recipe_of(workload)
     if not isinstance(recipe, Recipe):
         return
@@ -192,14 +191,14 @@ def _try_schedule(workload: Workload, phases: list[Phase], layout: Layout, table
         Scheduled(recipe, Ticks()).pace(table, table_rule(table)).at(1)
 
 
-FEW_ROWS = 8  # of a batch, at first
-_NO_VERDICT = (OSError, ImportError, MemoryError, KeyboardInterrupt)  # of a process that is not a worker's
-_DEVICES = ("CUDA", "NVIDIA", "cuda")  # in the message of an error that is one of the device
+FEW_ROWS = 8  # rows of a batch, at first
+_NO_VERDICT = (OSError, ImportError, MemoryError, KeyboardInterrupt)  # rank of a process that is no worker
+_DEVICES = ("CUDA", "NVIDIA", "cuda")  # parts of messages of device errors
 
 
 @dataclass(frozen=True, slots=True)
 class TrialRequest:
-    """What the process is given: the packed workload, and what makes its first batch that of worker 0."""
+    """The input of the child process: the packed workload, and what makes its first batch that of worker 0."""
 
     packed: bytes
     workers: int
@@ -211,30 +210,30 @@ class TrialRequest:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`error`: the job fails. `skipped`: why there is none, although it was tried."""
+    """The result of the child process. `error`: the job fails. `skipped`: why there is no result."""
 
     error: RaypsError | None = None
     skipped: str | None = None
 
 
 def main() -> None:
-    """Read a Request from stdin, write a Verdict to stdout, and leave."""
+    """Read a TrialRequest from stdin, write a Verdict to stdout, and exit."""
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the user's code prints is printed by the workers
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # drop output of the user's code: the workers print it too
     request: TrialRequest = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_leave_with_parent, daemon=True).start()
-    with contextlib.suppress(OSError):  # where memory is short this process is the one to be ended
+    with contextlib.suppress(OSError):  # if memory runs out, the kernel should end this process
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     sys.path[:] = request.path
     torch.set_num_threads(1)
     verdict = judged(request)
     try:
         text = pickle.dumps(verdict)
-    except Exception as error:  # whatever the user's objects in an error's data raise
-        text = pickle.dumps(Verdict(skipped=f"its answer cannot be sent: {type(error).__name__}: {error}"))
+    except Exception as error:  # the user's objects in an error's data may raise anything
+        text = pickle.dumps(Verdict(skipped=f"its result cannot be sent: {type(error).__name__}: {error}"))
     answers.write(text)
     answers.flush()
-    os._exit(0)  # threads of the user's own are not waited for
+    os._exit(0)  # do not wait for the user's threads
 
 
 def _leave_with_parent() -> None:
@@ -254,12 +253,12 @@ def judged(request: TrialRequest) -> Verdict:
         if error.data.get("memory") or any(word in said for word in _DEVICES):
             return Verdict(skipped=said)
         return Verdict(error=error)
-    except BaseException as error:  # no verdict on the job
+    except BaseException as error:  # says nothing about the job
         return Verdict(skipped=f"{type(error).__name__}: {error}")
 
 
 def _of_ray(error: BaseException | None) -> bool:
-    """Whether an error was raised inside Ray: the user's code asks for a Ray, and only the workers are in one."""
+    """Return whether an error was raised inside Ray: the user's code calls Ray, which only the workers have joined."""
     file = getattr(sys.modules.get("ray"), "__file__", None)
     if error is None or file is None:
         return False
@@ -268,7 +267,10 @@ def _of_ray(error: BaseException | None) -> bool:
 
 
 def _tried(workload: Workload, request: TrialRequest) -> str | None:
-    """Why no batch could be tried; None: one was. In a worker's order. Raises WorkloadError, DataError."""
+    """Try a batch, in the order of a worker; return why none could be tried, or None.
+
+    Raises WorkloadError, DataError.
+    """
     try:
         with user_code("data"):
             data = workload.data()
@@ -277,7 +279,7 @@ def _tried(workload: Workload, request: TrialRequest) -> str | None:
         made(workload.optimizer, held.parameters)
         with user_code("evaluation_data"):
             evaluation = workload.evaluation_data()
-    except RaypsError as error:  # in the driver they could be made
+    except RaypsError as error:  # in the driver they could be created
         return error.message.splitlines()[0]
     batch = _first(data, request)
     if batch is None:
@@ -291,7 +293,7 @@ def _tried(workload: Workload, request: TrialRequest) -> str | None:
 
 
 def _first(data: Data, request: TrialRequest) -> Batch | None:
-    """The first batch of worker 0, or of the first client."""
+    """Return the first batch of worker 0, or of the first client."""
     with user_code("data"):
         if request.federated:
             clients = data.clients
@@ -302,7 +304,7 @@ def _first(data: Data, request: TrialRequest) -> Batch | None:
 
 
 def _with_few(batch: Batch, run: Callable[[Batch], None]) -> None:
-    """Run on a few rows; what fails with these must fail with the whole batch too."""
+    """Run on a few rows; an error with these would occur with the whole batch too."""
     few = batch
     if batch.size > FEW_ROWS:
         with contextlib.suppress(WorkloadError):  # it cannot be cut
@@ -329,7 +331,7 @@ def _evaluate(held: Whole, batch: Batch) -> None:
 
 
 def scalar(loss: Nested) -> float:
-    """A loss as a number. Raises WorkloadError: it is none."""
+    """Return a loss as a number. Raises WorkloadError: it is not a number."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise WorkloadError(
@@ -340,7 +342,7 @@ def scalar(loss: Nested) -> float:
 
 @contextlib.contextmanager
 def _given(batch: Batch) -> Iterator[None]:
-    """Errors say what the batch was."""
+    """Add a description of the batch to errors."""
     try:
         yield
     except WorkloadError as error:
@@ -349,7 +351,7 @@ def _given(batch: Batch) -> Iterator[None]:
 
 
 def words(batch: Batch) -> str:
-    """What a batch holds: `x float32[8, 5], y int64[8]`."""
+    """Describe a batch: `x float32[8, 5], y int64[8]`."""
     return f"x {_words(batch.x)}, y {_words(batch.y)}"
 
 
@@ -363,14 +365,14 @@ def _words(value: Nested) -> str:
     return type(value).__name__
 
 
-MOST_BYTES = 256 << 20  # of parameters, of a packed workload, and of data in memory, which the process has once more
+MOST_BYTES = 256 << 20  # of parameters, of a packed workload, and of data in memory: the child holds another copy
 _MAIN = "from rayps.runtime.preflight import main; main()"
 
 
 class TrialFacts(NamedTuple):
-    """What decides whether a batch can be tried in the driver."""
+    """The facts that decide whether a batch can be tried."""
 
-    remote: bool = False  # clients are real
+    remote: bool = False  # clients are real processes
     divided: bool = False
     gpus: float = 0.0  # of a worker
     model: int = 0  # bytes of its parameters and buffers
@@ -379,7 +381,7 @@ class TrialFacts(NamedTuple):
 
 
 def untried(facts: TrialFacts) -> str | None:
-    """Why no batch is tried before the workers start; None where one is."""
+    """Return why no batch is tried before the workers start; None where one is."""
     if facts.remote:
         return "the clients have the data"
     if facts.divided:
@@ -394,7 +396,7 @@ def untried(facts: TrialFacts) -> str | None:
 
 
 def bytes_of(value: nn.Module | Data | Nested) -> int:
-    """The memory of the tensors in a module, a data set or nested values."""
+    """Return the bytes of the tensors in a module, a data set or nested values."""
     if isinstance(value, nn.Module):
         return sum(tensor.nbytes for tensor in [*value.parameters(), *value.buffers()])
     found: list[int] = []
@@ -408,15 +410,15 @@ def bytes_of(value: nn.Module | Data | Nested) -> int:
 
 
 class Trial:
-    """The process, as the driver sees it; none before `begin`."""
+    """The child process, as the driver uses it; none before `begin`."""
 
     def __init__(self) -> None:
-        self.verdict: Verdict | None = None  # once it is known
+        self.verdict: Verdict | None = None  # set once it is known
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
 
     def begin(self, facts: TrialFacts, request: TrialRequest) -> None:
-        """Start it, where a batch can be tried; returns at once."""
+        """Start the process, if a batch can be tried; return at once."""
         reason = untried(facts)
         if reason is not None:
             self.verdict = Verdict(skipped=reason)
@@ -426,7 +428,7 @@ class Trial:
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
             "RAY_ENABLE_AUTO_CONNECT": "0",
-        }  # the process is in no Ray, and the user's code must not start one
+        }  # the process has not joined Ray, and the user's code must not start one
         cwd = request.working_dir if request.working_dir and Path(request.working_dir).is_dir() else None
         try:
             self._process = subprocess.Popen(
@@ -447,7 +449,7 @@ class Trial:
         self._thread.start()
 
     def check(self) -> None:
-        """Raises WorkloadError, DataError: what the process found, if it has found anything yet."""
+        """Raise the WorkloadError or DataError that the process found, if it has found one yet."""
         if self.verdict is not None and self.verdict.error is not None:
             raise self.verdict.error
 
@@ -457,12 +459,15 @@ class Trial:
             self._thread.join(seconds)
 
     def end(self, journal: Journal) -> None:
-        """End it: the workers are there. Raises as `check`; a batch that was not tried is filed with the reason."""
+        """End the child process, because the workers have started. Raises as `check`.
+
+        If no batch was tried, the reason is written as an event.
+        """
         self.check()
         verdict, begun = self.verdict, self._process is not None
         self.close()
         if verdict is None and begun:
-            verdict = Verdict(skipped="the workers were there first")
+            verdict = Verdict(skipped="the workers started first")
         if verdict is not None and verdict.skipped is not None:
             journal.event("choice", f"no batch was tried before the workers started: {verdict.skipped}")
 
@@ -470,7 +475,7 @@ class Trial:
         """End the process."""
         process, self._process = self._process, None
         if process is not None and self._thread is not None:
-            if process.returncode is None:  # with what the user's code has started there
+            if process.returncode is None:  # with the processes that the user's code started
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
             self._thread.join()
@@ -484,7 +489,7 @@ class Trial:
 
 
 def _answer(process: subprocess.Popen[bytes], given: IO[bytes], taken: IO[bytes], request: TrialRequest) -> Verdict:
-    """Give the request, which stays open until there is an answer: the process ends with its parent."""
+    """Send the request; stdin stays open until there is an answer, so that the process ends with its parent."""
     with contextlib.suppress(OSError), given, taken:
         try:
             pickle.dump(request, given)

@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 
 class Checkpointer:
-    """The newest state of a run, in memory, and in a folder where it has one."""
+    """The newest state of a run, in memory, and on disk if the run has a folder."""
 
     def __init__(self, spec: JobSpec, journal: Journal, folder: Path | None, resume: Path | None) -> None:
-        """`folder` takes checkpoints; `resume` is the checkpoint to begin with."""
+        """Set the folders: `folder` for checkpoints; `resume` is the checkpoint to start from."""
         self.folder, self.resume, self.saved = folder, resume, resume
         self.newest: Snapshot | None = None
-        self.tables: dict[str, list[bytes]] = {}  # states of sparse tables at the end, where no checkpoint has them
+        self.tables: dict[str, list[bytes]] = {}  # states of sparse tables at the end, if no checkpoint has them
         self._spec, self._journal = spec, journal
 
     @property
@@ -54,14 +54,14 @@ class Checkpointer:
         return 0 if self.newest is None else self.newest.round
 
     def first(self, group: WorkerGroup, workload: Workload, plan: RunPlan) -> Snapshot:
-        """Find the first state: drawn from the seed, of a checkpoint, or a branch of another job's space.
+        """Return the first state: drawn from the seed, of a checkpoint, or a branch of another job's space.
 
         Raises:
             CheckpointError: the checkpoint cannot be used, or is of another model.
             NotFound, ConfigError: there is no space to branch, or it is of another model.
             TrainingError: it is not finite.
         """
-        # a model that no worker could hold whole is drawn in this process
+        # a model that no worker can hold whole is initialized in this process
         draw = partial(drawn_apart, workload) if any(plan.divisions) else group.initial
         found = draw(self._spec.seed)
         if self.resume is not None:
@@ -70,7 +70,7 @@ class Checkpointer:
             if self._spec.branch is not None and group.space is not None:
                 drawn, strategy = found, plan.phases[0].strategy
                 found = group.space.branch(self._spec.branch, strategy, drawn.layout)
-                self._journal.event("branched", f"begins with what space {self._spec.branch!r} holds now")
+                self._journal.event("branched", f"starts with the current parameters of space {self._spec.branch!r}")
                 found.buffers = drawn.buffers
             found.enter(plan.calendar.spans[0])
         self.newest = found
@@ -86,7 +86,7 @@ class Checkpointer:
         if was != now:
             self._journal.event(
                 "warning",
-                f"{path} was made with the schedule at {was}, and this run's is at {now}: the run goes on with its own",
+                f"{path} was saved with the schedule at {was}, and this run's is at {now}: it continues with its own",
             )
         before = len(saved.positions)
         saved.resume(plan.calendar)
@@ -100,12 +100,12 @@ class Checkpointer:
             self._journal.event(
                 "warning",
                 f"the checkpoint is of round {saved.round} and the run ends at round {plan.calendar.rounds}: "
-                "it is evaluated, and nothing is left to train; give more epochs or steps",
+                "it is evaluated, and no training is left; give more epochs or steps",
             )
         return saved
 
     def collect(self, group: WorkerGroup, plan: RunPlan, generation: int) -> None:
-        """Take over a newer state of which every member retains its part, and save it. Nothing where there is none.
+        """Fetch a newer state of which every member retains its part, and save it. Does nothing if there is none.
 
         Raises:
             TrainingError: it is not finite.
@@ -129,24 +129,24 @@ class Checkpointer:
         group.saved(newer)
 
     def kept(self, at: int) -> str:
-        """Say what is saved of a run that was stopped at round `at`."""
+        """Describe what is saved of a run that was stopped at round `at`."""
         if self.folder is None or self.saved is None:
             return "nothing was kept"
         return f"{self.saved} is kept" + (f", of round {self.round}" if self.round < at else "")
 
 
 def of_another(meta: Meta, spec: JobSpec) -> list[str]:
-    """What says that a checkpoint was made by another run than one of `spec`; shapes that differ are an error."""
+    """Return a warning for a checkpoint of another workload or seed than `spec`'s; None if both are equal."""
     was, now = (str(name).rpartition(":")[2] for name in (meta.get("workload", spec.workload), spec.workload))
-    found = [] if was == now else [f"was made by workload {was}, and this run trains {now}"]
+    found = [] if was == now else [f"was saved by workload {was}, and this run trains {now}"]
     seed = meta.get("seed", spec.seed)
     if seed != spec.seed:
-        found.append(f"was made with seed {seed}, and this run has {spec.seed}, so rows come in another order")
+        found.append(f"was saved with seed {seed}, and this run has {spec.seed}: the order of rows differs")
     return found
 
 
 class SnapshotSchedule:
-    """The round that is waited for: at the generation's boundaries, or (after `hurry`) as soon as can be."""
+    """The round of the next snapshot: at the generation's boundaries, or (after `hurry`) as soon as possible."""
 
     def __init__(self, boundary: Boundary) -> None:
         self.round = 0  # none yet
@@ -155,25 +155,27 @@ class SnapshotSchedule:
         self._hurry = False
 
     def hurry(self) -> None:
-        """From now on, meet at any round."""
+        """Take the next snapshot at any round from now on."""
         self._hurry, self.round = True, 0
 
     def look(self, members: list[tuple[int, list[int]]], collected: int) -> int:
-        """The round to keep. Each member who must give its share of one round is (how far it came, what it holds).
+        """Return the round to retain.
+
+        `members` are (progress, retained rounds) of those that must give parts of one round.
 
         `collected` is the round of the newest state that the driver has.
         """
         if self.round > collected:
             if not any(reached > self.round and self.round not in held for reached, held in members):
                 return self.round
-            self._lead *= 2  # somebody was past it before hearing of it
+            self._lead *= 2  # a member was past it before it got the request
         soonest = max(reached for reached, _ in members) + self._lead
         self.round = min(soonest, self._boundary.end) if self._hurry else self._boundary.following(soonest)
         return self.round
 
 
 def columns_of(snapshot: Snapshot, division: Division | None) -> list[Snapshot]:
-    """The parts of a state by column; the state itself where a replica is one worker."""
+    """Return the parts of a state by column; the state itself where a replica is one worker."""
     if division is None:
         return [snapshot]
     return [division.cut(snapshot, column) for column in range(len(division.columns))]
@@ -192,7 +194,7 @@ def assemble(base: Snapshot, workers: dict[int, WorkerPart | None], shards: list
     else:
         assert lead is not None, "workers in step all have their part"
         params, moments = _agreed(there), lead.moments
-    # shards at a round boundary know how far each worker's pushes got; the slowest shard counts
+    # shards at a round boundary have each worker's position; the slowest shard counts
     positions = (
         [min(marks) for marks in zip(*(part.ledger.marks.values() for part in shards), strict=True)]
         if from_shards
@@ -223,7 +225,10 @@ def in_columns(
     of: list[list[int]],
     held: list[ShardPart],
 ) -> Snapshot:
-    """As `assemble` where replicas are several workers: `columns` is each worker's, `of` the shards of each column."""
+    """Assemble as `assemble` with replicas of several workers.
+
+    `columns` is each worker's column, `of` the shards of each column.
+    """
     parts = []
     for i, column in enumerate(division.columns):
         workers = {rank: part for rank, part in enumerate(given) if columns[rank] == i}

@@ -1,4 +1,4 @@
-"""Where a run stands: what each poll adds to its record, its progress as JSON-ready data, and how it ended."""
+"""The status of a run: what each poll adds to its record, its progress as JSON-ready data, and how it ended."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from rayps.runtime.worker_group import WorkerGroup
 from rayps.tensors.snapshot import Snapshot
 from rayps.worker.plan import WorkerFacts
 
-POINTS_PER_RANK = 50  # newest ones, for rates
-AFTER_SECONDS = 3.0  # after a server's death: by then no worker waits for it any more
-BEFORE_SECONDS = 2.0  # a death is reported at most so long after it happened
+POINTS_PER_RANK = 50  # newest points, for rates
+AFTER_SECONDS = 3.0  # seconds after a server's death: by then no worker waits for it any more
+BEFORE_SECONDS = 2.0  # most seconds between a death and its report
 
 
 @dataclass(slots=True)
@@ -35,10 +35,10 @@ class Outcome:
     snapshot: Snapshot | None = None
     checkpoint: Path | None = None
     error: Exception | None = None
-    tables: dict[str, list[bytes]] = field(default_factory=dict)  # states of segments, where no checkpoint has them
+    tables: dict[str, list[bytes]] = field(default_factory=dict)  # states of segments, if no checkpoint has them
 
     def to_dict(self) -> OutcomeRecord:
-        """What `outcome.json` says."""
+        """Return the content of `outcome.json`."""
         return {
             "status": self.status,
             "message": self.message,
@@ -50,12 +50,12 @@ class Outcome:
 
 
 class RunRecord:
-    """Files what polls bring (points, events, log lines) in the journal, and keeps the run's status and progress."""
+    """Write the results of polls (points, events, log lines) to the journal; hold the run's status and progress."""
 
     def __init__(self, journal: Journal, workers: int, where: Callable[[], tuple[int, ProgressRecord]]) -> None:
-        """`where` gives the round of the newest snapshot, and further facts to show."""
+        """Prepare; `where` returns the round of the newest snapshot, and further facts to show."""
         self.status = Status.STARTING
-        self.evaluated = 0  # the last round whose evaluation is filed
+        self.evaluated = 0  # the last round whose evaluation is in the journal
         self._message = ""
         self._journal, self._where, self._workers = journal, where, workers
         self._rounds = Rounds(workers, 0, "")
@@ -77,25 +77,25 @@ class RunRecord:
         self._journal.progress(progress, now=now)
 
     def generation(self, number: int, strategy: str, *, mended: bool) -> None:
-        """A generation begins. `mended`: it continues the rounds of the one before, else rounds are counted anew."""
+        """Start a generation. `mended`: it continues the rounds of the last one, else rounds are counted anew."""
         if not mended:
             self._rounds = Rounds(self._workers, number, strategy)
         self._rounds.generation = number
 
     def again(self, generation: int, begin: int) -> None:
-        """Drop points of round `begin` and later: the next generation makes these rounds again."""
+        """Drop points of round `begin` and later: the next generation repeats these rounds."""
         self._rounds.again(generation, begin)
 
     def end_generation(self) -> None:
-        """A generation has ended: rates are measured anew."""
+        """End a generation: reset the measured rates."""
         self._report.begin_again()
 
     def flush(self) -> None:
-        """File the rounds that some rank never reported."""
+        """Write the rounds that some rank never reported."""
         self.file(self._rounds.flush())
 
     def take_in(self, group: WorkerGroup, found: list[Point]) -> None:
-        """File what a poll of the group has brought: the points `found` of single ranks, events, log lines."""
+        """Write the result of a poll of the group: points `found` of single ranks, events, log lines."""
         points = self._journal.choices(found)
         self._report.hear(points)
         self._server_events.hear(points)
@@ -104,11 +104,11 @@ class RunRecord:
         self._journal.lines(group.lines())
         self._report.look(group, self._rounds.strategy)
         for name, count in self._report.newly_lost(group):
-            message = f"{name} lacks {count} pushes: the workers kept them no more"
+            message = f"{name} lost {count} pushes: evicted from the workers' replay buffers (replay_mb)"
             self._journal.event("lost", message, pushes=count)
 
     def tell(self, group: WorkerGroup, *, over: bool = False) -> None:
-        """File what happened to the job's server group; `over`: the run has ended, so nothing is held back."""
+        """Write the events of the job's server group; `over`: the run has ended, so no event is delayed."""
         if group.space is not None:
             if over:
                 group.space.look()
@@ -116,7 +116,7 @@ class RunRecord:
                 self._journal.event(**event)
 
     def file(self, merged: list[Point]) -> None:
-        """File points of the whole group."""
+        """Write points of the whole group."""
         calendar = self._report.calendar
         for point in merged:
             if calendar is not None:
@@ -126,34 +126,34 @@ class RunRecord:
             if point.get("missing"):
                 lost = ", ".join(f"worker-{rank}" for rank in point["missing"])
                 which = f"the evaluation after round {point['round']}"
-                self._journal.event("warning", f"{which} lacks the rows of {lost}, which died before it was heard")
+                self._journal.event("warning", f"{which} lacks the rows of {lost}, which died before it reported them")
         self._report.file(merged)
         self._journal.add(merged)
 
     def reached(self, done: int) -> int:
-        """The round that all workers have reached; `done` is that of the newest snapshot."""
+        """Return the round that all workers have reached; `done` is that of the newest snapshot."""
         return self._report.reached(done)
 
 
 class ProgressReport:
-    """Follows a run's points and members; `progress()` says where it stands, as `progress.json` holds it."""
+    """Collect a run's points and members; `progress()` returns the content of `progress.json`."""
 
     def __init__(self) -> None:
         self.calendar: Calendar | None = None  # once it is known
         self._throughput = Throughput()
-        self._pace = Throughput()  # rounds a second
+        self._pace = Throughput()  # rounds per second
         self._lost: dict[str, int] = {}  # by shard
         self._latest: dict[int, deque[Point]] = {}
         self._facts: ProgressRecord = {"loss": None, "staleness": {}, "workers": [], "shards": []}
 
     def hear(self, points: list[Point]) -> None:
-        """Take in points of single ranks."""
+        """Add points of single ranks."""
         for point in points:
             if point["kind"] == "round":
                 self._latest.setdefault(point["rank"], deque(maxlen=POINTS_PER_RANK)).append(point)
 
     def file(self, merged: list[Point]) -> None:
-        """Take in points of the group."""
+        """Add points of the group."""
         now = time.monotonic()
         for point in merged:
             if point["kind"] == "evaluation":
@@ -167,7 +167,7 @@ class ProgressReport:
                 histogram[lead] = histogram.get(lead, 0) + count
 
     def look(self, group: WorkerGroup, strategy: str) -> None:
-        """Take in the members as they are now."""
+        """Examine the members as they are now."""
         self._facts["strategy"] = strategy
         workers = [self._worker(rank, member) for rank, member in enumerate(group.workers)]
         self._facts["workers"] = in_replicas(workers, group.grid)
@@ -176,7 +176,7 @@ class ProgressReport:
             self._facts["server_group"] = group.space.facts()
 
     def newly_lost(self, group: WorkerGroup) -> list[tuple[str, int]]:
-        """The shards that had to give up pushes since they were last asked, and how many."""
+        """Return the shards that lost pushes since the last call, and how many."""
         found = []
         for member in group.shards:
             lost = member.facts.lost if isinstance(member.facts, ShardFacts) else 0
@@ -186,16 +186,16 @@ class ProgressReport:
         return found
 
     def begin_again(self) -> None:
-        """A new generation: rates start anew."""
+        """Start a new generation: reset the measured rates."""
         self._throughput, self._pace = Throughput(), Throughput()
         self._latest.clear()
 
     def reached(self, done: int) -> int:
-        """The round that all workers have come to; `done` is that of the last snapshot."""
+        """Return the round that all workers have reached; `done` is that of the last snapshot."""
         return max(done, min((worker["round"] for worker in self._facts["workers"]), default=0))
 
     def progress(self, done: int, more: ProgressRecord) -> ProgressRecord:
-        """Where the run stands; `done` is the round of its last snapshot."""
+        """Return the progress; `done` is the round of the run's last snapshot."""
         facts: ProgressRecord = {"time": time.time(), **self._facts, **more}
         calendar = self.calendar
         if calendar is None:
@@ -235,7 +235,7 @@ class ProgressReport:
 
 
 def in_replicas(workers: list[WorkerLine], grid: Grid) -> list[WorkerLine]:
-    """With what each worker's part is: samples are counted by one worker of a replica, and are everyone's of it."""
+    """Add each worker's part to its line; all workers of a replica get the replica's samples per second."""
     if grid.columns == 1 or grid.size != len(workers):
         return workers
     rates = [
@@ -257,31 +257,36 @@ def _shard(index: int, member: GroupMember) -> ShardLine:
     line: ShardLine = {"index": index, "host": place.host if place else None, "pid": place.pid if place else None}
     if facts is None:
         return line
-    # pushes by how many versions old the parameters were on which they were computed
+    # pushes by the age, in versions, of the parameters on which they were computed
     ages = {str(age): count for age, count in sorted(facts.ages.items())}
     return {**line, "lo": facts.lo, "hi": facts.hi, "version": facts.version, "bytes": facts.bytes, "ages": ages}
 
 
 class ServerEvents:
-    """Follows the group's events and the workers' rounds."""
+    """Collect the group's events and the workers' rounds."""
 
     def __init__(self) -> None:
-        self._waits: deque[tuple[float, float]] = deque(maxlen=10_000)  # when a round was heard of, what it waited
-        self._due: list[tuple[float, Event]] = []  # when it was heard of, and the event
+        self._waits: deque[tuple[float, float]] = deque(
+            maxlen=10_000
+        )  # time of a round's report, seconds that it waited
+        self._due: list[tuple[float, Event]] = []  # time of the event's report, the event
 
     def hear(self, points: list[Point]) -> None:
-        """Take in rounds of single ranks."""
+        """Add rounds of single ranks."""
         now = time.monotonic()
         self._waits.extend((now, point["wait"]) for point in points if point["kind"] == "round")
 
     def tell(self, events: list[Event], over: bool = False) -> list[Event]:
-        """The events that can be told now; of a death once it is known what it held up, or when the run is `over`."""
+        """Return the events that are complete.
+
+        The event of a death is complete once it is known how long workers waited, or when the run is `over`.
+        """
         now = time.monotonic()
         told = [event for event in events if event["kind"] != "server_lost"]
         self._due += [(now, event) for event in events if event["kind"] == "server_lost"]
         for heard, event in [item for item in self._due if over or now - item[0] >= AFTER_SECONDS]:
             self._due.remove((heard, event))
             longest = max((wait for at, wait in self._waits if at >= heard - BEFORE_SECONDS), default=0.0)
-            message = f"{event['message']}; the longest that a worker waited in a round meanwhile was {longest:.2f} s"
+            message = f"{event['message']}; the longest wait of a worker in a round was {longest:.2f} s"
             told.append({**event, "message": message, "longest_wait": longest})
         return told

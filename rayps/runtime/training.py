@@ -1,4 +1,4 @@
-"""`rayps.train`: a workload trained by several Ray actors, from one call, to a result."""
+"""`rayps.train`: train a workload with several Ray actors, by one call."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from rayps.workload.model import has_tables
 
 @dataclass(slots=True, repr=False)
 class Result:
-    """What a run gave: final metrics, the history of its rounds, its events, its model.
+    """The result of a run: final metrics, the history of its rounds, its events, its model.
 
     Example:
         result = rayps.train(work, workers=2)
@@ -61,11 +61,11 @@ class Result:
 
     @property
     def costs(self) -> list[Event]:
-        """Of each phase what a step cost, `measured` beside the `formula`: see `rayps.runtime.cost_report.measured`."""
+        """What a step cost in each phase, `measured` beside the `formula`: see `rayps.runtime.cost_report.measured`."""
         return [event for event in self.events if event["kind"] == "costs"]
 
     def model(self) -> nn.Module:
-        """The trained model, on the CPU, with its sparse tables in this process, in evaluation mode.
+        """Return the trained model, on the CPU, with its sparse tables in this process, in evaluation mode.
 
         `eval()` was called on it: dropout is off, and BatchNorm uses its running statistics. Call `.train()` on it to
         train it further.
@@ -100,42 +100,43 @@ def train(
     quota: dict[str, float] | None = None,
     name: str | None = None,
 ) -> Result:
-    """Train a workload with `workers` Ray actors and give back the result.
+    """Train a workload with `workers` Ray actors and return the result.
 
     `workload` is a Workload or its name ("digits.py:Digits"). `strategy` is a Strategy, its name
-    ("parameter_server:staleness=3,shards=2", or for a class of yours in the current folder "easgd.py:EASGD:rho=0.1"),
-    or a list of (epochs, strategy) to change it during the run.
-    Where its `replica` is several workers, `workers` are a whole number of replicas and each holds its part of the
-    model; the parameters that it begins with are drawn in this process.
+    ("parameter_server:staleness=3,shards=2", or for your own class in the current folder "easgd.py:EASGD:rho=0.1"), or
+    a list of (epochs, strategy) to change it during the run. Where its `replica` is several workers, `workers` must be
+    a multiple of that and each worker holds its part of the model; the initial parameters are drawn in this process.
     Without `epochs` or `steps` (batches per worker) it trains one epoch.
 
+    A worker or shard that dies is replaced, up to `max_failures` times. A peer that does not answer for `timeout`
+    seconds counts as dead, and so does a worker in which one call of your code takes longer (three minutes for a
+    method's first call). If your code exits or raises, the run ends with the method, the worker and the round.
+
+    `checkpoint` is a folder: a state is saved there after every epoch (of federated clients, every tenth), or every
+    `checkpoint_every` rounds (a round that ends while a state is being saved is skipped). `resume=True` continues from
+    the newest one that is complete and finite; a path resumes from that checkpoint.
+
     `address` is the Ray cluster to join: "host:port" of its head, or "auto" for the one that RAY_ADDRESS names or that
-    runs on this machine. A process can be in one Ray: one that rayps started or joined is left for the address, unless
-    a run uses it; in one of the user's own ray.init() another address is refused. Without `address` the Ray in which
-    the process is already is used; where it is in none, a private one is started on this machine, with as many logical
-    CPUs as are asked for, and ended without a trace.
+    runs on this machine. Without it the Ray that the process has joined is used, or else a private one is started on
+    this machine, with as many logical CPUs as are needed, and ended without leaving files. A process can be in one Ray:
+    to join `address`, one that rayps started or joined is left, unless a run uses it; one of your own ray.init() is
+    kept, and the address refused.
 
-    `checkpoint` is a folder: a state is saved there after every epoch (of federated clients, after every tenth), or
-    every `checkpoint_every` rounds (those that pass while one is being saved are left out), and `resume=True` goes on
-    from the newest one that is whole and finite (or from the checkpoint whose path is given). `resources` are those of
-    one worker: {"cpu": 1, "gpu": 1}. A worker or shard that dies is replaced up to `max_failures` times; a peer that is
-    silent for `timeout` seconds counts as dead, and so does a worker in which one call of your code takes longer (a
-    method's first call has three minutes). Code of yours that exits or raises ends the run with the method, the worker
-    and the round. On a Ray of the run's own, or at an address, one batch is tried in a process beside while workers
-    start, so that a mistake in shapes, labels or dtypes is answered first. `progress` is shown on stderr, or given to
-    your function.
+    `resources` are those of one worker: {"cpu": 1, "gpu": 1}. On a Ray of the run's own, or at an address, one batch is
+    tried in a child process while workers start, so that a mistake in shapes, labels or dtypes is reported first.
+    `progress` is shown on stderr, or passed to your function.
 
-    `server_group` names an elastic server group of the cluster at `address` (`rayps servers start`), on which the job
-    has a space of its own `name`, within `quota`: {"bytes": ..., "operations": a second}. `branch` is the name of
-    another space there, with whose parameters it begins.
+    `server_group` names a server group of the cluster at `address` (`rayps servers start`), on which the job has a
+    space called `name`, within `quota`: {"bytes": ..., "operations": per second}. `branch` is the name of another space
+    there: the job starts with its parameters.
 
     Raises:
-        UserError: what was given cannot work (ConfigError, WorkloadError, DataError, CheckpointError).
-        NoResources: the cluster cannot hold the workers.
+        UserError: invalid input (ConfigError, WorkloadError, DataError, CheckpointError).
+        NoResources: the cluster lacks the resources for the workers.
         ClusterError: no Ray cluster answers at `address`, it refuses the token, or the process is in another Ray.
-        KeyboardInterrupt: Ctrl-C; says what was kept. With a `checkpoint` folder a state is saved first.
+        KeyboardInterrupt: Ctrl-C; says what was saved. With a `checkpoint` folder a state is saved first.
         TrainingError: the run failed more often than max_failures, or its loss, a gradient, a parameter, a table's row
-            or an optimizer's moment is not finite: neither a result nor a checkpoint is made of these.
+            or an optimizer's moment is not finite: such values never enter a result or a checkpoint.
 
     Example:
         result = rayps.train(work, strategy="parameter_server:shards=2", workers=2, epochs=3)
@@ -210,10 +211,10 @@ def _workload(given: Workload | str) -> Workload:
 
 
 def _run(driver: Driver, cluster: Cluster | None, address: str | None) -> Outcome:
-    """Run the driver on the cluster, or on one that is opened and closed for it. Ctrl-C says what was kept."""
+    """Run the driver on the cluster, or on one that is opened and closed for it. Ctrl-C reports what was saved."""
     opened = None
     try:
-        driver.preflight()  # what cannot work is said before Ray takes seconds to start
+        driver.preflight()  # report invalid input before Ray takes seconds to start
         opened = cluster if cluster is not None else _open(address, driver.spec, driver.journal)
         with stops(driver, lambda text: driver.journal.event("stopping", text)) as interrupts:
             outcome = driver.run(opened)
@@ -223,16 +224,16 @@ def _run(driver: Driver, cluster: Cluster | None, address: str | None) -> Outcom
             opened.close()
     if interrupts and outcome.status is Status.STOPPED:
         way_on = (
-            "--resume (resume=True) goes on from there"
+            "--resume (resume=True) continues from there"
             if outcome.checkpoint
-            else ("give a folder for checkpoints (--checkpoint DIR, checkpoint=DIR) to be able to go on")
+            else ("give a folder for checkpoints (--checkpoint DIR, checkpoint=DIR) to be able to continue")
         )
         raise KeyboardInterrupt(f"{outcome.message}\n{way_on}")
     return outcome
 
 
 def _open(address: str | None, spec: JobSpec, journal: Journal) -> Cluster:
-    """The cluster at the address, or a private Ray with the logical CPUs that the job asks for."""
+    """Return the cluster at the address, or a private Ray with the logical CPUs that the job needs."""
     from rayps.cluster.ray_cluster import RayCluster
 
     if address is not None:
@@ -242,23 +243,25 @@ def _open(address: str | None, spec: JobSpec, journal: Journal) -> Cluster:
     if cpus > (most := max(LOCAL_CPUS, cores)):
         raise ConfigError(
             f"the job needs {cpus} CPUs ({spec.workers} workers x {spec.resources['cpu']:g}) and a Ray of its own on "
-            f"this machine has {most}:\nask for fewer workers, give each less (--cpus-per-worker, resources), if the "
+            f"this machine has {most}:\nuse fewer workers, or less CPU for each (--cpus-per-worker, resources) if the "
             "memory holds so many processes, or join a cluster with address=",
             field="workers",
             code="too_large",
         )
     if cpus > cores:
-        journal.event("warning", f"{spec.workers} workers share {cores} cores: right for trying out, not for speed")
+        journal.event(
+            "warning", f"{spec.workers} workers share {cores} cores: enough to try things out, slow for training"
+        )
     gpus = math.ceil(spec.workers * spec.resources.get("gpu", 0)) or None
     return RayCluster.local(max(cpus, 1), None if gpus else 0)
 
 
 def _must_take_checkpoints(folder: Path, resumed: Path | None) -> None:
-    """Refuse a folder that would lose an earlier run's checkpoints, or that cannot be written, before hours of work."""
+    """Refuse a folder that has an earlier run's checkpoints, or that cannot be written, before hours of work."""
     if resumed is None and folder.is_dir() and (held := checkpoints.newest(folder)) is not None:
         raise CheckpointError(
             f"{folder} holds the checkpoints of an earlier run ({held.name}), which a new run would replace:\n"
-            "give resume=True (--resume) to go on from them, or another folder"
+            "give resume=True (--resume) to continue from them, or another folder"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -271,7 +274,7 @@ def _must_take_checkpoints(folder: Path, resumed: Path | None) -> None:
 
 
 def _resume(resume: bool | str | Path, folder: Path | None) -> tuple[Path | None, list[str]]:
-    """The checkpoint to go on from, and what to say of newer ones that cannot be used."""
+    """Return the checkpoint to resume from, and a note about newer ones that cannot be used."""
     if resume is False:
         return None, []
     if resume is not True:
@@ -284,16 +287,16 @@ def _resume(resume: bool | str | Path, folder: Path | None) -> tuple[Path | None
     if newest is None:
         why = f" ({passed[0]})" if passed else ""
         raise CheckpointError(
-            f"there is no whole checkpoint in {folder}{why}: start without resume, or give another folder"
+            f"there is no complete checkpoint in {folder}{why}: start without resume, or give another folder"
         )
     return newest, passed
 
 
 @contextlib.contextmanager
 def stops(driver: Driver, say: Callable[[str], None]) -> Iterator[list[int]]:
-    """Ctrl-C during a run: the first asks it to stop in good order, the second ends it at once.
+    """Handle Ctrl-C during a run: the first stops it in good order, the second ends it at once.
 
-    Within it a SIGINT stops the driver; gives the list of those that came. Only in the main thread.
+    A SIGINT stops the driver; yields the list of those received. Only in the main thread.
     """
     came: list[int] = []
 

@@ -1,7 +1,6 @@
-"""The actor of a worker: what a driver starts, asks and ends.
+"""The actor of a worker: the driver starts it, polls it and ends it.
 
-It answers at once; training runs in a thread (`rayps.worker.run`). A new generation's `begin` ends the
-generation before it.
+Calls return at once; training runs in a thread (`rayps.worker.run`). `begin` of a new generation ends the one before.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ from rayps.worker.run import GenerationRun
 from rayps.workload.base import Workload
 from rayps.workload.model import drawn
 
-MOST_ENDS = 10  # ends of threads that are reported at a time
-JOIN_SECONDS = 5.0  # for a thread to notice that its plan has ended
+MOST_ENDS = 10  # most ended threads that are reported at a time
+JOIN_SECONDS = 5.0  # seconds for a thread to see that its plan has ended
 
 
 @dataclass(frozen=True, slots=True)
 class OpenCalls:
-    """The calls of the user's code that have not returned in a worker, and what threads of its process ended by."""
+    """The calls of the user's code that have not returned in a worker, and the exceptions that ended its threads."""
 
     calls: tuple[Call, ...]
     ends: list[str]
@@ -74,37 +73,37 @@ class WorkerActor:
         self._workload: Workload | None = None
         self._listener = Listener(f"worker-{rank}", secret, host=host_address())
         self._ending, self._closed = threading.RLock(), False
-        self._lock = threading.RLock()  # of what the driver asks for
+        self._lock = threading.RLock()  # guards what the driver reads
         self._current: GenerationRun | None = None
         self._companions: Companions = {}
-        self._backup: WorkerBackup | None = None  # where workers keep each other's states
+        self._backup: WorkerBackup | None = None  # set if workers hold backups of each other's states
         self._evaluating: int | None = None  # the thread that evaluates for the driver
         thread_ends.listen()
-        self._ends = self._ends_told = len(thread_ends.ended())  # of threads: before this worker was, and reported
+        self._ends = self._ends_told = len(thread_ends.ended())  # ended threads: before this worker, and reported
 
     def companion(self, target: str, method: str, *args: Any) -> Any:
         """Call a method of the object of class `target` ("module:Class") that lives as long as this worker.
 
-        It is what a family keeps between generations, such as clients' states; it is made with a function that gives
-        the workload.
+        It holds what a family stores between generations, such as clients' states. It is created with a function that
+        returns the workload.
         """
         if target not in self._companions:
             self._companions[target] = load(target)(self._load)
         return getattr(self._companions[target], method)(*args)
 
-    # ---- where it is, and its end
+    # ---- place and end
 
     def place(self) -> ActorHost:
-        """Where this worker runs and how peers reach it."""
+        """Return where this worker runs and how peers reach it."""
         return ActorHost(socket.gethostname(), os.getpid(), self._listener.address)
 
     def door(self) -> str:
-        """The address at which others ask for the states that are kept here."""
+        """Return the address at which others request the states that are held here."""
         with self._ending:
             return self._made_backup().door()
 
     def halt(self, line: int) -> dict[int, HeldRounds]:
-        """End the running plan where it stands; what is kept here, by rank, of its own and of others."""
+        """End the running plan now; return the states held here, by rank, this worker's and others'."""
         with self._ending:
             if self._backup is not None:
                 self._backup.shut()
@@ -112,7 +111,7 @@ class WorkerActor:
             return {} if self._backup is None else self._backup.holdings(line)
 
     def initial(self, seed: int) -> Snapshot:
-        """The state before the first round: parameters drawn from the seed alone, whatever the strategy or size."""
+        """Return the state before the first round: parameters drawn from the seed, whatever the strategy or size."""
         try:
             return drawn(self._load(), seed)
         except Exception as error:
@@ -121,7 +120,7 @@ class WorkerActor:
             raise
 
     def begin(self, plan: WorkerPlan, snapshot: Snapshot, own: LocalState | None = None) -> None:
-        """End what runs, and start this plan; returns at once. `own` is what this worker alone has of the state.
+        """End the running plan, and start this one; return at once. `own` is the state that only this worker has.
 
         Raises PeerLost when this worker has been closed.
         """
@@ -130,8 +129,8 @@ class WorkerActor:
         with self._ending:
             self.abort()
             if self._closed:
-                raise PeerLost(f"worker-{plan.rank} has been closed", peer=f"worker-{plan.rank}")
-            with self._lock:  # a question answered between the two would count points as heard that nobody has heard
+                raise PeerLost(f"worker-{plan.rank} was closed", peer=f"worker-{plan.rank}")
+            with self._lock:  # a poll answered between the two would count points as received that were not
                 points = []
                 if plan.bond is not None:
                     points = self._made_backup().unheard(plan.start if plan.bond.recalls else 0)
@@ -140,7 +139,10 @@ class WorkerActor:
             self._current.start(self._load, snapshot, self._listener, self._device, self._companions)
 
     def poll(self, wanted: int) -> WorkerFacts:
-        """What happened since the last poll; points and lines are handed over once. The part of `wanted` is kept."""
+        """Return what happened since the last poll; each point and line is returned once.
+
+        The part of `wanted` is retained.
+        """
         ends = thread_ends.ended(self._ends)
         with self._lock:
             run = self._current
@@ -150,14 +152,14 @@ class WorkerActor:
         return answer
 
     def _ended_threads(self, ends: list[str]) -> list[Point]:
-        """Events of the threads that ended since the last call; some of many."""
+        """Return events of the threads that ended since the last call, at most some of many."""
         told = self._ends_told - self._ends
         new, self._ends_told = ends[told : told + MOST_ENDS], self._ends + len(ends)
         words = f"in worker-{self._rank}"
         return [{"kind": "event", "event": {"kind": "warning", "message": f"{words}: {text}"}} for text in new]
 
     def calls(self) -> OpenCalls:
-        """What is under way in this worker, also while it evaluates for the driver."""
+        """Return the running calls of the user's code in this worker, also while it evaluates for the driver."""
         found = [under_way(self._evaluating), None if self._current is None else self._current.call]
         return OpenCalls(tuple(call for call in found if call is not None), thread_ends.ended(self._ends))
 
@@ -166,13 +168,13 @@ class WorkerActor:
         return None if self._current is None else self._current.part(rounds)
 
     def rewire(self, shard: int, address: str) -> None:
-        """Tell that a shard has been replaced and where it is now; pushes of this worker that it lacks are replayed."""
+        """Connect to a replaced shard at its new address; this worker's pushes that it lacks are sent again."""
         if self._current is not None:
             self._current.rewire(shard, address)
 
     def evaluate(self, vector: Tensor | None, buffers: dict[str, Tensor]) -> dict[str, tuple[float, int]]:
-        """Sums and sample counts of every metric over this worker's share, at the given parameters."""
-        assert self._current is not None, "evaluate comes after a plan has run"
+        """Return sums and sample counts of every metric over this worker's share, at the given parameters."""
+        assert self._current is not None, "evaluate is called after a plan has run"
         self._evaluating = threading.get_ident()
         try:
             return self._current.evaluate(vector, buffers)
@@ -180,13 +182,13 @@ class WorkerActor:
             self._evaluating = None
 
     def abort(self) -> None:
-        """End the running plan; its peers see this worker leave."""
+        """End the running plan; its peers get PeerLost."""
         with self._ending:
             if self._current is not None:
                 self._current.end(JOIN_SECONDS)
 
     def close(self) -> None:
-        """End the plan and stop listening."""
+        """End the plan and close the listener."""
         with self._ending:
             self._closed = True
             self.abort()

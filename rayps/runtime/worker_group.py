@@ -1,6 +1,6 @@
-"""The workers and servers of one job, as one: start, begin a generation, poll, collect a snapshot, end.
+"""The workers and servers of one job together: start, begin a generation, poll, collect a snapshot, end.
 
-Polling never blocks. Which members to replace is decided by the driver.
+Polling never blocks. The driver decides which members to replace.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class WorkerLauncher:
-    """Starts the processes of workers in the resources that are reserved for them together."""
+    """Start the processes of workers in resources that are reserved for all of them at once."""
 
     cluster: Cluster
-    packed: bytes  # the workload
+    packed: bytes  # the packed workload
     resources: Bundle  # of one worker
     secret: bytes
     working_dir: str | None = None
@@ -47,7 +47,7 @@ class WorkerLauncher:
     _reserved: WorkerResources = field(default_factory=WorkerResources)
 
     def reserve(self, grid: Grid, timeout: float) -> str | None:
-        """Reserve resources for all workers or none; says where replicas are. Raises NoResources."""
+        """Reserve resources for all workers or none; return where replicas are placed. Raises NoResources."""
         self._reserved = reserve(self.cluster, self.resources, grid, timeout)
         return self._reserved.message
 
@@ -76,13 +76,13 @@ class WorkerLauncher:
             self.cluster.kill(member.handle)
 
     def release(self) -> None:
-        """Give the resources back."""
+        """Release the resources."""
         self._reserved.release()
         self._reserved = WorkerResources()
 
 
 class WorkerGroup:
-    """The workers and servers of one job. `space` is its place on an elastic server group, if it has one."""
+    """The workers and servers of one job. `space` is its space on a server group, if it has one."""
 
     def __init__(
         self,
@@ -95,18 +95,18 @@ class WorkerGroup:
         capture: bool = True,
         space: JobSpace | None = None,
     ) -> None:
-        """`packed` is the workload, `resources` are those of one worker."""
+        """Prepare; `packed` is the workload, `resources` are those of one worker."""
         self.cluster, self.size, self.space = cluster, size, space
         self.secret = secrets.token_bytes(32)
         self.workers: list[GroupMember] = []
         self.grid = Grid(1)
-        self._client_states: ClientStatesBackup | None = None  # once a phase needs it
+        self._client_states: ClientStatesBackup | None = None  # set once a phase needs it
         self._launcher = WorkerLauncher(cluster, packed, resources, self.secret, working_dir, capture)
         self._fixed = FixedServers(cluster, packed, self.secret, working_dir)
         self._orders: Orders | None = None
         self._schedule: SnapshotSchedule | None = None
         self._peers = PeerStates()
-        self._attempts = 0  # how often workers have begun again while others kept training
+        self._attempts = 0  # how often workers have started again while others kept training
         self._heard = _HeardPoints(size)
         self._collected = 0  # the round of the newest state
 
@@ -122,7 +122,7 @@ class WorkerGroup:
 
     @property
     def holds_tables(self) -> bool:
-        """Whether the parameters are in one space with tables, which are too large to go back to a snapshot."""
+        """Whether the parameters are in one space with tables, which are too large to return to a snapshot."""
         return (
             self._orders is not None
             and servers_of(self._orders.strategy) is not None
@@ -130,15 +130,15 @@ class WorkerGroup:
             and bool(self.space is not None and self.space.tables)
         )
 
-    # ---- starting and ending
+    # ---- start and end
 
     def start(self, timeout: float, grid: Grid | None = None, check: Callable[[], None] = lambda: None) -> str | None:
-        """Reserve the workers' resources together and start them, or leave nothing behind; says where replicas are.
+        """Reserve the workers' resources together and start them, or leave nothing behind; return where replicas are.
 
-        `check` is called while they start; what it raises ends the start.
+        `check` is called while they start; its exception ends the start.
 
         Raises:
-            NoResources: the cluster cannot hold them.
+            NoResources: the cluster lacks the resources.
             ClusterError: an actor did not start.
         """
         placed = self._launcher.reserve(grid or Grid(self.size), timeout)
@@ -162,7 +162,7 @@ class WorkerGroup:
         return self._client_states
 
     def close(self) -> None:
-        """End every member, free what the job holds on a server group, and give the resources back."""
+        """End every member, delete the job's data on a server group, and release the resources."""
         self._launcher.end(self.workers)
         self.workers = []
         if self._client_states is not None:
@@ -175,29 +175,29 @@ class WorkerGroup:
     # ---- a generation
 
     def initial(self, seed: int) -> Snapshot:
-        """The state before the first round of a model that fits on one worker, drawn by rank 0 from the seed."""
+        """Return the state before the first round of a model that fits on one worker, drawn by rank 0 from the seed."""
         snapshot: Snapshot = self.workers[0].handle.call("initial", seed).result(START_SECONDS)
         return snapshot
 
     @property
     def mends(self) -> bool:
-        """Whether workers hold each other's states, so that a death need not bring everyone back to a snapshot."""
+        """Whether workers hold backups of each other's states, so that a failure needs no return to a snapshot."""
         return rebuilds(self._known().strategy, from_servers=False)
 
     @property
     def rejoins(self) -> bool:
-        """Whether a replica that has lost a worker can begin again from the servers although all work in step."""
+        """Whether a replica that has lost a worker can start again from the servers although all work in step."""
         from_servers = rebuilds(self._known().strategy, from_servers=True)
         return from_servers and not any(shard.dead for shard in self.shards)
 
     def halt(self) -> Mending | None:
-        """End the generation where it stands. The round from which all can continue without a snapshot, or None."""
+        """End the generation now; return the round from which all can continue without a snapshot, or None."""
         return self._peers.halt(self.grid, self.workers)
 
     def begin(self, orders: Orders, snapshot: Snapshot, mending: Mending | None = None) -> None:
-        """Start a generation: dead members are replaced, living ones begin again, all from the snapshot.
+        """Start a generation: dead members are replaced, living ones start again, all from the snapshot.
 
-        With `mending`, from the states that workers hold, and the snapshot is for what these do not have.
+        With `mending`, from the states that workers hold; the snapshot is for what these do not have.
         """
         self._orders, self._schedule = orders, SnapshotSchedule(orders.boundary)
         self.grid = orders.strategy.grid(self.size)
@@ -208,7 +208,7 @@ class WorkerGroup:
         place([*(m for m in self.workers if m.place is None), *new])
         self._heard.begin(orders.evaluated)
         if any(member.dead for member in self.members):
-            return  # the next poll says so, and the driver decides
+            return  # the next poll reports it, and the driver decides
         if mending is None:
             self._peers.line = orders.generation
         self._heard.go_back(None if mending is None else mending.round)
@@ -218,7 +218,7 @@ class WorkerGroup:
         if any(member.dead for member in self.workers):
             return
         parts = columns_of(replace(snapshot, own={}), orders.division)
-        shared = [self.cluster.share(part) for part in parts]  # nobody is sent more than its column's
+        shared = [self.cluster.share(part) for part in parts]  # each worker gets its column's part only
         if self.space is not None and self._spaced:
             self.space.begin(orders, snapshot, parts)
         else:
@@ -238,9 +238,9 @@ class WorkerGroup:
         return self.grid.column(rank) if self._known().division is not None else 0
 
     def replace_workers(self, ranks: list[int], snapshot: Snapshot) -> None:
-        """Start a replica's workers again while the others keep training; they ask the servers for their next step.
+        """Start a replica's workers again while the others keep training; they read their next step from the servers.
 
-        Those that live keep their processes.
+        Living workers keep their processes.
         """
         dead = [rank for rank in ranks if self.workers[rank].dead]
         for rank in dead:
@@ -248,7 +248,7 @@ class WorkerGroup:
             self.workers[rank] = self._launcher.start(rank)
         place([self.workers[rank] for rank in dead])
         if any(self.workers[rank].dead for rank in ranks):
-            return  # the next poll says so
+            return  # the next poll reports it
         self._attempts += 1
         parts = columns_of(snapshot, self._known().division)
         replies = []
@@ -258,7 +258,7 @@ class WorkerGroup:
         settle(replies, [self.workers[rank] for rank in ranks])
 
     def replace_shard(self, index: int, snapshot: Snapshot) -> None:
-        """Restore a shard from a snapshot and tell the workers, which push again what they pushed to it since."""
+        """Restore a shard from a snapshot; workers then send again what they pushed to it since."""
         address = self._fixed.replace(index, snapshot)
         if address is not None:
             column, number = self._fixed.column(index)
@@ -301,7 +301,7 @@ class WorkerGroup:
 
     @property
     def _spaced(self) -> bool:
-        """Whether this generation needs the job's space, which holds the parameters, or tables, or both."""
+        """Return whether this generation needs the job's space, which holds the parameters, or tables, or both."""
         return self.space is not None and self.space.serves(self._known().strategy)
 
     def _servers(self) -> list[JobServers]:
@@ -313,15 +313,15 @@ class WorkerGroup:
 
     @property
     def met(self) -> str | None:
-        """Why the strategy is done before the phase's end, as all workers say; None while it is not."""
+        """Why the strategy's stop rule ended the phase, as all workers report; None while it is not met."""
         facts = [worker.facts for worker in self.workers]
         reasons = [f.met for f in facts if isinstance(f, WorkerFacts) and f.generation == self._known().generation]
         return reasons[0] if len(reasons) == self.size and None not in reasons else None
 
-    # ---- asking
+    # ---- polls
 
     def poll(self) -> list[Point]:
-        """Take in the answers that have come, ask again, and return the new metric points (with their rank)."""
+        """Process the answers that have arrived, send new polls, and return the new metric points (with their rank)."""
         orders, wanted = self._known(), self._wanted()
         points: list[Point] = []
         for rank, worker in enumerate(self.workers):
@@ -337,19 +337,19 @@ class WorkerGroup:
         return points
 
     def hurry(self) -> None:
-        """Let every member keep its share of the next round that all can still hear of, for a checkpoint now."""
+        """Make every member retain its part of the next round that all can be notified of, for a checkpoint now."""
         if self._schedule is not None:
             self._schedule.hurry()
 
     def _wanted(self) -> int:
-        """The round whose share every member is to keep; 0 while it is not known how far all have come."""
+        """Return the round whose part every member is to retain; 0 while the members' positions are not known."""
         concerned = self._concerned()
         if self._schedule is None or concerned is None:
             return 0
         return self._schedule.look(concerned, self._collected)
 
     def lines(self) -> list[tuple[float, str, str]]:
-        """The log lines that the last polls brought: time, who, text."""
+        """Return the log lines of the last polls: time, source, text."""
         found = []
         for member in self.workers:
             if isinstance(member.facts, WorkerFacts) and member.facts.lines:
@@ -358,9 +358,9 @@ class WorkerGroup:
         return sorted(found)
 
     def collect(self, snapshot: Snapshot) -> Snapshot | None:
-        """The newest state of which every member still keeps its share; None when there is none newer.
+        """Return the newest state of which every member retains its part; None if there is none newer.
 
-        `snapshot` is the state that the generation began from.
+        `snapshot` is the state from which the generation started.
         """
         concerned = self._concerned()
         if concerned is None or any(member.dead for member in self.members):
@@ -375,7 +375,7 @@ class WorkerGroup:
                 given = [part.result(timeout) for part in workers]
                 held = [part for wait in waits for part in wait(timeout)]
             except (ClusterError, TimeoutError):
-                return None  # somebody died or is silent: the next polls say who
+                return None  # a member died or does not answer: the next polls show which
             whole = all(part is not None for part in ([*given, *held] if in_step else held))
             states = self._client_states
             if whole and (states is None or states.gather(self.workers, newest, timeout)):
@@ -387,7 +387,7 @@ class WorkerGroup:
         return None
 
     def _assemble(self, base: Snapshot, given: list[WorkerPart | None], held: list[ShardPart]) -> Snapshot:
-        """The whole state from everyone's parts of it."""
+        """Return the whole state from all members' parts."""
         division = self._known().division
         if division is None:
             return assemble(base, dict(enumerate(given)), held)
@@ -397,15 +397,15 @@ class WorkerGroup:
         return in_columns(division, base, columns, given, of, held)
 
     def saved(self, snapshot: Snapshot) -> None:
-        """Tell the servers that the driver has this state: what it holds need not be said again."""
+        """Notify the servers that the driver has this state: pushes in it need not be retained any more."""
         for servers in self._servers():
             servers.saved(snapshot)
 
     def _concerned(self) -> list[tuple[int, list[int]]] | None:
-        """How far the members have come who must give their shares of one and the same round, and what each holds.
+        """Return (progress, retained rounds) of the members that must give their parts of one round.
 
-        In step that is everyone. Out of step a round is that of the slowest worker, which only servers know; what a
-        worker adds (its random state, the buffers) belongs to no round of the others. None: not all have said it.
+        In step these are all members. Out of step a round is that of the slowest worker, which only servers know; a
+        worker's part (its random state, the buffers) belongs to no round of the others. None: not all have reported.
         """
         facts = [worker.facts for worker in self.workers]
         slowest = min((f.position if isinstance(f, WorkerFacts) else 0 for f in facts), default=0)
@@ -422,7 +422,7 @@ class WorkerGroup:
         return [*((f.position, f.parts) for f in facts), *found]
 
     def evaluate(self, snapshot: Snapshot, timeout: float) -> dict[str, float] | None:
-        """Every metric at the snapshot's parameters, as means over all samples of the evaluation data.
+        """Return every metric at the snapshot's parameters, as means over all samples of the evaluation data.
 
         None when a worker was lost meanwhile: it counts as dead.
         """
@@ -434,25 +434,25 @@ class WorkerGroup:
 
 
 class _HeardPoints:
-    """Which points the driver has heard of each rank: a worker repeats those that may have been lost with a peer."""
+    """Which points of each rank the driver has: a worker repeats those that may have been lost with a peer."""
 
     def __init__(self, size: int) -> None:
-        self.evaluated = [0] * size  # the last round after which each rank was heard to evaluate
+        self.evaluated = [0] * size  # the last round whose evaluation by each rank was received
         self._newest: dict[tuple[int, str], int] = {}  # the newest point of each rank, by kind
 
     def begin(self, evaluated: int) -> None:
-        """A generation begins; the evaluation after round `evaluated` is filed."""
+        """Start a generation; the evaluation after round `evaluated` is in the journal."""
         self.evaluated = [evaluated] * len(self.evaluated)
 
     def go_back(self, round: int | None) -> None:
-        """Workers continue from `round`, so that later points will come again; None: from a snapshot."""
+        """Continue from `round`, so that later points arrive again; None: from a snapshot."""
         if round is None:
             self._newest = {}
         else:
             self._newest = {at: min(newest, round - 1) for at, newest in self._newest.items()}
 
     def new(self, rank: int, points: list[Point]) -> list[Point]:
-        """The points that were not heard before, each with its rank."""
+        """Return the points that were not received before, each with its rank."""
         found = [{**point, "rank": rank} for point in points if self._is_new(rank, point)]
         for point in found:
             if point["kind"] == "evaluation":
@@ -468,7 +468,7 @@ class _HeardPoints:
 
 
 def _servers(orders: Orders) -> int:
-    """How many fixed servers a generation needs: each column has at least one."""
+    """Return how many fixed servers a generation needs: at least one per column."""
     columns = 1 if orders.division is None else len(orders.division.columns)
     servers = servers_of(orders.strategy)
     return 0 if servers is None else servers.shards(columns)
@@ -477,13 +477,13 @@ def _servers(orders: Orders) -> int:
 def evaluated(
     members: Sequence[GroupMember], replies: Sequence[ActorReply], timeout: float, *, silence: float, round: int
 ) -> dict[str, float] | None:
-    """The means of every metric from everyone's answers; None when one was lost meanwhile: it counts as dead.
+    """Return the means of every metric from all workers' results; None when one was lost meanwhile: it counts as dead.
 
-    All have `timeout` seconds, and one call of the user's code `silence`. `round` is the one that was trained last.
+    All have `timeout` seconds in total, and one call of the user's code `silence`. `round` is the last one trained.
     """
     asked = list(zip(members, replies, strict=True))
     for member in members:
-        member.question = None  # what it is asked as it trains
+        member.question = None  # the poll that it gets as it trains
 
     def over() -> bool:
         for member, reply in asked:
@@ -504,6 +504,6 @@ def evaluated(
             member.dead = f"it did not evaluate within {timeout:g} s"
         except LinkError as error:  # within its replica
             torn.append((member, str(error)))
-    if torn and not any(member.dead for member in members):  # else the dead one is why
+    if torn and not any(member.dead for member in members):  # else the dead worker is the cause
         torn[0][0].dead = torn[0][1]
     return means(found) if len(found) == len(members) else None

@@ -37,7 +37,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class FolderRow:
-    """What a job's folder says: its row, the attempt that has started (0: none), and its outcome, if it has ended."""
+    """The content of a job's folder: its row, its last started attempt (0: none), and its outcome, if it has ended."""
 
     row: JobRow | None
     attempt: int = 0

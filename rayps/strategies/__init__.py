@@ -1,1 +1,1 @@
-"""How the workers learn together: one file per paper, found by name in `rayps.strategies.catalogue`."""
+"""Strategies: one file per paper, found by name in `rayps.strategies.catalogue`."""

@@ -1,31 +1,40 @@
-"""Consensus ADMM: workers that learn apart, and multipliers that make them agree.
+"""Consensus ADMM: workers train separately, and multipliers make their parameters agree.
 
 Boyd, Parikh, Chu, Peleato, Eckstein, "Distributed Optimization and Statistical Learning via the Alternating Direction
 Method of Multipliers", FnTML 2011: section 7.1 (global consensus, scaled form), 3.3 (the stop rule), 3.4.1 (residual
-balancing), 3.4.3 (over-relaxation). What is minimised is
+balancing), 3.4.3 (over-relaxation). The objective is the mean loss over all rows, plus g:
+
     sum_i (n_i / n) f_i(x) + g(x)
-where f_i is the mean of `loss` over the n_i rows that worker i keeps, n = sum n_i, and g the `regularizer` (none,
-l1(weight=...), l2(weight=...), of all parameters in the vector): the mean loss over all rows, plus g. Between two
-meetings worker i takes `local_steps` steps of the workload's optimizer on f_i(x) + penalty/2 |x - z + u_i|^2, each on
-its next batch, and goes on from where it was. At a meeting, with alpha = `relaxation`:
+
+f_i is the mean of `loss` over the n_i rows of worker i (fixed for the whole run), n = sum n_i, and g the `regularizer`
+(none, l1(weight=...), l2(weight=...), of all parameters in the vector). Between two averages worker i takes
+`local_steps` steps of the workload's optimizer on the following function, each on its next batch, starting at its x_i:
+
+    f_i(x) + penalty/2 |x - z + u_i|^2
+
+At an average, with alpha = `relaxation` (the paper's problem with f_i and the penalty times n_i / n):
+
     v_i <- alpha x_i + (1 - alpha) z + u_i
     z <- prox_{g / penalty}(sum_i (n_i / n) v_i);  u_i <- v_i - z
-(the paper's problem, its f_i and its penalty times n_i / n.) The job holds z; x_i and u_i stay with worker i.
-Residuals: primal r^2 = N sum_i (n_i / n) |x_i - z|^2, dual s^2 = N penalty^2 |z - z_old|^2.
-`balance`: r > 10 s: penalty * 2, u_i / 2; s > 10 r the reverse. The optimizer's rate must suit the curvature of f_i
-plus `penalty`; where the penalty is higher by d than the option, each group of the optimizer steps at the rate
-lr / (1 + lr d), so that the rate still does. The whole step is shorter, its weight decay too: with SGD (any momentum)
-or Adam with L2, whose decay is part of the gradient, weight_decay = c has the solution of `l2(weight=c)`, balanced or
-not. A decoupled decay (AdamW) has another solution than l2, here as in torch.
-`eps_abs`, `eps_rel`: both none = no stop rule; else training ends once r and s are within the bounds of section 3.3.
-`participation` p: a worker takes part in a period with this probability, drawn from the seed; one that does not keeps
-x_i, and its last word v_i counts (a randomised ADMM: Iutzeler et al., CDC 2013).
-`momentum` (keep, reset, average): what a meeting does to the optimizers' state. `buffers` (average, keep): what it does
-to what is no parameter, as BatchNorm's statistics, which have no multipliers.
-An optimizer with `maximize` climbs f_i(x) - penalty/2 |x - z + u_i|^2; all its groups must then have it.
-A workload's `clip_norm` clips the gradient of a local step with that of the penalty in it.
-Batches smaller than a worker's rows make it stochastic: z then comes to rest at a distance that grows with the rate,
-and exactly only with a rate that falls.
+
+The job saves and evaluates z; x_i and u_i belong to worker i, and are saved by rank. Residuals: primal r^2 = N sum_i
+(n_i / n) |x_i - z|^2, dual s^2 = N penalty^2 |z - z_old|^2.
+
+- `balance`: if r > 10 s, penalty * 2 and u_i / 2; if s > 10 r, the reverse. The optimizer's rate must suit the
+  curvature of f_i plus `penalty`; when balancing has raised the penalty by d, each group of the optimizer steps at the
+  rate lr / (1 + lr d), which still suits it. That scales the weight decay too: with SGD (any momentum) or Adam with L2,
+  whose decay is part of the gradient, weight_decay = c has the solution of `l2(weight=c)`, balanced or not. A decoupled
+  decay (AdamW) has another solution than l2, as in torch.
+- `eps_abs`, `eps_rel`: both none = no stop rule; else training ends once r and s are within the bounds of section 3.3.
+- `participation` p: a worker takes part in a period with this probability, drawn from the seed; an absent worker keeps
+  x_i, and its last v_i is used (a randomised ADMM: Iutzeler et al., CDC 2013).
+- `momentum` (keep, reset, average): the effect of an average on the optimizers' state.
+- `buffers` (average, keep): the effect on buffers such as BatchNorm's statistics, which have no multipliers.
+
+An optimizer with `maximize` ascends f_i(x) - penalty/2 |x - z + u_i|^2; all its groups must then have it. A workload's
+`clip_norm` clips the gradient of a local step, the penalty's gradient included. Batches smaller than a worker's rows
+make the method stochastic: z then converges to a neighbourhood of the solution whose size grows with the rate, and to
+the solution only with a rate that falls to 0.
 """
 
 from __future__ import annotations
@@ -47,7 +56,7 @@ from rayps.strategies.base import Strategy
 
 @dataclass(frozen=True)
 class ADMM(Strategy):
-    """Workers that keep their own rows and meet seldom, and still reach the optimum of all rows: convex models.
+    """Workers on fixed rows that average seldom, and still reach the optimum of all rows: convex models.
 
     Example:
         rayps.train(work, strategy=rayps.ADMM(penalty=1.0, local_steps=2), workers=2)
@@ -79,7 +88,7 @@ class ADMM(Strategy):
         object.__setattr__(self, "regularizer", canonical(self.regularizer))
 
     def cost(self, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
-        """A mean of the parameters at each meeting."""
+        """Return the cost of a mean of the parameters at each average."""
         return traffic.periodic_mean(grid, sizes, None, self.local_steps, moments=self.momentum == "average")
 
     def begin(self, w: WorkerView) -> None:
@@ -90,11 +99,11 @@ class ADMM(Strategy):
             w.memory |= {"u": w.params * 0, "calm": w.params.new_tensor(0.0)}
 
     def consensus(self, w: WorkerView) -> Vector | None:
-        """What the job holds: z."""
+        """Return z."""
         return w.shared["z"]
 
     def round(self, w: WorkerView) -> None:
-        """One step of x_i <- argmin f_i(x) + penalty/2 |x - z + u_i|^2, and a meeting where one is due."""
+        """Take one step of x_i <- argmin f_i(x) + penalty/2 |x - z + u_i|^2; at the end of a period, average."""
         batch = w.batch()
         here = attends(w.plan.seed, (w.position - 1) // self.local_steps, w.rank, self.participation)
         if here and len(batch):
@@ -105,10 +114,10 @@ class ADMM(Strategy):
             self._meet(w, here)
 
     def _meet(self, w: WorkerView, here: bool) -> None:
-        """v_i, z, u_i; then the residuals, the stop rule and the penalty."""
+        """Update v_i, z, u_i; then the residuals, the stop rule and the penalty."""
         x, u, z_old, penalty = w.params, w.memory["u"], w.shared["z"], float(w.shared["penalty"])
         share = w.rows / w.all_rows
-        alpha = self.relaxation if here else 0.0  # of one that was absent v = z + u: its last word
+        alpha = self.relaxation if here else 0.0  # of an absent worker v = z + u: its last v
         v = u.add_(x, alpha=alpha).add_(z_old, alpha=1 - alpha)
         z = w.shared["z"] = prox(self.regularizer, w.mean(v, w.rows, exact=True), 1 / penalty)
         u = v.sub_(z)
@@ -128,7 +137,7 @@ class ADMM(Strategy):
         if has_rule:
             stops = primal <= primal_stop and dual <= dual_stop
             w.memory["calm"].fill_(stops and calm)
-            if stops and norms[3] == w.size:  # each took part since r and s came within their bounds
+            if stops and norms[3] == w.size:  # every worker took part since r and s are within their bounds
                 w.done = True
                 w.reason = f"primal residual {primal:.3g} <= {primal_stop:.3g} and dual {dual:.3g} <= {dual_stop:.3g}"
                 return
@@ -139,7 +148,7 @@ class ADMM(Strategy):
 
 
 def _step(w: WorkerView, g: Vector, risen: float) -> None:
-    """A step at the rate lr / (1 + lr risen) of each group, where the penalty has `risen` by that."""
+    """Step at the rate lr / (1 + lr risen) of each group, where the penalty has `risen` by that."""
     groups = [group for group in w.optimizer.param_groups if "lr" in group and risen > 0]
     rates = [group["lr"] for group in groups]
     for group, rate in zip(groups, rates, strict=True):
@@ -152,7 +161,7 @@ def _step(w: WorkerView, g: Vector, risen: float) -> None:
 
 
 def _square(v: Vector) -> float:
-    """|v|^2."""
+    """Return |v|^2."""
     return float(v.double().square().sum())
 
 

@@ -2,12 +2,12 @@
 
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009.
 Every worker holds all parameters w and its own optimizer. In round t, worker i computes g_i on its
-batch of n_i samples; the ring gives everyone g = sum(n_i g_i) / sum(n_i); everyone takes the same step.
-Gradients leave in buckets of `bucket_mb` (10^6 bytes; 0 = all at once, none = chosen) while backward goes on.
+batch of n_i samples; the ring computes g = sum(n_i g_i) / sum(n_i) on every worker; all take the same step.
+Gradients are sent in buckets of `bucket_mb` (10^6 bytes; 0 = all at once, none = chosen) while backward continues.
 A workload's `clip_norm` clips g, the mean.
-`compression` (fp16, bf16, int8, top_k, top_k:FRACTION, auto) says how the g_i travel, with error feedback.
-With a `replica` of several workers i counts replicas, and each worker averages its part of the model with those that
-hold the same part; a part's gradient leaves at once, as it is.
+`compression` (fp16, bf16, int8, top_k, top_k:FRACTION, auto) encodes the g_i, with error feedback.
+With a `replica` of several workers i counts replicas, and each worker averages its part of the model with the workers
+that hold the same part; a part's gradient is sent at once, uncompressed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rayps.strategies.base import Strategy
 
 @dataclass(frozen=True)
 class AllReduce(Strategy):
-    """Equal workers, every round in step: exact, and the fastest when all machines are alike.
+    """Equal workers in step: exact, and the fastest when all machines are equally fast.
 
     Example:
         rayps.train(work, strategy=rayps.AllReduce(bucket_mb=4), workers=2)

@@ -1,4 +1,4 @@
-"""What strategies share whose workers take steps of their own and meet now and then."""
+"""What strategies share whose workers train separately and average periodically."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from rayps.core.strategy import StrategyView, WorkerView
 
 
 def local_step(w: WorkerView) -> None:
-    """One step on this worker's next batch; an empty one is none. Counts samples and rounds since the last meeting."""
+    """Take one step on this worker's next batch, none if it is empty.
+
+    Count samples and rounds since the last average.
+    """
     g = w.grad(w.batch())
     if g.samples:
         w.step(g)
@@ -17,23 +20,23 @@ def local_step(w: WorkerView) -> None:
 
 
 def samples(w: WorkerView) -> float:
-    """Since the last meeting, of this worker."""
+    """Return this worker's samples since the last average."""
     return float(w.memory.get("samples", 0))
 
 
 def rounds(w: WorkerView) -> int:
-    """Since the last meeting; the same on all workers."""
+    """Return the rounds since the last average, equal on all workers."""
     return int(w.memory.get("rounds", 0))
 
 
 def have_met(w: WorkerView, **facts: float) -> None:
-    """Count anew, and say that there was a meeting."""
+    """Reset the counts, and report the average."""
     w.memory |= {"samples": 0, "rounds": 0}
     w.say(met=1, **facts)
 
 
 def done(w: WorkerView) -> int:
-    """Rounds of this phase, with the one under way once it has its batch."""
+    """Return the rounds of this phase, including the current one once it has its batch."""
     return w.position - int(w.plan.origin[0])
 
 

@@ -1,10 +1,10 @@
-"""The catalogue of strategies: find one by name, read it from text, YAML or JSON, write it back.
+"""The catalogue of strategies: find one by name, parse it from text, YAML or JSON, write it back.
 
-A strategy of the user's own is named as a workload is, "module:Class" or "path/file.py:Class", with its options behind
-it: "easgd:EASGD:rho=0.1". Reading it runs the user's file, so `parse` does that only where it is given the folder in
-which to look; `own_names` tells whether there is any without reading it.
+A user's own strategy is named as a workload is, "module:Class" or "path/file.py:Class", followed by its options:
+"easgd:EASGD:rho=0.1". Parsing it runs the user's file, so `parse` does that only where it gets the folder to search;
+`own_names` finds such names without running anything.
 
-No torch here, so that the job service can check a strategy without loading any.
+No torch here, so that the job service can check a strategy without importing it.
 """
 
 from __future__ import annotations
@@ -112,16 +112,16 @@ class StrategyDescription(TypedDict):
 
 
 def parse(given: StrategySpec, folder: str | Path | None = None) -> list[Phase]:
-    """Read what a user wrote as the phases of a run. `folder` is where the files of strategies of the user's own are.
+    """Parse what a user wrote into the phases of a run. `folder` holds the files of the user's own strategies.
 
-    Accepts a Strategy, the text form `parameter_server:staleness=3,shards=2` (several joined by ` > ` with
-    their epochs in front: `2*parameter_server:staleness=none > all_reduce`), the wire form
-    `{"name": ..., option: ...}`, and lists of (epochs, strategy) or `{"epochs": n, "strategy": ...}`.
-    What a replica is nests in each of them: `all_reduce:replica=pipeline(stages=4,micro_batches=8)`,
-    `{"name": "all_reduce", "replica": {"name": "pipeline", "stages": 4}}`; alone, it learns by all_reduce.
+    Accepts a Strategy, the text form `parameter_server:staleness=3,shards=2` (several joined by ` > ` with their epochs
+    in front: `2*parameter_server:staleness=none > all_reduce`), the wire form `{"name": ..., option: ...}`, and lists
+    of (epochs, strategy) or `{"epochs": n, "strategy": ...}`. A replica of several workers is an option of each of
+    them: `all_reduce:replica=pipeline(stages=4,micro_batches=8)`, `{"name": "all_reduce", "replica": {"name":
+    "pipeline", "stages": 4}}`; a replica alone means all_reduce.
 
     Raises:
-        ConfigError: naming the strategies or options that there are; a strategy of the user's own without `folder`.
+        ConfigError: names the strategies or options that exist; a strategy of the user's own without `folder`.
     """
     FINDER.forget()
     phases = [_phase(item, folder) for item in _items(given)]
@@ -136,17 +136,17 @@ def parse(given: StrategySpec, folder: str | Path | None = None) -> list[Phase]:
 
 
 def own_names(given: StrategySpec) -> list[str]:
-    """The strategies of the user's own that are named in what a user wrote; nothing of theirs is read or run.
+    """Return the user's own strategies that are named in what a user wrote; no file of theirs is read or run.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: it cannot be parsed.
     """
     found = [_form(_parted(item)[1]) for item in _items(given)]
     return [item["name"] for item in found if isinstance(item, dict) and _is_own(item.get("name"))]
 
 
 def _items(given: StrategySpec) -> list[StrategySpec]:
-    """The phases that a user wrote, one by one."""
+    """Yield the phases that a user wrote."""
     if isinstance(given, str) and ">" in given:
         whole, given = given, [part.strip() for part in given.split(">")]
         if "" in given:
@@ -163,10 +163,10 @@ def _items(given: StrategySpec) -> list[StrategySpec]:
 
 
 def for_a_loop(given: StrategySpec) -> StrategyView:
-    """The strategy of a training loop of one's own, read as `parse` does.
+    """Return the strategy of a user's own training loop, parsed as by `parse`.
 
     Raises:
-        ConfigError: it cannot be read, changes during the run, or needs more of a worker than such a loop has.
+        ConfigError: it cannot be parsed, changes during the run, or needs more of a worker than such a loop has.
     """
     phases = parse(given, Path.cwd())
     if len(phases) > 1:
@@ -176,19 +176,19 @@ def for_a_loop(given: StrategySpec) -> StrategyView:
     own = servers is not None and servers.own_copies
     if topology.replica is not None or own or chosen.loop not in (SYNC_GRADIENTS, SERVER_STEPS):
         what = chosen.name if topology.replica is None else f"{chosen.name} with a replica of several workers"
-        raise ConfigError(f"wrap cannot follow {what}: use rayps.train, which makes the loop", field="strategy")
+        raise ConfigError(f"wrap cannot run {what}: use rayps.train, which has its own loop", field="strategy")
     return chosen
 
 
 def wire(phases: list[Phase]) -> Json:
-    """The phases as JSON-ready data; one phase without epochs is its strategy alone."""
+    """Return the phases as JSON-ready data; one phase without epochs is its strategy alone."""
     if len(phases) == 1 and phases[0].epochs is None:
         return _wire(phases[0].strategy)
     return [{"epochs": phase.epochs, "strategy": _wire(phase.strategy)} for phase in phases]
 
 
 def described(name: str, kind: type[Strategy] | type[Replica]) -> StrategyDescription:
-    """A strategy's name, summary and options, JSON-ready."""
+    """Return a strategy's name, summary and options, JSON-ready."""
     return {
         "name": name,
         "summary": ((kind.__doc__ or "").strip().splitlines() or [""])[0],
@@ -205,10 +205,10 @@ def _option(field: Option) -> OptionDescription:
 
 
 def catalogue() -> list[StrategyDescription]:
-    """Every strategy by name, with its summary and its options, for help texts and the dashboard.
+    """Return every strategy by name, with its summary and its options, for help texts and the dashboard.
 
-    After the strategies what a replica of several workers may be: such a name alone is that replica under all_reduce.
-    An option that takes one of them says so in `of`.
+    After the strategies the kinds of replicas of several workers: such a name alone is that replica under all_reduce.
+    An option that takes one of them lists them in `of`.
     """
     kinds: dict[str, type[Strategy] | type[Replica]] = {**CATALOGUE, **REPLICAS}
     return [described(name, kind) for name, kind in kinds.items()]
@@ -222,7 +222,7 @@ def _phase(item: StrategySpec, folder: str | Path | None) -> Phase:
 
 
 def _parted(item: StrategySpec) -> tuple[StrategySpec, StrategySpec]:
-    """The epochs of a phase, None where there are none, and its strategy as it was written."""
+    """Return the epochs of a phase, None if there are none, and its strategy as written."""
     if isinstance(item, tuple) and len(item) == 2:
         return item[0], item[1]
     if isinstance(item, dict) and "strategy" in item:
@@ -239,7 +239,7 @@ def _parted(item: StrategySpec) -> tuple[StrategySpec, StrategySpec]:
 
 
 def _form(item: StrategySpec) -> StrategySpec:
-    """A strategy's text as its wire form; what is no text as it is."""
+    """Return a strategy's text in wire form; anything else unchanged."""
     if not isinstance(item, str):
         return item
     own = _OWN.match(item.strip())
@@ -286,11 +286,11 @@ def _strategy(item: StrategySpec, folder: str | Path | None) -> Strategy:
 
 
 def _own(item: Mapping[str, StrategySpec], folder: str | Path | None) -> Strategy:
-    """A strategy of the user's own. Raises ConfigError: it cannot be found, or its file or its options do not work."""
+    """Return a user's own strategy. Raises ConfigError: it cannot be found, or its file or its options fail."""
     target = str(item["name"])
     if folder is None:
         raise ConfigError(
-            f"strategy {target!r} is a class of your own, and no working directory was given in which to find it",
+            f"strategy {target!r} is a class of your own, and no working directory was given to find it in",
             field="strategy",
         )
     try:
@@ -314,7 +314,7 @@ def _build(what: str, kind: type[_Kind], item: Mapping[str, StrategySpec]) -> _K
         if key not in known:
             has = f"its options are {', '.join(known)}" if known else "it has none"
             if not dataclasses.is_dataclass(kind):
-                has = "it has none, for it is no dataclass: fields of a @dataclass(frozen=True) are options"
+                has = "it has none: only fields of a @dataclass(frozen=True) are options"
             has += _elsewhere(str(key), known)
             raise ConfigError(
                 f"{what} {kind.name} has no option {key!r}{near(str(key), known)}: {has}", field="strategy"
@@ -324,19 +324,19 @@ def _build(what: str, kind: type[_Kind], item: Mapping[str, StrategySpec]) -> _K
 
 
 def _elsewhere(key: str, known: list[str]) -> str:
-    """Where an option belongs that a strategy with these options does not have, if it is known."""
+    """Return where an option belongs that a strategy does not have, if it is known."""
     if "replica" in known and any(key == f.name for replica in REPLICAS.values() for f in options_of(replica)):
-        return "; a replica's own stand in parentheses, as in replica=pipeline(stages=4,micro_batches=8)"
+        return "; a replica's options are written in parentheses, as in replica=pipeline(stages=4,micro_batches=8)"
     if "rule" in known:
         for option, found in (("rule", rule_with(key)), ("attack", attack_with(key))):
             if found is not None:
-                return f"; {key} stands in the parentheses of what it belongs to, as in {option}={found}"
+                return f"; {key} is written in parentheses, as in {option}={found}"
     takers = [name for name, kind in CATALOGUE.items() if key in [f.name for f in options_of(kind)]]
     return f"; {key} is an option of {', '.join(takers)}" if takers else ""
 
 
 def _replica(option: str, item: StrategySpec) -> Replica | None:
-    """What stands in an option that takes a replica: none, the object itself, its text or its wire form."""
+    """Parse an option that takes a replica: None, the object itself, its text or its wire form."""
     if item is None or isinstance(item, Replica):
         return item
     if isinstance(item, str):
@@ -351,9 +351,7 @@ def _replica(option: str, item: StrategySpec) -> Replica | None:
     name = item["name"].replace("-", "_")
     if name not in known:
         is_a = " is a strategy" if name in CATALOGUE else f" is none{near(name, known)}"
-        raise ConfigError(
-            f"{option} {item['name']!r}{is_a}: a {option} is made of {', '.join(known)}", field="strategy"
-        )
+        raise ConfigError(f"{option} {item['name']!r}{is_a}: a {option} is one of {', '.join(known)}", field="strategy")
     return _build("replica", REPLICAS[name], item)
 
 
@@ -362,7 +360,7 @@ def _wire(given: StrategyView) -> JsonObject:
 
 
 def _named(given: StrategyView) -> str:
-    """The name by which `parse` finds it again; of a class that no file holds, what it calls itself."""
+    """Return the name by which `parse` finds it again; of a class that no file holds, its own name."""
     module = type(given).__module__
     if module == "__main__" or module.partition(".")[0] == "rayps" or "<locals>" in type(given).__qualname__:
         return given.name
@@ -370,7 +368,7 @@ def _named(given: StrategyView) -> str:
 
 
 def _default(field: Option) -> Json:
-    """An option's default; what JSON does not know as text."""
+    """Return an option's default; a value that JSON does not have as text."""
     if field.default is dataclasses.MISSING:
         return None
     default = field.default

@@ -1,21 +1,25 @@
-"""DiLoCo: long periods of local steps, and an outer optimizer that steps by how far the workers have come on average.
+"""DiLoCo: long periods of local steps, and an outer optimizer that steps by the workers' mean change.
 
 Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv:2311.08105, algorithm 1.
-Everyone begins at theta. In a period worker k takes H = `period` steps (50; the paper's H is 500) of the workload's
+All workers start at theta. In a period worker k takes H = `period` steps (50; the paper's H is 500) of the workload's
 optimizer (the paper's AdamW) from theta to theta_k; then
+
     D <- sum(n_k (theta - theta_k)) / sum(n_k), n_k the samples of worker k in the period: the outer gradient
     v <- mu v + D;  theta <- theta - lr (D + mu v), lr = `outer_lr`, mu = `outer_momentum` (Nesterov)
-and everyone goes on from theta. A phase's end is a period's end. lr = 1 and mu = 0 is local SGD.
-`overlap` S: D travels while the next S steps (fewer than H) run; then each worker takes its theta, and on top of it the
-way it has come meanwhile: w_k <- theta + (w_k - theta_k) (Wang et al., "Overlap local-SGD", ICASSP 2020, in spirit; the
-outer step is late by S, and 0, the default, waits for it).
-`compression` (fp16, bf16, int8, top_k, top_k:FRACTION, auto): how theta - theta_k travels, with error feedback.
-`buckets`: in so many parts, one after another; what comes out is the same.
-`momentum` (keep, reset, average): what a meeting does to the inner optimizers' states; the paper keeps them. `buffers`
-(average, keep): to those that are not whole numbers.
-A workload's `clip_norm` clips the gradients of inner steps, not D.
-Sends 1/H of all_reduce's bytes; a worker holds two vectors more (theta, v), with overlap four. Between meetings the
-mean of the workers is evaluated and saved, and with it all that a period needs to go on.
+
+and all workers continue from theta. A period ends at the end of a phase. lr = 1 and mu = 0 is local SGD. Between outer
+steps the mean of the workers is evaluated and saved, with all that is needed to resume within a period.
+
+- `overlap` S: D is sent while the next S steps (fewer than H) run; then each worker takes theta, plus its change since:
+  w_k <- theta + (w_k - theta_k) (similar to Wang et al., "Overlap local-SGD", ICASSP 2020; the outer step is late by
+  S). 0, the default, waits for D.
+- `compression` (fp16, bf16, int8, top_k, top_k:FRACTION, auto): encodes theta - theta_k, with error feedback.
+- `buckets`: sends it in so many parts, one after another; the result is the same.
+- `momentum` (keep, reset, average): the effect of an outer step on the inner optimizers' states; the paper keeps them.
+- `buffers` (average, keep): the effect on floating point buffers.
+
+A workload's `clip_norm` clips the gradients of inner steps, not D. Sends 1/H of all_reduce's bytes; a worker holds two
+vectors more (theta, v), with overlap four.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ from rayps.strategies.base import Strategy
 
 @dataclass(frozen=True)
 class DiLoCo(Strategy):
-    """Workers far from each other that meet every some hundred steps, and step together by what each has learnt.
+    """Distant workers that exchange every some hundred steps, with an outer optimizer.
 
     Example:
         rayps.train(work, strategy=rayps.DiLoCo(period=8, outer_lr=0.7), workers=2)
@@ -59,8 +63,8 @@ class DiLoCo(Strategy):
             options.whole(self, field, least)
         if self.overlap >= self.period:
             raise ConfigError(
-                f"overlap is {self.overlap} and period is {self.period}: a sum must arrive before the next one leaves; "
-                "give fewer steps",
+                f"overlap is {self.overlap} and period is {self.period}: a sum must arrive before the next "
+                "one is sent; give fewer steps",
                 field="overlap",
             )
         options.number(self, "outer_lr", above=0, expected="a rate above 0")
@@ -69,11 +73,11 @@ class DiLoCo(Strategy):
 
     @property
     def topology(self) -> Peers:
-        """Parameters around the ring, at each meeting."""
+        """Parameters around the ring, at each outer step."""
         return Peers(compression=self.compression)
 
     def cost(self, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
-        """A mean of the parameters at each meeting."""
+        """Return the cost of a mean of the parameters at each outer step."""
         return traffic.periodic_mean(grid, sizes, self.compression, self.period, moments=self.momentum == "average")
 
     def begin(self, w: WorkerView) -> None:
@@ -82,7 +86,7 @@ class DiLoCo(Strategy):
             w.shared |= {"theta": w.params.clone(), "v": w.params * 0}
 
     def round(self, w: WorkerView) -> None:
-        """One inner step; D leaves where a period ends, and the outer step is taken where it arrives."""
+        """Take one inner step; send D at the end of a period, and take the outer step when it arrives."""
         local_step(w)
         t, last = done(w), w.position == w.plan.end
         if "D0" in w.memory and (last or t % self.period == self.overlap):
@@ -111,13 +115,13 @@ class DiLoCo(Strategy):
         w.params = theta + since if rounds(w) else theta
 
     def _cuts(self, w: WorkerView) -> list[slice]:
-        """The buckets' places in the vector."""
+        """Return the buckets' bounds in the vector."""
         size = len(w.params)
         ends = [size * i // self.buckets for i in range(self.buckets + 1)]
         return [slice(lo, hi) for lo, hi in pairwise(ends) if lo < hi]
 
     def consensus(self, w: WorkerView) -> Vector | None:
-        """The mean of the workers."""
+        """Return the mean of the workers."""
         if rounds(w):
             return w.mean(w.params, samples(w), exact=True)
         return w.mean(w.params, exact=True) if "D0" in w.memory else None

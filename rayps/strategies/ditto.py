@@ -1,12 +1,12 @@
-"""Ditto: beside the global model each client keeps one of its own, held near the global one.
+"""Ditto: each client also trains a personal model, kept near the global one.
 
 Li, Hu, Beirami, Smith, "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021, algorithm 1.
-w is learnt as in FedAvg. Client k, whenever it takes part, also trains v_k on the same batches:
+w is trained as in FedAvg. Client k, whenever it takes part, also trains v_k on the same batches:
     v_k <- v_k - eta (grad(v_k; b) + lam (v_k - w_t))
-v_k begins as the w_t of the first round that k takes part in, and its buffers as the model's; from then on the
-BatchNorm statistics of v_k are its own. lam = 0 is training alone; the larger lam, the nearer v_k
-stays to w (eta * lam must stay below 2). Metrics `personal_*` are those of v_k on client k's rows of the evaluation
-data; of w where k has taken no part yet. v_k lie on disk.
+v_k starts as the w_t of the first round of k, and its buffers as the model's; from then on the BatchNorm statistics of
+v_k are its own. lam = 0 trains v_k on its own data alone; the larger lam, the nearer v_k stays to w (eta * lam must be
+below 2). Metrics `personal_*` are those of v_k on client k's rows of the evaluation data; of w if k has not taken part
+yet. All v_k are stored on disk.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, init=False)
 class Ditto(FedAvg):
-    """A model for each client beside the global one: clients that differ, and gain from the others all the same.
+    """A personal model for each client beside the global one, for clients with different data.
 
     Example:
         rayps.train(clients, strategy=rayps.Ditto(lam=0.1), workers=2)
@@ -45,7 +45,7 @@ class Ditto(FedAvg):
             )
 
     def beside(self, c: ClientTurn) -> None:
-        """v_k, beside w_k."""
+        """Train v_k, after w_k."""
         c.w.copy_(c.state.get("v", c.w_t))
         for b in c.batches():
             c.step(c.grad(b) + c.sign * self.lam * (c.w - c.w_t))

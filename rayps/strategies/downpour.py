@@ -1,22 +1,30 @@
-"""Downpour SGD: replicas that push what they have gathered and fetch what the others have learnt, each in its own time.
+"""Downpour SGD: asynchronous replicas that push sums of gradients and fetch parameters, every few steps.
 
 Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012, section 4.1 and the algorithm of its appendix. Each
 replica (of one or several workers) does, in its step t:
+
     every n_fetch steps: w <- the parameters on the servers
     g <- gradient of the next batch;  a <- a + g;  w <- w - step(g), on its own copy
     every n_push steps: push a;  a <- 0
-The paper pushes after steps 0, n_push, 2 n_push...: here a push leaves after n_push gradients, so that each holds as
-many. The paper fetches in a thread of its own: here a worker waits for what it fetches, and so computes with it.
-A server applies each push as it comes and waits for nobody: w <- w - step(a), with the full rate as in the paper, not
-1/N of it. N replicas so do what one would do that sees N times the batches, with gradients that come late; if that
-diverges, give `adagrad`, `warm_start`, or a smaller rate. A weight decay is applied n_push times for a push: a holds so
-many gradients (but once where it stands beside the gradient and the step ignores the gradient's size, as AdamW's).
-`adagrad` (the rate gamma): servers step by gamma / sqrt(sum of squares of what was pushed), for each parameter on its
-own; none = the workload's optimizer. Copies step by the workload's optimizer, each with a state of its own.
-With a workload's `clip_norm` a copy's step clips g and a push clips a, each once.
-`warm_start`: so many rounds are made by one replica alone, before the others begin (section 4.1: "warmstarting").
-Sends 1/n_push and receives 1/n_fetch of the parameters' bytes a step. Who dies is replaced while the others go on, and
-repeats the steps it had not pushed: each batch is in the parameters once. The last a is pushed at the end.
+
+Each batch is applied once: a dead replica is replaced while the others continue, and repeats the steps that it had not
+pushed. The last a is pushed at the end.
+
+A server applies each push on arrival, without waiting for others: w <- w - step(a), with the full rate as in the paper,
+not 1/N of it. So N replicas act as one that sees N times the batches, with late gradients; if that diverges, use
+`adagrad`, `warm_start`, or a smaller rate. Weight decay is applied n_push times per push: a holds so many gradients
+(but once where the decay is decoupled and the step ignores the gradient's scale, as in AdamW).
+
+Two differences from the paper: it pushes after steps 0, n_push, 2 n_push..., here a push is sent after n_push
+gradients, so that each holds as many; it fetches in a background thread, here a worker waits for what it fetches, and
+so computes with it.
+
+- `adagrad` (the rate gamma): servers step by gamma / sqrt(sum of squares of the pushes), per parameter; none = the
+  workload's optimizer. Copies step by the workload's optimizer, each with its own state.
+- `warm_start`: one replica runs so many rounds alone, before the others start (section 4.1: "warmstarting").
+
+With a workload's `clip_norm` a copy's step clips g and a push clips a, each once. Sends 1/n_push and receives 1/n_fetch
+of the parameters' bytes per step.
 """
 
 from __future__ import annotations
@@ -37,7 +45,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Downpour(Strategy):
-    """Asynchronous replicas that talk to the servers every few steps only: many machines, slow lines, deaths.
+    """Asynchronous replicas that contact the servers every few steps: many machines, slow networks, failures.
 
     Example:
         rayps.train(work, strategy=rayps.Downpour(shards=2, n_push=4, n_fetch=4), workers=2)
@@ -55,23 +63,23 @@ class Downpour(Strategy):
     def __post_init__(self) -> None:
         for field, least in (("n_push", 1), ("n_fetch", 1), ("warm_start", 0)):
             options.whole(self, field, least)
-        _ = self.topology  # it checks the servers' options
+        _ = self.topology  # checks the servers' options
 
     @property
     def topology(self) -> Servers:
-        """Each push counts as it comes, for all steps since the one before; replicas step copies of their own."""
+        """Each push counts on arrival, for all steps since the last one; replicas step copies of their own."""
         servers = summing_servers(self.shards, self.adagrad, self.replay_mb, self.replica)
         return replace(servers, own_copies=True, push_every=self.n_push, pull_every=self.n_fetch)
 
     @property
     def server_half(self) -> ServerHalf:
-        """The server's half alone, which knows no worker; a class derived from this one stays itself."""
+        """The server half alone, which needs no worker; a derived class is its own server half."""
         if type(self) is not Downpour:
             return self
         return PlainServers(summing_servers(self.shards, self.adagrad, self.replay_mb, self.replica))
 
     def round(self, w: WorkerView) -> None:
-        """One step of the appendix's client."""
+        """Take one step of the appendix's client."""
         t, mine = w.position, w.memory
         if not mine and w.rank > 0:
             w.server.wait(0, self.warm_start)
@@ -80,19 +88,19 @@ class Downpour(Strategy):
         g = w.grad(w.batch())
         a = self._gather(mine, g)
         fetches = (t + 1) % self.n_fetch == 0
-        if g.samples and not fetches:  # else what is fetched next takes the place of this copy
+        if g.samples and not fetches:  # else the next fetch replaces this copy
             w.step(g)
         if (t + 1) % self.n_push == 0 or t + 1 == w.plan.end:
             w.server.push(w.clipped(a), float(mine["samples"]), rounds=mine["steps"])
             mine |= {"steps": 0, "samples": 0}
             if not fetches:
-                w.server.settle()  # it leaves now, not with the next fetch; a may change from here on
+                w.server.settle()  # send now, not with the next fetch; a may change afterwards
 
     def _gather(self, mine: RoundMemory, g: Gradient) -> Vector:
-        """The sum of the gradients since the last push."""
+        """Return the sum of the gradients since the last push."""
         steps = mine.get("steps", 0)
         if self.n_push == self.n_fetch == 1:
-            mine["a"] = g.vector  # no copy: nobody steps with it here, and it leaves before the next is made
+            mine["a"] = g.vector  # no copy: it is not stepped with here, and is sent before the next is computed
         elif steps:
             mine["a"] += g.vector
         else:
@@ -102,12 +110,12 @@ class Downpour(Strategy):
         return total
 
     def scale_warning(self, workers: int) -> str | None:
-        """A push of many gradients moves such an optimizer as far as one of one."""
+        """Return a warning: a push of many gradients moves such an optimizer as far as a push of one."""
         if self.n_push == 1 or self.adagrad is not None:
             return None
         return (
-            f"a push holds the sum of {self.n_push} gradients, but this optimizer takes steps of the same size "
-            "whatever the gradient's: the servers step as if it were one; give adagrad, or n_push 1"
+            f"a push holds the sum of {self.n_push} gradients, but this optimizer's step size does not depend on "
+            "the gradient's scale: the servers step as if it were one; give adagrad, or n_push 1"
         )
 
     def on_push(self, shard: ShardView, value: Vector, weight: float) -> None:

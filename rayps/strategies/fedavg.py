@@ -1,4 +1,4 @@
-"""Federated averaging: clients train on their own, the server averages what comes back.
+"""Federated averaging: clients train separately, the server averages their parameters.
 
 McMahan, Moore, Ramage, Hampson, Aguera y Arcas, "Communication-Efficient Learning of Deep Networks from Decentralized
 Data", AISTATS 2017, algorithm 1. In round t, for each client k of the cohort S:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, init=False)
 class FedAvg(Federated):
-    """Clients train apart from the same model; the server takes the mean, weighted by samples.
+    """Clients train separately from the same model; the server takes the mean, weighted by samples.
 
     Example:
         rayps.train(clients, strategy=rayps.FedAvg(fraction=0.5, local_epochs=2), workers=2)  # data with clients
@@ -31,7 +31,7 @@ class FedAvg(Federated):
     name: ClassVar[str] = "fedavg"
 
     def client(self, c: ClientTurn) -> None:
-        """Local SGD."""
+        """Run local SGD."""
         for b in c.batches():
             c.step(c.grad(b))
 

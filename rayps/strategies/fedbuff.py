@@ -1,16 +1,16 @@
-"""FedBuff: federated learning in which nobody waits for the slow ones. Buffered, asynchronous.
+"""FedBuff: buffered, asynchronous federated learning, which does not wait for slow clients.
 
 Nguyen, Malik, Zhan, Yousefpour, Rabbat, Malek, Huba, "Federated Learning with Buffered Asynchronous Aggregation",
-AISTATS 2022, algorithm 1. M clients (`concurrency`) train at any time, each from the parameters as they were when it
-began. An update D that comes back tau versions later is worth s(tau) = (1 + tau)^-1/2. Once K of them (`buffer`) have
-come,
+AISTATS 2022, algorithm 1. M clients (`concurrency`) train at any time, each from the parameters at its start. An update
+D that arrives tau versions later has the weight s(tau) = (1 + tau)^-1/2. After K updates (`buffer`),
+
     server:   w <- w + server_lr * (sum of s(tau) D) / K
-and that is one round. An update of more than `max_staleness` versions is dropped and counted.
-Training is real and time is virtual: who ends when is drawn from speed and availability
-(`rayps.federated.population.async_events`), so that a run has the same bits whatever the load, and any number of
-workers. Old
-parameters are kept as long as somebody trains from them. `decay` is the exponent 1/2 of s; 0 makes all updates alike.
-With K = M = all clients it is FedAvg on updates that are worth the same, however many samples they come from.
+
+and that is one round. An update of more than `max_staleness` versions is dropped and counted. Training is real and time
+is virtual: the end of each training is drawn from speed and availability (`rayps.federated.population.async_events`),
+so a run has the same bits under any load, and with any number of workers. Old parameters are stored as long as a client
+trains from them. `decay` is the exponent 1/2 of s; 0 gives all updates equal weight. With K = M = all clients it is
+FedAvg with equal weights for all clients, whatever their samples.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from rayps.strategies.federated import Federated
 if TYPE_CHECKING:
     from rayps.federated.engine import FederatedServer
 
-_LEAST = 2.0**-1000  # a reply's weight is above 0, whatever the decay
+_LEAST = 2.0**-1000  # least weight of a reply, above 0 whatever the decay
 
 
 @dataclass(frozen=True, init=False)
 class FedBuff(Federated):
-    """Clients train at their own pace from parameters of different age; every K updates make a step.
+    """Clients train without waiting, from parameters of different age; every K updates make a step.
 
     Example:
         rayps.train(clients, strategy=rayps.FedBuff(buffer=2), workers=2)
@@ -56,17 +56,17 @@ class FedBuff(Federated):
             if option.name != "clip" and value != option.default:
                 raise ConfigError(
                     f"{option.name} is {value!r}: a buffer of fedbuff always waits for {self.buffer} updates "
-                    f"and sums them by their age; leave out {option.name}, or take fedavg",
+                    f"and sums them by their age; leave out {option.name}, or use fedavg",
                     field=option.name,
                 )
 
     @property
     def buffered(self) -> Buffered:
-        """Rounds end once `buffer` updates have come."""
+        """Rounds that end after `buffer` updates."""
         return Buffered(self.buffer, self.concurrency, self.max_staleness)
 
     def weight(self, n: int, staleness: int) -> float:
-        """s(tau)."""
+        """Return s(tau)."""
         return max(float((1.0 + staleness) ** -self.decay), _LEAST)
 
     def server(self, s: FederatedServer) -> None:

@@ -1,23 +1,25 @@
-"""Federated learning: what its strategies have in common. Many clients with data of their own, few workers.
+"""Federated learning: what its strategies share. Many clients with their own data, few workers.
 
 McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017, algorithm 1.
 Of N clients, client k with n_k samples. In round t
-    a cohort of max(1, fraction * N) clients is drawn from the seed; those that drop out or are late do not count
+
+    a cohort of max(1, fraction * N) clients is drawn from the seed; clients that drop out or are late do not count
     each trains from w_t on its own data, `local_epochs` (E) or `local_steps` (L) of `batch_size` (B): hook `client`
-    what is not finite is dropped and named; `clip` shortens updates; `rule` makes one update of all w_k - w_t
-    the server takes it over: hook `server`, which every worker computes alike, so that nothing is sent for it
-A client is no process: each worker holds one model, trains its share of the cohort in turn, and the workers meet once a
-round. Sums are exact, so a run has the same bits for any number of workers and any order of replies; a single reply is
-taken over as it is. Fewer than `min_replies` leave the model as it was. An epoch of such a job is one round.
-The workload's optimizer is the client's; each client begins a round with a fresh one, at the rate of the workload.
-Of speed, availability, `deadline` and the rest of the clients' world see `rayps.federated.population.options`: time is
-virtual.
-A workload's `clip_norm` clips the gradient of each step of a client; option `clip` clips its update.
+    updates that are not finite are dropped and named; `clip` clips updates; `rule` makes one update of all w_k - w_t
+    the server applies it: hook `server`, which every worker computes with the same result, so nothing is sent for it
+
+A client is not a process: each worker holds one model, trains its part of the cohort in turn, and the workers exchange
+once a round. Sums are exact, so a run has the same bits for any number of workers and any order of replies; a single
+reply is used unchanged. With fewer than `min_replies` the model is unchanged. An epoch of such a job is one round. The
+workload's optimizer is the client's; each client starts a round with a fresh one, at the workload's rate.
+
+For speed, availability, `deadline` and the other options of simulated clients see `rayps.federated.population.options`:
+time is virtual. A workload's `clip_norm` clips the gradient of each step of a client; option `clip` clips its update.
+
 `buffers`: BatchNorm statistics are averaged like parameters ("mean"; a robust `rule` is applied to them too, see
-`rayps.federated.aggregate`), or stay with each client ("keep"), whose next training begins with them, and are then
-evaluated only for that client.
-`finetune`: at each evaluation every client that has rows in the evaluation data trains a copy of w for so many epochs,
-and is evaluated on its own rows: metrics `personal_*`.
+`rayps.federated.aggregate`), or stay with each client ("keep"), whose next training starts with them; they are then
+evaluated for that client only. `finetune`: at each evaluation every client with rows in the evaluation data trains a
+copy of w for so many epochs, and is evaluated on its own rows: metrics `personal_*`.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, init=False)
 class Federated(FlatOptions, Strategy):
-    """Clients with data of their own train apart; a server takes over what they have learnt.
+    """Clients with their own data train separately; a server combines their updates.
 
     Options of the nested values are given flat: `FedAvg(local_epochs=2, rule="median", dropout=0.1)`.
     """
@@ -61,9 +63,9 @@ class Federated(FlatOptions, Strategy):
     finetune: int | None = None
     clients: Json = None
     loop: ClassVar[str] = FEDERATED_ROUNDS
-    sums: ClassVar[tuple[str, ...]] = ()  # what `c.reply` holds, added up unweighted, each as long as w
-    state: ClassVar[tuple[str, ...]] = ()  # what `c.state` keeps of each client
-    personal: ClassVar[str | None] = None  # which of these is a model of the client's own
+    sums: ClassVar[tuple[str, ...]] = ()  # names in `c.reply`, summed unweighted, each as long as w
+    state: ClassVar[tuple[str, ...]] = ()  # names in `c.state`, stored for each client
+    personal: ClassVar[str | None] = None  # which of these is the client's own model
     plain: ClassVar[bool] = False  # the client's optimizer must be SGD without momentum or weight decay
 
     def __post_init__(self) -> None:
@@ -99,30 +101,30 @@ class Federated(FlatOptions, Strategy):
 
     @property
     def buffered(self) -> Buffered | None:
-        """How updates are buffered where replies may have begun from older parameters; None = rounds are in step."""
+        """How updates are buffered where replies may have started from older parameters; None = rounds are in step."""
         return None
 
     @property
     def remote(self) -> bool:
-        """Whether clients are processes outside of the cluster, with data of their own."""
+        """Whether clients are processes outside of the cluster, with their own data."""
         return self.clients is not None
 
     @property
     def rows(self) -> Rows:
-        """Each client has its own."""
+        """Each client has its own rows."""
         return ByClient(self.remote)
 
     def grid(self, workers: int) -> Grid:
-        """How workers are laid out. Raises ConfigError: several for clients that are elsewhere."""
+        """Return the layout of workers. Raises ConfigError: more than one for remote clients."""
         if self.remote and workers > 1:
             raise ConfigError(
-                f"workers is {workers}, and the clients are remote: they train, and the worker only sums; give 1",
+                f"workers is {workers}, and the clients are remote: they train, and one worker sums; give 1",
                 field="workers",
             )
         return super().grid(workers)
 
     def cost(self, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
-        """A round's exchange: the sums of what workers have added up of their clients' replies, or all replies."""
+        """Return the cost of a round's exchange: sums of the clients' replies, or all replies."""
         if grid.data == 1 or self.remote:
             return [TrafficCost("replies between workers", "0: there is one", 0, 0, 0)]
         if self.aggregation.rule != "mean":
@@ -132,25 +134,25 @@ class Federated(FlatOptions, Strategy):
 
     @property
     def client_side(self) -> ClientSide:
-        """What a client keeps, and what it sends beside its update."""
+        """What a client stores, and what it sends besides its update."""
         keeps = self.buffers == "keep"
         return ClientSide(self.sums, self.state, self.personal, keeps, self.finetune, self.plain)
 
     def client(self, c: ClientTurn) -> None:
-        """What a client does with `c.w`, which begins as w_t."""
+        """Train a client on `c.w`, which is w_t at the start."""
         for batch in c.batches():
             c.step(c.grad(batch))
 
     def beside(self, c: ClientTurn) -> None:
-        """What a client does for itself afterwards; `c.w` and the buffers are the server's no more."""
+        """Run the client's own work after its reply; `c.w` and the buffers are no longer the server's."""
 
     def weight(self, n: int, staleness: int) -> float:
-        """The weight of one reply in `s.delta`, of n samples, begun so many rounds ago."""
+        """Return the weight of one reply in `s.delta`, of n samples, started so many rounds ago."""
         return n
 
     def server(self, s: FederatedServer) -> None:
-        """What the server does with the replies: `s.w` is w_t, and w_(t+1) afterwards."""
-        raise TypeError(f"{type(self).__name__} does not say what the server does: define server(self, s)")
+        """Update the server by the replies: `s.w` is w_t, and w_(t+1) afterwards."""
+        raise TypeError(f"{type(self).__name__} does not define what the server does: define server(self, s)")
 
     def round(self, w: WorkerView) -> None:
         """Train this worker's part of the cohort, then combine the replies."""

@@ -1,15 +1,15 @@
-"""Server optimizers: the mean update is a gradient to the server, which takes its own steps with it.
+"""Server optimizers: the server treats the mean update as a gradient and steps by it.
 
 Reddi, Charles, Zaheer, Garrett, Rush, Konecny, Kumar, McMahan, "Adaptive Federated Optimization", ICLR 2021,
 algorithm 2; FedAvgM: Hsu, Qi, Brown, "Measuring the Effects of Non-Identical Data Distribution for Federated Visual
-Classification", 2019. Clients do what FedAvg's do. With D = sum_S n_k (w_k - w) / sum_S n_k:
+Classification", 2019. Clients train as in FedAvg. With D = sum_S n_k (w_k - w) / sum_S n_k:
     FedAvgM:     v <- beta v + D;                    w <- w + server_lr v
     others:      m <- beta1 m + (1 - beta1) D;       w <- w + server_lr m / (sqrt(v) + tau)
     FedAdagrad:  v <- v + D^2
     FedAdam:     v <- beta2 v + (1 - beta2) D^2
     FedYogi:     v <- v - (1 - beta2) D^2 sign(v - D^2)
-m begins as 0, v as tau^2; as in the paper there is no bias correction. D is weighted by samples, as in FedAvg; the
-paper's algorithm counts the clients of a cohort alike.
+m starts as 0, v as tau^2; as in the paper there is no bias correction. D is weighted by samples, as in FedAvg; the
+paper's algorithm weights all clients of a cohort equally.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class FedAvgM(FedAvg):
 
 @dataclass(frozen=True, init=False)
 class FedAdagrad(FedAvg):
-    """A rate for each parameter on the server, from all updates so far.
+    """A learning rate per parameter on the server, from all updates so far.
 
     Example:
         rayps.train(clients, strategy=rayps.FedAdagrad(server_lr=0.1), workers=2)

@@ -1,8 +1,8 @@
-"""FedProx: clients are held near the model that they began with.
+"""FedProx: a proximal term keeps clients near the model of the round's start.
 
 Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated Optimization in Heterogeneous Networks", MLSys 2020,
 algorithm 2.
-Client k lowers its own loss plus (mu/2) ||w - w_t||^2:
+Client k minimizes its own loss plus (mu/2) ||w - w_t||^2:
     w_k <- w_k - eta (grad(w_k; b) + mu (w_k - w_t))
 and the server averages as in FedAvg (by samples; the paper draws clients by their samples and averages evenly, which is
 the same in expectation). mu = 0 is FedAvg; the larger mu, the less a client can move. eta * mu must stay below 2.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, init=False)
 class FedProx(FedAvg):
-    """FedAvg with a pull towards the round's first model: unequal clients, unequal amounts of work.
+    """FedAvg with a proximal term towards the round's first model, for unequal clients and amounts of work.
 
     Example:
         rayps.train(clients, strategy=rayps.FedProx(mu=0.01), workers=2)
@@ -36,6 +36,6 @@ class FedProx(FedAvg):
         options.number(self, "mu", least=0)
 
     def client(self, c: ClientTurn) -> None:
-        """Local SGD with the proximal term."""
+        """Run local SGD with the proximal term."""
         for b in c.batches():
             c.step(c.grad(b) + c.sign * self.mu * (c.w - c.w_t))

@@ -1,15 +1,19 @@
-"""Hogwild: the workers of one host step one vector in shared memory, each in its own time, without locks.
+"""Hogwild: the workers of one host step one vector in shared memory, without locks and without waiting.
 
-Niu, Recht, Re, Wright, "Hogwild!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent", NIPS 2011.
-Each worker does, as often as it can:
-    g <- gradient of its next batch at x, as x is at that moment;  x_v <- x_v - step(g_v) for the v that g touches
-Nothing is sent and nobody is waited for, but at the very end, so that the result has everyone's steps. N workers do
-what one would do that sees N times the batches, each at its full rate. With sparse gradients, as of
-nn.Embedding(sparse=True), a step touches their rows only, and two workers seldom meet; where two do write one element
-at the same moment, one of the two steps may be lost there (the paper adds to each element atomically). Each worker has
-an optimizer's state of its own. All must be on one host, with CPU tensors. A checkpoint holds what is there when rank 0
-comes to its round, with rank 0's optimizer. When a worker dies, everyone begins again from the last checkpoint: nobody
-knows which of its steps were written. A workload's `clip_norm` clips each g, its sparse rows too.
+Niu, Recht, Re, Wright, "Hogwild!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent", NIPS 2011. Each
+worker repeats:
+
+    g <- gradient of its next batch at the current x;  x_v <- x_v - step(g_v) for the v that g touches
+
+What can be lost: if two workers write one element at the same moment, one of the two steps may be lost there (the paper
+adds to each element atomically). When a worker dies, all restart from the last checkpoint: it is unknown which of its
+steps were written.
+
+Nothing is sent, and workers wait only at the end, so that the result has all steps. N workers act as one that sees N
+times the batches, each at its full rate. With sparse gradients, as of nn.Embedding(sparse=True), a step touches their
+rows only, and two workers seldom write the same ones. Each worker has its own optimizer state. All must be on one host,
+with CPU tensors. A checkpoint holds the vector when rank 0 reaches its round, with rank 0's optimizer. A workload's
+`clip_norm` clips each g, its sparse rows too.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from rayps.strategies.base import Strategy
 
 @dataclass(frozen=True)
 class Hogwild(Strategy):
-    """The cores of one host on one vector, without locks: sparse models, and nothing to send.
+    """The cores of one host on one vector, without locks: sparse models, nothing to send.
 
     Example:
         rayps.train(work, strategy=rayps.Hogwild(), workers=2)
@@ -38,7 +42,7 @@ class Hogwild(Strategy):
         return SharedVector()
 
     def begin(self, w: WorkerView) -> None:
-        """Meet the others: after this everyone has put the same x there."""
+        """Wait for the other workers, which have then written the same x."""
         w.memory["others"] = w.ring.progress()
 
     def round(self, w: WorkerView) -> None:
@@ -47,5 +51,5 @@ class Hogwild(Strategy):
         w.memory["others"].reach(w.position)
 
     def finish(self, w: WorkerView) -> None:
-        """Wait for the others' steps."""
+        """Wait for the other workers' steps."""
         w.memory["others"].meet(w.plan.end)

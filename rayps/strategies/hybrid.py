@@ -1,15 +1,16 @@
-"""The dense part under all-reduce, the sparse tables on servers.
+"""Hybrid: the dense part by all-reduce, the sparse tables on servers.
 
 Lian et al., "Persia: an open, hybrid system scaling deep learning-based recommenders up to 100 trillion parameters",
-KDD 2022. A batch touches few rows of a table, so that gradients of rows seldom meet and may be applied late; all of the
-dense part is touched by every batch, and is kept in step.
-Each round a worker looks up its rows; the ring gives everyone g = sum(n_i g_i) / sum(n_i) of the dense part and all
-take the same step; the rows' gradients go to `servers` servers, which step them: with `staleness` none as they come,
-with s as they come while no worker leads by more than s rounds, with 0 once all have come, by their mean.
-A workload's `clip_norm` is refused with tables: no worker knows the mean gradient of their rows.
-`prefetch`: where the workload has `lookups`, the next batch's rows are pulled while this one computes, and lack this
-worker's newest push (with staleness 0 they do not). `replicas` are copies of each segment on other servers;
-`compression` and `bucket_mb` are those of all_reduce.
+KDD 2022. A batch touches few rows of a table, so gradients of rows seldom overlap and may be applied late; every batch
+touches the whole dense part, which is kept in step. Each round a worker looks up its rows; the ring computes g =
+sum(n_i g_i) / sum(n_i) of the dense part on all workers, which take the same step; the rows' gradients are pushed to
+`servers` servers, which apply them: with `staleness` none on arrival, with s on arrival while no worker is ahead by
+more than s rounds, with 0 after all have arrived, by their mean.
+
+A workload's `clip_norm` is refused with tables: no worker has the mean gradient of their rows. `prefetch`: where the
+workload has `lookups`, the next batch's rows are pulled while this one is computed, and lack this worker's newest push
+(with staleness 0 they do not). `replicas` are backups of each segment on other servers; `compression` and `bucket_mb`
+are those of all_reduce.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ class Hybrid(Strategy):
     name: ClassVar[str] = "hybrid"
 
     def __post_init__(self, dense: AllReduce | None, sparse: ParameterServer | None) -> None:
-        """`dense` and `sparse` say the same in other words: Hybrid(sparse=ParameterServer(staleness=3), servers=4).
+        """Accept `dense` and `sparse` as strategies: Hybrid(sparse=ParameterServer(staleness=3), servers=4).
 
         Raises:
-            ConfigError: a value cannot be.
+            ConfigError: an invalid value.
         """
         self._take("dense", dense, AllReduce, ("compression", "bucket_mb"))
         self._take("sparse", sparse, ParameterServer, ("staleness", "replicas"))
@@ -56,13 +57,13 @@ class Hybrid(Strategy):
             object.__setattr__(self, "servers", sparse.shards)
         options.whole(self, "servers")
         options.flag(self, "prefetch")
-        _ = self.ring, self.tables  # they check their own options
+        _ = self.ring, self.tables  # these check their own options
 
     def _take(self, name: str, part: Strategy | None, kind: type[Strategy], fields: tuple[str, ...]) -> None:
         if part is None:
             return
         if not isinstance(part, kind):
-            raise ConfigError(f"{name} is {type(part).__name__}: hybrid takes {kind.__name__}(...) there", field=name)
+            raise ConfigError(f"{name} is {type(part).__name__}: hybrid takes {kind.__name__}(...)", field=name)
         for field in fields:
             given = getattr(part, field)
             if given is not None or field == "staleness":

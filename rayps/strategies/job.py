@@ -1,4 +1,4 @@
-"""A job: what was asked for, and the check of it, which reads its strategy. Pure data; no I/O."""
+"""The specification of a job, and its check, which parses the strategy. Pure data; no I/O."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class JobSpec:
     timeout: float = 60.0
     resume: str | None = None
     name: str | None = None
-    server_group: str | None = None  # an elastic server group of the cluster; None = servers of its own
-    branch: str | None = None  # another space on that group: begin with its parameters
-    quota: dict[str, float] | None = None  # on that group: "bytes", and "operations" a second
+    server_group: str | None = None  # a server group of the cluster; None = servers of its own
+    branch: str | None = None  # another space on that group: start with its parameters
+    quota: dict[str, float] | None = None  # on that group: "bytes", and "operations" per second
 
     def check(self) -> Self:
-        """Refuse what can never run.
+        """Refuse a job that can never run.
 
         Raises:
             ConfigError: naming the field, what was given and what is expected.
@@ -72,7 +72,7 @@ class JobSpec:
         try:
             phases = parse(self.strategy)
         except ConfigError:
-            return  # who reads it says so; one of the user's own has no name here, and is looked at before the run
+            return  # a user's own strategy has no name here, and is checked before the run
         for number, phase in enumerate(phases, 1):
             try:
                 phase.strategy.grid(self.workers)
@@ -87,7 +87,7 @@ class JobSpec:
                 raise ConfigError(f"{name} is {value!r}: give a name, or none", field=name)
         for name in ("branch", "quota"):
             if getattr(self, name) is not None and self.server_group is None:
-                raise ConfigError(f"{name} is of a space on a server group: give server_group too", field=name)
+                raise ConfigError(f"{name} applies to a space on a server group: give server_group too", field=name)
         quota = {} if self.quota is None else self.quota
         if not isinstance(quota, dict) or any(
             key not in ("bytes", "operations") or not _number(amount) or not 0 < amount < math.inf
@@ -110,15 +110,15 @@ class JobSpec:
                 )
 
     def to_dict(self) -> JsonObject:
-        """The spec as JSON-ready data."""
+        """Return the spec as JSON-ready data."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Keywords) -> Self:
-        """The spec from JSON-ready data.
+        """Build a spec from JSON-ready data.
 
         Raises:
-            ConfigError: for a field that does not exist.
+            ConfigError: a field does not exist.
         """
         known = set(cls.__dataclass_fields__)
         for key in data:

@@ -1,21 +1,23 @@
-"""Local SGD: workers take steps of their own and average their parameters every H steps.
+"""Local SGD: workers train separately and average their parameters every H steps.
 
-Stich, "Local SGD converges fast and communicates little", ICLR 2019, algorithm 1;
-Lin, Stich, Patel, Jaggi, "Don't use large mini-batches, use local SGD", ICLR 2020 (post-local SGD).
-Worker k of N does, in its step t of a phase:
+Stich, "Local SGD converges fast and communicates little", ICLR 2019, algorithm 1; Lin, Stich, Patel, Jaggi, "Don't use
+large mini-batches, use local SGD", ICLR 2020 (post-local SGD). Worker k of N does, in its step t of a phase:
+
     w_k <- w_k - step(g_k), g_k the gradient of its own next batch
     every H = `period` steps, and at the phase's end: w_k <- sum(n_k w_k) / sum(n_k)
-n_k are the samples that worker k has learnt since the last meeting; a worker that ran out of rows counts nothing.
-`warmup` T: the first T steps are in step, as under all_reduce, and periods are counted from there (post-local SGD).
-`momentum` says what a meeting does to each optimizer's own state: keep (each its own, the default), reset (it begins
-anew), average (as the parameters). `buffers`: those that are not whole numbers, as BatchNorm's statistics, are averaged
-(the default) or kept.
-`compression` (fp16, bf16, int8, top_k, top_k:FRACTION, auto): what travels is how far each has come since the last
-meeting, with error feedback; the warm-up's gradients, moments and buffers travel as they are.
-A workload's `clip_norm` clips each g_k; what is averaged is not clipped.
-Sends 1/H of all_reduce's bytes; average momentum adds those of the optimizer's state. H = 1 with plain SGD is
-all_reduce; H = the steps of the phase is one average at the end. The job holds the mean of the workers: that is
-evaluated and saved, and saved with it what each has of its own.
+
+n_k are the samples of worker k since the last average; a worker that ran out of rows has the weight 0. The mean of the
+workers is evaluated and saved; each worker's own state is saved with it.
+
+- `warmup` T: the first T steps are in step, as under all_reduce, and periods are counted from there (post-local SGD).
+- `momentum`: the effect of an average on each optimizer's state: keep (each its own, the default), reset (to empty),
+  average (as the parameters).
+- `buffers`: floating point buffers, such as BatchNorm's statistics, are averaged (the default) or kept.
+- `compression` (fp16, bf16, int8, top_k, top_k:FRACTION, auto): encodes each worker's change since the last average,
+  with error feedback; the warm-up's gradients, moments and buffers are sent uncompressed.
+
+A workload's `clip_norm` clips each g_k, not the average. Sends 1/H of all_reduce's bytes; average momentum adds those
+of the optimizer's state. H = 1 with plain SGD is all_reduce; H = the steps of the phase is one average at the end.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from rayps.strategies.base import Strategy
 
 @dataclass(frozen=True)
 class LocalSGD(Strategy):
-    """Equal workers that average every few steps only: slow lines between them, the bytes of a period's one mean.
+    """Equal workers that average every few steps: slow networks, one mean per period.
 
     Example:
         rayps.train(work, strategy=rayps.LocalSGD(period=8), workers=2)
@@ -56,15 +58,15 @@ class LocalSGD(Strategy):
 
     @property
     def topology(self) -> Peers:
-        """Parameters around the ring, at each meeting."""
+        """Parameters around the ring, at each average."""
         return Peers(compression=self.compression)
 
     def cost(self, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
-        """A mean of the parameters at each meeting."""
+        """Return the cost of a mean of the parameters at each average."""
         return traffic.periodic_mean(grid, sizes, self.compression, self.period, moments=self.momentum == "average")
 
     def round(self, w: WorkerView) -> None:
-        """w_k <- w_k - step(g_k), and a meeting where one is due."""
+        """Apply w_k <- w_k - step(g_k); average at the end of a period."""
         t = done(w)
         if t < self.warmup:
             w.step(w.mean_grad(w.batch()))
@@ -76,7 +78,7 @@ class LocalSGD(Strategy):
             self._meet(w)
 
     def _meet(self, w: WorkerView) -> None:
-        """w_k <- x + mean(w_k - x), x = where all were after the last meeting; as it is, mean(w_k)."""
+        """Apply w_k <- x + mean(w_k - x), x = the last average; uncompressed, this is mean(w_k)."""
         n, x = samples(w), w.shared.get("x")
         if self.compression is None or x is None:
             w.params = w.mean(w.params, n, exact=True)
@@ -86,5 +88,5 @@ class LocalSGD(Strategy):
         have_met(w)
 
     def consensus(self, w: WorkerView) -> Vector | None:
-        """The mean of the workers."""
+        """Return the mean of the workers."""
         return w.mean(w.params, samples(w), exact=True) if rounds(w) else None

@@ -1,7 +1,7 @@
 """Strategies written for rayps 0.1, which declared flags (`shards = 2`, `apart = True`) in place of values.
 
-For one release: such a class warns once, when it is defined, and its flags become the values of `rayps.core` that say
-the same. This file goes with them.
+For one release: such a class warns once, when it is defined, and its flags become the equivalent values of
+`rayps.core`. This file is removed with them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _OTHERS = {
 
 
 def adopt(cls: type[Any]) -> None:
-    """Give a class that sets old flags the values that say the same, and warn.
+    """Give a class that sets old flags the equivalent values, and warn.
 
     A flag that is a dataclass field of a base class is that strategy's option, and no flag; so is everything in a class
     that declares a topology itself.
@@ -49,7 +49,7 @@ def adopt(cls: type[Any]) -> None:
     ways = "; ".join(f"{name}: {(_TOPOLOGY | _OTHERS)[name]}" for name in own)
     warnings.warn(
         f"{cls.__name__} declares {', '.join(own)}, as strategies of rayps 0.1 did: declare values of rayps.core in "
-        f"place of them ({ways}). The old flags go with the next release",
+        f"place of them ({ways}). The old flags are removed in the next release",
         DeprecationWarning,
         stacklevel=4,
     )
@@ -57,7 +57,7 @@ def adopt(cls: type[Any]) -> None:
         inherited: Any = super(cls, cls)
 
         def topology(self: Any) -> Topology:
-            before: Any = inherited.topology  # of the base: a property, or a value
+            before: Any = inherited.topology  # the base's: a property, or a value
             return _topology(self, before.__get__(self) if isinstance(before, property) else before)
 
         cls.topology = property(topology)
@@ -68,7 +68,7 @@ def adopt(cls: type[Any]) -> None:
 
 
 def _topology(given: Any, before: Topology) -> Topology:
-    """The topology that the flags of a strategy say; what they leave open is that of its base class."""
+    """Return the topology that a strategy's flags mean; the rest is taken from its base class."""
     if getattr(given, "in_place", False):
         return SharedVector()
     servers = before if isinstance(before, Servers) else Servers(count=0, update=PerRound(borrows=False))
@@ -98,5 +98,5 @@ def _topology(given: Any, before: Topology) -> Topology:
 
 
 def _listens(given: Any) -> bool:
-    """Whether a class of the chain below `Strategy` defines `on_push`."""
+    """Return whether a class of the chain below `Strategy` defines `on_push`."""
     return any("on_push" in kind.__dict__ for kind in type(given).__mro__ if kind.__name__ != "Strategy")

@@ -1,19 +1,23 @@
-"""Classic parallel SGD: train apart, bring together, begin again from what came out.
+"""Parallel SGD: train separately, merge, repeat from the result.
 
 Zinkevich, Weimer, Smola, Li, "Parallelized stochastic gradient descent", NIPS 2010, algorithm 3 (one average at the
 end: `rounds` = 1); with more rounds, as in McDonald, Hall, Mann, "Distributed training strategies for the structured
 perceptron", NAACL 2010 (iterative parameter mixing). A phase of T steps is `rounds` = R parts of T/R:
-    each worker k: SGD on its own rows, from where all were
-    at the end of a part, everyone takes w <- merge(w_1 ... w_N)
-`merge`: mean, weighted by the samples of the part; or best, the w_k with the lowest loss on all of the evaluation data,
-which each worker evaluates for itself (on a tie the lowest rank).
-`shuffle`: true, rows are dealt to the workers anew each epoch (the paper draws each worker's rows at random); false, a
-worker keeps its rows all run long: those of the first epoch, or, where the data has clients, a run of whole clients,
-such as label-sorted shards. `data` in the history is the seconds that getting batches took, dealing among them.
-`momentum` (keep, reset, average) and `buffers` (keep, average): see `local_sgd`; under best, average is taking the best
-one's. `compression` says how mean's differences travel; it does not go with best.
-A workload's `clip_norm` clips each worker's gradients, not what is merged.
-Sends R times a vector's bytes around the ring in all.
+
+    each worker k: SGD on its own rows, from the common parameters
+    at the end of a part, all workers take w <- merge(w_1 ... w_N)
+
+- `merge`: mean, weighted by the samples of the part; or best, the w_k with the lowest loss on all of the evaluation
+  data, which each worker evaluates for itself (on a tie the lowest rank).
+- `shuffle`: true, rows are distributed again each epoch (the paper draws each worker's rows at random); false, a worker
+  has the same rows for the whole run: those of the first epoch, or, where the data has clients, a range of whole
+  clients, such as label-sorted shards. `data` in the history is the seconds to get batches, distribution included.
+- `momentum` (keep, reset, average) and `buffers` (keep, average): see `local_sgd`; under best, average takes those of
+  the best worker.
+- `compression`: encodes the differences of mean; it cannot be combined with best.
+
+A workload's `clip_norm` clips each worker's gradients, not the merged parameters. Sends R times a vector's bytes around
+the ring in total.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ from rayps.strategies.base import Strategy
 
 @dataclass(frozen=True)
 class ParallelSGD(Strategy):
-    """Workers that learn alone and are averaged, or the best of them taken, once or a few times: next to no traffic.
+    """Workers that train separately and are averaged, or the best taken, once or a few times: almost no traffic.
 
     Example:
         rayps.train(work, strategy=rayps.ParallelSGD(rounds=2), workers=2)
@@ -56,27 +60,27 @@ class ParallelSGD(Strategy):
         options.flag(self, "shuffle")
         if self.merge == "best" and self.compression is not None:
             raise ConfigError(
-                f"compression is {self.compression!r}, and merge is best: one worker's parameters are taken as they "
-                "are; leave out compression, or give merge mean",
+                f"compression is {self.compression!r}, and merge is best: one worker's parameters are sent "
+                "uncompressed; leave out compression, or give merge mean",
                 field="compression",
             )
 
     @property
     def rows(self) -> Rows:
-        """Without a shuffle a worker has the same rows in every epoch."""
+        """Reshuffled, or fixed without `shuffle`."""
         return Reshuffled() if self.shuffle else Fixed()
 
     @property
     def topology(self) -> Peers:
-        """Parameters around the ring, at each meeting."""
+        """Parameters around the ring, at each merge."""
         return Peers(compression=self.compression)
 
     def cost(self, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
-        """A mean of the parameters at each meeting."""
+        """Return the cost of a mean of the parameters at each merge."""
         return traffic.periodic_mean(grid, sizes, self.compression, None, moments=self.momentum == "average")
 
     def round(self, w: WorkerView) -> None:
-        """A step of each worker alone, and a merge at the end of a part."""
+        """Take a step on each worker alone; merge at the end of a part."""
         t, steps = done(w), int(w.plan.end - w.plan.origin[0])
         if self.compression is not None and rounds(w) == 0:
             w.shared["x"] = w.params.clone()
@@ -85,7 +89,7 @@ class ParallelSGD(Strategy):
             self._meet(w)
 
     def _meet(self, w: WorkerView) -> None:
-        """w_k <- merge(w_1 ... w_N)."""
+        """Apply w_k <- merge(w_1 ... w_N)."""
         weight, facts = self._weight(w)
         x = w.shared.get("x")
         if self.compression is None or x is None:
@@ -96,11 +100,11 @@ class ParallelSGD(Strategy):
         have_met(w, **facts)
 
     def consensus(self, w: WorkerView) -> Vector | None:
-        """What a merge would give now."""
+        """Return the result of a merge now."""
         return w.mean(w.params, self._weight(w)[0], exact=True) if rounds(w) else None
 
     def _weight(self, w: WorkerView) -> tuple[float, dict[str, float]]:
-        """What this worker counts in the merge, and who was the best."""
+        """Return this worker's weight in the merge, and which worker was the best."""
         if self.merge == "mean":
             return samples(w), {}
         losses = w.ring.all_gather(w.params.new_empty(1).double().fill_(w.own_loss())).flatten()

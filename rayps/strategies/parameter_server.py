@@ -1,24 +1,30 @@
 """A sharded parameter server: bulk-synchronous, bounded staleness (SSP) or asynchronous.
 
-Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014;
-Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013.
-The servers hold the parameters in `shards` slices and run the optimizer. A worker pulls, computes, pushes.
-s = 0: the servers wait for all N pushes and step once by their mean, weighted by samples.
-s > 0: each push is applied as it comes, scaled by 1/N; a pull waits while the puller leads by more than s.
-s = None: the same without the wait. For s > 0 and none pushes count alike, whatever their samples (0: not at all).
-A push of 1/N also decays the parameters by 1/N of the optimizer's weight decay (SGD, Adagrad, Adam), so that N pushes
-have the regularised optimum of one step; rows of tables by as much for each push that touches them. Where the decay
-stands beside the gradient and the step ignores the gradient's size (AdamW), rate and decay stay as they are: each push
-is a whole step of the optimizer, and a warning says so.
-A workload's `clip_norm` clips what each worker pushes, the dense part and rows of tables together, before N pushes
-are averaged.
-`compression` (fp16, bf16, int8, top_k, top_k:FRACTION, auto) says how the pushes travel, with error feedback.
-s != 0: a worker keeps its newest pushes until a snapshot has them, up to `replay_mb` (10^6 bytes; none = 256), and says
-them again to a server that is restored; what is beyond is lost with the server, with 0 all since the snapshot.
-`replicas` (none = fixed servers): the servers are an elastic group of `shards` of them, each slice held 1 + replicas
-times, and one may die without a restart of anything.
-With a `replica` of several workers a worker is such a replica: each of its workers pulls and pushes its part of the
-model, which has shards of its own (`shards` in all, at least one for each part).
+Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014; Ho et al., "More Effective
+Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013. The servers hold the parameters in
+`shards` slices and run the optimizer. A worker pulls, computes, pushes.
+
+- s = 0: the servers wait for all N pushes and step once by their mean, weighted by samples.
+- s > 0: each push is applied on arrival, scaled by 1/N; a pull waits while its worker is more than s rounds ahead.
+- s = None: the same without the wait.
+
+What a server's death can lose: with s = 0 no push; all workers return to the last snapshot and repeat the rounds since.
+With s != 0 only pushes that no replay buffer holds: a worker retains its newest pushes until a snapshot has them, up to
+`replay_mb` (10^6 bytes; none = 256), and sends them again to a restored server. With `replay_mb` 0 all pushes since the
+snapshot are lost. With `replicas` (none = fixed servers) the servers are a group of `shards` servers that holds each
+slice 1 + replicas times: one of them may die without a restart.
+
+For s > 0 and none pushes have equal weight, whatever their samples (0: no weight). A push of 1/N also decays the
+parameters by 1/N of the optimizer's weight decay (SGD, Adagrad, Adam), so that N pushes have the regularised optimum of
+one step; rows of tables likewise for each push that touches them. Where the decay is decoupled and the step ignores the
+gradient's scale (AdamW), rate and decay are not scaled: each push is a whole step of the optimizer, with a warning.
+
+- `compression` (fp16, bf16, int8, top_k, top_k:FRACTION, auto): encodes the pushes, with error feedback.
+- `replica` of several workers: each of its workers pulls and pushes its part of the model, which has shards of its own
+  (`shards` in total, at least one for each part).
+
+A workload's `clip_norm` clips what each worker pushes, the dense part and rows of tables together, before N pushes are
+averaged.
 """
 
 from __future__ import annotations
@@ -35,7 +41,7 @@ from rayps.strategies.base import Strategy
 
 @dataclass(frozen=True)
 class ParameterServer(Strategy):
-    """Parameters on servers; workers may be unequal, and with staleness need not wait for each other.
+    """Parameters on servers; workers may have different speeds, and with staleness do not wait for each other.
 
     Example:
         rayps.train(work, strategy=rayps.ParameterServer(shards=2, staleness=3), workers=2)
@@ -50,7 +56,7 @@ class ParameterServer(Strategy):
     name: ClassVar[str] = "parameter_server"
 
     def __post_init__(self) -> None:
-        _ = self.topology  # it checks the options
+        _ = self.topology  # checks the options
 
     @property
     def topology(self) -> Servers:
@@ -59,7 +65,7 @@ class ParameterServer(Strategy):
 
     @property
     def server_half(self) -> ServerHalf:
-        """The server's half alone, which knows no worker; a class derived from this one stays itself."""
+        """The server half alone, which needs no worker; a derived class is its own server half."""
         return PlainServers(self.topology) if type(self) is ParameterServer else self
 
     def round(self, w: WorkerView) -> None:

@@ -1,15 +1,15 @@
-"""SCAFFOLD: each client corrects its steps by how its gradients differ from everyone's.
+"""SCAFFOLD: each client corrects its steps by the difference of its gradients from the mean.
 
 Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning",
-ICML 2020, algorithm 1, option II. The server keeps w and c, client i of N keeps c_i; all c begin as 0. In round t
+ICML 2020, algorithm 1, option II. The server keeps w and c, client i of N stores c_i; all c start as 0. In round t
     client i: y <- w;  L times:  y <- y - eta (grad(y; b) - c_i + c)
               c_i+ <- c_i - c + (w - y) / (L eta);   replies y - w and c_i+ - c_i
     server:   w <- w + server_lr * mean_S(y_i - w);   c <- c + (1/N) sum_S (c_i+ - c_i)
-It is 1/N, not 1/|S|: so c stays the mean of all c_i when only some take part. Under a robust `rule` the sum over S is
-|S| times what the rule makes of the c_i+ - c_i, so that c is an estimate of that mean which liars cannot move beyond
-the rule's bound. As in the paper clients count alike, whatever their samples. The clients' optimizer must be plain SGD,
-of which eta is the rate: where it is 0, c_i stays as it is; with `maximize` y moves the other way, and c_i+ is
-c_i - c + (y - w) / (L eta). c_i lie on disk.
+The factor is 1/N, not 1/|S|: so c stays the mean of all c_i when only some take part. Under a robust `rule` the sum
+over S is |S| times the rule's result of the c_i+ - c_i, so that c is an estimate of that mean which attackers cannot
+move beyond the rule's bound. As in the paper all clients have equal weight, whatever their samples. The clients'
+optimizer must be plain SGD with the rate eta: if it is 0, c_i does not change; with `maximize` y moves the other way,
+and c_i+ is c_i - c + (y - w) / (L eta). All c_i are stored on disk.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, init=False)
 class Scaffold(Federated):
-    """Control variates against the drift of unequal clients; each client keeps a state.
+    """Control variates against the drift of clients with different data; each client has a state.
 
     Example:
         rayps.train(clients, strategy=rayps.Scaffold(fraction=0.5), workers=2)
@@ -44,11 +44,11 @@ class Scaffold(Federated):
         options.number(self, "server_lr", above=0)
 
     def weight(self, n: int, staleness: int) -> float:
-        """Clients count alike."""
+        """Return 1: clients have equal weight."""
         return 1
 
     def client(self, c: ClientTurn) -> None:
-        """Corrected steps, then the client's new control variate."""
+        """Take corrected steps, then compute the client's new control variate."""
         c_i, c_t = c.state.get("c", 0.0), c.shared.get("c", 0.0)
         for b in c.batches():
             c.step(c.grad(b) - c_i + c_t)

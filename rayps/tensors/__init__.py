@@ -1,1 +1,1 @@
-"""tensors."""
+"""Tensors of a run: flat vectors, optimizers on slices, learning rates, checkpoints, snapshots."""

@@ -170,7 +170,7 @@ def _by_prefix(tensors: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Te
 
 
 def _plain(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors on the host, each with memory of its own: safetensors refuses views of one vector."""
+    """Return the tensors on the host, each with memory of its own: safetensors refuses views of one vector."""
     seen: set[int] = set()
     plain: dict[str, torch.Tensor] = {}
     for key, value in tensors.items():
@@ -184,7 +184,7 @@ def _plain(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _prune(folder: Path, step: int, keep: int) -> None:
-    """Remove drafts, later steps, and all but the last `keep`. What cannot be removed is only told."""
+    """Remove drafts, later steps, and all but the last `keep`. A failure to remove is only logged."""
     own = [path for path in _steps(folder) if _number(path) <= step]
     old = own[max(keep, 1) :] + [path for path in _steps(folder) if _number(path) > step]
     for path in [*old, *folder.glob("step-*.tmp-*")]:
@@ -206,10 +206,10 @@ def _sync(path: Path) -> None:
 
 
 def load(path: str | Path) -> SavedState:
-    """The state of one checkpoint, after its hashes were found right.
+    """Return the state of one checkpoint, after a check of its hashes.
 
     Raises:
-        CheckpointError: if it is missing, torn, changed, of a newer format, or no checkpoint of ours.
+        CheckpointError: it is missing, damaged, changed, of a newer format, or not a checkpoint of rayps.
     """
     path = Path(path)
     manifest = _manifest(path)
@@ -247,7 +247,7 @@ def verify(path: str | Path) -> None:
 
 
 def fault_of(state: SavedState) -> Fault | None:
-    """The first parameter, moment or strategy tensor of a state that is not finite; None = all are finite."""
+    """Return the first parameter, moment or strategy tensor of a state that is not finite; None = all are finite."""
     return fault_in(state.tensors, state.meta.get("parameters", ()))
 
 
@@ -269,21 +269,24 @@ def must_be_finite(state: SavedState, when: str, **data: Json) -> None:
 
 
 def newest(folder: str | Path) -> Path | None:
-    """The newest whole and finite checkpoint in a folder, or None; each one passed over is in a warning."""
+    """Return the newest complete and finite checkpoint in a folder, or None.
+
+    Each one skipped is logged as a warning.
+    """
     found, torn = scan(folder)
     for path, reason in torn.items():
-        _log.warning("passed over the checkpoint %s: %s", path, reason)
+        _log.warning("skipped the checkpoint %s: %s", path, reason)
     return found
 
 
 def usable(folder: str | Path) -> tuple[Path | None, list[str]]:
-    """The newest whole and finite checkpoint, and a warning for each newer one, as text for a job's events."""
+    """Return the newest complete and finite checkpoint, and a warning for each newer one, as text for events."""
     found, torn = scan(folder)
-    return found, [f"passed over the checkpoint {path}: {reason}" for path, reason in torn.items()]
+    return found, [f"skipped the checkpoint {path}: {reason}" for path, reason in torn.items()]
 
 
 def scan(folder: str | Path) -> tuple[Path | None, dict[Path, str]]:
-    """The newest whole and finite checkpoint, and the newer ones that are not, each with the reason."""
+    """Return the newest complete and finite checkpoint, and the newer ones that are not, each with the reason."""
     torn: dict[Path, str] = {}
     for path in _steps(Path(folder)):
         try:
@@ -296,7 +299,7 @@ def scan(folder: str | Path) -> tuple[Path | None, dict[Path, str]]:
 
 
 def _steps(folder: Path) -> list[Path]:
-    """Finished checkpoints, newest first."""
+    """Return finished checkpoints, newest first."""
     paths = folder.iterdir() if folder.is_dir() else iter(())
     return sorted((path for path in paths if _STEP.fullmatch(path.name)), key=_number, reverse=True)
 
@@ -313,7 +316,7 @@ def _manifest(path: Path) -> _Manifest:
     try:
         manifest = json.loads(text)
     except ValueError as error:
-        raise _torn(path, f"its manifest is not whole: {error}") from error
+        raise _torn(path, f"its manifest is incomplete: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a checkpoint of rayps: its {MANIFEST} has another format", path=str(path))
     version = manifest.get("version")
@@ -390,7 +393,7 @@ def _verify_finite(path: Path, manifest: _Manifest, state: SavedState) -> None:
 
 
 def rows_fault(path: Path) -> str | None:
-    """The first row, or row's optimizer state, of a table's Parquet file that is not finite; None = all are finite."""
+    """Return the first row, or row's optimizer state, of a table's Parquet file that is not finite; None = all are."""
     try:
         file = pq.ParquetFile(path)
         for batch in file.iter_batches():

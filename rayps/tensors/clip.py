@@ -1,4 +1,4 @@
-"""Clipping by the Euclidean norm of the whole gradient, as `torch.nn.utils.clip_grad_norm_`, of a gradient vector."""
+"""Clip a gradient vector by the Euclidean norm of the whole gradient, as `torch.nn.utils.clip_grad_norm_`."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ class Summing(Protocol):
     """A ring, as far as a norm needs it."""
 
     def sum(self, x: Tensor) -> Tensor:
-        """Add up over the ranks, in place."""
+        """Sum over the ranks, in place."""
 
 
 class NormClip:
-    """Shortens gradients to the norm `most`; None leaves them as they are.
+    """Scale gradients down to the norm `most`; None leaves them unchanged.
 
-    `rings` are those within a replica of several workers: each element of the model has one owner there, so each
-    counts once in the norm.
+    `rings` are those within a replica of several workers: each element of the model has one owner there, so each counts
+    once in the norm.
     """
 
     def __init__(self, most: float | None, rings: Iterable[Summing] = ()) -> None:
         self.most, self._rings = most, tuple(rings)
 
     def clipped(self, vector: Tensor) -> Tensor:
-        """A gradient [size], or a shorter copy of it. Raises LinkError."""
+        """Return a gradient [size], or a scaled copy of it. Raises LinkError."""
         if self.most is None:
             return vector
         factor = self.factor(square_of(vector))
         return vector if factor >= 1 else vector * factor
 
     def factor(self, square: Tensor) -> float:
-        """What a gradient with this squared norm is multiplied by; it shortens if below 1.
+        """Return the factor of a gradient with this squared norm; it scales down if below 1.
 
         `square` is that of this worker's part, and becomes that of the whole model. Raises LinkError.
         """

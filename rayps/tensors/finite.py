@@ -15,7 +15,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def is_finite(values: Tensor) -> bool:
-    """Whether all elements are finite; True for dtypes that hold only finite numbers.
+    """Return whether all elements are finite; True for dtypes that hold only finite numbers.
 
     Costs one read of the memory: a finite sum has finite terms only. Elements are compared one by one only if the sum
     is not finite, which large finite elements can cause too.
@@ -30,12 +30,12 @@ def is_finite(values: Tensor) -> bool:
 
 
 def first_not_finite(values: Tensor) -> int:
-    """The flat number of the first element that is not finite; there must be one."""
+    """Return the flat index of the first element that is not finite; there must be one."""
     return int(torch.isfinite(values.detach().reshape(-1)).logical_not().nonzero()[0])
 
 
 def gradient_fault(flat: FlatModel) -> str | None:
-    """The name of the first parameter whose collected gradient is not finite; None = all are."""
+    """Return the name of the first parameter whose collected gradient is not finite; None = all are."""
     if not flat.sparse_grads and is_finite(flat.packed[:-1]):
         return None
     for entry, p in zip(flat.layout.entries, flat.parameters, strict=True):
@@ -46,7 +46,7 @@ def gradient_fault(flat: FlatModel) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Where a state is not finite: `what` in words, the `parameter` by name, and the worker that alone holds it."""
+    """Where a state is not finite: `what` as text, the `parameter` by name, and the worker that alone holds it."""
 
     what: str
     parameter: str
@@ -59,10 +59,11 @@ class Fault:
 
 
 def fault_in(tensors: Mapping[str, Tensor], parameters: Iterable[tuple[str, Sequence[int]]]) -> Fault | None:
-    """The first parameter, optimizer moment or strategy tensor of a checkpoint's state that is not finite, or None.
+    """Return the first parameter, moment or strategy tensor of a checkpoint's state that is not finite, or None.
 
-    `tensors` are named as in `rayps.tensors.snapshot.Snapshot.to_state`; `parameters` are names and shapes in the
-    order of the vector. Buffers and frozen parameters may hold infinities, and numbers beside the moments anything.
+    `tensors` are named as in `rayps.tensors.snapshot.Snapshot.to_state`; `parameters` are names and shapes in the order
+    of the vector. Buffers and frozen parameters may hold infinities; other numbers in the optimizer's state are not
+    checked.
     """
     entries = _entries(parameters)
     for name, value in tensors.items():
@@ -103,7 +104,7 @@ def _moment(name: str, value: Tensor, entries: list[Entry]) -> tuple[str, str]:
 
 def _named(name: str, value: Tensor, entries: list[Entry]) -> tuple[str, str]:
     parameter = ""
-    if entries and value.numel() == entries[-1].hi:  # one element for each of the vector
+    if entries and value.numel() == entries[-1].hi:  # one element per element of the vector
         parameter = _in_vector(name, value, entries)[1]
     return f"the strategy's {name!r}" + (f" of parameter {parameter!r}" if parameter else ""), parameter
 

@@ -1,7 +1,7 @@
 """A model as one vector: every parameter and every gradient is a view of it.
 
-A gradient is a vector, a shard is a slice, a ring chunk is a slice: one idea. Buffers (BatchNorm
-statistics) and parameters that need no gradient are not part of the vector: they stand beside it.
+A gradient is a vector; a shard, a bucket and a ring's chunk are slices of it. Buffers (BatchNorm statistics) and
+parameters that need no gradient are not part of the vector.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rayps.core.errors import ConfigError, WorkloadError
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One parameter's place in the vector: elements lo to hi, of the given shape."""
+    """One parameter's position in the vector: elements lo to hi, of the given shape."""
 
     name: str
     lo: int
@@ -28,14 +28,14 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Which parameter stands where in the vector. Plain data, the same on every worker and shard."""
+    """The position of each parameter in the vector. Plain data, equal on every worker and shard."""
 
     entries: tuple[Entry, ...]
     dtype: torch.dtype
 
     @classmethod
     def of(cls, named: Iterable[tuple[str, Tensor]]) -> Layout:
-        """Lay named tensors one behind another.
+        """Lay out named tensors, one after another.
 
         Raises:
             WorkloadError: there are none, or their dtypes differ.
@@ -49,7 +49,7 @@ class Layout:
             dtypes.setdefault(tensor.dtype, name)
             lo = hi
         if not entries:
-            raise WorkloadError("the model has no parameter that requires a gradient: nothing can be learnt")
+            raise WorkloadError("the model has no parameter that requires a gradient: there is nothing to train")
         if len(dtypes) > 1:
             found = ", ".join(f"{str(dtype).removeprefix('torch.')} ({name})" for dtype, name in dtypes.items())
             raise WorkloadError(
@@ -59,20 +59,20 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Elements in the vector."""
+        """The elements of the vector."""
         return self.entries[-1].hi if self.entries else 0
 
     def pieces(self, lo: int, hi: int) -> list[Entry]:
-        """What of each parameter lies in [lo, hi): entries with their bounds cut, shape as a flat length."""
+        """Return the parts of parameters in [lo, hi): entries with their bounds cut, shape as a flat length."""
         cut = ((entry.name, max(lo, entry.lo), min(hi, entry.hi)) for entry in self.entries)
         return [Entry(name, a, b, (b - a,)) for name, a, b in cut if a < b]
 
 
 @dataclass(slots=True)
 class Gradient:
-    """A gradient that knows how many samples it is the mean over.
+    """A gradient with the number of samples of its mean.
 
-    `packed` is the vector with one spare element behind it, in which a ring carries the number of samples.
+    `packed` is the vector with one spare element at its end, in which a ring carries the number of samples.
     """
 
     packed: Tensor
@@ -86,7 +86,7 @@ class Gradient:
 
 
 def beside(model: nn.Module) -> dict[str, Tensor]:
-    """What belongs to a model but not to the vector, by name: buffers, and parameters that need no gradient."""
+    """Return the tensors of a model outside the vector, by name: buffers, and parameters that need no gradient."""
     frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
     return frozen | dict(model.named_buffers())
 
@@ -101,11 +101,11 @@ class FlatModel:
         part: tuple[Layout, Sequence[nn.Parameter]] | None = None,
         home: Callable[[int, torch.dtype], Tensor] | None = None,
     ) -> None:
-        """Flatten in place. `buffer(n, dtype)` gives the memory of the gradients, e.g. a ring's that peers can read.
+        """Flatten in place. `buffer(n, dtype)` allocates the gradients, e.g. in a ring's memory that peers can read.
 
-        `part` are the vector's layout and its parameters in order, where it is not of all that learn. `home` gives the
-        memory of the vector itself, where others step it too: then sparse gradients stay sparse, and a step touches
-        their rows only.
+        `part` is the vector's layout and its parameters in order, if it is not all trained parameters. `home` allocates
+        the vector itself, if other processes step it too: then sparse gradients stay sparse, and a step touches their
+        rows only.
         """
         self.model = model
         self._params = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -126,21 +126,21 @@ class FlatModel:
             self.packed = buffer(self.layout.size + 1, self.layout.dtype)
         else:
             self.packed = torch.zeros(self.layout.size + 1, dtype=self.layout.dtype, device=device)
-        self.views: list[Tensor] = []  # where each parameter's gradient stands in the gradient vector
-        self._bound: list[Tensor] = []  # views of another vector that was bound last
+        self.views: list[Tensor] = []  # position of each parameter's gradient in the gradient vector
+        self._bound: list[Tensor] = []  # views of the vector that was bound last
         with torch.no_grad():
             for (_, p), entry in zip(self._params, self.layout.entries, strict=True):
                 view = self.vector[entry.lo : entry.hi].view(entry.shape)
                 view.copy_(p)
                 p.data = view
-                # .data: a version counter of its own, so that a write to one gradient is not counted for all
+                # .data has its own version counter, so that a write to one gradient does not count for all
                 self.views.append(self.packed[entry.lo : entry.hi].view(entry.shape).data)
         for (_, p), view in zip(self._params, self.views, strict=True):
-            p.grad = view  # zeros; untouched, what is never written takes no memory
+            p.grad = view  # zeros; pages that are never written take no memory
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters that learn, in the model's order."""
+        """The trained parameters, in the model's order."""
         return [p for _, p in self._params]
 
     def zero_grad(self) -> None:
@@ -150,12 +150,12 @@ class FlatModel:
             p.grad = view
 
     def drop_grad(self) -> None:
-        """Leave no gradient, so that the next backward's are made, not added; `collect_grad` takes them over."""
+        """Set every `.grad` to None, so that the next backward creates gradients; `collect_grad` collects them."""
         for _, p in self._params:
             p.grad = None
 
     def collect_grad(self) -> Tensor:
-        """The gradient vector after a backward; a `.grad` that was replaced is copied back and bound again."""
+        """Return the gradient vector after a backward; a `.grad` that was replaced is copied back and bound again."""
         for (_, p), view in zip(self._params, self.views, strict=True):
             if self._keeps(p.grad):
                 continue
@@ -167,7 +167,7 @@ class FlatModel:
         return self.packed
 
     def collect_used(self) -> None:
-        """As `collect_grad`, but what has no gradient keeps none."""
+        """Collect as `collect_grad`, but leave None where there is no gradient."""
         unused = [p for _, p in self._params if p.grad is None]
         self.collect_grad()
         for p in unused:
@@ -179,13 +179,13 @@ class FlatModel:
         return self._shared
 
     def load_grad(self, vector: Tensor) -> None:
-        """Make a copy of `vector` the gradient that the optimizer will see."""
+        """Set a copy of `vector` as the gradient for the optimizer."""
         if vector.data_ptr() != self.packed.data_ptr():
             self.packed[:-1].copy_(vector)
         self.bind(self.packed)
 
     def bind(self, vector: Tensor) -> None:
-        """Make `vector`, where it lies, the gradient that the optimizer will see."""
+        """Set `vector`, without a copy, as the gradient for the optimizer."""
         bound = self.views
         if vector.data_ptr() != self.packed.data_ptr():
             bound = self._bound
@@ -200,11 +200,11 @@ class FlatModel:
 
 
 def dense(grad: Tensor) -> Tensor:
-    """A gradient as numbers without a history; those of sparse embeddings are filled up with zeros."""
+    """Return a gradient without autograd history; those of sparse embeddings are filled with zeros."""
     grad = grad.detach()
     return grad if grad.layout is torch.strided else grad.to_dense()
 
 
 def square_of(values: Tensor) -> Tensor:
-    """The squared Euclidean norm, as a float64 number on the CPU."""
+    """Return the squared Euclidean norm, as a float64 number on the CPU."""
     return torch.sum(values.to(torch.float64) ** 2).cpu()

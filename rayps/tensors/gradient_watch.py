@@ -1,7 +1,7 @@
-"""Notice a `.grad` that was changed after the backward that made it.
+"""Detect a `.grad` that was changed after the backward that computed it.
 
-Autograd tells when it has added to a parameter's `.grad`; from then on the tensor there must be the same one, at the
-same version (torch counts writes in place). Costs a few microseconds a parameter and no pass over the numbers.
+A hook records when autograd has added to a parameter's `.grad`; from then on the tensor there must be the same one, at
+the same version (torch counts in-place writes). Costs a few microseconds per parameter and does not read the elements.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _Versions = dict[int, tuple[Tensor, int]]  # by number of the parameter: its gra
 
 
 class GradWatch:
-    """Follows the gradients of a flat model until `close`."""
+    """Watch the gradients of a flat model until `close`."""
 
     def __init__(self, flat: FlatModel) -> None:
         self._flat = flat
-        self._seen: _Versions = {}  # as the last backward of each left them
+        self._seen: _Versions = {}  # after the last backward of each
         self._kept: _Versions = {}  # as they were at `keep`
         self._hooks = [
             p.register_post_accumulate_grad_hook(_hook(weakref.ref(self), i))  # type: ignore[no-untyped-call]
@@ -29,31 +29,34 @@ class GradWatch:
         ]
 
     def changed(self) -> str | None:
-        """The first parameter whose `.grad` is not what the last backward, or `keep` after it, left; None = all are."""
+        """Return the first parameter whose `.grad` changed since the last backward, or since `keep`.
+
+        None = none did.
+        """
         return self._differing(self._seen)
 
     def changed_since_keep(self) -> str | None:
-        """The first parameter whose `.grad` is not what it was at `keep`, also by another backward; None = all are."""
+        """Return the first parameter whose `.grad` changed since `keep`, also by another backward; None = none did."""
         return self._differing(self._kept)
 
     def replaced(self) -> bool:
-        """Whether there are gradients, and none of them is one of those at `keep`."""
+        """Return whether there are gradients, and all of them are other tensors than at `keep`."""
         grads = [p.grad for p in self._flat.parameters if p.grad is not None]
         kept = {id(grad) for grad, _ in self._kept.values()}
         return bool(grads) and not any(id(grad) in kept for grad in grads)
 
     def keep(self) -> None:
-        """From now on the gradients are to stay as they are now."""
+        """Record the gradients: from now on they must not change."""
         grads = [(i, p.grad) for i, p in enumerate(self._flat.parameters)]
         self._kept = {i: (grad, grad._version) for i, grad in grads if grad is not None}
         self._seen = dict(self._kept)
 
     def clear(self) -> None:
-        """Forget what was seen: a step has been taken."""
+        """Forget the records: a step has been taken."""
         self._seen, self._kept = {}, {}
 
     def _differing(self, before: _Versions) -> str | None:
-        """One that is None or all zero was zeroed, which is no change."""
+        """Compare gradients; one that is None or all zero was zeroed, which is no change."""
         for i, (grad, version) in before.items():
             now = self._flat.parameters[i].grad
             if now is None or (now is grad and now._version == version) or not now.any():
@@ -73,7 +76,7 @@ class GradWatch:
 
 
 def _hook(watch: weakref.ref[GradWatch], i: int) -> Callable[[Tensor], None]:
-    """Weak, for a model may outlive its loop."""
+    """Return a hook with a weak reference: a model may outlive its loop."""
 
     def hook(p: Tensor) -> None:
         found = watch()

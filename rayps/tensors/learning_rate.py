@@ -104,7 +104,10 @@ class Rates:
     """The values of an optimizer's groups that a schedule changes, at each tick."""
 
     def __init__(self, make: Maker, skeleton: Callable[[], Optimizer]) -> None:
-        """Raises WorkloadError: `schedule` failed, or returned something else than a schedule."""
+        """Evaluate the schedule.
+
+        Raises WorkloadError: `schedule` failed, or returned something else than a schedule.
+        """
         self._optimizer = skeleton()
         self._made = [_plain(group) for group in self._optimizer.param_groups]
         with user_code("schedule"):

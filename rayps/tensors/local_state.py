@@ -1,7 +1,7 @@
-"""What each worker has of its own where workers learn apart, and the names of a state's tensors in a checkpoint. Pure.
+"""The state of each worker where workers train separately, and the names of its tensors in a checkpoint. Pure.
 
-Between two meetings the workers' parameters differ, and with them moments, buffers and what the strategy remembers. A
-checkpoint holds all of it, by rank, so that a run goes on from the middle of a period bit for bit.
+Between two averages the workers' parameters, moments, buffers and the strategy's memory differ. A checkpoint holds all
+of them, by rank: a run resumes in the middle of a period bit for bit.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rayps.tensors.optim import Moments, ParamState
 
-_OPTIM, _BUFFER, _MEMORY, _PARAMS = "optim/", "buffer/", "memory/", "params"  # how the names of tensors begin
+_OPTIM, _BUFFER, _MEMORY, _PARAMS = "optim/", "buffer/", "memory/", "params"  # prefixes of names of tensors
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class LocalState:
     memory: dict[str, Tensor] = field(default_factory=dict)
 
     def named(self) -> tuple[dict[str, Tensor], dict[str, ParamState]]:
-        """Its tensors by one name each, and its optimizer's numbers by parameter. Nothing is copied."""
+        """Return its tensors by name, and its optimizer's numbers by parameter. Nothing is copied."""
         moments, numbers = by_name(self.moments)
         tensors = {_PARAMS: self.params} | moments
         tensors |= {f"{_BUFFER}{name}": value for name, value in self.buffers.items()}
@@ -34,18 +34,18 @@ class LocalState:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], numbers: Mapping[str, ParamState]) -> LocalState:
-        """What `named` was given."""
+        """Rebuild the state that `named` returned."""
         moments = moments_of(tensors, numbers)
         return cls(tensors[_PARAMS], moments, below(_BUFFER, tensors), below(_MEMORY, tensors))
 
 
 def below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors whose names begin so, by the rest of their names."""
+    """Return the tensors whose names begin with the prefix, by the rest of their names."""
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
 def by_name(moments: Moments) -> tuple[dict[str, Tensor], dict[str, ParamState]]:
-    """An optimizer's state as tensors by one name each, and its numbers by parameter. Nothing is copied."""
+    """Return an optimizer's state as tensors by name, and its numbers by parameter. Nothing is copied."""
     tensors, numbers = dict[str, Tensor](), dict[str, ParamState]()
     for name, state in moments.items():
         for key, value in state.items():
@@ -57,7 +57,7 @@ def by_name(moments: Moments) -> tuple[dict[str, Tensor], dict[str, ParamState]]
 
 
 def moments_of(tensors: Mapping[str, Tensor], numbers: Mapping[str, ParamState]) -> Moments:
-    """What `by_name` was given, found among other tensors."""
+    """Rebuild the state that `by_name` returned, from these and other tensors."""
     found: Moments = {name: dict(values) for name, values in numbers.items()}
     for name, tensor in tensors.items():
         if name.startswith(_OPTIM):

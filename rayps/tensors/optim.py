@@ -48,7 +48,7 @@ class SlicedOptimizer:
         # the other state of a user's class could not be divided again
         self._merges = type(self.optimizer).__module__.startswith("torch.optim")
         self._made_by = factory, layout
-        self._decays_alone: bool | None = None  # see `decays_alone`; found out at the first step that asks
+        self._decays_alone: bool | None = None  # see `decays_alone`; determined at the first step that needs it
         self._sgd = type(self.optimizer) is SGD and "step" not in vars(self.optimizer)
         self._scratch: Tensor | None = None
         self._leaves: list[_Leaf] = []
@@ -117,13 +117,13 @@ class SlicedOptimizer:
         return spare
 
     def _spare(self) -> Tensor:
-        """Room for one gradient, kept."""
+        """Return memory for one gradient, reused."""
         if self._scratch is None:
             self._scratch = torch.empty_like(self.params)
         return self._scratch
 
     def plain_rate(self, leaf: nn.Parameter) -> float | None:
-        """The factor of the gradient, where a step of this leaf adds it to the parameters and does nothing else."""
+        """Return the factor of the gradient if a step of this leaf adds it to the parameters and does nothing else."""
         if not self._sgd or self._hooked:
             return None
         group = next(group for group in self.optimizer.param_groups if any(p is leaf for p in group["params"]))
@@ -134,7 +134,10 @@ class SlicedOptimizer:
         return bool(self.optimizer._optimizer_step_pre_hooks or self.optimizer._optimizer_step_post_hooks)
 
     def _step_plainly(self, grad: Tensor, scale: float) -> bool:
-        """SGD without memory is one operation, bit for bit what torch's own loop does; False where it is not that."""
+        """Step SGD without memory in one operation, with the bits of torch's own loop.
+
+        Return False if it is not that.
+        """
         if self._hooked:
             return False
         groups = self.optimizer.param_groups
@@ -149,11 +152,14 @@ class SlicedOptimizer:
         return True
 
     def leaves(self) -> list[tuple[nn.Parameter, slice]]:
-        """What the optimizer steps, and where it lies in `params`."""
+        """Return the optimizer's parameters, and their positions in `params`."""
         return [(leaf.param, leaf.cut) for leaf in self._leaves]
 
     def moments(self) -> Moments:
-        """The state of every piece of a parameter, by the parameter's name; tensors are copies. See `edits` too."""
+        """Return the state of every piece of a parameter, by the parameter's name; tensors are copies.
+
+        See `edits` too.
+        """
         found, edited = self._states(), edits(self.optimizer)
         for leaf in self._leaves:
             if edited[leaf.group]:
@@ -174,18 +180,18 @@ class SlicedOptimizer:
         return found
 
     def load(self, moments: Moments, layout: Layout) -> None:
-        """Take over a state of whole parameters; each piece gets its slice."""
+        """Restore a state of whole parameters; each piece gets its slice."""
         self.restore(cut(moments, layout, self._lo, self._lo + self.params.numel()))
 
     def restore(self, moments: Moments) -> None:
-        """Take over what `moments` gave, of the same elements; the tensors are this optimizer's from now on."""
+        """Restore what `moments` returned, of the same elements; the tensors belong to this optimizer from now on."""
         for number, members in enumerate(self._members):
             edit(self.optimizer.param_groups[number], (moments.get(self._pieces[i].name, {}) for i in members))
         plain = {name: {key: state[key] for key in state if key != EDITS} for name, state in moments.items()}
         self._arrange(self._states() | plain)
 
     def _arrange(self, state: Moments) -> None:
-        """Make the leaves anew, as few as there can be, with the state of each piece by name."""
+        """Rebuild the leaves, as few as possible, with the state of each piece by name."""
         self._leaves = []
         self.optimizer.state.clear()
         for number, (group, members) in enumerate(zip(self.optimizer.param_groups, self._members, strict=True)):
@@ -213,7 +219,7 @@ class SlicedOptimizer:
 
 @dataclass(slots=True)
 class _Leaf:
-    """What the optimizer takes for one parameter: a run of pieces that lie side by side."""
+    """One parameter of the optimizer: a run of adjacent pieces."""
 
     param: nn.Parameter
     value: Tensor  # the same memory
@@ -227,7 +233,7 @@ class _Leaf:
 
 
 def is_plain_group(group: Group) -> bool:
-    """Whether this group of an SGD steps by `p -= lr * grad` and nothing else."""
+    """Return whether this group of an SGD steps by `p -= lr * grad` and nothing else."""
     return (
         type(group["lr"]) is float
         and not group["momentum"]
@@ -237,17 +243,17 @@ def is_plain_group(group: Group) -> bool:
 
 
 def _decays_inside(group: Group) -> bool:
-    """Whether this group has a weight decay that torch does not keep beside the gradient, as AdamW does."""
+    """Return whether this group has a weight decay inside the gradient, unlike AdamW's decoupled one."""
     return bool(group.get("weight_decay")) and not group.get("decoupled_weight_decay")
 
 
 def _elementwise(key: str, value: StateValue, size: int) -> bool:
-    """Whether a piece of state has one number for each of the leaf's elements; counts such as Adam's step have not."""
+    """Return whether a piece of state has one number per element of the leaf; counts such as Adam's step have not."""
     return isinstance(value, Tensor) and value.dim() == 1 and len(value) == size and key != "step"
 
 
 def _alike(last: Entry, piece: Entry, state: Moments) -> bool:
-    """Whether two neighbours' states can be one: the same keys, and the same numbers beside the elements'."""
+    """Return whether two neighbours' states can be merged: equal keys, and equal numbers besides the elements'."""
     a, b = state.get(last.name, {}), state.get(piece.name, {})
     if a.keys() != b.keys():
         return False
@@ -272,10 +278,10 @@ def _merged(held: list[ParamState], run: list[Entry]) -> ParamState:
 
 
 def made(factory: Factory, params: list[nn.Parameter]) -> Optimizer:
-    """The user's optimizer of these parameters.
+    """Return the user's optimizer of these parameters.
 
     Raises:
-        WorkloadError: the user's code failed, or did not give an optimizer of them.
+        WorkloadError: the user's code failed, or did not return an optimizer of them.
     """
     with user_code("optimizer"):
         optimizer = factory(params)
@@ -301,10 +307,10 @@ def made(factory: Factory, params: list[nn.Parameter]) -> Optimizer:
 
 
 def build(factory: Factory, layout: Layout) -> Optimizer:
-    """The user's optimizer over stand-ins of the right shapes that take no memory.
+    """Return the user's optimizer over placeholders of the right shapes that take no memory.
 
     Raises:
-        WorkloadError: the user's code failed, or did not give an optimizer.
+        WorkloadError: the user's code failed, or did not return an optimizer.
     """
     stand_ins = [nn.Parameter(torch.zeros((), dtype=layout.dtype).expand(entry.shape)) for entry in layout.entries]
     optimizer = made(factory, stand_ins)
@@ -313,7 +319,7 @@ def build(factory: Factory, layout: Layout) -> Optimizer:
 
 
 def _retarget(optimizer: Optimizer, layout: Layout, pieces: list[Entry]) -> tuple[Optimizer, list[list[int]], Moments]:
-    """The optimizer without its stand-ins; which pieces are of which group; the state that it made at once."""
+    """Return the optimizer without its placeholders, the group of each piece, and the state that it created at once."""
     order: dict[int, int] = optimizer.rayps_order  # type: ignore[attr-defined]
     here = {piece.name: i for i, piece in enumerate(pieces)}
     members: list[list[int]] = []
@@ -323,13 +329,13 @@ def _retarget(optimizer: Optimizer, layout: Layout, pieces: list[Entry]) -> tupl
         entries = [(stand_in, layout.entries[order[id(stand_in)]]) for stand_in in group["params"]]
         members.append([here[entry.name] for _, entry in entries if entry.name in here])
         for stand_in, entry in entries:
-            if entry.name in here and stand_in in optimizer.state:  # Adagrad makes its state at once
+            if entry.name in here and stand_in in optimizer.state:  # Adagrad creates its state at once
                 state[entry.name] = _cut_all(optimizer.state[stand_in], entry, pieces[here[entry.name]])
     return optimizer, members, state
 
 
 def cut(moments: Moments, layout: Layout, lo: int, hi: int) -> Moments:
-    """What of the state of whole parameters belongs to elements lo to hi; tensors are copies."""
+    """Return the part of the state of whole parameters for elements lo to hi; tensors are copies."""
     whole = {entry.name: entry for entry in layout.entries}
     return {
         piece.name: _cut_all(moments[piece.name], whole[piece.name], piece)
@@ -345,7 +351,7 @@ def _cut_all(state: ParamState, entry: Entry, piece: Entry) -> ParamState:
 def _cut(value: StateValue, entry: Entry, piece: Entry, *, counts: bool) -> StateValue:
     if not isinstance(value, Tensor):
         return value
-    if tuple(value.shape) == entry.shape and not counts:  # of a parameter that is a number, the slice is a vector
+    if tuple(value.shape) == entry.shape and not counts:  # the slice of a scalar parameter is a vector
         return value.reshape(-1)[piece.lo - entry.lo : piece.hi - entry.lo].clone()
     return value.clone()
 
@@ -355,18 +361,18 @@ def _copy(state: ParamState, device: torch.device | str = "cpu") -> ParamState:
 
 
 def _copied(value: StateValue, device: torch.device | str = "cpu") -> StateValue:
-    # numbers such as Adam's step stay on the CPU, as torch keeps them
+    # numbers such as Adam's step stay on the CPU, as in torch
     return value.detach().to(device if value.dim() else "cpu", copy=True) if isinstance(value, Tensor) else value
 
 
 def moments(optimizer: Optimizer, layout: Layout, params: list[nn.Parameter]) -> Moments:
-    """The state of a whole optimizer by parameter name; tensors are copies. See `edits` too."""
+    """Return the state of a whole optimizer by parameter name; tensors are copies. See `edits` too."""
     held = {entry.name: _copy(optimizer.state.get(p, {})) for entry, p in zip(layout.entries, params, strict=True)}
     return with_edits(held, optimizer, layout, params)
 
 
 def with_edits(held: Moments, optimizer: Optimizer, layout: Layout, params: list[nn.Parameter]) -> Moments:
-    """An optimizer's states by parameter name, with the edits of each parameter's group where there are some."""
+    """Return an optimizer's states by parameter name, with the edits of each parameter's group, if it has some."""
     edited = edits(optimizer)
     if any(edited):
         of = {id(p): edited[number] for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -377,9 +383,9 @@ def with_edits(held: Moments, optimizer: Optimizer, layout: Layout, params: list
 
 
 def edits(optimizer: Optimizer) -> list[list[list[Json]]]:
-    """By group: [name, value that it was made with, value now] of what was changed since `made`, JSON-ready.
+    """Return by group: [name, value at creation, value now] of what was changed since `made`, JSON-ready.
 
-    A step hook that changes a rate so survives a resume, a change of phase and a death.
+    A rate that a step hook changes is so restored by a resume, a change of phase and a recovery.
     """
     known: list[JsonObject] = getattr(optimizer, "rayps_made", [])
     return [
@@ -389,9 +395,9 @@ def edits(optimizer: Optimizer) -> list[list[list[Json]]]:
 
 
 def edit(group: Group, states: Iterable[ParamState]) -> None:
-    """Change a group as the edits say that one of its parameters' states has.
+    """Change a group by the edits in one of its parameters' states.
 
-    A value that `optimizer` makes otherwise by now stays as it is made: whoever changed it in the workload means it.
+    A value that `optimizer` now creates differently stays as created: it was changed in the workload.
     """
     found: list[tuple[str, Json, Json]] = next((state[EDITS] for state in states if EDITS in state), [])
     mine = plain_values(group)
@@ -405,7 +411,7 @@ def edit(group: Group, states: Iterable[ParamState]) -> None:
 
 
 def plain_values(group: Group) -> JsonObject:
-    """The plain values of a group as JSON."""
+    """Return the plain values of a group as JSON."""
     found: JsonObject = {}
     for key, value in group.items():
         if isinstance(value, Tensor) and value.numel() == 1:
@@ -419,7 +425,7 @@ def plain_values(group: Group) -> JsonObject:
 
 
 def load(optimizer: Optimizer, state: Moments, layout: Layout, params: list[nn.Parameter]) -> None:
-    """Put a state by parameter name into a whole optimizer."""
+    """Load a state by parameter name into a whole optimizer."""
     names = {id(p): entry.name for entry, p in zip(layout.entries, params, strict=True)}
     for group in optimizer.param_groups:
         edit(group, (state.get(names[id(p)], {}) for p in group["params"] if id(p) in names))
@@ -430,7 +436,7 @@ def load(optimizer: Optimizer, state: Moments, layout: Layout, params: list[nn.P
 
 
 def join(parts: list[Moments], layout: Layout) -> Moments:
-    """The states of consecutive slices as the state of whole parameters."""
+    """Return the states of consecutive slices as the state of whole parameters."""
     whole: Moments = {}
     for entry in layout.entries:
         held = [part[entry.name] for part in parts if part.get(entry.name)]
@@ -455,7 +461,7 @@ def check_elementwise(factory: Factory, layout: Layout) -> None:
     The trial uses small parameters of the layout's number and dimensions.
 
     Raises:
-        WorkloadError: saying why, and what to use instead.
+        WorkloadError: they differ; names what to use instead.
     """
     layout = _probe(layout)
     generator = torch.Generator().manual_seed(17)
@@ -469,7 +475,7 @@ def check_elementwise(factory: Factory, layout: Layout) -> None:
         bounds = ((0, cut), (cut, layout.size))
         sliced = torch.cat([_step_slice(factory, layout, start, grads, lo, hi) for lo, hi in bounds])
         same = torch.equal(whole, sliced)
-    except Exception as error:  # the optimizer is the user's: whatever it raises is the reason
+    except Exception as error:  # the user's optimizer may raise anything
         raise WorkloadError(
             f"{name} cannot run on a parameter server, which gives it flat slices: {str(error).partition(chr(10))[0]}\n"
             "use an elementwise optimizer such as SGD, Adam or Adagrad, or the strategy all_reduce"
@@ -504,7 +510,7 @@ def _step_slice(factory: Factory, layout: Layout, start: Tensor, grads: list[Ten
 
 
 def ignores_scale(factory: Factory, layout: Layout) -> bool:
-    """Whether the first step hardly depends on the gradient's size (Adam-like), so that 1/N is lost on it."""
+    """Return whether the first step hardly depends on the gradient's scale (Adam-like), so that 1/N has no effect."""
     layout = _probe(layout)
     grad = torch.randn(layout.size, generator=torch.Generator().manual_seed(17))
     moved: list[float] = []
@@ -516,15 +522,15 @@ def ignores_scale(factory: Factory, layout: Layout) -> bool:
 
 
 def decays_alone(factory: Factory, layout: Layout) -> bool:
-    """Whether weight decay stays whole in a step that counts for a part of one, or for several.
+    """Return whether weight decay is not scaled in a step that counts for a part of one, or for several.
 
-    That is so where it stands beside the gradient and the gradient's size is ignored, as in AdamW (Loshchilov, Hutter,
+    That is so where the decay is decoupled and the step ignores the gradient's scale, as in AdamW (Loshchilov, Hutter,
     "Decoupled Weight Decay Regularization", ICLR 2019): each push is then one whole step of the optimizer, with its
-    whole decay, and the two stay in balance. It is not so where the decay is a part of the gradient (SGD, Adagrad,
-    Adam), nor where the step follows the gradient's size.
+    whole decay, in the same proportion. It is not so where the decay is a part of the gradient (SGD, Adagrad, Adam),
+    nor where the step is proportional to the gradient.
     """
     groups = build(factory, layout).param_groups
-    if any("decoupled_weight_decay" in group for group in groups):  # torch's own say it
+    if any("decoupled_weight_decay" in group for group in groups):  # torch's own optimizers declare it
         return all(group.get("decoupled_weight_decay", False) for group in groups)
     if not ignores_scale(factory, layout):
         return False
@@ -540,6 +546,6 @@ def decays_alone(factory: Factory, layout: Layout) -> bool:
 
 
 def fitting(moments: Moments, optimizer: Optimizer) -> Moments:
-    """The part of a state that an optimizer can continue from: Adagrad takes only Adagrad's, the others only theirs."""
+    """Return the part of a state that an optimizer can use: Adagrad only Adagrad's, the others only theirs."""
     mine = isinstance(optimizer, Adagrad)
     return {name: held for name, held in moments.items() if (held.keys() - {EDITS} == {"step", "sum"}) == mine}

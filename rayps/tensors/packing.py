@@ -21,7 +21,7 @@ Head: TypeAlias = dict[str, Any]  # JSON data before the tensors: it is read by 
 
 
 def flat_bytes(tensor: Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """The bytes of a contiguous CPU tensor, without a copy, for any dtype."""
+    """Return the bytes of a contiguous CPU tensor, without a copy, for any dtype."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy()
 
 
@@ -65,7 +65,7 @@ def unpack_state(state: Buffer) -> tuple[Head, list[Tensor]]:
 
 
 def tensor_of(data: Buffer, dtype: torch.dtype) -> Tensor:
-    """The elements of a buffer; a view if it is writable. Raises ValueError."""
+    """Return the elements of a buffer; a view if it is writable. Raises ValueError."""
     view = memoryview(data)
     if view.nbytes % dtype.itemsize:
         raise ValueError(f"{view.nbytes} bytes are not a whole number of {dtype} elements")
@@ -75,7 +75,7 @@ def tensor_of(data: Buffer, dtype: torch.dtype) -> Tensor:
 
 
 def plain_moments(moments: Moments, tensors: list[Tensor]) -> Moments:
-    """An optimizer's state as JSON; its tensors are appended to `tensors` and referred to by index."""
+    """Return an optimizer's state as JSON; its tensors are appended to `tensors` and referred to by index."""
     found: Moments = {}
     for name, state in moments.items():
         found[name] = {}

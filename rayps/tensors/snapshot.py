@@ -1,14 +1,13 @@
-"""The state of a run between two rounds: what a restart, a resume or the next strategy begins from.
+"""The state of a run between two rounds, from which a restart, a resume or the next strategy starts.
 
-Parameters as one vector, the optimizer's state and the buffers by name, each worker's position in the
-data and its random state. `checkpoint` writes it to disk and reads it back.
+Parameters as one vector, the optimizer's state and the buffers by name, each worker's position in the data and its
+random state. `checkpoint` writes it to disk and reads it back.
 
-Buffers (BatchNorm statistics): each worker keeps its own while it trains; rank 0's are evaluated, saved,
-returned, and given to everyone when a run starts or restarts. Parameters that need no gradient travel with
-them, so that everyone has the same ones.
+Buffers (BatchNorm statistics): each worker has its own while it trains; rank 0's are evaluated, saved, returned, and
+copied to all workers when a run starts or restarts. Parameters that need no gradient are stored with them.
 
-Under the loop `local_updates` `params` are what the workers agree on (`Strategy.consensus`), and `own` holds what each
-of them has: with it everyone goes on from where it was.
+Under the loop `local_updates`, `params` is the consensus (`Strategy.consensus`), and `own` holds each worker's state,
+from which it continues.
 """
 
 from __future__ import annotations
@@ -43,17 +42,17 @@ class Snapshot:
     rng: dict[int, Tensor] = field(default_factory=dict)
     positions: list[int] = field(default_factory=list)
     steps_per_epoch: int = 1
-    ring: RingTable | None = None  # the ring's `choices`: with them the same sums come out bit for bit; of a
+    ring: RingTable | None = None  # the ring's `choices`: with them sums have the same bits; of a
     # replica of several workers those of each ring, by `Point.line`
     ledgers: list[tuple[int, int, Ledger]] = field(default_factory=list)  # of each shard: lo, hi, what it had applied
-    divided: str = ""  # of which division's columns, one behind another, the ledgers' elements are; "" = the vector's
+    divided: str = ""  # key of the division whose columns, in order, the ledgers count; "" = the vector
     columns: int = 1  # workers of one replica
-    origin: tuple[int, int] = (0, 0)  # the round and the epoch that `steps_per_epoch` counts from
-    strategy: str = ""  # whose `own` and `shared` are
-    own: dict[int, LocalState] = field(default_factory=dict)  # by worker, where they learn apart
-    shared: dict[str, Tensor] = field(default_factory=dict)  # what the strategy remembers, the same on all workers
-    ended: list[tuple[int, int]] = field(default_factory=list)  # of phases that met their stop rule: the round at which
-    # each would have ended, and that at which it did
+    origin: tuple[int, int] = (0, 0)  # the round and the epoch from which `steps_per_epoch` counts
+    strategy: str = ""  # the strategy of `own` and `shared`
+    own: dict[int, LocalState] = field(default_factory=dict)  # by worker, where they train separately
+    shared: dict[str, Tensor] = field(default_factory=dict)  # the strategy's state that is equal on all workers
+    ended: list[tuple[int, int]] = field(default_factory=list)  # phases that met their stop rule: the planned and
+    # the actual round of the end
 
     @property
     def round(self) -> int:
@@ -61,31 +60,31 @@ class Snapshot:
         return min(self.positions, default=0)
 
     def ledger(self, lo: int, hi: int) -> Ledger:
-        """Which pushes the elements lo to hi hold.
+        """Return which pushes the elements lo to hi include.
 
-        Where they were held by several shards, a push that only some of those had applied counts as applied: it is
-        missing in a part, rather than added twice to another.
+        If several shards held them, a push that only some of those had applied counts as applied: a part then lacks it,
+        but none has it twice.
         """
         held = [ledger for a, b, ledger in self.ledgers if a < hi and lo < b]
         return anywhere(held) if held else Ledger(self.positions)
 
     def align(self) -> None:
-        """Let everyone go on from the slowest worker's position, for a strategy that works in step."""
+        """Set all positions to the slowest worker's, for a strategy that works in step."""
         self.positions = [self.round] * len(self.positions)
         self.ledgers = []
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Parameters and buffers by name, as `model.load_state_dict` takes them (strict=False if some are frozen)."""
+        """Return parameters and buffers by name, for `model.load_state_dict` (strict=False if some are frozen)."""
         named = {e.name: self.params[e.lo : e.hi].view(e.shape).clone() for e in self.layout.entries}
         return named | {name: value.clone() for name, value in self.buffers.items()}
 
     def fill(self, model: nn.Module) -> nn.Module:
-        """Put parameters and buffers into a model of the same kind, and give it back."""
+        """Copy parameters and buffers into a model of the same kind; return it."""
         model.load_state_dict(self.state_dict(), strict=False)
         return model
 
     def to_state(self, **facts: Any) -> SavedState:
-        """As tensors and JSON-ready facts, for a checkpoint."""
+        """Return tensors and JSON-ready facts, for a checkpoint."""
         tensors: dict[str, Tensor] = {
             f"model/{e.name}": self.params[e.lo : e.hi].view(e.shape) for e in self.layout.entries
         }
@@ -156,21 +155,21 @@ class Snapshot:
                 )
 
     def hear(self, point: Point) -> None:
-        """Take over what the rings have chosen, if this point of a worker says it."""
+        """Record the rings' choices, if this point of a worker has them."""
         if "ring" in point:
             self.ring = point["ring"]
         elif "rings" in point:
             self.ring = (self.ring or {}) | point["rings"]
 
     def resume(self, calendar: Calendar) -> None:
-        """Go on in this run, which may have another number of replicas or batches per epoch than the one before.
+        """Continue in this run, which may have another number of replicas or batches per epoch than the one before.
 
         Raises:
-            CheckpointError: it has, and the snapshot lies in the middle of an epoch.
+            CheckpointError: it has, and the snapshot is in the middle of an epoch.
         """
         self.ended = [(planned, at) for planned, at in self.ended if calendar.cut(planned, at)]
         span = calendar.at(self.round)
-        if any(at == self.round for _, at in self.ended):  # the end of a phase, wherever it lies in an epoch
+        if any(at == self.round for _, at in self.ended):  # the end of a phase, at any point of an epoch
             self.enter(span)
             return
         began, epoch = self.origin
@@ -205,13 +204,13 @@ class Snapshot:
         self.strategy = strategy
 
     def enter(self, span: PhaseSpan) -> None:
-        """Go on under a phase's layout; at its begin all positions are equal, or their number stays the same."""
+        """Continue under a phase's layout; at its start all positions are equal, or their number stays the same."""
         if len(self.positions) != span.replicas:
             self.positions = [self.round] * span.replicas
             self.ledgers, self.ring, self.rng = [], None, {}
         if self.columns != span.columns:
             self.ring, self.rng = None, {}
-        if span.columns == 1 and self.divided:  # the ledgers are of other elements now
+        if span.columns == 1 and self.divided:  # the ledgers count other elements now
             held = [ledger for _, _, ledger in self.ledgers]
             self.ledgers, self.divided = ([(0, self.layout.size, anywhere(held))] if held else []), ""
         self.columns, self.steps_per_epoch, self.origin = span.columns, span.steps, span.origin

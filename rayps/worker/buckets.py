@@ -60,7 +60,7 @@ class Buckets:
     @property
     def choice(self) -> Event:
         """Describe how the gradients are sent, as an event."""
-        when = "while backward goes on" if self.early else "after backward"
+        when = "while backward continues" if self.early else "after backward"
         size = self._flat.layout.size * self._flat.layout.dtype.itemsize / 1e6
         message = (
             f"{size:.3g} MB of gradients are sent {when}, in {len(self)} bucket{'s'[: len(self) != 1]}: {self._why}"

@@ -85,7 +85,7 @@ class BackgroundMeans:
 
 
 class RingWorker(Worker):
-    """A worker whose peers are on a ring, compressed if the strategy says so."""
+    """A worker whose peers are on a ring, with the strategy's compression."""
 
     def __init__(
         self,

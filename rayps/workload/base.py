@@ -1,6 +1,6 @@
-"""What to learn, and how to find it by name. A workload knows nothing about machines, ranks or strategies.
+"""The workload: what to learn, and how to find it by name. It knows nothing about machines, ranks or strategies.
 
-`load` turns "module:Class" or "path/file.py:Class" into an instance; `rayps.core.user_module` carries one to another
+`load` turns "module:Class" or "path/file.py:Class" into an instance; `rayps.core.user_module` sends one to another
 process.
 """
 
@@ -21,7 +21,7 @@ from rayps.data.base import Batch, Data
 
 
 def _none(method: Any) -> Any:
-    """Mark the method that stands where a workload has none of its own."""
+    """Mark a method that the workload does not define."""
     method.is_none = True
     return method
 
@@ -29,12 +29,12 @@ def _none(method: Any) -> Any:
 class Workload(ABC):
     """What to learn: a model, a loss, data, an optimizer and its schedule. Created once, then sent to every worker.
 
-    `clip_norm`, a number above 0 or None (never), is the Euclidean norm to which a gradient is shortened where it is
-    longer, as `torch.nn.utils.clip_grad_norm_` does. Which gradient depends on the strategy: under all_reduce the mean
+    `clip_norm`, a number above 0 or None (never), is the largest Euclidean norm of a gradient: a longer one is scaled
+    down, as `torch.nn.utils.clip_grad_norm_` does. Which gradient depends on the strategy: under all_reduce the mean
     over all workers; under servers what each worker pushes, dense part and rows of tables together; where workers (or
-    clients) step by themselves (hogwild, local_sgd, parallel_sgd, diloco, admm, the federated ones) the gradient of
-    each of their steps, not what they exchange; under downpour both a copy's steps and the pushes, each once. The
-    workers of one replica count as one. hybrid with sparse tables refuses it.
+    clients) step separately (hogwild, local_sgd, parallel_sgd, diloco, admm, the federated ones) the gradient of each
+    of their steps, not what they exchange; under downpour both a copy's steps and the pushes, each once. The workers of
+    one replica count as one. hybrid with sparse tables refuses it.
 
     Example:
         class Line(rayps.Workload):
@@ -52,22 +52,22 @@ class Workload(ABC):
     """
 
     clip_norm: float | None = None
-    schedule_every: str = "step"  # what `schedule` counts: "step" or "epoch"
+    schedule_every: str = "step"  # the unit of `schedule`: "step" or "epoch"
 
     @abstractmethod
     def model(self) -> torch.nn.Module:
-        """A new model; the platform seeds torch before, so every worker starts from the same parameters."""
+        """Return a new model. rayps seeds torch before, so every worker starts from the same parameters."""
 
     @abstractmethod
     def data(self) -> Data:
-        """The rows to learn from."""
+        """Return the training data."""
 
     @abstractmethod
     def loss(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        """The mean loss over the batch: a scalar with a gradient. Never called with an empty batch."""
+        """Return the mean loss over the batch: a scalar with a gradient. Never called with an empty batch."""
 
     def optimizer(self, params: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer of `params`, which are `list(model.parameters())`."""
+        """Return the optimizer of `params`, which are `list(model.parameters())`."""
         return torch.optim.SGD(params, lr=0.01)
 
     @_none
@@ -83,36 +83,38 @@ class Workload(ABC):
                 return lambda step: min(1.0, (step + 1) / 100)     # a warm-up
 
         It is stepped once a step, or once an epoch (`schedule_every = "epoch"`), from step 0 of the job on: a resumed
-        run and a later phase go on counting. A step is a round: of the worker, wherever the step is taken. A server
-        applies the rate of the round that a push is of, however late the push is (Downpour: that of its last gradient);
-        workers that learn apart count their own steps across meetings; a federated job counts its rounds, and its
-        clients train at the rate of the round (`server_lr` stays as the strategy says).
+        run and a later phase continue the count. A step is a round of the worker, wherever the step is taken. A server
+        applies the rate of the round of a push, however late the push arrives (Downpour: that of its last gradient).
+        Workers that train separately count their own steps across averages. A federated job counts its rounds, and its
+        clients train at the rate of the round (`server_lr` is constant).
 
-        `optimizer` is a skeleton: the groups of `self.optimizer(params)` over stand-ins, on which the schedule is
-        evaluated in each process; it must give the same values each time. For a sparse table it is torch's optimizer
-        of the same kind, with one group whose "table" is the table's name. What a scheduler moves (rates; OneCycleLR
+        `optimizer` is a skeleton: the groups of `self.optimizer(params)` over placeholders. The schedule is evaluated
+        on it in each process, and must give the same values each time. For a sparse table it is torch's optimizer of
+        the same kind, with one group whose "table" is the table's name. What a scheduler changes (rates; OneCycleLR
         also momentum) is set before each step. ReduceLROnPlateau is refused: its steps need a metric.
         """
         return None
 
     def evaluate(self, model: torch.nn.Module, batch: Batch) -> dict[str, float | torch.Tensor]:
-        """Named means over the batch, e.g. {"accuracy": 0.9}; the platform weights them by batch size."""
+        """Return named means over the batch, e.g. {"accuracy": 0.9}; rayps weights them by batch size."""
         return {}
 
     def evaluation_data(self) -> Data:
-        """The rows to evaluate on; those of `data()` unless you say otherwise."""
+        """Return the data to evaluate on; by default that of `data()`."""
         return self.data()
 
     def lookups(self, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """The ids that `loss` will look up for the batch, by table, e.g. {"users": batch.x[:, 0]}; {} = not known.
+        """Return the ids that `loss` will look up for the batch, by table, e.g. {"users": batch.x[:, 0]}.
 
-        Where they are known, rows are pulled while the batch before is computed, all tables' together.
+        {} = not known.
+
+        If they are known, the rows of all tables are pulled while the batch before is computed.
         """
         return {}
 
 
 def check_clip_norm(workload: Workload) -> None:
-    """Refuse a `clip_norm` that is no norm.
+    """Refuse an invalid `clip_norm`.
 
     Raises:
         ConfigError: it is neither None nor a finite number above 0.
@@ -122,14 +124,14 @@ def check_clip_norm(workload: Workload) -> None:
         return
     if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given < float("inf"):
         raise ConfigError(
-            f"clip_norm of {type(workload).__name__} is {given!r}: give a finite number above 0, to which the norm of "
-            "the gradient is shortened, or None (never)",
+            f"clip_norm of {type(workload).__name__} is {given!r}: give a finite number above 0, the largest norm of "
+            "the gradient, or None (never clip)",
             field="clip_norm",
         )
 
 
 def misspelt(workload: Workload) -> list[str]:
-    """A warning for each name of the user's classes that is nearly one of Workload's, which then stays as it was."""
+    """Return a warning for each method of the user's classes whose name is nearly one of Workload's."""
     ours = [name for name in vars(Workload) if not name.startswith("_")]
     kinds = [kind for kind in type(workload).__mro__ if issubclass(kind, Workload) and kind is not Workload]
     found = []
@@ -148,12 +150,12 @@ FINDER = Finder("workload", "workloads", "rayps.Workload")
 
 
 def load(target: str, working_dir: str | None = None) -> Workload:
-    """The workload that `target` names: "module:Class" or "path/file.py:Class", seen from `working_dir`.
+    """Return the workload that `target` names: "module:Class" or "path/file.py:Class", relative to `working_dir`.
 
-    The user's files are read again at each call: a warm process never keeps an older version of them.
+    The user's files are read again at each call: a warm process never uses an older version of them.
 
     Raises:
-        WorkloadError: saying what was tried, and where in the user's file it went wrong.
+        WorkloadError: what was tried, and the line of the user's file that failed.
     """
     if (reason := misnamed(target)) is not None:
         raise WorkloadError(reason, target=target)
@@ -169,7 +171,7 @@ def _instance(kind: type[Workload], target: str) -> Workload:
         inspect.signature(kind).bind()
     except TypeError as error:
         raise WorkloadError(
-            f"{target} is created without arguments, but its __init__ says: {error}\ngive its arguments defaults",
+            f"{target} is created without arguments, but its __init__ raises: {error}\ngive its arguments defaults",
             target=target,
         ) from error
     try:

@@ -1,4 +1,4 @@
-"""A user's model, made in a process whose random numbers others use too."""
+"""Build a user's model in a process whose random numbers other code uses too."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from rayps.tensors.flat import FlatModel, beside
 from rayps.tensors.snapshot import Snapshot
 from rayps.workload.base import Workload
 
-_DRAWING = threading.RLock()  # torch's random numbers are the whole process's: workers that are threads take turns
+_DRAWING = threading.RLock()  # torch's random state is that of the process: workers that are threads take turns
 
 
 @contextmanager
 def _drawing() -> Iterator[None]:
-    """Let this thread alone draw random numbers; the wait for another thread's model() counts as its own."""
+    """Let only this thread draw random numbers; the wait for another thread's model() counts as its own time."""
     with user_code("model"):
         _DRAWING.acquire()
     try:
@@ -31,22 +31,22 @@ def _drawing() -> Iterator[None]:
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Draw random numbers without moving the process's own generator."""
+    """Draw random numbers without a change of the process's generator."""
     with _drawing(), torch.random.fork_rng(devices=[]):
         yield
 
 
 def model_of(workload: Workload) -> nn.Module:
-    """A new model of the user's. Raises WorkloadError."""
+    """Return a new model of the user's. Raises WorkloadError."""
     with _drawing(), user_code("model"):
         model = workload.model()
     if not isinstance(model, nn.Module):
-        raise WorkloadError(f"model() gave {type(model).__name__}: return a torch.nn.Module")
+        raise WorkloadError(f"model() returned {type(model).__name__}: return a torch.nn.Module")
     return model
 
 
 def drawn(workload: Workload, seed: int) -> Snapshot:
-    """The state before the first round: parameters drawn from the seed alone, whatever the strategy or size."""
+    """Return the state before the first round: parameters drawn from the seed, whatever the strategy or size."""
     with _drawing():
         torch.manual_seed(seed)
         model = model_of(workload)
@@ -56,11 +56,11 @@ def drawn(workload: Workload, seed: int) -> Snapshot:
 
 
 def drawn_apart(workload: Workload, seed: int) -> Snapshot:
-    """As `drawn`; the process's own generator stays where it is."""
+    """Return as `drawn`, without a change of the process's generator."""
     with apart():
         return drawn(workload, seed)
 
 
 def has_tables(model: nn.Module) -> bool:
-    """Whether modules of a model keep their rows in sparse tables (`rayps.embedding`)."""
+    """Return whether modules of a model store their rows in sparse tables (`rayps.embedding`)."""
     return any(getattr(module, "rows_in_table", False) for module in model.modules())

@@ -1,4 +1,7 @@
-"""What a worker computes with: the whole model, or its part of one. The seam between `Worker` and what cuts a model."""
+"""The part of a model that a worker computes with: all of it, or a slice.
+
+The interface between `Worker` and the division.
+"""
 
 from __future__ import annotations
 
@@ -16,42 +19,47 @@ from rayps.tensors.optim import Factory
 from rayps.workload.base import Workload
 
 Metric: TypeAlias = float | Tensor  # a mean over a batch
-Check = Callable[[Tensor], float]  # of a loss: its value; raises where it is none
+Check = Callable[[Tensor], float]  # of a loss: its value; raises if it is not a number
 
 
 class ModelPart(Protocol):
     """What a `Worker` trains."""
 
     module: nn.Module
-    layout: Layout  # of what is owned, by its name in the whole model; it may be nothing
+    layout: Layout  # owned parameters, by name in the whole model; may be empty
     parameters: list[nn.Parameter]  # the same
-    reports: bool  # whether this worker's loss, samples and metrics count; the others of its replica have the same rows
+    reports: bool  # this worker's loss, samples and metrics count; the other workers of its replica have the same rows
 
     @property
     def beside(self) -> dict[str, Tensor]:
         """Buffers and parameters that need no gradient, by name."""
 
     def refresh(self) -> None:
-        """Have the current values of what is borrowed; before `evaluate`. Raises LinkError."""
+        """Receive the current values of borrowed parameters; before `evaluate`. Raises LinkError."""
 
     def backward(self, batch: Batch, step: int, check: Check) -> float | None:
-        """The loss, where it is known; leaves in `.grad` what the mean over the batch gives to what is owned.
+        """Return the loss, where it is known.
+
+        Leave the gradient of the batch's mean in `.grad` of the owned parameters.
 
         Raises:
             TrainingError, WorkloadError, LinkError.
         """
 
     def evaluate(self, batch: Batch) -> dict[str, Metric]:
-        """Named means over the batch, of them the loss; nothing where they are not known. In eval mode, no gradient."""
+        """Return named means over the batch, the loss included; {} where they are not known.
+
+        In eval mode, without gradients.
+        """
 
     def factory(self, factory: Factory) -> Factory:
-        """The workload's `factory` of optimizers, for what is owned."""
+        """Return the workload's `factory` of optimizers, for the owned parameters."""
 
     def facts(self) -> Point:
-        """Numbers of the last step for the worker's point, such as `activations` or `idle`."""
+        """Return numbers of the last step for the worker's point, such as `activations` or `idle`."""
 
     def close(self) -> None:
-        """End what it holds."""
+        """Release its resources."""
 
 
 class Whole:
@@ -64,14 +72,14 @@ class Whole:
 
     @property
     def beside(self) -> dict[str, Tensor]:
-        """See Part."""
+        """See ModelPart."""
         return beside(self.module)
 
     def refresh(self) -> None:
-        """See Part: nothing is borrowed."""
+        """See ModelPart: nothing is borrowed."""
 
     def backward(self, batch: Batch, step: int, check: Check) -> float:
-        """See Part."""
+        """See ModelPart."""
         with user_code("loss"):
             loss = self.workload.loss(self.module, batch)
             value = check(loss)
@@ -79,36 +87,38 @@ class Whole:
         return value
 
     def evaluate(self, batch: Batch) -> dict[str, Metric]:
-        """See Part."""
+        """See ModelPart."""
         loss = self.workload.loss(self.module, batch)
         return {"loss": loss} | metrics_of(self.workload.evaluate(self.module, batch))
 
     def factory(self, factory: Factory) -> Factory:
-        """See Part."""
+        """See ModelPart."""
         return factory
 
     def facts(self) -> Point:
-        """See Part."""
+        """See ModelPart."""
         return {}
 
     def close(self) -> None:
-        """See Part."""
+        """See ModelPart."""
 
 
 def metrics_of(given: dict[str, Metric]) -> dict[str, Metric]:
-    """What the user's evaluate() gave. Raises WorkloadError."""
+    """Check and return the result of the user's evaluate(). Raises WorkloadError."""
     if not isinstance(given, dict):
         raise WorkloadError(
-            f"evaluate(model, batch) gave {type(given).__name__}: return a dict of means such as {{'accuracy': 0.9}}"
+            f"evaluate(model, batch) returned {type(given).__name__}: return a dict of means such as "
+            "{'accuracy': 0.9}"
         )
     return given
 
 
 def number(name: str, mean: Metric) -> float:
-    """A mean of the user's. Raises WorkloadError."""
+    """Return a user's mean as a number. Raises WorkloadError."""
     try:
         return float(mean)
     except (TypeError, ValueError, RuntimeError) as error:
         raise WorkloadError(
-            f"evaluate(model, batch) gave {name!r} a {type(mean).__name__}: return one number, its mean over the batch"
+            f"evaluate(model, batch) returned a {type(mean).__name__} for {name!r}: return one number, "
+            "its mean over the batch"
         ) from error

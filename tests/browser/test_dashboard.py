@@ -227,7 +227,7 @@ def test_a_pipeline_is_drawn_by_its_table_and_as_it_went(tab: Tab, fake: Fake) -
     assert page.locator("#schedule svg").count() == 2
     assert page.locator("#schedule svg").first.locator("g[class^=gantt-] rect").count() == 2 * 4 * 8
     label = page.locator("#schedule svg").first.get_attribute("aria-label")
-    assert label.startswith("By its table: stage 0 waits 27.3% and holds 4")
+    assert label.startswith("By the schedule: stage 0 is idle 27.3% and holds 4")
     assert "Messages between stages" in page.inner_text("#costs")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     plain = job_page(tab, page.url.split("#")[0], "digits-ssp")

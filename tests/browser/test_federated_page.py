@@ -121,7 +121,7 @@ def test_residuals_and_meetings(tab: Tab, fake: Fake) -> None:
     until("the threshold", lambda: "below their thresholds in round" in page.inner_text("#residuals"))
     assert readout(page, "residuals")["primal stop"] == "3.00e-7" and page.locator("#cohorts").count() == 0
     other = job_page(tab, url, "text-diloco")
-    until("meetings", lambda: "12 meetings in 600 rounds" in other.inner_text("#meetings"))
+    until("meetings", lambda: "12 averages in 600 rounds" in other.inner_text("#meetings"))
     assert "50 times as much" in other.inner_text("#meetings")
 
 

@@ -138,7 +138,7 @@ def test_a_lost_server_is_seen_and_healed(tab: Tab, fake: Fake) -> None:
     urllib.request.urlopen(f"{url}fake/kill?group=shared&server=server-1").close()
     page.wait_for_selector(".job-head [data-status=healing]")
     page.wait_for_selector("#servers tr:has-text('dead')")
-    until(page, "() => /lacks? a copy/.test(document.querySelector('.held-risk').innerText)")
+    until(page, "() => /lacks? a backup/.test(document.querySelector('.held-risk').innerText)")
     assert "server-1" in page.inner_text("#events")
     until(page, "() => document.querySelector('.job-head [data-status=ready]')", seconds=40)
     assert "server-3" in page.inner_text("#servers")
@@ -147,7 +147,7 @@ def test_a_lost_server_is_seen_and_healed(tab: Tab, fake: Fake) -> None:
 def test_an_idle_group_says_so(tab: Tab, fake: Fake) -> None:
     page = group_page(tab, fake(), "spare")
     shown = page.inner_text("main")
-    assert "Nothing is kept here yet" in shown and "rayps submit job.yaml --server-group spare" in shown
+    assert "No segments yet" in shown and "rayps submit job.yaml --server-group spare" in shown
 
 
 def test_a_group_that_is_stopped_says_what_is_gone(tab: Tab, fake: Fake) -> None:
@@ -190,7 +190,7 @@ def test_a_job_leads_to_its_group(tab: Tab, fake: Fake) -> None:
     page.click("text=flights-hybrid")
     page.wait_for_selector("#elastic table")
     line = page.inner_text(".job-line")  # the servers are the group's, whatever the strategy would have of its own
-    assert "Hybrid, asynchronous" in line and "shared (3 servers, 1 copy)" in line and "tables on" not in line
+    assert "Hybrid, asynchronous" in line and "shared (3 servers, 1 backup)" in line and "tables on" not in line
     assert page.locator("#elastic tbody tr").count() == 3 and page.locator("#shards").count() == 0
     page.click("text=Open shared")
     until(page, "() => document.querySelectorAll('.ring .arc').length === 56")

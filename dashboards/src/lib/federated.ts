@@ -38,7 +38,7 @@ export interface ClientMap {
 
 /** The reasons of the virtual clock in words. */
 const WHY: Record<string, string> = {
-  stale: "too many versions old", dropout: "dropped out", offline: "went offline", deadline: "past the deadline", late: "after enough replies had come",
+  stale: "too old", dropout: "dropped out", offline: "went offline", deadline: "past the deadline", late: "after enough replies",
 };
 
 const MOST_NAMES = 50; // in a list of an event; under an asynchronous strategy others may be under way still

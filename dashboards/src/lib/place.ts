@@ -13,14 +13,14 @@ export function strategyOf(job: Job): { epochs?: number | null; strategy: Strate
 /** The whole strategy of a job in words. */
 export const describeJob = (job: Job): string => describe(strategyOf(job));
 
-/** "shared (5 servers, 1 copy)": the group that a job is on, as far as it is known; "" where it is on none. */
+/** "shared (5 servers, 1 backup)": the group that a job is on, as far as it is known; "" where it is on none. */
 export function groupOf(job: Job): string {
   const name = job.spec["server_group"];
   if (typeof name !== "string") return "";
   const group = job.progress?.server_group;
   if (!group?.servers?.length) return name;
   const alive = group.servers.filter((server) => server.state !== "dead").length;
-  return `${name} (${plural(alive, "server")}, ${group.replicas ? plural(group.replicas, "copy", "copies") : "no copies"})`;
+  return `${name} (${plural(alive, "server")}, ${group.replicas ? plural(group.replicas, "backup") : "no backups"})`;
 }
 
 /** The loss that says most: of the evaluation where there is one, else of the last batch. */

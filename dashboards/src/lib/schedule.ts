@@ -75,12 +75,12 @@ export function costRows(event: JobEvent | undefined): CostRow[] {
   const stage = traffic.find((each) => each["axis"] === "stage") ?? {};
   return [
     row("Sent in a step", found["bytes"], formula["bytes"], bytes),
-    row("Of it between stages", found["stage_bytes"], stage["bytes"], bytes),
+    row("Of this between stages", found["stage_bytes"], stage["bytes"], bytes),
     row("Messages between stages", found["messages"], stage["messages"], whole),
-    row("Stages wait", found["idle"], formula["idle"], (value) => percent(value)),
+    row("Stages idle", found["idle"], formula["idle"], (value) => percent(value)),
     row("Activations held", found["activations"], formula["activations"], String),
     row("Longest worker above the mean", found["imbalance"], undefined, (value) => percent(value, 0)),
-    row("Communication hidden behind compute", found["hidden"], undefined, (value) => percent(value, 0)),
+    row("Communication overlapped with compute", found["hidden"], undefined, (value) => percent(value, 0)),
   ].filter((each): each is CostRow => each !== null);
 }
 

@@ -139,12 +139,12 @@ export function replication(group: Group): Replication {
 export function risk(group: Group): { tone: Tone; text: string } {
   const state = replication(group);
   if (state.lost > 0) return { tone: "bad", text: `${plural(state.lost, "segment")} ${state.lost === 1 ? "has" : "have"} no server: the job restores from its last checkpoint.` };
-  if (group.replicas === 0) return { tone: "warn", text: "No copies are kept: a server that dies takes what was pushed since the job's last checkpoint, except pushes that the workers still hold and say again." };
-  if (state.bare > 0) return { tone: "warn", text: `${plural(state.bare, "segment")} ${state.bare === 1 ? "lacks" : "lack"} a copy that is being made: until then the death of the wrong server would lose what its workers do not hold.` };
+  if (group.replicas === 0) return { tone: "warn", text: "No backups: the death of a server loses the pushes since the job's last checkpoint, except those in the workers' replay buffers." };
+  if (state.bare > 0) return { tone: "warn", text: `${plural(state.bare, "segment")} ${state.bare === 1 ? "lacks" : "lack"} a backup, which is being copied: until then the death of its server loses the pushes that are not in the workers' replay buffers.` };
   if (group.status === "healing") {
     const missing = group.wanted - group.servers.filter((server) => server.state === "alive").length;
-    const why = missing > 0 ? `${plural(missing, "server")} ${missing === 1 ? "is" : "are"} being replaced` : "segments go back to where they belong";
-    return { tone: "warn", text: `Every segment has its ${group.replicas === 1 ? "copy" : "copies"} again; ${why}.` };
+    const why = missing > 0 ? `${plural(missing, "server")} ${missing === 1 ? "is" : "are"} being replaced` : "segments are moving back";
+    return { tone: "warn", text: `Every segment has its ${group.replicas === 1 ? "backup" : "backups"} again; ${why}.` };
   }
   const many = group.replicas === 1 ? "Any one server may die" : `Any ${group.replicas} servers may die`;
   return { tone: "ok", text: `${many}: every acknowledged push is on another server.` };

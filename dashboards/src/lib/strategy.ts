@@ -233,7 +233,7 @@ function federated(strategy: StrategyWire): string {
   const epochs = "local_steps" in own ? `${String(own["local_steps"])} local steps` : part("local_epochs", (value) => `${String(value)} local epochs`);
   const said = ["fraction", "local_epochs", "local_steps", "batch_size", "rule", "dropout", "attack", "clients"];
   const parts = [
-    FEDERATED[plain(own.name)], part("clients", (value) => `${String(written(value))} clients`), part("fraction", (value) => `${percentage(value)} of the clients a round`), epochs,
+    FEDERATED[plain(own.name)], part("clients", (value) => `${String(written(value))} clients`), part("fraction", (value) => `${percentage(value)} of the clients per round`), epochs,
     part("batch_size", (value) => `batches of ${String(value)}`), part("rule", (value) => String(written(value))),
     part("attack", (value) => `under attack by ${String(written(value))}`), part("dropout", (value) => `${percentage(value)} drop out`),
   ];
@@ -242,7 +242,7 @@ function federated(strategy: StrategyWire): string {
 
 function apart(strategy: StrategyWire): string {
   const { period, ...rest } = unusual(strategy);
-  const every = typeof period === "number" ? `, meets every ${period === 1 ? "round" : `${period} rounds`}` : "";
+  const every = typeof period === "number" ? `, averages every ${period === 1 ? "round" : `${period} rounds`}` : "";
   return APART[plain(strategy.name)] + every + others(rest as StrategyWire, []);
 }
 
@@ -259,7 +259,7 @@ function written(value: unknown): unknown {
 }
 
 function copyWords(replicas: unknown): string {
-  return typeof replicas !== "number" || replicas === 0 ? "" : replicas === 1 ? "1 copy" : `${replicas} copies`;
+  return typeof replicas !== "number" || replicas === 0 ? "" : replicas === 1 ? "1 backup" : `${replicas} backups`;
 }
 
 function staleWords(value: unknown): string {

@@ -75,11 +75,11 @@ function Head({ group, feed }: { group: Group; feed: GroupFeed }) {
       </div>
       <p class="job-line">
         <span>{plural(group.wanted, "server")}</span>
-        <span>{group.replicas === 0 ? "no copies" : plural(group.replicas, "copy", "copies")}</span>
+        <span>{group.replicas === 0 ? "no backups" : plural(group.replicas, "backup")}</span>
         <span>{plural(group.spaces.length, "job space")}</span>
         <span>started&nbsp;<Ago at={seconds(group.created_at)} /></span>
       </p>
-      {(group.reason || feed.gone.value) && <p class={`job-reason tone-${GROUP_TONES[group.status] ?? "warn"}`} role="status">{feed.gone.value ? "The group has ended, and what was kept on it is gone." : group.reason}</p>}
+      {(group.reason || feed.gone.value) && <p class={`job-reason tone-${GROUP_TONES[group.status] ?? "warn"}`} role="status">{feed.gone.value ? "The group has ended. Its parameters are deleted." : group.reason}</p>}
       <Confirm title={`Resize ${group.name}`} open={asking.value === "resize"} onClose={() => (asking.value = null)} word={change === 0 ? "Resize" : `Resize to ${count(wanted.value)}`} back="Cancel" ready={change !== 0} plain
         act={async () => feed.take(await resizeGroup(group.name, wanted.value))}>
         <div class="stepper">
@@ -88,10 +88,10 @@ function Head({ group, feed }: { group: Group; feed: GroupFeed }) {
           <button type="button" class="button" aria-label="One server more" onClick={() => (wanted.value += 1)}>+</button>
           <span class="faint">of {count(group.wanted)} now</span>
         </div>
-        <p>{wanted.value < least ? `Each segment has a primary and ${plural(group.replicas, "copy", "copies")} on servers of their own: at least ${least} servers.`
-          : change === 0 ? "Segments move while the jobs go on; nothing stops."
-          : change > 0 ? `${plural(change, "server")} ${change === 1 ? "is" : "are"} started and about ${percentOf(change, wanted.value)} of what is held moves there, while the jobs go on.`
-          : `${plural(-change, "server")} ${change === -1 ? "leaves" : "leave"}, after about ${percentOf(-change, group.wanted)} of what is held has moved to the others.`}</p>
+        <p>{wanted.value < least ? `Each segment has a primary and ${plural(group.replicas, "backup", "backups")} on different servers: at least ${least} servers.`
+          : change === 0 ? "Segments move while the jobs keep training."
+          : change > 0 ? `${plural(change, "server")} ${change === 1 ? "is" : "are"} started and about ${percentOf(change, wanted.value)} of the data moves there. Jobs keep training.`
+          : `${plural(-change, "server")} ${change === -1 ? "leaves" : "leave"}, after about ${percentOf(-change, group.wanted)} of the data has moved to the others.`}</p>
       </Confirm>
       <Confirm title={`Stop ${group.name}?`} open={asking.value === "stop"} onClose={() => (asking.value = null)} word="Stop the group" back="Keep it"
         act={async () => feed.take(await stopGroup(group.name))}>
@@ -143,9 +143,9 @@ function Tiles({ group }: { group: Group }) {
   return (
     <dl class="tiles">
       <Tile name="Servers" value={`${count(alive)} of ${count(group.wanted)}`} note={group.moves.length ? `${plural(group.moves.length, "segment")} moving` : "alive"} tone={alive < group.wanted ? "warn" : ""} />
-      <Tile name="Load" value={short(load)} unit="operations/s" note={lean === null ? "nothing is asked" : `${plural(group.spaces.length, "job")} on it`} />
+      <Tile name="Load" value={short(load)} unit="operations/s" note={lean === null ? "no load" : `${plural(group.spaces.length, "job")} on it`} />
       <Tile name="Busiest server" value={lean === null ? "–" : `${lean.toFixed(2)}×`} note="of the mean load" tone={lean !== null && lean >= 1.5 ? "warn" : ""} />
-      <Tile name="Held" value={bytes(group.servers.reduce((sum, server) => sum + (server.bytes ?? 0), 0))} note={rows ? `${short(rows)} rows, copies included` : "copies included"} />
+      <Tile name="Held" value={bytes(group.servers.reduce((sum, server) => sum + (server.bytes ?? 0), 0))} note={rows ? `${short(rows)} rows, backups included` : "backups included"} />
       <Tile name="Servers lost" value={count(deaths)} note={deaths ? `${plural(group.counts["promotions"] ?? 0, "promotion")}` : "none so far"} tone={deaths && group.status === "healing" ? "warn" : ""} />
     </dl>
   );

@@ -155,11 +155,11 @@ function StopButton({ job, feed }: { job: Job; feed: Feed }) {
         <StopIcon /><span>{asked ? "Stopping" : "Stop"}</span>
       </button>
       <Dialog title={`Stop ${job.name}?`} open={asking.value} onClose={() => (asking.value = false)}>
-        <p>The workers end and the job is written down as stopped. Checkpoints, metrics and logs are kept. This cannot be undone.</p>
+        <p>The job ends with status Stopped. Checkpoints, metrics and logs are kept. This cannot be undone.</p>
         {error.value && <p class="form-error" role="alert">{error.value}</p>}
         <div class="dialog-actions">
           <button type="button" class="button" onClick={() => (asking.value = false)}>Keep it running</button>
-          <button type="button" class="button button-danger-solid" disabled={busy.value} onClick={confirm}>{busy.value ? "Asking" : "Stop the job"}</button>
+          <button type="button" class="button button-danger-solid" disabled={busy.value} onClick={confirm}>{busy.value ? "Stopping" : "Stop the job"}</button>
         </div>
       </Dialog>
     </>
@@ -183,7 +183,7 @@ function Tiles({ job, feed }: { job: Job; feed: Feed }) {
       <Tile name="Loss" value={progress?.round && progress.loss === null && feed.series.badRounds > 0 ? "NaN" : loss(shown.value)} note={`${shown.of}${batch}`} />
       <Tile name={name ? name.charAt(0).toUpperCase() + name.slice(1) : "Accuracy"} value={name ? metric(name, value) : "–"} note={last ? `after round ${count(last.round)}` : "not evaluated yet"} />
       <Tile name="Throughput" value={short(ended(job.status) ? average(feed) : progress?.samples_per_second)} unit="samples/s" note={ended(job.status) ? "mean of the run" : "now"} />
-      <Tile name="Time" value={duration(spent)} note={started === null ? "not started" : job.finished_at ? "in all" : progress?.eta_seconds ? `${duration(progress.eta_seconds)} left` : "so far"} />
+      <Tile name="Time" value={duration(spent)} note={started === null ? "not started" : job.finished_at ? "in total" : progress?.eta_seconds ? `${duration(progress.eta_seconds)} left` : "so far"} />
       <Tile name="Failures" value={count(failures)} note={failures ? `generation ${progress?.generation ?? 1}, ${WORDS[job.status].toLowerCase()}` : "none so far"} tone={failures ? "warn" : ""} />
     </dl>
   );

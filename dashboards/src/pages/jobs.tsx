@@ -109,7 +109,7 @@ function JobRow({ job }: { job: Job }) {
 /** How far a job is; for one that waits or failed, why. */
 function Advance({ job }: { job: Job }) {
   const { progress } = job;
-  if (job.status === "QUEUED") return <span class="reason" title={job.reason ?? ""}>{job.reason ?? "Waits for its turn"}</span>;
+  if (job.status === "QUEUED") return <span class="reason" title={job.reason ?? ""}>{job.reason ?? "Waiting in the queue"}</span>;
   const bar = <Bar share={share(job) ?? (ended(job.status) ? 0 : null)} tone={TONES[job.status] ?? "idle"} label={`Progress of ${job.name}`} />;
   if (job.status === "FAILED") return <>{bar}<span class="reason reason-bad" title={job.reason ?? ""}>{job.reason ?? "Failed"}</span></>;
   if (job.status === "RUNNING" || job.status === "STOPPING" || ended(job.status)) {
@@ -144,12 +144,12 @@ function FirstJob() {
   return (
     <main class="page first">
       <h1>Submit a first job</h1>
-      <p class="lead">A job names a workload and how its workers learn together. It appears here as soon as it is submitted, and this page follows it live.</p>
+      <p class="lead">A job names a workload and a strategy. It appears here as soon as it is submitted, and this page follows it live.</p>
       <div class="first-commands">
-        <Command label="From the command line" text={`# digits.yaml names the workload, the strategy and the workers\nrayps submit examples/digits.yaml --follow\n\n# the same, with another way of learning together\nrayps submit examples/digits.yaml --follow \\\n  --set strategy=parameter_server:staleness=3,shards=2`} />
+        <Command label="From the command line" text={`# digits.yaml names the workload, the strategy and the workers\nrayps submit examples/digits.yaml --follow\n\n# the same with another strategy\nrayps submit examples/digits.yaml --follow \\\n  --set strategy=parameter_server:staleness=3,shards=2`} />
         <Command label="By REST" text={asCurl({ ...SAMPLE, working_dir: HERE }, origin).replace(HERE, `'"$PWD/examples"'`)} />
       </div>
-      <p class="faint">Run them in a source tree of rayps. <code>RAYPS_TOKEN</code> is the service's token: <code>rayps serve</code> shows it once and keeps it in the file <code>token</code> of its state directory.</p>
+      <p class="faint">Run them in a source tree of rayps. <code>RAYPS_TOKEN</code> is the service's token: <code>rayps serve</code> prints it once and stores it in the file <code>token</code> of its state directory.</p>
     </main>
   );
 }

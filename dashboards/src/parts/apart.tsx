@@ -22,14 +22,14 @@ export function MeetingsCard({ feed }: { feed: Feed }) {
   const at = index.value !== null && index.value < found.x.length ? index.value : found.x.length - 1;
   const total = found.bytes[found.bytes.length - 1] ?? 0;
   return (
-    <Card title="Meetings" id="meetings" note={`${plural(found.times, "meeting")} in ${plural(found.rounds, "round")}`}>
+    <Card title="Averages" id="meetings" note={`${plural(found.times, "average")} in ${plural(found.rounds, "round")}`}>
       <Readout items={[
         { name: "round", value: count(found.x[at]) },
-        { swatch: "met", name: "meetings so far", value: count(found.met[at]) },
-        { swatch: "smooth", name: "moved so far", value: bytes(found.bytes[at]) },
+        { swatch: "met", name: "averages so far", value: count(found.met[at]) },
+        { swatch: "smooth", name: "sent so far", value: bytes(found.bytes[at]) },
       ]} />
       <Chart height={170} data={data} variant="meetings" onIndex={(i) => (index.value = i)}
-        summary={`Bytes moved by round: ${bytes(total)} over ${plural(found.times, "meeting")} in ${plural(found.rounds, "round")}.`}
+        summary={`Bytes sent by round: ${bytes(total)} over ${plural(found.times, "average")} in ${plural(found.rounds, "round")}.`}
         options={() => meetingOptions(feed.id, () => latest.found)} />
       <p class="card-foot">{foot(found, total)}</p>
     </Card>
@@ -37,11 +37,11 @@ export function MeetingsCard({ feed }: { feed: Feed }) {
 }
 
 function foot(found: Meetings, total: number): string {
-  if (found.times === 0) return "The workers have not met yet: each holds a model of its own.";
+  if (found.times === 0) return "The workers have not averaged yet: each has separate parameters.";
   const each = Math.round(total / found.times);
   const ratio = found.rounds / found.times;
-  const rarer = ratio >= 1.5 ? `; meeting in every round would have moved ${ratio >= 10 ? Math.round(ratio) : ratio.toFixed(1)} times as much` : "";
-  return `${bytes(each)} a meeting${rarer}. They met last in round ${count(found.last)}.`;
+  const rarer = ratio >= 1.5 ? `; an average in every round would have sent ${ratio >= 10 ? Math.round(ratio) : ratio.toFixed(1)} times as much` : "";
+  return `${bytes(each)} per average${rarer}. The last one was in round ${count(found.last)}.`;
 }
 
 /** Steps of an axis of bytes: whole in binary units. */
@@ -86,7 +86,7 @@ export function ResidualsCard({ feed }: { feed: Feed }) {
   if (!found) return null;
   const at = index.value !== null && index.value < found.x.length ? index.value : lastKnown(found.primal);
   return (
-    <Card title="Residuals" id="residuals" note={found.reached === null ? "of the consensus; it stops where both are below their thresholds" : `both below their thresholds in round ${count(found.reached)}`}>
+    <Card title="Residuals" id="residuals" note={found.reached === null ? "of the consensus; training stops when both are below their thresholds" : `both below their thresholds in round ${count(found.reached)}`}>
       <Readout items={[
         { name: "round", value: count(found.x[at]) },
         { swatch: "smooth", name: "primal", value: small(found.primal[at]) },

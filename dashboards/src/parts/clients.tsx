@@ -23,7 +23,7 @@ export function ClientsCard({ feed }: { feed: Feed }) {
     <Card title="Clients" id="clients" note={`${plural(map.count, "client")}, ${count(map.rows)} rows${more ? `; ${map.names.length} of all sizes are shown` : ""}`}
       tools={<Key labelled={labelled} took={columns.length > 0} />}>
       <p class="card-foot">{facts(map)}</p>
-      <div class="client-rows" tabIndex={0} role="region" aria-label="What each client holds, and the rounds that it took part in">
+      <div class="client-rows" tabIndex={0} role="region" aria-label="Each client's rows, and the rounds in which it took part">
         <table class="plain clients">
           <thead><tr>
             <th>Client</th><th class="num">Rows</th>
@@ -51,7 +51,7 @@ export function ClientsCard({ feed }: { feed: Feed }) {
 function facts(map: ClientMap): string {
   const own = skew(map);
   const sizes = map.smallest === map.largest ? `${count(map.largest)} rows each` : `${count(map.smallest)} to ${count(map.largest)} rows each, the median ${count(map.median)}`;
-  return own === null ? `${sizes}.` : `${sizes}; a client's commonest label is ${percent(own, 0)} of its rows on average, of ${plural(map.labels.length, "label")}.`;
+  return own === null ? `${sizes}.` : `${sizes}; a client's most frequent label has ${percent(own, 0)} of its rows on average, among ${plural(map.labels.length, "label")}.`;
 }
 
 function Size({ rows, largest }: { rows: number; largest: number }) {

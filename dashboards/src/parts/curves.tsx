@@ -86,7 +86,7 @@ export function RateCard({ feed, height }: { feed: Feed; height: number }) {
   const summary = `Throughput in samples per second by round; ${short(arrays.smooth[arrays.smooth.length - 1])} at the end.`;
   return (
     <Card title="Throughput" note="samples/s" id="throughput">
-      {arrays.x.length === 0 ? <Empty title="Nothing measured yet" /> : <>
+      {arrays.x.length === 0 ? <Empty title="No measurements yet" /> : <>
         <Readout items={[
           { name: "round", value: count(arrays.x[at] ?? null) },
           { swatch: "smooth", name: "samples/s", value: short(arrays.smooth[at]) },

@@ -14,9 +14,9 @@ export function ElasticCard({ feed }: { feed: Feed }) {
   const names = servers.map((server) => server.name);
   const moves = typeof group.moves === "number" ? group.moves : group.moves?.length ?? 0;
   const most = Math.max(1, ...servers.map((server) => server.segments ?? 0));
-  const parts = [group.segments ? plural(group.segments, "segment") : "", group.replicas ? plural(group.replicas, "copy", "copies") : "no copies",
+  const parts = [group.segments ? plural(group.segments, "segment") : "", group.replicas ? plural(group.replicas, "backup", "backups") : "no backups",
     group.bytes ? bytes(group.bytes) : "", group.rows ? `${short(group.rows)} rows` : "", moves ? `${count(moves)} moving` : "", group.branch_of ? `branch of ${group.branch_of}` : "",
-    group.operations_s != null ? `${short(group.operations_s)} operations/s${group.quota?.operations ? ` of ${short(group.quota.operations)} that it may make` : ""}` : ""];
+    group.operations_s != null ? `${short(group.operations_s)} operations/s${group.quota?.operations ? ` of ${short(group.quota.operations)} allowed` : ""}` : ""];
   return (
     <Card title={group.own ? "Servers" : "Server group"} id="elastic" note={parts.filter(Boolean).join(", ")}
       tools={!group.own && <a class="button" href={href(["servers", group.name], new URLSearchParams({ job: group.space ?? job?.id ?? "" }))}>Open {group.name}</a>}>

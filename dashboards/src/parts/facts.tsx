@@ -20,7 +20,7 @@ export function EventsCard({ feed }: { feed: Feed }) {
   const lines = folded(events);
   return (
     <Card title="Events" id="events" class="events-card" note={events.length ? String(events.length) : undefined}>
-      {events.length === 0 ? <Empty title="Nothing has happened yet" /> : (
+      {events.length === 0 ? <Empty title="No events yet" /> : (
         <ol class="events" tabIndex={0} aria-label="Events, newest first">
           {lines.map((line) => <EventLine key={line.event.seq} event={line.event} more={line.more} />)}
         </ol>

@@ -22,7 +22,7 @@ export function CohortsCard({ feed }: { feed: Feed }) {
   const now = rounds[at];
   return (
     <Card title="Clients by round" id="cohorts" note={rounds.length ? plural(rounds.length, "round") : undefined}>
-      {!now ? <Empty title="No rounds yet">Each round shows which clients were asked, and what became of their updates.</Empty> : <>
+      {!now ? <Empty title="No rounds yet">Each round shows which clients were asked, and whether their updates counted.</Empty> : <>
         <Readout items={[
           { name: "round", value: count(now.round) },
           { name: "sampled", value: count(now.sampled) },
@@ -199,7 +199,7 @@ export function VirtualCard({ feed }: { feed: Feed }) {
   return (
     <Card title={upper(time)} id="virtual" note={`of a round${real ? "" : ", by the clients' own speeds"}`}>
       <Readout items={[{ name: "round", value: count(now.round) }, { swatch: "smooth", name: "took", value: virtual(now.seconds) }, { name: "in all", value: virtual(all) }]} />
-      <Chart height={220} data={data} variant="virtual" summary={`${real ? "Seconds" : "Virtual seconds"} by round; ${virtual(all)} in all over ${plural(rounds.length, "round")}.`}
+      <Chart height={220} data={data} variant="virtual" summary={`${real ? "Seconds" : "Virtual seconds"} by round; ${virtual(all)} in total over ${plural(rounds.length, "round")}.`}
         onIndex={(i) => (index.value = i)} options={() => ({
           cursor: cursor(feed.id),
           scales: { x: { time: false }, y: { range: (_u, _lo, hi) => [0, hi > 0 ? hi * 1.08 : 1] } },

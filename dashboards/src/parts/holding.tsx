@@ -10,16 +10,16 @@ export function ReplicationCard({ group }: { group: Group }) {
   const state = replication(group);
   const { tone, text } = risk(group);
   const share = (part: number) => ({ width: `${state.all ? ((part / state.all) * 100).toFixed(2) : 0}%` });
-  const words = `${count(state.whole)} whole, ${count(state.bare)} lacking a copy, ${count(state.lost)} lost`;
+  const words = `${count(state.whole)} complete, ${count(state.bare)} lacking a backup, ${count(state.lost)} lost`;
   return (
-    <Card title="Replication" id="replication" note={group.replicas === 0 ? "no copies" : group.replicas === 1 ? "1 copy of each segment" : `${group.replicas} copies of each segment`}>
-      {state.all === 0 ? <p class="card-foot">There is nothing to copy yet.</p> : <>
+    <Card title="Replication" id="replication" note={group.replicas === 0 ? "no backups" : group.replicas === 1 ? "1 backup of each segment" : `${group.replicas} backups of each segment`}>
+      {state.all === 0 ? <p class="card-foot">There are no segments yet.</p> : <>
         <div class="held" role="img" aria-label={words} title={words}>
           {(["whole", "bare", "lost"] as const).map((key) => state[key] > 0 && <span key={key} class={`held-${key}`} style={share(state[key])} />)}
         </div>
         <dl class="held-words">
-          <div><dt><i class="held-whole" />whole</dt><dd>{count(state.whole)}</dd></div>
-          <div><dt><i class="held-bare" />lack a copy</dt><dd>{count(state.bare)}</dd></div>
+          <div><dt><i class="held-whole" />complete</dt><dd>{count(state.whole)}</dd></div>
+          <div><dt><i class="held-bare" />lack a backup</dt><dd>{count(state.bare)}</dd></div>
           <div><dt><i class="held-lost" />lost</dt><dd>{count(state.lost)}</dd></div>
         </dl>
         <p class={`held-risk tone-${tone}`}>{text}</p>
@@ -35,8 +35,8 @@ export function MovesCard({ group }: { group: Group }) {
   const segments = placed(group.spaces);
   const names = group.servers.map((server) => server.name);
   return (
-    <Card title="Moves" id="moves" class="moves-card" note={group.moves.length ? `${plural(group.moves.length, "segment")} under way` : `${count(group.counts["moves"] ?? 0)} so far, ${bytes(group.counts["moved_bytes"] ?? 0)}`}>
-      {shown.length === 0 ? <Empty title="Nothing moves">Segments move when servers come, leave, die or grow hot; the jobs go on meanwhile.</Empty> : (
+    <Card title="Moves" id="moves" class="moves-card" note={group.moves.length ? `${plural(group.moves.length, "segment")} moving` : `${count(group.counts["moves"] ?? 0)} so far, ${bytes(group.counts["moved_bytes"] ?? 0)}`}>
+      {shown.length === 0 ? <Empty title="No segment moves">Segments move when servers join, leave, die or are overloaded. Jobs keep training.</Empty> : (
         <ul class="moves">
           {shown.map((move) => {
             const segment = movedSegment(move, segments);
@@ -74,7 +74,7 @@ export function ServersCard({ group, marked, onDrain }: { group: Group; marked: 
       {servers.length === 0 ? <Empty title="No server yet">{group.reason ?? "They appear here as soon as they are started."}</Empty> : (
         <div class="scroll-x" tabIndex={0} aria-label="Servers, a table that scrolls">
           <table class="plain servers">
-            <thead><tr><th>Server</th><th>State</th><th>Host</th><th class="num">Primaries</th><th class="num">Copies</th><th class="num">Size</th><th class="num" title="Rows of tables whose primary it is">Rows</th><th class="col-load" title="A push, or a pull, is one at each server that holds part of what it touches">Operations/s</th><th class="num" title="Share of one core">CPU</th><th class="num">Heard</th><th /></tr></thead>
+            <thead><tr><th>Server</th><th>State</th><th>Host</th><th class="num">Primaries</th><th class="num">Copies</th><th class="num">Size</th><th class="num" title="Rows of tables whose primary it is">Rows</th><th class="col-load" title="A push or pull counts once at each server that it reaches">Operations/s</th><th class="num" title="Share of one core">CPU</th><th class="num">Heard</th><th /></tr></thead>
             <tbody>{servers.map((server) => (
               <tr key={server.name} class={marked.value === server.name ? "is-marked" : ""}>
                 <td><span class="server-name"><i class={`server-mark srv-${tint(server.name, servers.map((each) => each.name))}`} />{server.name}</span></td>
@@ -104,11 +104,11 @@ export function SpacesCard({ group }: { group: Group }) {
       {group.spaces.length + waiting.length === 0 ? <Empty title="No job uses this group"><code>rayps submit job.yaml --server-group {group.name}</code></Empty> : (
         <div class="scroll-x" tabIndex={0} aria-label="Jobs, a table that scrolls">
           <table class="plain spaces">
-            <thead><tr><th>Job</th><th class="num">Workers</th><th class="num">Segments</th><th>Tables</th><th class="num">Rows</th><th class="col-quota">Size</th><th class="col-quota" title="A push, or a pull, is one at each server that holds part of what it touches">Operations/s</th><th class="num" title="Operations that had to wait because the job was at its quota">Held back</th></tr></thead>
+            <thead><tr><th>Job</th><th class="num">Workers</th><th class="num">Segments</th><th>Tables</th><th class="num">Rows</th><th class="col-quota">Size</th><th class="col-quota" title="A push or pull counts once at each server that it reaches">Operations/s</th><th class="num" title="Operations delayed because the job reached its quota">Throttled</th></tr></thead>
             <tbody>
               {group.spaces.map((space) => <SpaceLine key={space.number} space={space} group={group} />)}
               {waiting.map((job) => (
-                <tr key={job.id}><td><JobLink id={job.id} group={group} /></td><td class="num">{count(job.workers)}</td><td colSpan={6} class="faint">nothing is kept for it yet</td></tr>
+                <tr key={job.id}><td><JobLink id={job.id} group={group} /></td><td class="num">{count(job.workers)}</td><td colSpan={6} class="faint">no segments yet</td></tr>
               ))}
             </tbody>
           </table>
@@ -129,7 +129,7 @@ function SpaceLine({ space, group }: { space: GroupSpace; group: Group }) {
       <td>{space.tables?.length ? space.tables.join(", ") : <span class="faint">none</span>}</td>
       <td class="num" title={space.evicted ? `${count(space.evicted)} rows were evicted` : undefined}>{space.rows ? short(space.rows) : "–"}</td>
       <td><Quota value={space.bytes ?? 0} limit={space.quota?.bytes} words={bytes} label="Size" /></td>
-      <td><Quota value={space.operations_s ?? 0} limit={space.quota?.operations} words={short} label="Operations a second" /></td>
+      <td><Quota value={space.operations_s ?? 0} limit={space.quota?.operations} words={short} label="Operations per second" /></td>
       <td class="num">{held ? <span class="slow">{count(held)}</span> : "0"}</td>
     </tr>
   );
@@ -158,7 +158,7 @@ export function GroupEventsCard({ group }: { group: Group }) {
   const tone = (kind: string) => TONE.find(([part]) => kind.includes(part))?.[1] ?? "idle";
   return (
     <Card title="Events" id="events" class="events-card" note={events.length ? String(events.length) : undefined}>
-      {events.length === 0 ? <Empty title="Nothing has happened yet" /> : (
+      {events.length === 0 ? <Empty title="No events yet" /> : (
         <ol class="events" tabIndex={0} aria-label="Events, newest first">
           {events.map((event, i) => (
             <li key={events.length - i} class={`event tone-${tone(event.kind)}`}>

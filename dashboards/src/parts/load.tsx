@@ -14,7 +14,7 @@ export function HeatCard({ group, space }: { group: Group; space: string }) {
   const spaces = group.spaces.filter((each) => !space || each.name === space);
   const byJob = jobs.value || segments.length > MOST_COLUMNS;
   return (
-    <Card title="Load" id="load" note="touches a second: a push or pull of a segment of parameters, a row of a table" tools={<>
+    <Card title="Load" id="load" note="operations per second: a push or pull of a segment of parameters, a row of a table" tools={<>
       <Ramp />
       <button type="button" class="button toggle" aria-pressed={!byJob} disabled={segments.length > MOST_COLUMNS} onClick={() => (jobs.value = false)}>Segments</button>
       <button type="button" class="button toggle" aria-pressed={byJob} onClick={() => (jobs.value = true)}>Jobs</button>
@@ -50,7 +50,7 @@ function BySegment({ group, segments }: { group: Group; segments: Placed[] }) {
           {segments.flatMap((segment, x) => servers.map((server, y) => {
             const primary = segment.primary === server.name;
             if (!primary && !segment.copies.includes(server.name)) return null;
-            const text = say(segment, primary ? `primary on ${server.name}` : `copy on ${server.name}`);
+            const text = say(segment, primary ? `primary on ${server.name}` : `backup on ${server.name}`);
             return <rect key={`${x}/${server.name}`} class={primary ? `heat-${level(segment.operations_s ?? 0, mean)}` : "heat-copy"}
               x={x + inset / 2} width={1 - inset} y={y * ROW + (primary ? 1 : ROW / 2 - 2)} height={primary ? ROW - 2 : 4} onMouseEnter={() => (at.value = text)} />;
           }))}
@@ -95,7 +95,7 @@ export function HotCard({ group, space }: { group: Group; space: string }) {
   const most = busy[0]?.ratio ?? 1;
   return (
     <Card title="Hot segments" id="hot" note={segments.length ? (hot ? `${hot} at ${HOT} times the mean or more` : "none above twice the mean") : undefined}>
-      {busy.length === 0 ? <Empty title="Nothing is asked for yet" /> : (
+      {busy.length === 0 ? <Empty title="No load yet" /> : (
         <ol class="hot-list">
           {busy.map(({ segment, ratio }) => (
             <li key={`${segment.space}/${segment.index}`}>
@@ -112,5 +112,5 @@ export function HotCard({ group, space }: { group: Group; space: string }) {
 }
 
 function loads(servers: GroupServer[], sums: number[]): string {
-  return `Touches a second of ${plural(servers.length, "server")}: ${servers.map((server, y) => `${server.name} ${short(sums[y])}`).join(", ")}`;
+  return `Operations per second of ${plural(servers.length, "server")}: ${servers.map((server, y) => `${server.name} ${short(sums[y])}`).join(", ")}`;
 }

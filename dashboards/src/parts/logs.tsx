@@ -70,7 +70,7 @@ export function LogsCard({ feed }: { feed: Feed }) {
       tools={<>
         {sources.value.length > 1 && (
           <select aria-label="Lines from" value={source} onChange={(event) => put({ from: event.currentTarget.value || null })}>
-            <option value="">everyone</option>
+            <option value="">all sources</option>
             {sources.value.map((name) => <option key={name} value={name}>{name}</option>)}
           </select>
         )}
@@ -85,8 +85,8 @@ export function LogsCard({ feed }: { feed: Feed }) {
       </>}>
       <div class="log" ref={box} onScroll={scrolled} tabIndex={0} role="log" aria-label="Log lines" aria-live="off">
         {rows.length === 0 ? (
-          <Empty title={query || source ? "No line matches" : live ? "No lines yet" : "Nothing was written"}>
-            {query || source ? `Among the newest ${count(Math.min(MOST_LINES, feed.lines.length))} lines; the download holds all.` : live ? "What the workers print or log comes here." : null}
+          <Empty title={query || source ? "No line matches" : live ? "No lines yet" : "No lines"}>
+            {query || source ? `Among the newest ${count(Math.min(MOST_LINES, feed.lines.length))} lines; the download has all lines.` : live ? "Output and log records of the workers appear here." : null}
           </Empty>
         ) : (
           <div class="log-sizer" style={{ height: `${rows.length * ROW}px` }}>

@@ -30,9 +30,9 @@ export function WorkersCard({ feed }: { feed: Feed }) {
             <thead>
               <tr>
                 <th class="num">Rank</th><th>Host</th><th>Status</th><th class="num">{paced ? "Round" : "Rounds"}</th><th class="num">Samples/s</th>
-                <th class="col-shares">Where its time goes</th>
-                {paced && <><th class="col-heat" title="Own computing time for a sample against the median worker, newest at the right">Pace{over ? "" : `, last ${windowWords(feed.snapshots)}`}</th>
-                <th class="num" title="Own computing time for a sample against the median of the other workers">Own pace</th></>}
+                <th class="col-shares">Time shares</th>
+                {paced && <><th class="col-heat" title="Compute time per sample relative to the median worker, newest at the right">Pace{over ? "" : `, last ${windowWords(feed.snapshots)}`}</th>
+                <th class="num" title="Compute time per sample relative to the median of the other workers">Own pace</th></>}
               </tr>
             </thead>
             <tbody>
@@ -115,7 +115,7 @@ function Heat({ rank, snapshots, version }: { rank: number; snapshots: Snapshot[
     }
   }, [version, paint]);
   const middle = median(ratios);
-  const words = middle === null ? "not measured yet" : `${middle.toFixed(2)} times the median worker's computing time over ${plural(ratios.length, "look")}`;
+  const words = middle === null ? "not measured yet" : `${middle.toFixed(2)} times the median worker's compute time over ${plural(ratios.length, "poll")}`;
   return <canvas ref={canvas} class="heat" role="img" aria-label={words} title={words} />;
 }
 
@@ -132,10 +132,10 @@ export function ShardsCard({ feed }: { feed: Feed }) {
   const aged = shards.some((shard) => ageBars(shard.ages) !== null);
   return (
     <Card title="Shards" id="shards" note={shards.length ? `${plural(shards.length, "shard")}, ${bytes(size)}` : undefined}>
-      {shards.length === 0 ? <p class="card-foot">None at the moment; they appear here while a parameter server is at work.</p> : (
+      {shards.length === 0 ? <p class="card-foot">No shards now. They appear while a job trains with a parameter server.</p> : (
         <div class="scroll-x">
           <table class="plain">
-            <thead><tr><th class="num">Shard</th><th>Host</th><th class="col-range">Range of parameters</th><th class="num">Version</th>{aged && <th title="How many rounds behind the pushes were that this shard applied">Age of pushes</th>}<th class="num">Size</th></tr></thead>
+            <thead><tr><th class="num">Shard</th><th>Host</th><th class="col-range">Range of parameters</th><th class="num">Version</th>{aged && <th title="Rounds between the parameters of a push and its application by this shard">Age of pushes</th>}<th class="num">Size</th></tr></thead>
             <tbody>{shards.map((shard) => <ShardLine key={shard.index} shard={shard} total={total} aged={aged} />)}</tbody>
           </table>
         </div>
@@ -186,7 +186,7 @@ export function StalenessCard({ feed }: { feed: Feed }) {
   const bound = staleBound(job?.spec.strategy);
   return (
     <Card title="Staleness" note={federated ? "updates, by versions behind" : "pulls, by rounds behind"} id="staleness">
-      {all === 0 ? <Empty title="Nothing measured yet" /> : <Histogram histogram={histogram} all={all} bound={bound} noun={noun} />}
+      {all === 0 ? <Empty title="No measurements yet" /> : <Histogram histogram={histogram} all={all} bound={bound} noun={noun} />}
     </Card>
   );
 }
@@ -212,7 +212,7 @@ function Histogram({ histogram, all, bound, noun }: { histogram: { age: number; 
         ))}
       </ul>
       <p class="card-foot">
-        Mean {mean.toFixed(2)}, widest {count(widest)} over {plural(all, noun)}
+        Mean {mean.toFixed(2)}, largest {count(widest)} over {plural(all, noun)}
         {bound === null ? "; no bound was set." : widest <= bound ? `; within the bound of ${bound}.` : `; above the bound of ${bound}.`}
       </p>
     </>
@@ -227,7 +227,7 @@ function steadyCosts(workers: WorkerRow[], snapshots: Snapshot[]): (number | nul
 
 function straggling(slow: Verdict[]): string {
   const names = slow.map((verdict) => `Worker ${verdict.rank} needs ${verdict.ratio?.toFixed(1)} times`).join("; ");
-  return `${names} the computing time of the others for a sample. Their waiting is not counted.`;
+  return `${names} the compute time per sample of the others, without waiting.`;
 }
 
 function windowWords(snapshots: Snapshot[]): string {

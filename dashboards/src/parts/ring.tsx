@@ -17,9 +17,9 @@ export type Marked = Signal<string | null>;
 export function RingCard({ group, space, marked, onSpace }: { group: Group; space: string; marked: Marked; onSpace: (space: string) => void }) {
   const segments = placed(group.spaces, space);
   return (
-    <Card title="Ring" id="ring" note={segments.length ? "primaries outside, copies inside" : undefined}
+    <Card title="Ring" id="ring" note={segments.length ? "primaries outside, backups inside" : undefined}
       tools={group.spaces.length > 1 && <SpaceChoice group={group} space={space} onSpace={onSpace} />}>
-      {segments.length === 0 ? <Empty title="Nothing is kept here yet">Segments appear as soon as a job with <code>server_group: {group.name}</code> starts.</Empty> : <>
+      {segments.length === 0 ? <Empty title="No segments yet">Segments appear as soon as a job with <code>server_group: {group.name}</code> starts.</Empty> : <>
         <Ring group={group} segments={segments} marked={marked} />
         <Legend group={group} marked={marked} />
         <SegmentTable group={group} segments={segments} />
@@ -53,7 +53,7 @@ function Ring({ group, segments, marked }: { group: Group; segments: Placed[]; m
   };
   const paint = (server: string | null | undefined) => (server ? `srv-${tint(server, names)}${marked.value && marked.value !== server ? " is-dim" : ""}` : "srv-none");
   return (
-    <div class="ring-host" tabIndex={0} role="group" aria-label={`Ring of ${plural(segments.length, "segment")} on ${plural(group.servers.length, "server")}; arrow keys walk through them`}
+    <div class="ring-host" tabIndex={0} role="group" aria-label={`Ring of ${plural(segments.length, "segment")} on ${plural(group.servers.length, "server")}; arrow keys move through them`}
       onKeyDown={walk} onBlur={() => (at.value = null)}>
       <svg class="ring" viewBox="-160 -160 320 320" role="img" aria-label={summary(group, segments)} onMouseLeave={() => (at.value = null)}>
         {segments.map((segment, i) => {
@@ -83,7 +83,7 @@ function Overview({ group, segments }: { group: Group; segments: Placed[] }) {
       <b>{count(segments.length)}</b>
       <span>segments</span>
       <span class="faint">{bytes(segments.reduce((sum, segment) => sum + (segment.bytes ?? 0), 0))}</span>
-      <span class="faint">{group.replicas === 0 ? "no copies" : group.replicas === 1 ? "1 copy each" : `${group.replicas} copies each`}</span>
+      <span class="faint">{group.replicas === 0 ? "no backups" : group.replicas === 1 ? "1 backup each" : `${group.replicas} backups each`}</span>
     </>
   );
 }
@@ -94,7 +94,7 @@ function About({ segment, group, move }: { segment: Placed; group: Group; move: 
       <b class="ring-name">{segmentName(segment)}</b>
       <span class="faint">{spaceName(segment.space, group.jobs)}</span>
       <span>{move ? `${move.from ?? "new"} → ${move.to}` : segment.primary ?? "no server"}</span>
-      <span class="faint">{segment.copies.length ? `copy on ${segment.copies.join(", ")}` : "no copy"}</span>
+      <span class="faint">{segment.copies.length ? `backup on ${segment.copies.join(", ")}` : "no copy"}</span>
       <span class="faint">{short(segment.operations_s)} op/s, {bytes(segment.bytes)}</span>
     </>
   );
@@ -107,7 +107,7 @@ function Legend({ group, marked }: { group: Group; marked: Marked }) {
       {inOrder(group.servers).map((server) => (
         <li key={server.name}>
           <button type="button" class={`legend${marked.value === server.name ? " is-on" : ""}`} aria-pressed={marked.value === server.name}
-            title={`Show only what ${server.name} holds`} onClick={() => (marked.value = marked.value === server.name ? null : server.name)}>
+            title={`Show only the segments of ${server.name}`} onClick={() => (marked.value = marked.value === server.name ? null : server.name)}>
             <i class={`server-mark srv-${tint(server.name, names)}`} />{server.name}{server.state !== "alive" && <span class="faint"> {server.state}</span>}
           </button>
         </li>
@@ -142,5 +142,5 @@ function summary(group: Group, segments: Placed[]): string {
 }
 
 function spoken(segment: Placed, group: Group): string {
-  return `${segmentName(segment)} of ${spaceName(segment.space, group.jobs)}: ${segment.primary ?? "no server"}, ${segment.copies.length ? `copy on ${segment.copies.join(", ")}` : "no copy"}, ${short(segment.operations_s)} operations a second, ${segment.state}`;
+  return `${segmentName(segment)} of ${spaceName(segment.space, group.jobs)}: ${segment.primary ?? "no server"}, ${segment.copies.length ? `backup on ${segment.copies.join(", ")}` : "no copy"}, ${short(segment.operations_s)} operations a second, ${segment.state}`;
 }

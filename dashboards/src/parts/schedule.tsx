@@ -18,9 +18,9 @@ export function ScheduleCard({ feed }: { feed: Feed }) {
   const shown = theory ?? measured;
   return (
     <Card title="Schedule" id="schedule" note={shown ? plural(shown.rows.length, "stage") : undefined} tools={shown && <Legend line={shown} />}>
-      {!shown && <Empty title="Not drawn yet">It appears with the third step.</Empty>}
-      {theory && <Chart line={theory} title="By its table" note={`${percent(theory.idle)} waiting, stages alike, backward ${theory.rows.some((row) => row.some((each) => each.kind === "W")) ? "in two halves" : "twice as long"}`} />}
-      {measured && <Chart line={measured} title="As a step went" note={`${percent(measured.idle)} waiting, ${took(measured.length)} in all`} inSeconds />}
+      {!shown && <Empty title="No timeline yet">It appears after the third step.</Empty>}
+      {theory && <Chart line={theory} title="By the schedule" note={`${percent(theory.idle)} idle, equal stages, backward ${theory.rows.some((row) => row.some((each) => each.kind === "W")) ? "split in two" : "twice as long"}`} />}
+      {measured && <Chart line={measured} title="Measured step" note={`${percent(measured.idle)} idle, ${took(measured.length)} in total`} inSeconds />}
     </Card>
   );
 }
@@ -32,7 +32,7 @@ export function CostsCard({ feed }: { feed: Feed }) {
   if (rows.length === 0) return null;
   const known = rows.some((row) => row.formula !== ""); // a robust rule's bytes have none
   return (
-    <Card title="Cost of a step" id="costs" class="wide" note={known ? "measured beside its formula" : "as measured"}>
+    <Card title="Cost of a step" id="costs" class="wide" note={known ? "measured, and by formula" : "as measured"}>
       <div class="scroll-x" tabIndex={0} aria-label="Cost of a step">
         <table class="plain">
           <thead><tr><th>All workers together</th><th class="num">Measured</th>{known && <th class="num">Formula</th>}</tr></thead>
@@ -46,7 +46,7 @@ export function CostsCard({ feed }: { feed: Feed }) {
 function Chart({ line, title, note, inSeconds = false }: { line: Timeline; title: string; note: string; inSeconds?: boolean }) {
   const scale = (WIDE - LEFT - RIGHT) / line.length;
   const height = line.rows.length * ROW + 4;
-  const said = line.idles.map((idle, stage) => `stage ${stage} waits ${percent(idle)} and holds ${line.held[stage]}`).join("; ");
+  const said = line.idles.map((idle, stage) => `stage ${stage} is idle ${percent(idle)} and holds ${line.held[stage]}`).join("; ");
   return (
     <figure class="gantt">
       <figcaption><b>{title}</b> <span class="faint">{note}</span></figcaption>
@@ -86,7 +86,7 @@ function Legend({ line }: { line: Timeline }) {
   return (
     <ul class="gantt-legend" aria-label="Colours">
       {used.map((kind) => <li key={kind}><i class={`gantt-key gantt-key-${kind}`} />{KINDS[kind]}</li>)}
-      {chunks && <li class="faint">pale: every second chunk</li>}
+      {chunks && <li class="faint">pale: odd chunks</li>}
       <li><i class="gantt-key gantt-key-wait" />waits</li>
     </ul>
   );

@@ -1,7 +1,7 @@
-"""The handshake of a link: both sides prove that they know the job's secret, then agree on a generation.
+"""The handshake of a connection: both sides prove that they know the job's secret, then agree on a generation.
 
-The two halves are generators that do no I/O: they yield bytes to send or the number of bytes they need next,
-so that a listener can greet many strangers at once without threads. Nothing here encrypts what follows.
+Nothing after the handshake is encrypted. The two halves are generators without I/O: they yield bytes to send, or the
+number of bytes they need next, so that a listener can serve many handshakes at once without threads.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _NONCE = 32
 _HELLO = struct.Struct(f"<8s{_NONCE}sIB{NAME_BYTES}s")  # magic, nonce, generation, shared, name
 _ANSWER = struct.Struct(f"<8s{_NONCE}s32s{NAME_BYTES}s")  # magic, nonce, proof, name
 _PROOF = struct.Struct("<32s")
-_VERDICT = struct.Struct("<BI")  # welcome or not, the listener's generation
+_VERDICT = struct.Struct("<BI")  # accepted or not, the listener's generation
 
 Steps = Generator["bytes | int", bytes, "Greeted"]
 
 
 @dataclass(frozen=True, slots=True)
 class Greeted:
-    """What a handshake found out about the other side."""
+    """The result of a handshake: the other side's properties."""
 
     peer: str
     generation: int
@@ -37,7 +37,7 @@ class Greeted:
 
 
 def pack_name(name: str) -> bytes:
-    """A peer's name as it travels; longer ones are cut at 128 bytes."""
+    """Encode a peer's name; longer ones are cut at 128 bytes."""
     return name.encode()[:NAME_BYTES]
 
 
@@ -50,7 +50,7 @@ def _proof(secret: bytes, role: bytes, *parts: bytes) -> bytes:
 
 
 def caller(name: str, secret: bytes, generation: int, shared: bool) -> Steps:
-    """The side that connects; `shared` asks for shared memory. Raises LinkError for a listener without the secret."""
+    """Run the connecting side; `shared` asks for shared memory. Raises LinkError: the listener lacks the secret."""
     nonce, mine = os.urandom(_NONCE), pack_name(name)
     hello = _HELLO.pack(MAGIC, nonce, generation, shared, mine)
     yield hello
@@ -64,12 +64,12 @@ def caller(name: str, secret: bytes, generation: int, shared: bool) -> Steps:
 
 
 def listener(name: str, secret: bytes, generation: Callable[[], int]) -> Steps:
-    """The side that was called. Raises LinkError for a stranger and for an outdated caller alike."""
+    """Run the accepting side. Raises LinkError: the caller lacks the secret, or is of another generation."""
     hello = yield _HELLO.size
     magic, _, theirs, shared, raw = _HELLO.unpack(hello)
     peer = _unpack_name(raw)
     if magic != MAGIC:
-        raise LinkError("a stranger that does not speak this protocol was refused", peer=peer)
+        raise LinkError("a connection with another protocol was refused", peer=peer)
     nonce, mine = os.urandom(_NONCE), pack_name(name).ljust(NAME_BYTES, b"\0")
     yield _ANSWER.pack(MAGIC, nonce, _proof(secret, b"listener", hello, nonce, mine), mine)
     proof = yield _PROOF.size
@@ -79,7 +79,7 @@ def listener(name: str, secret: bytes, generation: Callable[[], int]) -> Steps:
     yield _VERDICT.pack(theirs == current, current)
     if theirs != current:
         raise StaleGeneration(
-            f"{peer!r} came with generation {theirs}, the group is at {current}",
+            f"{peer!r} has generation {theirs}, the group is at {current}: refused",
             peer=peer,
             generation=theirs,
             expected=current,

@@ -1,7 +1,7 @@
-"""How two peers find each other: a listener with two doors (unix socket and TCP), and `connect`.
+"""Establish connections: a listener with two sockets (unix and TCP), and `connect`.
 
-Two peers share a host when the handshake over the abstract unix socket succeeds; such names are scoped by
-network namespace, and no path is left behind. The messages themselves are `rayps.comm.link.socket_link`'s.
+Two peers share a host when the handshake over the abstract unix socket succeeds. Such names are scoped by network
+namespace and leave no file behind. `rayps.comm.link.socket_link` defines the messages.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from rayps.comm.link.shared_memory_link import SharedLink
 from rayps.comm.link.socket_link import Link, Message, SocketLink, deadline_left
 from rayps.core.errors import ConfigError, LinkError, PeerLost, PeerTimeout, StaleGeneration
 
-__all__ = ["Door", "Link", "Listener", "Message", "connect", "parse_address"]
+__all__ = ["Link", "Listener", "ListenerAddress", "Message", "connect", "parse_address"]
 
-GREETING_SECONDS = 10.0  # a stranger that connects and stays silent is dropped after this
+GREETING_SECONDS = 10.0  # seconds after which a connection without a complete handshake is closed
 _ABSTRACT = sys.platform == "linux"
-_RETRY = (0.005, 0.2)  # first and longest pause between two tries, in seconds
+_RETRY = (0.005, 0.2)  # first and longest pause between two attempts, in seconds
 
 Prefer = Literal["auto", "shm", "unix", "tcp"]
 
 
-class Door(NamedTuple):
-    """An address taken apart: the listener's name, its TCP door, and its unix door ("" where it has none)."""
+class ListenerAddress(NamedTuple):
+    """A parsed address: the listener's name, its TCP host and port, its unix name ("" if it has none)."""
 
     name: str
     host: str
@@ -42,21 +42,21 @@ class Door(NamedTuple):
     unix: str
 
 
-def parse_address(address: str) -> Door:
-    """Take apart `name@host:port/unix`. Raises ConfigError."""
+def parse_address(address: str) -> ListenerAddress:
+    """Parse `name@host:port/unix`. Raises ConfigError."""
     try:
         name, rest = address.rsplit("@", 1)
         tcp, unix = rest.split("/", 1)
         host, port = tcp.rsplit(":", 1)
-        return Door(name, host, int(port), unix)
+        return ListenerAddress(name, host, int(port), unix)
     except ValueError as error:
         raise ConfigError(
             f"{address!r} is not the address of a listener; pass `listener.address`", address=address
         ) from error
 
 
-class _Guest:
-    """A connection whose handshake is under way."""
+class _PendingHandshake:
+    """A connection whose handshake is not complete."""
 
     def __init__(self, sock: socket.socket, steps: link_hello.Steps, transport: str) -> None:
         self.sock = sock
@@ -73,7 +73,7 @@ class _Guest:
             step = next(self.steps) if data is None else self.steps.send(data)
             while isinstance(step, bytes):
                 if self.sock.send(step) != len(step):
-                    raise ConnectionError("a stranger does not read")
+                    raise ConnectionError("the caller does not read")
                 step = next(self.steps)
         except StopIteration as end:
             greeted: link_hello.Greeted = end.value
@@ -82,10 +82,10 @@ class _Guest:
         return None
 
     def read(self) -> link_hello.Greeted | None:
-        """Take what has arrived. Raises OSError, LinkError for a bad handshake."""
+        """Read what has arrived. Raises OSError, LinkError for a bad handshake."""
         data = self.sock.recv(self.need - len(self.got))
         if not data:
-            raise ConnectionError("gone during the handshake")
+            raise ConnectionError("closed during the handshake")
         self.got += data
         if len(self.got) < self.need:
             return None
@@ -94,7 +94,7 @@ class _Guest:
 
 
 class Listener:
-    """Where an actor can be called. Only peers that know the secret get in. `port` 0 is any that is free."""
+    """Accept connections for an actor, from peers that know the secret. `port` 0 is any free port."""
 
     def __init__(self, name: str, secret: bytes, generation: int = 0, host: str = "127.0.0.1", port: int = 0) -> None:
         self.name = name
@@ -103,7 +103,9 @@ class Listener:
         self._selector = selectors.DefaultSelector()
         self._ready: list[Link] = []
         self.sockets: list[socket.socket] = []
-        self._reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)  # a descriptor to turn callers away with
+        self._reserve = os.open(
+            os.devnull, os.O_RDONLY | os.O_CLOEXEC
+        )  # a descriptor in reserve, to reject callers when there is no other
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         tcp = self._open(family, (host, port))
         unix = ""
@@ -113,29 +115,29 @@ class Listener:
         self.address = f"{name}@{host}:{tcp.getsockname()[1]}/{unix}"
 
     def _open(self, family: int, where: tuple[str, int] | str) -> socket.socket:
-        door = socket.socket(family, socket.SOCK_STREAM)
-        if not isinstance(where, str) and where[1]:  # a port that was one's own before, perhaps a moment ago
-            door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        if not isinstance(where, str) and where[1]:  # a port that this process may just have used
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            door.bind(where)
+            sock.bind(where)
         except OSError as error:
-            door.close()
+            sock.close()
             self.close()
             raise LinkError(f"{self.name!r} cannot listen on {where!r}: {error.strerror}", peer=self.name) from error
-        door.listen(512)
-        door.setblocking(False)
-        self.sockets.append(door)
-        self._selector.register(door, selectors.EVENT_READ)
-        return door
+        sock.listen(512)
+        sock.setblocking(False)
+        self.sockets.append(sock)
+        self._selector.register(sock, selectors.EVENT_READ)
+        return sock
 
     def fileno(self) -> int:
-        """Readable when `accept_ready` has something to do; made for another selector."""
+        """Return a descriptor that is readable when `accept_ready` has something to do, for another selector."""
         return -1 if self._selector.get_map() is None else self._selector.fileno()
 
     def accept(self, timeout: float, want: Callable[[str], bool] | None = None) -> Link:
-        """The next peer whose handshake succeeds; bad ones are dropped. Raises PeerTimeout.
+        """Return the next peer whose handshake succeeds; others are dropped. Raises PeerTimeout.
 
-        With `want`, only a peer whose name it accepts; the others stay for later calls.
+        With `want`, only a peer whose name it accepts; the others are kept for later calls.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -145,14 +147,14 @@ class Listener:
             left = deadline_left(deadline)
             if not left:
                 raise PeerTimeout(
-                    f"nobody connected to {self.name!r} within {timeout:g} s (the knob is `timeout`)",
+                    f"no peer connected to {self.name!r} within {timeout:g} s (the knob is `timeout`)",
                     peer="anyone",
                     seconds=timeout,
                 )
             self._selector.select(min(left, 1.0))
 
     def accept_ready(self, want: Callable[[str], bool] | None = None) -> Link | None:
-        """As `accept`, without waiting: None while no handshake is complete."""
+        """Accept as `accept`, without waiting: None while no handshake is complete."""
         if self.fileno() < 0:
             raise PeerLost(f"the listener of {self.name!r} has been closed", peer=self.name)
         self._progress()
@@ -168,31 +170,31 @@ class Listener:
     def _progress(self) -> None:
         for key, _ in self._selector.select(0):
             if key.data is None:
-                self._greet(key.fileobj)  # type: ignore[arg-type]
+                self._accept_on(key.fileobj)  # type: ignore[arg-type]
             else:
-                self._listen_to(key.data)
+                self._advance(key.data)
         now = time.monotonic()
         for key in list(self._selector.get_map().values()):
             if key.data is not None and key.data.deadline < now:
                 self._drop(key.data)
 
-    def _greet(self, door: socket.socket) -> None:
+    def _accept_on(self, listening: socket.socket) -> None:
         try:
-            sock, _ = door.accept()
+            sock, _ = listening.accept()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                self._turn_away(door)
-            return  # otherwise the caller left before it was greeted
+                self._reject(listening)
+            return  # otherwise the caller closed during the handshake
         sock.setblocking(False)
-        unix = sock.family == socket.AF_UNIX
+        unix = listening.family == socket.AF_UNIX
         if unix and not _same_user(sock):
             sock.close()
             return
         steps = link_hello.listener(self.name, self._secret, lambda: self.generation)
-        guest = _Guest(sock, steps, "unix" if unix else "tcp")
-        self._selector.register(sock, selectors.EVENT_READ, guest)
+        pending = _PendingHandshake(sock, steps, "unix" if unix else "tcp")
+        self._selector.register(sock, selectors.EVENT_READ, pending)
 
-    def _turn_away(self, door: socket.socket) -> None:
+    def _reject(self, listening: socket.socket) -> None:
         """Accept and close one caller for which there is no descriptor, with the descriptor held in reserve.
 
         Otherwise the listening socket would stay readable for ever. The caller tries again until its own deadline.
@@ -201,31 +203,31 @@ class Listener:
             os.close(self._reserve)
             self._reserve = -1
             with contextlib.suppress(OSError):
-                door.accept()[0].close()
+                listening.accept()[0].close()
         else:
-            time.sleep(_RETRY[1])  # no reserve could be had again: at least not at full speed
+            time.sleep(_RETRY[1])  # no new descriptor in reserve: at least do not spin
         with contextlib.suppress(OSError):
             self._reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
-    def _listen_to(self, guest: _Guest) -> None:
+    def _advance(self, pending: _PendingHandshake) -> None:
         try:
-            greeted = guest.read()
+            greeted = pending.read()
         except BlockingIOError:
             return
         except (OSError, LinkError):
-            self._drop(guest)
+            self._drop(pending)
             return
         if greeted is not None:
-            self._selector.unregister(guest.sock)
-            transport = "shm" if greeted.shared and guest.transport == "unix" else guest.transport
-            self._ready.append(_make_link(guest.sock, greeted.peer, greeted.generation, transport))
+            self._selector.unregister(pending.sock)
+            transport = "shm" if greeted.shared and pending.transport == "unix" else pending.transport
+            self._ready.append(_make_link(pending.sock, greeted.peer, greeted.generation, transport))
 
-    def _drop(self, guest: _Guest) -> None:
-        self._selector.unregister(guest.sock)
-        guest.sock.close()
+    def _drop(self, pending: _PendingHandshake) -> None:
+        self._selector.unregister(pending.sock)
+        pending.sock.close()
 
     def close(self) -> None:
-        """Close the doors and every link nobody accepted. Safe to call twice."""
+        """Close the sockets and every connection that was not accepted. Safe to call twice."""
         if self._selector.get_map() is None:
             return
         for key in list(self._selector.get_map().values()):
@@ -262,60 +264,60 @@ def _make_link(sock: socket.socket, peer: str, generation: int, transport: str) 
 def connect(
     address: str, *, name: str, secret: bytes, generation: int, timeout: float, prefer: Prefer = "auto"
 ) -> Link:
-    """Call the listener at `address` and prove who we are; refused calls are repeated for `timeout` seconds.
+    """Connect to the listener at `address`; refused attempts are repeated for `timeout` seconds.
 
     `prefer="auto"` takes shared memory where both are on one host, else TCP; `unix` keeps payloads on the socket.
-    Raises PeerLost (nobody listens), PeerTimeout (no answer), StaleGeneration (it is of another generation),
-    LinkError (it does not know the secret).
+    Raises PeerLost (no listener), PeerTimeout (no answer), StaleGeneration (it is of another generation), LinkError (it
+    lacks the secret).
     """
-    door = parse_address(address)
-    ways = _ways(door, prefer)
+    target = parse_address(address)
+    transports = _transports(target, prefer)
     deadline = time.monotonic() + timeout
     pause = _RETRY[0]
     while True:
-        for transport in ways:
+        for transport in transports:
             try:
-                return _call(door, transport, (name, secret, generation), deadline)
+                return _call(target, transport, (name, secret, generation), deadline)
             except TimeoutError as error:
-                raise _silent(door, timeout) from error
+                raise _silent(target, timeout) from error
             except StaleGeneration as error:
                 if error.data["expected"] > generation or not deadline_left(deadline):
                     raise
             except OSError as error:
                 if not deadline_left(deadline):
                     raise PeerLost(
-                        f"nobody answers for {door.name!r} at {door.host}:{door.port} "
+                        f"no listener of {target.name!r} at {target.host}:{target.port} "
                         f"({error.strerror or error}); tried for {timeout:g} s (the knob is `timeout`)",
-                        peer=door.name,
+                        peer=target.name,
                         seconds=timeout,
                     ) from error
         time.sleep(min(pause, deadline_left(deadline)))
         pause = min(2 * pause, _RETRY[1])
 
 
-def _ways(door: Door, prefer: Prefer) -> list[str]:
-    unix = ["unix"] if door.unix and _ABSTRACT else []
+def _transports(target: ListenerAddress, prefer: Prefer) -> list[str]:
+    unix = ["unix"] if target.unix and _ABSTRACT else []
     shm = ["shm"] if unix and link_memory.AVAILABLE else []
-    ways = {"auto": [*(shm or unix), "tcp"], "shm": shm, "unix": unix, "tcp": ["tcp"]}.get(prefer, [])
-    if not ways:
+    transports = {"auto": [*(shm or unix), "tcp"], "shm": shm, "unix": unix, "tcp": ["tcp"]}.get(prefer, [])
+    if not transports:
         raise ConfigError(
-            f"no way to {door.name!r} with prefer={prefer!r}; use auto, tcp, or on one Linux host shm, unix",
+            f"cannot reach {target.name!r} with prefer={prefer!r}; use auto, tcp, or on one Linux host shm, unix",
             prefer=prefer,
-            peer=door.name,
+            peer=target.name,
         )
-    return ways
+    return transports
 
 
-def _silent(door: Door, timeout: float) -> PeerTimeout:
+def _silent(target: ListenerAddress, timeout: float) -> PeerTimeout:
     return PeerTimeout(
-        f"{door.name!r} at {door.host}:{door.port} did not answer within {timeout:g} s (the knob is `timeout`)",
-        peer=door.name,
+        f"{target.name!r} at {target.host}:{target.port} did not answer within {timeout:g} s (the knob is `timeout`)",
+        peer=target.name,
         seconds=timeout,
     )
 
 
-def _call(door: Door, transport: str, who: tuple[str, bytes, int], deadline: float) -> Link:
-    sock = _dial(door, transport, deadline)
+def _call(target: ListenerAddress, transport: str, who: tuple[str, bytes, int], deadline: float) -> Link:
+    sock = _dial(target, transport, deadline)
     try:
         name, secret, generation = who
         hello = link_hello.caller(name, secret, generation, transport == "shm")
@@ -333,13 +335,13 @@ def _call(door: Door, transport: str, who: tuple[str, bytes, int], deadline: flo
         raise
 
 
-def _dial(door: Door, transport: str, deadline: float) -> socket.socket:
+def _dial(target: ListenerAddress, transport: str, deadline: float) -> socket.socket:
     if transport == "tcp":
-        return socket.create_connection((door.host, door.port), timeout=max(0.001, deadline_left(deadline)))
+        return socket.create_connection((target.host, target.port), timeout=max(0.001, deadline_left(deadline)))
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.settimeout(max(0.001, deadline_left(deadline)))
-        sock.connect(f"\0{door.unix}")
+        sock.connect(f"\0{target.unix}")
     except BaseException:
         sock.close()
         raise

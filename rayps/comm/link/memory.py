@@ -1,8 +1,8 @@
-"""Memory that two processes of one host share: anonymous, passed by descriptor, gone with its last user.
+"""Memory shared by two processes of one host: anonymous, passed by descriptor, freed with its last user.
 
-It has no name, so nothing is left behind by kill -9, no other user can open it, and the size of /dev/shm does not
-bound it. It is sealed against shrinking, so that no peer can pull it away from under a reader. What is in it, and when
-it may be read, is agreed by messages on a link.
+It has no name: kill -9 leaves nothing behind, no other user can open it, and the size of /dev/shm does not limit it. It
+is sealed against shrinking, so that a peer cannot remove pages under a reader. Messages on a connection agree on its
+content and on when it may be read.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ import threading
 from rayps.core.errors import LinkError
 
 AVAILABLE = sys.platform == "linux" and hasattr(os, "memfd_create")
-# whether other processes see what one writes in the order of writing; elsewhere only a call of the kernel makes sure
+# whether other processes see writes in the order of writing; otherwise a system call is needed
 ORDERED = platform.machine().lower() in ("x86_64", "amd64")
 
 _SEAL_FUTURE_WRITE = 0x10  # fcntl has no name for it
 
 
 class Fence:
-    """Makes what was written before it visible before what is read after it: a lock is such an instruction."""
+    """A memory fence: makes earlier writes visible before later reads.
+
+    A lock operation includes such an instruction.
+    """
 
     def __init__(self) -> None:
         lock = threading.Lock()
@@ -38,7 +41,7 @@ class Fence:
 
 
 class Memory:
-    """A shared segment of `size` bytes; `view` is its bytes, which can be written unless it is `read_only`."""
+    """A shared segment of `size` bytes. `view` is its bytes, writable unless `read_only`."""
 
     def __init__(self, fd: int, size: int, *, read_only: bool = False) -> None:
         self.fd = fd
@@ -53,7 +56,7 @@ class Memory:
 
     @classmethod
     def create(cls, size: int) -> Memory:
-        """New memory, all zero; pages are taken when they are first touched. Raises LinkError."""
+        """Allocate memory, all zero; pages are taken when they are first touched. Raises LinkError."""
         try:
             fd = os.memfd_create("rayps", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(fd, max(1, size))
@@ -66,30 +69,30 @@ class Memory:
 
     @classmethod
     def attach(cls, fd: int, size: int, *, read_only: bool = False) -> Memory:
-        """Memory that a peer made; takes over `fd`. Raises LinkError when it is smaller than the peer says."""
+        """Map memory of a peer; takes over `fd`. Raises LinkError: it is smaller than the peer announced."""
         if os.fstat(fd).st_size < size:
             os.close(fd)
-            raise LinkError(f"a peer passed shared memory of less than the {size} bytes it promised", size=size)
+            raise LinkError(f"a peer passed shared memory of less than the {size} bytes it announced", size=size)
         return cls(fd, size, read_only=read_only)
 
     def seal_writes(self) -> None:
-        """From now on nobody else can map this for writing, where the kernel knows how (Linux 5.1)."""
+        """Forbid other processes to map this for writing from now on, where the kernel supports it (Linux 5.1)."""
         with contextlib.suppress(OSError):
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEAL_FUTURE_WRITE)
 
     def close_descriptor(self) -> None:
-        """Keep the memory, give up the descriptor."""
+        """Close the descriptor and keep the memory."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
     def __del__(self) -> None:
-        if getattr(self, "fd", -1) >= 0:  # the mapping has a descriptor of its own, and ends by itself
+        if getattr(self, "fd", -1) >= 0:  # the mapping has its own descriptor and is unmapped with its last reference
             self.close_descriptor()
 
     def close(self) -> None:
-        """Give up the memory; tensors that still use it keep it alive until they go. Safe to call twice."""
+        """Release the memory; tensors that still use it keep it alive. Safe to call twice."""
         self.close_descriptor()
-        # Not unmapped here: a tensor may still lie in it. The mapping ends with the last reference.
+        # Not unmapped here: a tensor may still use it. The mapping ends with the last reference.
         self.view = memoryview(b"")
         self._map = None

@@ -1,8 +1,8 @@
-"""A link between two processes of one host whose payloads travel through shared memory.
+"""A connection between two processes of one host whose payloads are sent through shared memory.
 
-Headers and doorbells go over the unix socket. Each side owns a *lane*, a few megabytes of shared memory, into which
-it copies payloads in chunks while the peer copies earlier chunks out; every header carries how much has been taken
-out, so that room is known without a message of its own. Small payloads stay on the socket.
+Headers are sent over the unix socket. Each side owns a *lane*, a few megabytes of shared memory, into which it copies
+payloads in chunks while the peer copies earlier chunks out. Every header carries the number of bytes taken out so far,
+so that free space is known without a message of its own. Small payloads are sent on the socket.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ CHUNK_BYTES = LANE_BYTES // 4
 INLINE_BYTES = 2048
 _CHUNK, _CREDIT, _OFFER = -2, -3, -4  # internal kinds
 _LANE = 0  # the key under which a lane is offered
-_BY_LANE = 1  # flag: the payload comes by lane
+_BY_LANE = 1  # flag: the payload is in the lane
 _READ_ONLY = 2  # flag of an offer
-_FLAGS: Final = 1  # places of these fields in a header
+_FLAGS: Final = 1  # positions of these fields in a header
 _SIZE: Final = 7
 _ANCILLARY = socket.CMSG_SPACE(8 * array.array("i").itemsize)
 HeaderFields: TypeAlias = tuple[int, int, int, int, int, int, float, int, int, int]  # as HEADER unpacks them
 
 
 class _LaneMessage:
-    """A message whose header has arrived, and where its payload is."""
+    """A message whose header has arrived, and the position of its payload."""
 
     __slots__ = ("chunks", "filled", "generation", "into", "message", "size", "target")
 
@@ -42,25 +42,28 @@ class _LaneMessage:
         self.message = message
         self.size = size
         self.generation = generation
-        self.chunks: deque[tuple[int, int]] = deque()  # (place, size) in the lane, not copied out yet
+        self.chunks: deque[tuple[int, int]] = deque()  # (offset, size) in the lane, not copied out yet
         self.filled = 0  # bytes that have been copied out
         self.target: memoryview | None = None
         self.into: object | None = None
 
 
 class OutgoingLane:
-    """The shared memory into which this side copies payloads: a ring of bytes that the peer takes out in order."""
+    """The shared memory into which this side copies payloads: a circular buffer that the peer reads in order."""
 
     def __init__(self) -> None:
         self.memory = Memory.create(LANE_BYTES)
-        self._place = 0  # where the next chunk goes
-        self._given = 0  # bytes put in, ever
-        self._returned = 0  # of these, bytes the peer has taken out
+        self._place = 0  # offset of the next chunk
+        self._given = 0  # total bytes put in
+        self._returned = 0  # total bytes that the peer has taken out
 
     def put(self, view: memoryview, done: int) -> tuple[int, int]:
-        """Copy the next chunk of a payload of which `done` bytes are in: its (place, size). Size 0: no room yet."""
+        """Copy the next chunk of a payload of which `done` bytes are in; return (offset, size).
+
+        Size 0: the lane is full.
+        """
         if self._given == self._returned:
-            self._place = 0  # the lane is empty: begin where it is still in the cache
+            self._place = 0  # the lane is empty: start at 0, which is still in the cache
         left, free = len(view) - done, self.memory.size - (self._given - self._returned)
         if free < min(left, CHUNK_BYTES // 4):
             return self._place, 0  # many small chunks would cost more than the wait for a larger one
@@ -72,20 +75,20 @@ class OutgoingLane:
         return place, size
 
     def returned(self, count: int) -> None:
-        """The peer has taken out `count` bytes, ever; an older count is ignored."""
+        """Record that the peer has taken out `count` bytes in total; an older count is ignored."""
         self._returned = max(self._returned, count)
 
 
 class IncomingLane:
-    """The peer's lane, out of which this side copies payloads."""
+    """The peer's lane, from which this side copies payloads."""
 
     def __init__(self) -> None:
         self.memory: Memory | None = None  # once the peer has offered it
-        self.taken = 0  # bytes taken out, ever
-        self.told = 0  # of these, bytes the peer knows about
+        self.taken = 0  # total bytes taken out
+        self.told = 0  # of these, bytes reported to the peer
 
     def take(self, place: int, target: memoryview) -> bool:
-        """Copy the bytes at `place` into `target`; False where there are not as many."""
+        """Copy the bytes at `place` into `target`; return False if they are not all there."""
         size = len(target)
         if self.memory is None or place + size > self.memory.size:
             return False
@@ -95,7 +98,7 @@ class IncomingLane:
 
 
 class _HeaderReader:
-    """What arrives on the socket: headers, small payloads, descriptors, and the end of the connection."""
+    """Read the socket: headers, small payloads, descriptors, and the end of the connection."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.descriptors: deque[int] = deque()
@@ -106,7 +109,10 @@ class _HeaderReader:
         self._end = 0
 
     def read(self) -> tuple[int, bool]:
-        """Bytes that were read, and whether more may be there. 0 bytes: nothing is there, or the peer has gone."""
+        """Read; return the bytes read, and whether more may be there.
+
+        0 bytes: nothing is there, or the peer has closed.
+        """
         try:
             count, descriptors, _, _ = self._sock.recvmsg_into([self._raw[self._end :]], _ANCILLARY)
         except BlockingIOError:
@@ -126,7 +132,7 @@ class _HeaderReader:
         return count, full or count >= len(self._raw) // 2 or bool(descriptors)  # a short read: the socket is empty
 
     def take(self) -> Iterator[tuple[HeaderFields, bytes]]:
-        """The complete headers, as unpacked, each with the payload that came behind it."""
+        """Return the complete headers, unpacked, each with the payload that followed it."""
         raw, at = self._raw, 0
         while self._end - at >= HEADER.size:
             fields: HeaderFields = HEADER.unpack_from(raw, at)
@@ -141,7 +147,7 @@ class _HeaderReader:
             self._end = len(rest)
 
     def close(self) -> None:
-        """Close descriptors that nobody has taken."""
+        """Close descriptors that were not taken."""
         for descriptor in self.descriptors:
             os.close(descriptor)
         self.descriptors.clear()
@@ -158,19 +164,19 @@ class _Offers:
 
 
 class SharedLink(Link):
-    """A `Link` whose payloads travel through shared memory."""
+    """A `Link` whose payloads are sent through shared memory."""
 
     def __init__(self, sock: socket.socket, peer: str, generation: int) -> None:
         super().__init__(sock, peer, generation, "shm")
-        self.memories: dict[int, Memory] = {}  # what the peer has offered, by key
-        self.descriptors: dict[int, int] = {}  # the same for other descriptors; the taker closes them
+        self.memories: dict[int, Memory] = {}  # memory that the peer offered, by key
+        self.descriptors: dict[int, int] = {}  # other descriptors that the peer offered; the receiver closes them
         self._offers = _Offers()
-        self._todo: deque[tuple[Message, memoryview, int]] = deque()  # not on the wire yet; bytes already in lane
+        self._todo: deque[tuple[Message, memoryview, int]] = deque()  # not sent yet; bytes already in the lane
         self._lane: OutgoingLane | None = None
         self._incoming = IncomingLane()
         self._reader = _HeaderReader(sock)
         self._inbox: deque[_LaneMessage] = deque()
-        self._refusals: deque[tuple[int, int]] = deque()  # generations that the peer has refused, and its own
+        self._refusals: deque[tuple[int, int]] = deque()  # generation that the peer refused, and the own
 
     @property
     def offers_made(self) -> int:
@@ -186,13 +192,13 @@ class SharedLink(Link):
 
     @property
     def queued(self) -> int:
-        """Bytes that wait to leave."""
+        """Bytes that are not sent yet."""
         waiting = sum(HEADER.size + len(view) - max(done, 0) for _, view, done in self._todo) if self._todo else 0
         return waiting + sum(len(part) for part in self._out) if self._out else waiting
 
     @property
     def interest(self) -> int:
-        """What to wait for while something is queued: room on the socket, or room in the lane (a message)."""
+        """The `poll` events to wait for while bytes are queued: space on the socket, or in the lane (a message)."""
         return select.POLLOUT | select.POLLIN if self._out else select.POLLIN
 
     def _append(self, message: Message, payload: Payload | None) -> None:
@@ -208,7 +214,7 @@ class SharedLink(Link):
     def flush(self) -> bool:
         """Send what leaves now; False when the rest waits for the socket, True otherwise.
 
-        What waits for room in the lane leaves when the peer's answer is read (`feed`, `recv`); `queued` counts it.
+        What waits for space in the lane is sent when the peer's answer is read (`feed`, `recv`); `queued` counts it.
         """
         while self._drain_wire() and self._todo:
             message, view, done = self._todo[0]
@@ -222,7 +228,7 @@ class SharedLink(Link):
         return not self._out
 
     def _begin(self, message: Message, view: memoryview) -> int:
-        """Put the header on the wire, and the payload too where it is small; bytes that need no lane."""
+        """Queue the header, and a small payload, on the socket; return whether the payload needs no lane."""
         by_lane = len(view) > INLINE_BYTES
         if by_lane and self._lane is None:
             self._lane = OutgoingLane()
@@ -254,7 +260,7 @@ class SharedLink(Link):
         return done
 
     def offer(self, key: int, memory: Memory, *, read_only: bool = False) -> None:
-        """Let the peer use `memory`: it appears in its `memories[key]`. Keys below 1 are the link's own."""
+        """Share `memory` with the peer: it appears in its `memories[key]`. Keys below 1 are the connection's own."""
         self._offer(key, memory.size, memory.fd, _READ_ONLY if read_only else 0)
 
     def offer_descriptor(self, key: int, descriptor: int) -> None:
@@ -263,7 +269,7 @@ class SharedLink(Link):
 
     def _offer(self, key: int, size: int, descriptor: int, flags: int = 0) -> None:
         self._offers.made += 1
-        copy = os.dup(descriptor)  # the caller may close its own before this one leaves
+        copy = os.dup(descriptor)  # the caller may close its own before this one is sent
         self._put(Message(_OFFER, a=key, b=size), flags=flags)
         self._offers.leaving.append((self._out[-1], copy))
 
@@ -286,7 +292,7 @@ class SharedLink(Link):
         return True
 
     def _next_parts(self) -> tuple[list[memoryview], list[tuple[int, int, array.array[int]]]]:
-        """What one call may send: up to an offer, or an offer alone with its descriptor."""
+        """Return what one system call may send: up to an offer, or an offer alone with its descriptor."""
         if not self._offers.leaving:
             return [self._out[i] for i in range(min(len(self._out), 16))], []
         carrier, descriptor = self._offers.leaving[0]
@@ -313,7 +319,7 @@ class SharedLink(Link):
 
     @property
     def ended(self) -> bool:
-        """Whether the peer is gone; what it sent before can still be read."""
+        """Whether the peer has closed; what it sent before can still be read."""
         return self._reader.ended
 
     def peek(self) -> Message | None:
@@ -360,18 +366,18 @@ class SharedLink(Link):
             place, size = item.chunks.popleft()
             target = item.target[item.filled : item.filled + size]
             if len(target) < size or not self._incoming.take(place, target):
-                raise LinkError(f"{self.peer!r} pointed outside its shared memory", peer=self.peer)
+                raise LinkError(f"{self.peer!r} sent an offset outside its shared memory", peer=self.peer)
             item.filled += size
         if self._incoming.taken - self._incoming.told >= CHUNK_BYTES:
             self._put(Message(_CREDIT))
-            with contextlib.suppress(LinkError):  # the peer may be gone, what it sent is still good
+            with contextlib.suppress(LinkError):  # the peer may have closed; what it sent is still valid
                 self._drain_wire()
 
     def absorb(self) -> None:
-        """Read every header that is there; payloads stay in shared memory. Then send what found room."""
+        """Read all headers; payloads stay in shared memory. Then send what has space now."""
         self._read_headers()
         if self._todo or self._out:
-            with contextlib.suppress(LinkError):  # found again, with its reason, when the next byte is read
+            with contextlib.suppress(LinkError):  # raised again, with its reason, at the next read
                 self.flush()
 
     def _read_headers(self) -> None:
@@ -414,12 +420,12 @@ class SharedLink(Link):
             self._refusals.append((a, b))
 
     def drain(self) -> bool:
-        """Read and forget what is there; True when the peer has hung up."""
+        """Read and drop all messages; True when the peer has closed."""
         self.absorb()
         return self._reader.ended
 
     def close(self) -> None:
-        """Close this end; what is queued is dropped. Safe to call twice."""
+        """Close this end; queued bytes are dropped. Safe to call twice."""
         super().close()
         self._todo.clear()
         lanes = [lane.memory for lane in (self._lane, self._incoming) if lane is not None and lane.memory is not None]

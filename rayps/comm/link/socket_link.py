@@ -1,7 +1,7 @@
 """One end of a connection between two peers: framed messages with deadlines, a generation and back-pressure.
 
-A message is a fixed 64-byte header and a payload of raw bytes; nothing is pickled. A link belongs to one
-thread at a time. It does not connect or accept (see `rayps.comm.link`) and does not know what its messages mean.
+A message is a fixed 64-byte header and a payload of raw bytes; nothing is pickled. A connection belongs to one thread
+at a time. `rayps.comm.link.listener` connects and accepts; the meaning of messages is defined by its users.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Payload: TypeAlias = Buffer | NDArray[np.uint8]  # contiguous memory
 
 @dataclass(slots=True)
 class Message:
-    """A header's fields and a payload of raw bytes (empty when there is none). `kind` is 0 or more."""
+    """A header's fields and a payload of raw bytes (empty if there is none). `kind` is 0 or more."""
 
     kind: int
     tag: int = 0
@@ -46,7 +46,7 @@ class Message:
 
 
 def as_bytes(buffer: Payload) -> memoryview:
-    """Any contiguous buffer as flat bytes, without a copy."""
+    """Return any contiguous buffer as flat bytes, without a copy."""
     view = buffer.data if isinstance(buffer, np.ndarray) else memoryview(buffer)
     if view.nbytes == 0:
         return EMPTY
@@ -54,12 +54,12 @@ def as_bytes(buffer: Payload) -> memoryview:
 
 
 def new_payload(size: int) -> memoryview:
-    """Room for a payload, not cleared."""
+    """Allocate memory for a payload, not zeroed."""
     return memoryview(np.empty(size, dtype=np.uint8)) if size else EMPTY  # type: ignore[arg-type]
 
 
 class Link(ABC):
-    """One end of a connection to `peer`, whatever carries the payloads. Not safe for two threads at once."""
+    """One end of a connection to `peer`, over any transport. Not safe for two threads at once."""
 
     def __init__(self, sock: socket.socket, peer: str, generation: int, transport: str) -> None:
         sock.setblocking(False)
@@ -74,46 +74,46 @@ class Link(ABC):
         self._out: deque[memoryview] = deque()
 
     def fileno(self) -> int:
-        """The socket, for a selector; -1 once closed."""
+        """Return the socket, for a selector; -1 once closed."""
         return self._sock.fileno()
 
     @property
     def closed(self) -> bool:
-        """Whether this side has closed the link."""
+        """Whether this side has closed the connection."""
         return self._sock.fileno() < 0
 
     @property
     @abstractmethod
     def queued(self) -> int:
-        """Bytes that wait to leave."""
+        """Bytes that are not sent yet."""
 
     @property
     def interest(self) -> int:
-        """What to wait for while something is queued, as `poll` events."""
+        """The `poll` events to wait for while bytes are queued."""
         return select.POLLOUT
 
     @property
     def ended(self) -> bool:
-        """Whether the peer is known to be gone although messages of it can still be read."""
+        """Whether the peer is known to have closed although messages of it can still be read."""
         return False
 
     @abstractmethod
     def absorb(self) -> None:
-        """Take note of what the peer says about room for payloads."""
+        """Process what the peer sent about space for payloads."""
 
     # Sending
 
     def send(self, message: Message, payload: Payload | None = None, *, timeout: float) -> None:
-        """Send, and wait up to `timeout` seconds of silence. Raises PeerTimeout, PeerLost."""
+        """Send; wait up to `timeout` seconds without progress. Raises PeerTimeout, PeerLost."""
         self._append(message, payload)
         self.flush()
         while left := self.queued:
-            self.wait(self.interest, timeout, f"take a message of {left} more bytes")
+            self.wait(self.interest, timeout, f"take {left} more bytes of a message")
             self.absorb()
             self.flush()
 
     def queue(self, message: Message, payload: Payload | None = None, *, copy: bool = True) -> None:
-        """Send what leaves at once and keep the rest for `flush`. Raises PeerTimeout when the queue is full.
+        """Send what leaves at once and queue the rest for `flush`. Raises PeerTimeout: the queue is full.
 
         With `copy=False` the payload must not change before `flush` has returned True.
         """
@@ -121,7 +121,7 @@ class Link(ABC):
         waiting = self.queued
         if waiting and waiting + size > self.queue_limit:
             raise PeerTimeout(
-                f"{self.peer!r} leaves {waiting} bytes unread; the queue holds {self.queue_limit} "
+                f"{self.peer!r} has not read {waiting} bytes; the queue holds {self.queue_limit} "
                 "(the knob is `queue_limit`)",
                 peer=self.peer,
                 queued=waiting,
@@ -134,7 +134,7 @@ class Link(ABC):
 
     @abstractmethod
     def flush(self) -> bool:
-        """Send what the peer takes without waiting; True when nothing is left. Raises PeerLost."""
+        """Send what the peer accepts without waiting; True when nothing is left. Raises PeerLost."""
 
     @abstractmethod
     def _append(self, message: Message, payload: Payload | None) -> None:
@@ -148,11 +148,11 @@ class Link(ABC):
 
     @abstractmethod
     def try_recv(self, into: Payload | None = None) -> Message | None:
-        """As `recv`, without waiting: None while the message is not complete."""
+        """Receive as `recv`, without waiting: None while the message is not complete."""
 
     @abstractmethod
     def peek(self) -> Message | None:
-        """The header of the next message, without its payload; None when it has not arrived.
+        """Return the header of the next message, without its payload; None if it has not arrived.
 
         Raises PeerLost, StaleGeneration (the peer refused a message of this side).
         """
@@ -160,7 +160,7 @@ class Link(ABC):
     @property
     @abstractmethod
     def head(self) -> Message | None:
-        """The header that `peek` found and whose message has not been taken yet."""
+        """The header that `peek` returned and whose message has not been received yet."""
 
     @property
     @abstractmethod
@@ -169,12 +169,14 @@ class Link(ABC):
 
     @abstractmethod
     def drain(self) -> bool:
-        """Read and forget what is there; True when the peer has hung up."""
+        """Read and drop all messages; True when the peer has closed."""
 
     def recv(self, timeout: float, into: Payload | None = None) -> Message:
-        """The next message, within `timeout` seconds of silence; its payload lands in `into` where given.
+        """Return the next message; wait up to `timeout` seconds without progress.
 
-        Raises PeerTimeout, PeerLost, StaleGeneration, and LinkError when the payload is not of `into`'s size.
+        The payload is read into `into` if given.
+
+        Raises PeerTimeout, PeerLost, StaleGeneration, and LinkError: the payload is not of `into`'s size.
         """
         while True:
             message = self.try_recv(into)
@@ -182,14 +184,14 @@ class Link(ABC):
                 return message
             self.wait(select.POLLIN | (select.POLLOUT if self._out else 0), timeout, "send a message")
             if self._out:
-                with contextlib.suppress(PeerLost):  # found again when what it sent has been read
+                with contextlib.suppress(PeerLost):  # raised again when what it sent has been read
                     self.flush()
 
     def feed(self) -> list[Message]:
-        """Read what is there and return the complete messages, each with a payload of its own.
+        """Read the socket and return the complete messages, each with a payload of its own.
 
-        A message of another generation is dropped, and its sender is told. Raises PeerLost, StaleGeneration
-        (the peer refused one of ours).
+        A message of another generation is dropped, and its sender gets a refusal. Raises PeerLost, StaleGeneration (the
+        peer refused a message of this side).
         """
         messages: list[Message] = []
         while True:
@@ -201,7 +203,7 @@ class Link(ABC):
                 continue
             except PeerLost:
                 if messages:
-                    return messages  # the loss is found again by the next call
+                    return messages  # the loss is raised by the next call
                 raise
             if message is None:
                 return messages
@@ -243,23 +245,23 @@ class Link(ABC):
 
     def _lost(self, error: OSError | None) -> PeerLost:
         if self.closed:
-            return PeerLost(f"the link to {self.peer!r} has been closed on this side", peer=self.peer)
+            return PeerLost(f"the connection to {self.peer!r} was closed on this side", peer=self.peer)
         why = f" ({error.strerror})" if error is not None and error.strerror else ""
         return PeerLost(f"{self.peer!r} closed the connection or died{why}", peer=self.peer)
 
-    def hang_up(self, *, last_words: bool = False) -> None:
+    def hang_up(self, *, more_to_send: bool = False) -> None:
         """Shut the connection down, so that a thread that waits on it, on either side, gets PeerLost.
 
-        Any thread may call it; only the link's own thread may close it. With `last_words` this side may still send.
+        Any thread may call it; only the link's own thread may close it. With `more_to_send` this side may still send.
         """
         with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RD if last_words else socket.SHUT_RDWR)
+            self._sock.shutdown(socket.SHUT_RD if more_to_send else socket.SHUT_RDWR)
 
-    def say_last(self, end: float, read: bool) -> None:
-        """Get what is queued to the peer before this end closes, until the `time.monotonic` deadline `end`.
+    def send_last(self, end: float, read: bool) -> None:
+        """Send what is queued before this end closes, until the `time.monotonic` deadline `end`.
 
-        TCP cuts off what the peer has not read when the closing side has unread data itself, so where there may be
-        some (`read`) this waits for the peer to hang up, reading. Raises PeerTimeout, PeerLost.
+        TCP discards what the peer has not read when the closing side has unread data itself. So where there may be
+        unread data (`read`), this reads until the peer closes. Raises PeerTimeout, PeerLost.
         """
         self.flush()
         self.drain()
@@ -274,7 +276,7 @@ class Link(ABC):
                 self.wait(select.POLLIN, left)
 
     def close(self) -> None:
-        """Close this end; what is queued is dropped. Safe to call twice."""
+        """Close this end; queued bytes are dropped. Safe to call twice."""
         self._sock.close()
         self._out.clear()
 
@@ -287,18 +289,18 @@ class Link(ABC):
 
 @dataclass(slots=True)
 class _PartialMessage:
-    """A message of which the header, and perhaps a part of the payload, has been read."""
+    """A message of which the header, and perhaps a part of the payload, was read."""
 
     message: Message
     size: int
-    refused: int  # its generation, where that is not the link's; -1 = it is
-    target: memoryview | None = None  # where the payload goes
+    refused: int  # its generation if not the connection's; else -1
+    target: memoryview | None = None  # memory for the payload
     into: object | None = None
     filled: int = 0
 
 
 class SocketLink(Link):
-    """A `Link` whose payloads travel on the socket behind their headers."""
+    """A `Link` whose payloads follow their headers on the socket."""
 
     def __init__(self, sock: socket.socket, peer: str, generation: int, transport: str) -> None:
         super().__init__(sock, peer, generation, transport)
@@ -315,7 +317,7 @@ class SocketLink(Link):
         return self._queued
 
     def flush(self) -> bool:
-        """Send what the peer takes without waiting; True when nothing is left. Raises PeerLost."""
+        """Send what the peer accepts without waiting; True when nothing is left. Raises PeerLost."""
         out = self._out
         while out:
             try:
@@ -346,7 +348,7 @@ class SocketLink(Link):
         self._queued += len(head) + len(view)
 
     def absorb(self) -> None:
-        """See Link: a plain socket knows by itself."""
+        """See Link: the kernel handles it for a plain socket."""
 
     # Receiving
 
@@ -402,7 +404,7 @@ class SocketLink(Link):
         return True
 
     def _read(self, view: memoryview) -> int:
-        """Bytes read, or -1 when nothing is there."""
+        """Return the number of bytes read, or -1 when nothing is there."""
         try:
             count = self._sock.recv_into(view)
         except BlockingIOError:
@@ -415,7 +417,7 @@ class SocketLink(Link):
         return count
 
     def drain(self) -> bool:
-        """Read and forget what is there; True when the peer has hung up."""
+        """Read and drop all messages; True when the peer has closed."""
         scrap = memoryview(bytearray(1 << 16))
         try:
             while self._read(scrap) > 0:
@@ -431,7 +433,7 @@ class SocketLink(Link):
 
 
 def landing(peer: str, size: int, into: Payload | None) -> tuple[memoryview, Payload | None]:
-    """Where a payload of `size` bytes goes, `into` or new memory, and `into` itself.
+    """Return the memory for a payload of `size` bytes, `into` or new memory, and `into` itself.
 
     Raises LinkError: `into` is of another size.
     """
@@ -446,5 +448,5 @@ def landing(peer: str, size: int, into: Payload | None) -> tuple[memoryview, Pay
 
 
 def deadline_left(deadline: float) -> float:
-    """Seconds until a `time.monotonic` deadline, not below zero."""
+    """Return the seconds until a `time.monotonic` deadline, at least 0."""
     return max(0.0, deadline - time.monotonic())

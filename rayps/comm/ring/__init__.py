@@ -1,4 +1,4 @@
-"""Talk among equals: sums, means and moves over tensors between the ranks of one generation."""
+"""Collectives and transfers of tensors between the ranks of one generation."""
 
 from rayps.comm.ring.ring import Ring
 

@@ -1,7 +1,7 @@
-"""How ranks fold what they hold: one function an algorithm, over a mesh and a flat vector.
+"""Collective algorithms: one function each, over a mesh and a flat vector.
 
-Every algorithm leaves the same bits on all ranks, and repeats bit for bit: the order of additions depends on the
-sizes alone. `star`, `one_shot` and `two_shot` fold in the order of ranks and agree to the bit.
+Every algorithm gives the same bits on all ranks, and the same bits in every run: the order of additions depends on the
+sizes alone. `star`, `one_shot` and `two_shot` add in the order of ranks and agree to the bit.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from rayps.comm.ring.messages import Arrival, Piece
 from rayps.core.partition import slices
 from rayps.core.values import Buffer
 
-SEGMENT_BYTES = 512 << 10  # of a chunk that goes around a ring: the next one travels while this one is added
-Fold = Callable[[Tensor, Tensor], Tensor]  # into the first, in place
+SEGMENT_BYTES = 512 << 10  # bytes of a segment in a ring: the next one is sent while this one is added
+Fold = Callable[[Tensor, Tensor], Tensor]  # the result is written into the first
 
 
 class Subgroup:
-    """Some ranks of a mesh, numbered among themselves."""
+    """Some ranks of a mesh, numbered from 0."""
 
     def __init__(self, mesh: Mesh, members: list[int]) -> None:
         self._mesh = mesh
@@ -30,29 +30,29 @@ class Subgroup:
         self.size = len(members)
 
     def exchange(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> None:
-        """As the mesh's, among the members."""
+        """As the mesh's, between the members."""
         self._mesh.exchange(
             [(self._members[peer], buffer) for peer, buffer in sends],
             [(self._members[peer], buffer) for peer, buffer in receives],
         )
 
     def relay(self, right: int, left: int, first: Iterable[Buffer], arrivals: Iterable[Arrival]) -> None:
-        """As the mesh's, among the members."""
+        """As the mesh's, between the members."""
         self._mesh.relay(self._members[right], self._members[left], first, arrivals)
 
 
 def add(into: Tensor, other: Tensor) -> Tensor:
-    """A sum."""
+    """Add into the first buffer."""
     return into.add_(other)
 
 
 def largest(into: Tensor, other: Tensor) -> Tensor:
-    """A maximum; NaN wins."""
+    """Take the maximum into the first buffer; NaN wins."""
     return torch.maximum(into, other, out=into)
 
 
 def raw(flat: Tensor) -> memoryview:
-    """The bytes of a contiguous one-dimensional CPU tensor, without a copy."""
+    """Return the bytes of a contiguous one-dimensional CPU tensor, without a copy."""
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
@@ -61,7 +61,7 @@ def _others(mesh: Mesh | Subgroup) -> list[int]:
 
 
 def ring(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> None:
-    """Reduce-scatter then all-gather around a ring: 2(N-1) steps of 1/N of the data, a segment after the other.
+    """Reduce-scatter then all-gather around a ring: 2(N-1) steps of 1/N of the data, segment by segment.
 
     Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009.
     """
@@ -72,9 +72,10 @@ Work = Callable[[Tensor], None]  # on a segment of the vector, in place
 
 
 def around(mesh: Mesh | Subgroup | Idle, x: Tensor, fold: Fold, before: Work, after: Work) -> None:
-    """As `ring`; `before` each segment of this rank's is first used, and `after` it holds the sum, some work is done.
+    """Run as `ring`, with extra work on each of this rank's segments.
 
-    The order of this work depends on the sizes alone.
+    `before` is called before a segment's first use, `after` when it holds the sum. The order of this work depends on
+    the sizes alone.
     """
     n, me = mesh.size, mesh.rank
     cuts = slices(x.numel(), n)
@@ -115,18 +116,18 @@ def around(mesh: Mesh | Subgroup | Idle, x: Tensor, fold: Fold, before: Work, af
 
 
 def _segments(chunk: Tensor) -> list[Tensor]:
-    """A chunk in parts of at most `SEGMENT_BYTES`; an empty chunk is one part."""
+    """Cut a chunk into parts of at most `SEGMENT_BYTES`; an empty chunk is one part."""
     return list(torch.split(chunk, SEGMENT_BYTES // chunk.element_size())) if chunk.numel() else [chunk]
 
 
 class Idle:
-    """The place of one member of a group for a rank that only does the work beside its collectives."""
+    """Stand in for a member of a group on a rank that takes no part in its collectives, only in the extra work."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
     def relay(self, right: int, left: int, first: Iterable[Buffer], arrivals: Iterable[Arrival]) -> None:
-        """Do the work; nothing travels."""
+        """Do the extra work; send nothing."""
         for _ in first:
             pass
         for _, work in arrivals:
@@ -134,12 +135,15 @@ class Idle:
 
 
 def keep(into: Tensor, other: Tensor) -> Tensor:
-    """Folds nothing."""
+    """Reduce nothing."""
     return into
 
 
 def star(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> None:
-    """One master folds everything in the order of ranks and gives it back: the naive one, kept as the law."""
+    """Send everything to one rank, which reduces in the order of ranks and sends the result back.
+
+    The naive twin of the other algorithms, for tests.
+    """
     others = list(range(1, mesh.size))
     if mesh.rank != 0:
         mesh.exchange([(0, raw(x))], [])
@@ -153,7 +157,7 @@ def star(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> None:
 
 
 def tree(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> None:
-    """Up a binomial tree to rank 0 and down again: 2 log2(N) steps of all the data."""
+    """Reduce up a binomial tree to rank 0 and send down again: 2 log2(N) steps of all the data."""
     n, me = mesh.size, mesh.rank
     scratch = torch.empty_like(x)
     span = 1
@@ -170,7 +174,7 @@ def tree(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> None:
 
 
 def one_shot(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> None:
-    """Everyone sends everything to everyone and folds in the order of ranks: one step."""
+    """Send everything to every rank; each reduces in the order of ranks: one step."""
     parts = torch.empty(mesh.size, x.numel(), dtype=x.dtype)
     all_gather(mesh, x, parts)
     x.copy_(parts[0])
@@ -179,7 +183,7 @@ def one_shot(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> None:
 
 
 def two_shot(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> None:
-    """Everyone sends 1/N to everyone, twice: two steps."""
+    """Send 1/N to every rank, twice (reduce-scatter, all-gather): two steps."""
     cuts = slices(x.numel(), mesh.size)
     mine = raw(reduce_scatter(mesh, x, fold))
     x[cuts[mesh.rank]].view(torch.uint8).numpy()[:] = mine
@@ -197,7 +201,7 @@ ALGORITHMS: dict[str, Callable[[Mesh | Subgroup, Tensor, Fold], None]] = {
 
 
 def reduce_scatter(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> Tensor:
-    """Everyone sends 1/N to everyone, who folds in the order of ranks. `x` is left as it was."""
+    """Send 1/N to every rank; each reduces its part in the order of ranks. `x` does not change."""
     cuts = slices(x.numel(), mesh.size)
     mine = x[cuts[mesh.rank]]
     others = _others(mesh)
@@ -210,14 +214,14 @@ def reduce_scatter(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> Tensor:
 
 
 def all_gather(mesh: Mesh | Subgroup, x: Tensor, out: Tensor) -> None:
-    """Everyone sends everything to everyone; `out` is [N, n]."""
+    """Send everything to every rank; `out` is [N, n]."""
     others = _others(mesh)
     out[mesh.rank] = x
     mesh.exchange([(peer, raw(x)) for peer in others], [(peer, raw(out[peer])) for peer in others])
 
 
 def broadcast(mesh: Mesh | Subgroup, x: Tensor, root: int) -> None:
-    """Down a binomial tree: log2(N) steps."""
+    """Send down a binomial tree: log2(N) steps."""
     n = mesh.size
     place = (mesh.rank - root) % n
     span = 1

@@ -1,7 +1,6 @@
-"""The backend of a ring that is rayps's own: which algorithm folds a vector, and over what.
+"""The ring's own backend: choose the algorithm that reduces a vector, and the connections it uses.
 
-Between ranks of one host vectors are read where they lie (`rayps.comm.ring.shared_memory`); otherwise they travel
-over links
+Ranks of one host read vectors in shared memory (`rayps.comm.ring.shared_memory`); others send them over connections
 (`rayps.comm.ring.algorithms`). `auto` measures the candidates when the ring is formed and keeps a table by size.
 """
 
@@ -23,16 +22,16 @@ from rayps.core.records import RingTable
 NAMES = ("auto", *ALGORITHMS, "hierarchical")
 _HALF = (torch.float16, torch.bfloat16)
 _PROBES = (1 << 10, 16 << 10, 128 << 10, 1 << 20)  # bytes
-_LARGE_PROBE = 4 << 20  # between hosts also this: what a line allows is seen only when it is full
+_LARGE_PROBE = 4 << 20  # between hosts also this: only a large transfer shows the bandwidth
 _TRIES, _LARGE_TRIES = 5, 3
-_SLOW_SECONDS = 0.05  # a candidate that takes longer is not tried again
+_SLOW_SECONDS = 0.05  # a slower candidate is not measured again
 _STREAMS = (1, 2, 4)
-_SLOW_LINE_SECONDS = 0.5  # for the large probe: so slow a line is filled by one stream
-_WORTH = 0.8  # more streams, or an algorithm that sends more, must need at most this share of the time
+_SLOW_LINE_SECONDS = 0.5  # for the large probe: one stream fills such a slow network
+_WORTH = 0.8  # more streams, or an algorithm that sends more, must take at most this share of the time
 
 
 class Autotuner:
-    """Folds vectors for one ring."""
+    """Reduce vectors for one ring, by the fastest measured algorithm."""
 
     def __init__(self, mesh: Mesh, algorithm: str, table: RingTable | None, streams: int = 0) -> None:
         self.must_know(algorithm)
@@ -40,14 +39,14 @@ class Autotuner:
         self._hosts, most_streams = _hosts(mesh)
         mine = next(group for group in self._hosts if mesh.rank in group)
         self._local = SharedMemoryFold(mesh, mine) if len(mine) > 1 else None
-        self.board = self._local if len(self._hosts) == 1 else None
+        self.shared_memory = self._local if len(self._hosts) == 1 else None
         if self._local is not None:
             mesh.at_end(self._local.close)
         mesh.begin()
         self.algorithm = algorithm
         self.choices: RingChoices = {
             "algorithm": algorithm,
-            "transport": "shm" if self.board else _transport(mesh),
+            "transport": "shm" if self.shared_memory else _transport(mesh),
             "ranks": mesh.size,
             "hosts": self._hosts,
             "streams": streams or 1,
@@ -61,16 +60,16 @@ class Autotuner:
         self._limits = [(int(row["up_to"] or 1 << 62), str(row["algorithm"])) for row in self.choices["table"]]
 
     def must_know(self, algorithm: str | None) -> None:
-        """Raises ConfigError for the name of no algorithm."""
+        """Raise ConfigError for an unknown algorithm."""
         if algorithm is not None and algorithm not in NAMES:
             raise ConfigError(f"no algorithm {algorithm!r}; use one of {', '.join(NAMES)}", algorithm=algorithm)
 
     def fold(self, x: Tensor, kind: str, algorithm: str | None = None) -> None:
-        """Fold a flat CPU vector over the ranks in place; `kind` is "add" or "max"."""
-        if algorithm is None and self.board is not None and self.board.has_buffers:
-            where = self.board.find(x)
+        """Reduce a flat CPU vector over the ranks in place; `kind` is "add" or "max"."""
+        if algorithm is None and self.shared_memory is not None and self.shared_memory.has_buffers:
+            where = self.shared_memory.find(x)
             if where is not None:
-                x.copy_(tensor_of(self.board.reduce_resident(where, x.dtype, x.nbytes, kind), x.dtype))
+                x.copy_(tensor_of(self.shared_memory.reduce_resident(where, x.dtype, x.nbytes, kind), x.dtype))
                 return
         name = algorithm or self.algorithm
         if name == "auto":
@@ -79,8 +78,8 @@ class Autotuner:
         self._run(name, x, kind)
 
     def _run(self, name: str, x: Tensor, kind: str) -> None:
-        if self.board is not None and name in ("one_shot", "two_shot"):
-            (self.board.one_shot if name == "one_shot" else self.board.two_shot)(x, kind)
+        if self.shared_memory is not None and name in ("one_shot", "two_shot"):
+            (self.shared_memory.one_shot if name == "one_shot" else self.shared_memory.two_shot)(x, kind)
             return
         if name == "hierarchical":
             self._by_host(x, kind)
@@ -91,18 +90,18 @@ class Autotuner:
             x.copy_(wide)
 
     def _by_host(self, x: Tensor, kind: str) -> None:
-        """Inside each host, then around a ring of one rank a host, then inside again: a segment after the other."""
+        """Reduce inside each host, then around a ring of one rank per host; distribute inside; segment by segment."""
         wide = x.float() if x.dtype in _HALF else x
         leaders = [group[0] for group in self._hosts]
-        board, host = self._local, next(i for i, group in enumerate(self._hosts) if self._mesh.rank in group)
+        shared_memory, host = self._local, next(i for i, group in enumerate(self._hosts) if self._mesh.rank in group)
 
         def before(segment: Tensor) -> None:
-            if board is not None:
-                board.reduce(segment, kind)
+            if shared_memory is not None:
+                shared_memory.reduce(segment, kind)
 
         def after(segment: Tensor) -> None:
-            if board is not None:
-                board.spread(segment)
+            if shared_memory is not None:
+                shared_memory.spread(segment)
 
         if len(leaders) == 1:
             before(wide)
@@ -114,7 +113,7 @@ class Autotuner:
             x.copy_(wide)
 
     def _count_streams(self) -> tuple[int, dict[int, float]]:
-        """How many TCP links between two ranks fill the line, and the seconds that were measured."""
+        """Measure how many TCP connections between two ranks fill the network; return the count and the seconds."""
         seconds: dict[int, float] = {}
         for count in _STREAMS:
             self._mesh.use_streams(count)
@@ -126,26 +125,26 @@ class Autotuner:
         return best, seconds
 
     def _measure(self) -> list[ProbeRow]:
-        """Time every candidate at a few sizes; all ranks agree on the slowest rank's view."""
-        # in the order of the bytes that they read or send
-        names = ["two_shot", "one_shot"] if self.board else ["ring", "two_shot", "tree", "one_shot"]
+        """Time every candidate at a few sizes; all ranks use the times of the slowest rank."""
+        # ordered by the bytes that they read or send
+        names = ["two_shot", "one_shot"] if self.shared_memory else ["ring", "two_shot", "tree", "one_shot"]
         if 1 < len(self._hosts) < self._mesh.size:
             names.insert(0, "hierarchical")
         rows: list[ProbeRow] = []
         slow: set[str] = set()
-        for size in _PROBES if self.board else (*_PROBES, _LARGE_PROBE):
+        for size in _PROBES if self.shared_memory else (*_PROBES, _LARGE_PROBE):
             tried = [name for name in names if name not in slow]
             times = self._slowest([self._time(name, size) for name in tried])
             seconds = dict(zip(tried, times, strict=True))
             rows.append({"up_to": 2 * size, "algorithm": min(seconds, key=seconds.__getitem__), "seconds": seconds})
             slow |= {name for name in tried if seconds[name] > _SLOW_SECONDS and name != rows[-1]["algorithm"]}
-        # beyond the largest probe what sends more falls behind
+        # above the largest probe an algorithm that sends more is slower
         rows[-1]["algorithm"] = next(name for name in tried if seconds[name] * _WORTH <= min(times))
         rows[-1]["up_to"] = None
         return rows
 
     def _slowest(self, seconds: list[float]) -> list[float]:
-        """Everyone's view of the slowest rank's seconds."""
+        """Return the maximum over ranks of each of `seconds`."""
         times = torch.tensor(seconds, dtype=torch.float64)
         self._mesh.begin()
         self._run("one_shot", times, "max")
@@ -160,7 +159,7 @@ class Autotuner:
             start = time.perf_counter()
             self._run(name, x, "add")
             times.append(time.perf_counter() - start)
-        # the first one touches new pages; of few tries the fastest is the least disturbed
+        # the first run touches new pages; of few runs the fastest has the least noise
         return min(times[1:]) if large else statistics.median(times[1:])
 
 
@@ -169,9 +168,9 @@ def _transport(mesh: Mesh) -> str:
 
 
 def _hosts(mesh: Mesh) -> tuple[list[list[int]], int]:
-    """Ranks in groups that share a host, and the most streams that any two ranks have.
+    """Return groups of ranks that share a host, and the most streams that any two ranks have.
 
-    They find out by telling each other whom they reach by shared memory.
+    Ranks exchange which others they reach by shared memory.
     """
     size = mesh.size
     if size == 1:
@@ -183,5 +182,5 @@ def _hosts(mesh: Mesh) -> tuple[list[list[int]], int]:
     groups = [[peer for peer in range(size) if row[peer]] for row in seen.tolist()]
     most = int(seen[:, size].max())
     if any(groups[peer] != group for group in groups for peer in group):
-        return [[rank] for rank in range(size)], most  # not all see the same: trust nobody's view
+        return [[rank] for rank in range(size)], most  # ranks disagree: treat every rank as a host of its own
     return [group for rank, group in enumerate(groups) if group[0] == rank], most

@@ -1,4 +1,4 @@
-"""Collectives in the background: one thread a ring, one collective after the other, in the order of the calls."""
+"""Background collectives: one thread per ring, one collective after the other, in the order of the calls."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ T = TypeVar("T")
 
 
 class CollectiveHandle(Generic[T]):
-    """A collective that is under way."""
+    """A collective that was started in the background."""
 
     def __init__(self, future: Future[T]) -> None:
         self._future = future
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the collective has ended, with a result or an error."""
         return self._future.done()
 
     def wait(self) -> T:
-        """Its result, or its error. The ring's `timeout` bounds the wait."""
+        """Return the result, or raise the error. The ring's `timeout` bounds the wait."""
         return self._future.result()
 
 
 class BackgroundThread:
-    """Runs a ring's background collectives; its thread starts with the first one."""
+    """Run a ring's background collectives; the thread starts with the first one."""
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
@@ -41,13 +41,13 @@ class BackgroundThread:
         return CollectiveHandle(future)
 
     def settle(self) -> None:
-        """Wait until nothing is under way, so that a collective of the caller's own thread may begin."""
+        """Wait until no collective is running, so that the caller's own thread may start one."""
         if self._last is not None:
             wait([self._last])
             self._last = None
 
     def close(self, abort: Callable[[], None]) -> None:
-        """End the thread; what is still under way is aborted."""
+        """End the thread; a running collective is aborted."""
         if self._thread is None:
             return
         if self._last is not None and not self._last.done():

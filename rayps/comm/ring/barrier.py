@@ -1,9 +1,10 @@
-"""Where ranks of one host meet: everyone says in shared memory that it is here, and wakes only those who sleep.
+"""A barrier between ranks of one host, by counters in shared memory; only sleeping ranks need a system call.
 
-Whoever comes to a barrier counts its turn up in memory that all can see; whoever waits long enough to sleep says that,
-too, and the last one to come rings the sleepers' bells (counters in the kernel, eventfd). Where writes may be seen out
-of order, bells do it all: every rank rings everyone's, one for even and one for odd barriers, so that a rank ahead is
-not counted twice. A rank that gives up takes its turn back: whoever comes after that must not take it for here.
+A rank that enters the barrier increments its counter, which all ranks can read. A rank that waits long enough to sleep
+sets a flag, and the last rank to enter wakes the sleepers through their file descriptors (eventfd). Where writes of
+other processes may become visible out of order, only the descriptors are used: every rank signals every other one, with
+separate descriptors for even and odd barriers, so that a rank that is ahead is not counted twice. A rank that gives up
+decrements its counter again, so that later ranks do not count it as present.
 """
 
 from __future__ import annotations
@@ -19,47 +20,50 @@ from rayps.comm.link.memory import ORDERED, Fence
 from rayps.comm.ring.mesh import Mesh
 
 WORDS = 2  # int64 a rank in the shared memory
-_YIELDS = 4  # times that a rank lets others have its core before it sleeps: mostly they come in that time
+_YIELDS = 4  # times that a rank yields its core before it sleeps: mostly the others enter in that time
 
 
 class Barrier:
     """The barrier of ranks `group` on one host.
 
-    `words` are shared, `WORDS` int64 a rank, all zero at first; `bells` are this rank's two, and `theirs` for each of
-    the two the ones of the other ranks, in order. All are closed by `close`.
+    `words` are shared, `WORDS` int64 per rank, all zero at first. `wakeups` are this rank's two eventfds,
+    `peer_wakeups` those of the other ranks, in order, for each of the two. `close` closes all of them.
     """
 
     def __init__(
-        self, mesh: Mesh, group: list[int], words: NDArray[np.int64], bells: list[int], theirs: list[list[int]]
+        self, mesh: Mesh, group: list[int], words: NDArray[np.int64], wakeups: list[int], peer_wakeups: list[list[int]]
     ) -> None:
-        self.turn = 0  # barriers that this rank has come to
+        self.turn = 0  # barriers that this rank has entered
         self._mesh = mesh
         self._group = group
         self._place = group.index(mesh.rank)
         self._elsewhere = [place for place, rank in enumerate(group) if rank != mesh.rank]
-        self._turns, self._asleep = words[: len(group)], words[len(group) : 2 * len(group)]
-        self._bells = bells
-        self._theirs = theirs
+        self._entered, self._asleep = words[: len(group)], words[len(group) : 2 * len(group)]
+        self._wakeups = wakeups
+        self._peer_wakeups = peer_wakeups
         self._fence = Fence()
 
-    def meet(self) -> None:
-        """Return once every rank of the group is here; what each wrote before is visible to all. Raises LinkError."""
-        with self._mesh.hold:  # nobody closes the bells meanwhile
+    def wait(self) -> None:
+        """Return once every rank of the group has entered; earlier writes of each are then visible to all.
+
+        Raises LinkError.
+        """
+        with self._mesh.hold:  # the descriptors are not closed meanwhile
             self._mesh.check()
             self.turn += 1
-            self._turns[self._place] = self.turn
+            self._entered[self._place] = self.turn
             try:
-                self._meet_by_words() if ORDERED else self._meet_by_bells()
+                self._wait_by_counters() if ORDERED else self._wait_by_eventfds()
             except BaseException:
-                self._turns[self._place] = self.turn - 1
+                self._entered[self._place] = self.turn - 1
                 raise
 
-    def _meet_by_words(self) -> None:
+    def _wait_by_counters(self) -> None:
         self._fence()
         if self._all_here():
-            for place, bell in zip(self._elsewhere, self._theirs[0], strict=True):
+            for place, wakeup in zip(self._elsewhere, self._peer_wakeups[0], strict=True):
                 if self._asleep[place]:
-                    os.eventfd_write(bell, 1)
+                    os.eventfd_write(wakeup, 1)
             return
         start = time.perf_counter()
         for _ in range(_YIELDS):
@@ -71,35 +75,35 @@ class Barrier:
             self._sleep()
 
     def _sleep(self) -> None:
-        """Wait for the bell; says so first, and then looks once more."""
+        """Wait for the eventfd: set the sleep flag, check the counters once more, then sleep."""
         self._asleep[self._place] = 1
         self._fence()
         if not self._all_here():
-            self._mesh.await_bell(self._bells[0], self._absent)
+            self._mesh.await_wakeup(self._wakeups[0], self._absent)
             with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._bells[0])
+                os.eventfd_read(self._wakeups[0])
         self._asleep[self._place] = 0
 
-    def _meet_by_bells(self) -> None:
+    def _wait_by_eventfds(self) -> None:
         parity = (self.turn - 1) & 1
-        for bell in self._theirs[parity]:
-            os.eventfd_write(bell, 1)
-        mine, missing = self._bells[parity], len(self._elsewhere)
+        for wakeup in self._peer_wakeups[parity]:
+            os.eventfd_write(wakeup, 1)
+        mine, missing = self._wakeups[parity], len(self._elsewhere)
         while missing:
-            self._mesh.await_bell(mine, self._absent)
+            self._mesh.await_wakeup(mine, self._absent)
             missing -= os.eventfd_read(mine)
-        while not self._all_here():  # one rang and then gave up: its last words are under way
-            self._mesh.await_bell(mine, self._absent)
+        while not self._all_here():  # a rank signalled and then gave up: its ABORT is on its way
+            self._mesh.await_wakeup(mine, self._absent)
 
     def _all_here(self) -> bool:
-        return bool(min(self._turns.tolist()) >= self.turn)
+        return bool(min(self._entered.tolist()) >= self.turn)
 
     def _absent(self) -> set[int]:
-        """The ranks that have not come to this rank's latest barrier."""
-        return {rank for rank, turn in zip(self._group, self._turns.tolist(), strict=True) if turn < self.turn}
+        """Return the ranks that have not entered this rank's latest barrier."""
+        return {rank for rank, turn in zip(self._group, self._entered.tolist(), strict=True) if turn < self.turn}
 
     def close(self) -> None:
-        """Close the bells."""
-        for bell in [*self._bells, *self._theirs[0], *self._theirs[1]]:
-            os.close(bell)
-        self._bells, self._theirs = [], [[], []]
+        """Close the descriptors."""
+        for wakeup in [*self._wakeups, *self._peer_wakeups[0], *self._peer_wakeups[1]]:
+            os.close(wakeup)
+        self._wakeups, self._peer_wakeups = [], [[], []]

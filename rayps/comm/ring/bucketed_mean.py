@@ -1,9 +1,9 @@
-"""A mean over samples that begins while its vector is still being made: piece after piece, in any order.
+"""A mean over samples of a vector that is still being computed: bucket by bucket, in any order.
 
-`Ring.mean` over the whole vector is its law. Between ranks of one host a piece is added as soon as everyone has given
-it, by whoever looks first, in the calls of `give`: no thread, and the same bits. Elsewhere the pieces leave one after
-another by the ring's background thread, in an order that all ranks share; with a ring's algorithms of three and more
-ranks the order of additions, so the last digit, follows the cuts.
+The result is that of `Ring.mean` over the whole vector. Between ranks of one host a bucket is added as soon as all
+ranks have submitted it, within a call of `give`: no thread, and the same bits. Otherwise the ring's background thread
+sends the buckets one after another, in an order that all ranks share; with a ring's algorithms of three and more ranks
+the order of additions, so the last digit, depends on the cuts.
 """
 
 from __future__ import annotations
@@ -24,72 +24,72 @@ from rayps.comm.ring.shared_memory import Bytes, SharedMemoryFold, Weights, fold
 from rayps.core.partition import part
 from rayps.tensors.finite import first_not_finite, is_finite
 
-_KIND = 6  # of this collective in the board's table
+_KIND = 6  # key of this collective in the shared memory's table
 
 
 class BucketedMean(Protocol):
-    """One vector's mean, again and again. Every rank must make it, begin it and finish it alike."""
+    """Repeated means of one vector. All ranks must construct it and call `begin` and `finish` in the same order."""
 
-    seconds: float  # that the caller has spent in these calls
-    checks: bool  # whether `fault` is found; else each rank must look at its own vector
-    # of the last mean: a rank whose vector is not finite (-1 = their sum alone is not), and the element
+    seconds: float  # seconds of the caller in these calls
+    checks: bool  # whether `fault` is set; else each rank must check its own vector
+    # of the last mean: the rank whose vector is not finite (-1: only the sum is not), and the element
     fault: tuple[int, int] | None
 
     def begin(self, samples: int) -> None:
-        """A new mean, of which this rank's part is the mean over `samples` samples."""
+        """Start a mean, of which this rank's part is the mean over `samples` samples."""
 
     def mine(self, i: int) -> slice:
-        """The elements of piece `i` that no other rank reads in the vector: they may be held elsewhere."""
+        """Return the elements of bucket `i` that no other rank reads in the vector: they may be stored elsewhere."""
 
     def hold(self, i: int, lo: int, data: Tensor) -> None:
-        """Elements of piece `i` from `lo` on, all of them `mine`, lie in `data` (flat) until they are added."""
+        """Use `data` (flat) for elements of bucket `i` from `lo` on, all of them `mine`, until they are added."""
 
     def let_go(self, i: int) -> None:
-        """Copy into the vector what is held of piece `i`, which has not been given."""
+        """Copy into the vector what is held of bucket `i`, which has not been submitted."""
 
     def give(self, i: int) -> None:
-        """Piece `i` of this rank's vector is there, and stays as it is."""
+        """Submit bucket `i` of this rank's vector, which must not change afterwards."""
 
     def finish(self, marks: Tensor) -> Tensor:
-        """The mean once all pieces are given, to be read where it lies until the next `begin`.
+        """Return the mean after all buckets were submitted; read-only, valid until the next `begin`.
 
         `marks` (uint8, as many as agreed) become the maximum over ranks. Raises LinkError.
         """
 
     def reorder(self, order: Sequence[int]) -> None:
-        """Send the pieces in this order from now on; all ranks must say the same, between two means."""
+        """Send the buckets in this order from now on; all ranks must give the same order, between two means."""
 
 
 def pieces(ring: Ring, vector: Tensor, cuts: Sequence[slice], marks: int) -> BucketedMean:
-    """The mean of `vector` over a ring in the pieces `cuts`, with `marks` bytes of which all learn the maximum.
+    """Return the mean of `vector` over a ring in the buckets `cuts`, with `marks` bytes reduced to their maximum.
 
-    All ranks must call it alike.
+    All ranks must call it with the same arguments.
     """
     if ring.size == 1:
         return SingleRank(vector)
-    board = ring.collectives.board
-    where = board.find(vector) if board is not None and board.has_buffers else None
-    if board is None or where is None:
+    shared_memory = ring.collectives.shared_memory
+    where = shared_memory.find(vector) if shared_memory is not None and shared_memory.has_buffers else None
+    if shared_memory is None or where is None:
         return SentBuckets(ring, vector, cuts)
-    return SharedMemoryMean(ring, board, vector, where, cuts, marks)
+    return SharedMemoryMean(ring, shared_memory, vector, where, cuts, marks)
 
 
 class _Whole:
-    """Nothing is held elsewhere."""
+    """A mean without elements stored outside the vector."""
 
     checks = False
     fault: tuple[int, int] | None = None
 
     def mine(self, i: int) -> slice:
-        """See Pieces."""
+        """See BucketedMean."""
         return slice(0, 0)
 
     def hold(self, i: int, lo: int, data: Tensor) -> None:
-        """See Pieces."""
-        raise AssertionError("there is nothing that no other rank reads")
+        """See BucketedMean."""
+        raise AssertionError("all elements are in the vector")
 
     def let_go(self, i: int) -> None:
-        """See Pieces."""
+        """See BucketedMean."""
 
 
 class SingleRank(_Whole):
@@ -100,25 +100,25 @@ class SingleRank(_Whole):
         self._vector, self._samples = vector, 0
 
     def begin(self, samples: int) -> None:
-        """See Pieces."""
+        """See BucketedMean."""
         self._samples = samples
 
     def give(self, i: int) -> None:
-        """See Pieces."""
+        """See BucketedMean."""
 
     def finish(self, marks: Tensor) -> Tensor:
-        """See Pieces."""
+        """See BucketedMean."""
         return self._vector if self._samples else self._vector.zero_()
 
     def reorder(self, order: Sequence[int]) -> None:
-        """See Pieces."""
+        """See BucketedMean."""
 
 
 class SharedMemoryMean:
-    """Pieces that ranks of one host read where they lie; each rank adds its part of every piece.
+    """Buckets that ranks of one host read in shared memory; each rank adds its part of every bucket.
 
-    Each rank also looks whether its part of the sum is finite: one read of 1/N of the vector, which is in the cache. If
-    it is not, the summands say whose vector is at fault, and all ranks learn it at the barrier that ends the mean.
+    Each rank also checks whether its part of the sum is finite: one read of 1/N of the vector, in the cache. If it is
+    not, the summands show whose vector is at fault, which every rank reads after the barrier that ends the mean.
     """
 
     checks = True
@@ -126,25 +126,25 @@ class SharedMemoryMean:
     def __init__(
         self,
         ring: Ring,
-        board: SharedMemoryFold,
+        shared_memory: SharedMemoryFold,
         vector: Tensor,
         where: tuple[int, int],
         cuts: Sequence[slice],
         marks: int,
     ) -> None:
         self.seconds = 0.0
-        self._ring, self._board, self._where = ring, board, where
+        self._ring, self._shared_memory, self._where = ring, shared_memory, where
         self._dtype, self._size, self._cuts = vector.dtype, vector.nbytes, cuts
         number, offset = where
-        self._resident = board.residents[number]
+        self._resident = shared_memory.residents[number]
         self._mean = tensor_of(self._resident.out[offset : offset + self._size], vector.dtype)
         width = vector.element_size()
         own = [self.mine(i) for i in range(len(cuts))]
         self._own = [slice(offset + each.start * width, offset + each.stop * width) for each in own]
         head = 8 * (1 + len(cuts))
         with ring.collectives.collective():
-            board.buffer(head + 16 + marks)  # what each rank says of itself, for all to read
-        notes = board.residents[-1].parts
+            shared_memory.buffer(head + 16 + marks)  # each rank's state, read by all
+        notes = shared_memory.residents[-1].parts
         self._samples = [note[:8].view(np.float64) for note in notes]
         self._given = [note[8:head].view(np.int64) for note in notes]
         self._faults = [note[head : head + 16].view(np.int64) for note in notes]  # 1 + element (0 = none), rank
@@ -152,10 +152,10 @@ class SharedMemoryMean:
         self.fault: tuple[int, int] | None = None
         self._turn = 0
         self._open: list[int] = []
-        self._held: dict[int, list[tuple[int, Bytes]]] = {}  # piece -> where in the resident vector, and the bytes
+        self._held: dict[int, list[tuple[int, Bytes]]] = {}  # bucket -> offset in the resident vector, and the bytes
 
     def begin(self, samples: int) -> None:
-        """See Pieces."""
+        """See BucketedMean."""
         self._turn += 1
         self.fault = None
         self._samples[self._ring.rank][0] = samples
@@ -163,56 +163,56 @@ class SharedMemoryMean:
         self._held.clear()
 
     def mine(self, i: int) -> slice:
-        """See Pieces."""
+        """See BucketedMean."""
         cut = self._cuts[i]
         lo, hi = part(cut.stop - cut.start, self._ring.size, self._ring.rank)
         return slice(cut.start + lo, cut.start + hi)
 
     def hold(self, i: int, lo: int, data: Tensor) -> None:
-        """See Pieces."""
+        """See BucketedMean."""
         at = self._where[1] + lo * self._dtype.itemsize
         self._held.setdefault(i, []).append((at, data.view(torch.uint8).numpy()))
 
     def let_go(self, i: int) -> None:
-        """See Pieces."""
+        """See BucketedMean."""
         for at, data in self._held.pop(i, []):
             self._resident.parts[self._ring.rank][at : at + len(data)] = data
 
     def give(self, i: int) -> None:
-        """See Pieces. Adds what everyone has given."""
+        """Submit a bucket, then add what all ranks have submitted. See BucketedMean."""
         start = time.perf_counter()
         self._given[self._ring.rank][i] = self._turn
-        if ORDERED:  # elsewhere nothing is read before the barrier
+        if ORDERED:  # without ordered writes nothing is read before the barrier
             for piece in [p for p in self._open if all(given[p] == self._turn for given in self._given)]:
                 self._add(piece)
         self._count(start)
 
     def finish(self, marks: Tensor) -> Tensor:
-        """See Pieces."""
+        """See BucketedMean."""
         start, rank = time.perf_counter(), self._ring.rank
         self._marks[rank][:] = marks.numpy()
-        board = self._board
+        shared_memory = self._shared_memory
         with self._ring.collectives.collective():
-            parity = board.parity
-            board.announce(_KIND, self._size, self._where)
-            board.barrier()
-            board.agree(parity)
+            parity = shared_memory.parity
+            shared_memory.announce(_KIND, self._size, self._where)
+            shared_memory.barrier()
+            shared_memory.agree(parity)
             for piece in list(self._open):
                 self._add(piece)
             self._faults[rank][:] = (0, 0) if self.fault is None else (1 + self.fault[1], self.fault[0])
             np.maximum.reduce(self._marks, out=marks.numpy())
-            board.bytes_shared += board.bytes_by_two_shot(self._size)
-            board.barrier()
+            shared_memory.bytes_shared += shared_memory.bytes_by_two_shot(self._size)
+            shared_memory.barrier()
         found = [(int(at) - 1, int(blamed)) for at, blamed in self._faults if at]
         self.fault = min(found)[::-1] if found else None  # the same on all ranks
         self.seconds += time.perf_counter() - start
         return self._mean
 
     def reorder(self, order: Sequence[int]) -> None:
-        """See Pieces. Whoever comes first is added first."""
+        """Ignore the order: a bucket is added as soon as it is complete. See BucketedMean."""
 
     def _add(self, piece: int) -> None:
-        """Add this rank's part of a piece, what is held elsewhere and what lies in the vector by turns."""
+        """Add this rank's part of a bucket: elements held elsewhere and elements in the vector, in order."""
         at, own = self._own[piece].start, self._own[piece]
         weights = np.concatenate(self._samples)
         held = sorted(self._held.pop(piece, []), key=lambda held: held[0])
@@ -228,7 +228,7 @@ class SharedMemoryMean:
                 self._blame(own.start + first_not_finite(total) * self._dtype.itemsize, held)
 
     def _blame(self, at: int, held: list[tuple[int, Bytes]]) -> None:
-        """Note whose summand at byte `at` of the resident vector is not finite; -1 = only the sum is not."""
+        """Record whose summand at byte `at` of the resident vector is not finite; -1 = only the sum is not."""
         width, blamed = self._dtype.itemsize, -1
         for rank, vector in enumerate(self._resident.parts):
             data = vector[at : at + width]
@@ -253,7 +253,7 @@ class SharedMemoryMean:
 
 
 class SentBuckets(_Whole):
-    """Pieces that leave by the ring's background thread, in the order agreed."""
+    """Buckets that the ring's background thread sends, in the order agreed."""
 
     def __init__(self, ring: Ring, vector: Tensor, cuts: Sequence[slice]) -> None:
         self.seconds = 0.0
@@ -264,7 +264,7 @@ class SentBuckets(_Whole):
         self._samples, self._total = 0, torch.zeros(1, dtype=torch.float64)
 
     def begin(self, samples: int) -> None:
-        """See Pieces. The number of samples travels first, while nothing else does."""
+        """Start a mean; the number of samples is sent first, while nothing else is. See BucketedMean."""
         self._samples, self._total = samples, torch.tensor([float(samples)], dtype=torch.float64)
         self._ready.clear()
         total = self._total
@@ -273,14 +273,14 @@ class SentBuckets(_Whole):
         ]
 
     def give(self, i: int) -> None:
-        """See Pieces."""
+        """See BucketedMean."""
         self._ready.add(i)
         while (at := len(self._under_way) - 1) < len(self._order) and self._order[at] in self._ready:
             part = self._vector[self._cuts[self._order[at]]]
             self._under_way.append(self._ring.collectives.background.start(lambda part=part: self._mean(part)))  # type: ignore[misc]
 
     def finish(self, marks: Tensor) -> Tensor:
-        """See Pieces."""
+        """See BucketedMean."""
         start = time.perf_counter()
         for handle in self._under_way:
             handle.wait()
@@ -289,11 +289,11 @@ class SentBuckets(_Whole):
         return self._vector
 
     def reorder(self, order: Sequence[int]) -> None:
-        """See Pieces."""
+        """See BucketedMean."""
         self._order = list(order)
 
     def _mean(self, part: Tensor) -> None:
-        """Sum(n_i g_i) / sum(n_i), by the same operations as one mean over the whole."""
+        """Compute sum(n_i g_i) / sum(n_i), by the same operations as one mean over the whole."""
         wide = part.float() if part.dtype in HALF else part
         if self._samples:
             wide.mul_(self._samples)

@@ -1,4 +1,4 @@
-"""Who may end a ring: the thread that is inside it, or any thread when nobody is."""
+"""Which thread may end a ring: the one inside it, or any thread when none is inside."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 
 class RingLock:
-    """Held by the thread that is inside a ring, which may enter again from within.
+    """A lock held by the thread that is inside a ring; reentrant.
 
-    Links and bells must not be closed under a thread that uses them. So a thread that wants the ring ended says so
-    (`due` is true from then on) and asks to `settle`; when another thread is inside, that one ends it as it leaves.
+    Connections and file descriptors must not be closed while a thread uses them. A thread that wants the ring ended
+    requests it (`due` is true from then on) and calls `settle`. If another thread is inside, that one ends the ring
+    when it leaves.
     """
 
     def __init__(self, due: Callable[[], bool], end: Callable[[], None]) -> None:
@@ -26,11 +27,11 @@ class RingLock:
         self._depth -= 1
         within = self._depth > 0
         self._lock.release()
-        if not within and self._due():  # looked at after the release: whoever asked before it did not get in
+        if not within and self._due():  # checked after the release: a request made before it did not get the lock
             self.settle()
 
     def settle(self) -> bool:
-        """End what is due, unless another thread is inside: False then."""
+        """End the ring if that is due; return False if another thread is inside."""
         if not self._lock.acquire(blocking=False):
             return False
         try:

@@ -1,4 +1,4 @@
-"""What the collectives of one ring share: the mesh, the algorithm that folds, the background thread, the clock."""
+"""What the collectives of one ring share: the mesh, the algorithm, the background thread, the time measurement."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ Tensors = TypeVar("Tensors", Tensor, list[Tensor])
 
 
 class Collectives:
-    """Folds tensors over the ranks of one ring. For one thread, or for work that `background` runs."""
+    """Reduce tensors over the ranks of one ring. For one thread, or for work that `background` runs."""
 
     def __init__(self, mesh: Mesh, backend: Autotuner | Delegate) -> None:
         self.mesh = mesh
         self.backend = backend
         self.background = BackgroundThread()
-        self.seconds = 0.0  # spent in collectives, waiting included
+        self.seconds = 0.0  # seconds in collectives, waiting included
 
     @property
-    def board(self) -> SharedMemoryFold | None:
-        """The memory that all ranks share, where all are on one host."""
-        return self.backend.board
+    def shared_memory(self) -> SharedMemoryFold | None:
+        """The memory that all ranks share; None unless all are on one host."""
+        return self.backend.shared_memory
 
     def fold(self, t: Tensors, kind: str, algorithm: str | None) -> Tensors:
-        """Add ("add") or take the maximum ("max") over ranks in place, after what is under way in the background."""
+        """Add ("add") or take the maximum ("max") over ranks in place, after running background collectives end."""
         self.background.settle()
         return self.fold_now(t, kind, algorithm)
 
     def fold_now(self, t: Tensors, kind: str, algorithm: str | None) -> Tensors:
-        """As `fold`, without waiting for the background."""
+        """Reduce as `fold`, without waiting for background collectives."""
         if isinstance(t, Tensor):
             self._fold_one(t, kind, algorithm)
             return t
@@ -78,18 +78,20 @@ class Collectives:
             self.seconds += time.perf_counter() - start
 
     def resident(self, t: Tensor, weight: float | None) -> Tensor | None:
-        """The sum or weighted mean of what lies in `buffer` memory, where it lies; None for any other tensor."""
+        """Return the sum or weighted mean of a tensor in `buffer` memory, in that memory; None for any other tensor."""
         self.background.settle()
-        board = self.board
-        if board is None or not board.has_buffers or not t.is_contiguous():
+        shared_memory = self.shared_memory
+        if shared_memory is None or not shared_memory.has_buffers or not t.is_contiguous():
             return None
-        where = board.find(t)
+        where = shared_memory.find(t)
         if where is None:
             return None
         self.mesh.begin()
         start = time.perf_counter()
         try:
-            return tensor_of(board.reduce_resident(where, t.dtype, t.nbytes, "add", weight), t.dtype).view(t.shape)
+            return tensor_of(shared_memory.reduce_resident(where, t.dtype, t.nbytes, "add", weight), t.dtype).view(
+                t.shape
+            )
         except LinkError as error:
             raise self.mesh.fail(error) from error
         finally:
@@ -97,7 +99,7 @@ class Collectives:
 
     @contextmanager
     def collective(self) -> Iterator[None]:
-        """Begin a collective of the mesh, and count its time. A LinkError within ends the ring."""
+        """Start a collective of the mesh, and measure its time. A LinkError within ends the ring."""
         self.mesh.begin()
         with self.timed():
             try:
@@ -107,7 +109,7 @@ class Collectives:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Count the time spent within."""
+        """Add the time spent within."""
         start = time.perf_counter()
         try:
             yield
@@ -117,7 +119,7 @@ class Collectives:
 
 @contextmanager
 def flat_cpu(t: Tensor) -> Iterator[Tensor]:
-    """The tensor as one contiguous CPU vector that is written back where it had to be copied."""
+    """Return the tensor as one contiguous CPU vector; where it had to be copied, it is written back."""
     with torch.no_grad():
         whole = t.detach()
         if whole.is_contiguous() and whole.device.type == "cpu":
@@ -136,7 +138,7 @@ def must_add(t: Tensor) -> None:
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """The tensors in groups of one dtype and device, in the order of first sight."""
+    """Group the tensors by dtype and device, in order of first occurrence."""
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for t in tensors:
         must_add(t)

@@ -1,12 +1,12 @@
-"""The mean of gradients in fewer bytes: each rank's encoded slices to their folders, the encoded mean back to everyone.
+"""The mean of gradients in fewer bytes: an encoded reduce-scatter, then an encoded all-gather.
 
-Rank j folds slice j (`partition.slices`) of everyone's vectors, in the order of ranks, in float32 or wider. Both ways
-carry error feedback: what a rank's encoding left out of its gradient, and what the folder's left out of the mean, is
-added to the next one. A rank sends 2(N-1)/N of an encoded vector, whatever N is, and all ranks decode the same
-bytes, their own included, so that all hold the same bits.
+Rank j reduces slice j (`partition.slices`) of all vectors, in the order of ranks, in float32 or wider. Both directions
+have error feedback: the error of a rank's encoding of its gradient, and of the reducer's encoding of the mean, is added
+to the next one. A rank sends 2(N-1)/N of an encoded vector, whatever N is. All ranks decode the same bytes, their own
+included, and so hold the same bits.
 
-Tang et al., "DoubleSqueeze: parallel stochastic gradient descent with double-pass error-compensated compression",
-ICML 2019.
+Tang et al., "DoubleSqueeze: parallel stochastic gradient descent with double-pass error-compensated compression", ICML
+2019.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from rayps.tensors.flat import Gradient
 
 PROBE_ELEMENTS = 1 << 20
 _TRIES = 3
-_COUNT = 8  # bytes in front of a slice: the sender's samples as float64
+_COUNT = 8  # header of a slice: the sender's samples as float64
 
 
 class CompressedRing:
-    """A ring whose means of gradients travel encoded. Everything else, means of plain tensors too, is the ring's own.
+    """A ring whose means of gradients are sent encoded. Everything else, means of plain tensors too, is sent as it is.
 
-    The memory of what was left out begins empty; it lies where the gradients do.
+    The error feedback is zero at first; it is on the device of the gradients.
     """
 
     def __init__(self, ring: Ring, codec: Codec) -> None:
@@ -47,9 +47,10 @@ class CompressedRing:
         return getattr(self._ring, name)
 
     def mean(self, x: Tensor | Gradient, *, in_place: bool = True) -> Tensor:
-        """As `Ring.mean`, always in place; a gradient's error feedback is in its own units, weighted as it is sent.
+        """Compute as `Ring.mean`, always in place.
 
-        A rank with no samples sends nothing of what it remembers, and where nobody has any the mean is zero.
+        A gradient's error feedback is in the gradient's own units, weighted as it is sent. A rank with no samples sends
+        none of it; where no rank has samples the mean is zero.
         """
         if isinstance(x, Tensor):
             return self._ring.mean(x, in_place=in_place)
@@ -61,9 +62,10 @@ class CompressedRing:
         return vector
 
     def mean_async(self, x: Gradient) -> None:
-        """As `mean`, in the background, of a gradient whose spare element becomes 1, or 0 where nobody had a sample.
+        """Compute as `mean`, in the background.
 
-        `settle` of the ring waits for it; until then `x` must not be touched.
+        The gradient's spare element becomes 1, or 0 where no rank had a sample. The ring's `settle` waits for it; until
+        then `x` must not be touched.
         """
         self._ring.collectives.mesh.check()
 
@@ -76,16 +78,16 @@ class CompressedRing:
         self._ring.collectives.background.start(work)
 
     def another(self) -> CompressedRing:
-        """The same for another vector, with a memory of its own."""
+        """Return the same for another vector, with error feedback of its own."""
         return CompressedRing(self._ring, self._codec)
 
     def feedback(self) -> dict[str, Tensor]:
-        """What was left out so far, by name, as copies; nothing before the first mean."""
+        """Return the error feedback by name, as copies; empty before the first mean."""
         held = {"sent": self._sent, "folded": self._folded}
         return {name: memory.residual.cpu().clone() for name, memory in held.items() if memory is not None}
 
     def restore(self, held: dict[str, Tensor]) -> None:
-        """Go on from what `feedback` gave, on a ring of as many ranks."""
+        """Restore what `feedback` returned, on a ring of as many ranks."""
         self._sent, self._folded = (self._memory(held[name]) for name in ("sent", "folded"))
 
     def _memory(self, residual: Tensor) -> ErrorFeedback:
@@ -120,7 +122,9 @@ class CompressedRing:
 
 
 def compressed(ring: Ring, compression: str, gradient: Gradient) -> tuple[Ring | CompressedRing, JsonObject]:
-    """The ring that `compression` asks for, and the choice as an event. All ranks must call it alike.
+    """Return the ring that `compression` names, and the choice as an event.
+
+    All ranks must call it with the same arguments.
 
     `auto` measures a mean of up to 2^20 elements of `gradient`, whose content is lost, plain and encoded.
     """
@@ -135,7 +139,7 @@ def compressed(ring: Ring, compression: str, gradient: Gradient) -> tuple[Ring |
 
 
 def _measured(ring: Ring, packed: Tensor) -> dict[str, float]:
-    """Seconds of a mean, plain ("off") and for each candidate: medians, and of the ranks the slowest."""
+    """Return seconds of a mean, plain ("off") and for each candidate: medians, and the slowest rank's."""
     gradient = Gradient(packed, samples=1)
     ways: dict[str, Callable[[], Tensor]] = {"off": lambda: ring.mean(gradient)}
     for name in CANDIDATES:
@@ -155,7 +159,7 @@ def _seconds(ring: Ring, packed: Tensor, way: Callable[[], Tensor]) -> float:
         began = time.perf_counter()
         way()
         found.append(time.perf_counter() - began)
-    return statistics.median(found[1:])  # the first one touches new pages
+    return statistics.median(found[1:])  # the first run touches new pages
 
 
 def _share(samples: float, data: Tensor) -> Tensor:
@@ -167,7 +171,7 @@ def _samples(share: Tensor) -> float:
 
 
 def _swapped(mesh: Mesh, shares: list[Tensor], sizes: list[int]) -> list[Tensor]:
-    """Give rank i shares[i]; what came from each rank, one's own included."""
+    """Send shares[i] to rank i; return what each rank sent, this rank's own included."""
     heard = [shares[i] if i == mesh.rank else torch.empty(size, dtype=torch.uint8) for i, size in enumerate(sizes)]
     others = [peer for peer in range(mesh.size) if peer != mesh.rank]
     mesh.exchange([(peer, raw(shares[peer])) for peer in others], [(peer, raw(heard[peer])) for peer in others])

@@ -1,4 +1,4 @@
-"""How the ranks of a ring link up once everyone's address is known: the higher rank calls the lower one."""
+"""Connect the ranks of a ring once all addresses are known: the higher rank calls the lower one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rayps.comm.ring.messages import ranks
 from rayps.core.errors import ConfigError, LinkError, PeerTimeout
 
 MOST_STREAMS = 16
-TRIED_STREAMS = 4  # opened where their number is to be measured
+TRIED_STREAMS = 4  # opened if their number is to be measured
 
 
 def link_up(
@@ -27,7 +27,7 @@ def link_up(
     prefer: Prefer,
     streams: int,
 ) -> Mesh:
-    """A link to everyone, and `streams` of them where they are TCP (0: as many as may be worth a trial).
+    """Return a connection to every rank, and `streams` of them if TCP (0: as many as may be worth a trial).
 
     Raises PeerTimeout (which names the missing), PeerLost, StaleGeneration, ConfigError.
     """
@@ -71,7 +71,7 @@ def _name(label: str, rank: int, stream: int) -> str:
 def _accept_above(
     above: range, links: dict[Place, Link], listener: Listener, deadline: float, whom: tuple[str, float, int]
 ) -> None:
-    """Wait for the calls of the ranks above this one. Raises PeerTimeout, which names the missing."""
+    """Accept the calls of the ranks above this one. Raises PeerTimeout, which names the missing."""
     label, timeout, streams = whom
     names: dict[str, Place] = {_name(label, peer, 0): (peer, 0) for peer in above}
     while missing := sorted({place[0] for place in names.values() if place not in links}):
@@ -87,7 +87,9 @@ def _accept_above(
         peer, stream = names[link.peer]
         if (peer, stream) in links:
             link.close()
-            raise LinkError(f"ring {label!r}: rank {peer} came twice", peer=f"rank {peer}")
+            raise LinkError(
+                f"ring {label!r}: rank {peer} connected twice: two workers have the same rank", peer=f"rank {peer}"
+            )
         links[peer, stream] = link
         if stream == 0 and link.transport == "tcp":
             names.update({_name(label, peer, more): (peer, more) for more in range(1, streams)})

@@ -1,7 +1,7 @@
-"""The links of one rank by number, and the watch over all of them at once.
+"""The connections of one rank by number, and the poll over all of them.
 
-Two ranks may have several TCP links, called streams. A link's number is its rank plus the size of the ring times its
-stream, so that a rank is the number of its first link.
+Two ranks may have several TCP connections, called streams. A connection's number is its rank plus the size of the ring
+times its stream, so a rank is the number of its first connection.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from rayps.comm.link import Link
 from rayps.comm.ring.messages import Piece
 from rayps.core.partition import slices
 
-STRIPE_BYTES = 256 << 10  # what a stream must have of a buffer at least
+STRIPE_BYTES = 256 << 10  # least bytes of a buffer per stream
 
-Place = tuple[int, int]  # a rank, and the number of a stream to it
+Place = tuple[int, int]  # rank, number of a stream to it
 
 
 class RingConnections(dict[int, Link]):
-    """Links by number. `streams` is how many are used between two ranks that speak TCP."""
+    """Connections by number. `streams` is how many are used between two ranks over TCP."""
 
     def __init__(self, size: int, links: Mapping[Place, Link]) -> None:
         super().__init__({peer + size * stream: links[peer, stream] for peer, stream in sorted(links)})
@@ -30,18 +30,18 @@ class RingConnections(dict[int, Link]):
         self.ranks = [number for number in self if number < size]
         self.poll = select.poll()
         self._masks = dict.fromkeys(self, 0)
-        self._ears: dict[int, select.poll] = {}  # by bell: it and all links
+        self._polls: dict[int, select.poll] = {}  # by eventfd: a poll over it and all connections
         self._by_descriptor = {link.fileno(): number for number, link in self.items()}
         for number, link in self.items():
             link.peer = f"rank {number % size}"
 
     @property
     def transports(self) -> dict[int, str]:
-        """How each other rank is reached."""
+        """The transport to each other rank."""
         return {peer: self[peer].transport for peer in self.ranks}
 
     def watch(self, number: int, mask: int) -> None:
-        """Let `poll` look for these events at a link; 0 for none."""
+        """Poll a connection for these events; 0 for none."""
         if mask == self._masks[number]:
             return
         self._masks[number] = mask
@@ -50,43 +50,43 @@ class RingConnections(dict[int, Link]):
         else:
             self.poll.unregister(self[number])
 
-    def only_hears(self, bell: int, seconds: float) -> bool:
-        """Wait for any link and the bell, and whether it was the bell alone."""
-        ears = self._ears.get(bell)
-        if ears is None:
-            ears = self._ears[bell] = select.poll()
-            for descriptor in (bell, *self._by_descriptor):
-                ears.register(descriptor, select.POLLIN)
-        ready = ears.poll(max(0, math.ceil(seconds * 1000)))
-        return len(ready) == 1 and ready[0][0] == bell
+    def only_wakeup(self, wakeup: int, seconds: float) -> bool:
+        """Wait for any connection and the eventfd; return whether only the eventfd is readable."""
+        poll = self._polls.get(wakeup)
+        if poll is None:
+            poll = self._polls[wakeup] = select.poll()
+            for descriptor in (wakeup, *self._by_descriptor):
+                poll.register(descriptor, select.POLLIN)
+        ready = poll.poll(max(0, math.ceil(seconds * 1000)))
+        return len(ready) == 1 and ready[0][0] == wakeup
 
     @contextlib.contextmanager
-    def hearing(self, bell: int) -> Iterator[None]:
-        """Let `poll` look for the bell too."""
-        self.poll.register(bell, select.POLLIN)
+    def polling(self, wakeup: int) -> Iterator[None]:
+        """Poll the eventfd too."""
+        self.poll.register(wakeup, select.POLLIN)
         try:
             yield
         finally:
-            self.poll.unregister(bell)
+            self.poll.unregister(wakeup)
 
     def at(self, descriptor: int) -> int:
-        """The number of the link that `poll` found; -1 for what is no link."""
+        """Return the number of the connection that `poll` found; -1 for anything else."""
         return self._by_descriptor.get(descriptor, -1)
 
     def drop(self, number: int) -> Link:
-        """Take a link out, unwatched."""
+        """Remove a connection and stop polling it."""
         self.watch(number, 0)
         link = self.pop(number)
-        self._ears.clear()
+        self._polls.clear()
         del self._by_descriptor[link.fileno()]
         return link
 
     def stream(self, peer: int, turn: int) -> int:
-        """The link to rank `peer` whose turn it is."""
+        """Return the next connection to rank `peer`, round robin."""
         return peer + self.size * (turn % self._streams_to(peer))
 
     def stripes(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
-        """Pieces for ranks as pieces for links: large ones are cut up between the streams."""
+        """Cut buffers for ranks into buffers for connections: large ones are divided among the streams."""
         for peer, buffer in pieces:
             parts = max(1, min(self._streams_to(peer), len(buffer) // STRIPE_BYTES))
             for i, cut in enumerate(slices(len(buffer), parts)):
@@ -96,9 +96,9 @@ class RingConnections(dict[int, Link]):
         return self.streams if self.streams > 1 and self[peer].transport == "tcp" else 1
 
     def clear(self) -> None:
-        """Forget all of them."""
+        """Remove all connections."""
         super().clear()
         self.ranks = []
         self._masks.clear()
-        self._ears.clear()
+        self._polls.clear()
         self._by_descriptor.clear()

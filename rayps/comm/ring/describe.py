@@ -1,4 +1,4 @@
-"""What a ring chose, in words: for a run's events and its log."""
+"""Describe a ring's choices in text, for events and logs."""
 
 from __future__ import annotations
 

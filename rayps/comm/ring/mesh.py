@@ -1,7 +1,7 @@
-"""The links between the ranks of a ring, and the one move that every algorithm is made of: `exchange`.
+"""The connections between the ranks of a ring, and the operation that every algorithm is built on: `exchange`.
 
-All links move at once from one thread, and every link is watched, so that the death of any rank is seen
-by all of them at once. A mesh that failed is dead for good. It adds no numbers; see `rayps.comm.ring.algorithms`.
+One thread serves all connections and polls all of them, so every rank sees the death of any rank at once. A mesh that
+failed cannot be used again. It adds no numbers; see `rayps.comm.ring.algorithms`.
 """
 
 from __future__ import annotations
@@ -16,18 +16,28 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from rayps.comm.link import Link, Message
 from rayps.comm.ring.closing import RingLock
 from rayps.comm.ring.connections import Place, RingConnections
-from rayps.comm.ring.messages import Arrival, Mail, Piece, RingMessage, Want, heard, must_match, ranks, told
+from rayps.comm.ring.messages import (
+    Arrival,
+    Mail,
+    Piece,
+    RingMessage,
+    Want,
+    abort_error,
+    abort_message,
+    must_match,
+    ranks,
+)
 from rayps.core.errors import LinkError, PeerLost, PeerTimeout
 from rayps.core.values import Buffer
 
-LINGER_SECONDS = 0.25  # how long a rank that leaves tries to get its last words out
-GRACE_SECONDS = 0.5  # how long an inquest waits for signs of life, a part of the time-out
-_AHEAD_BYTES = 1 << 20  # that a relay keeps queued: the line must not run dry while numbers are added
+LINGER_SECONDS = 0.25  # seconds in which a closing rank tries to send its last messages
+GRACE_SECONDS = 0.5  # share of the timeout in which ranks must answer a PING before one is blamed
+_AHEAD_BYTES = 1 << 20  # bytes that a relay keeps queued, so that sending continues while numbers are added
 _IN = select.POLLIN
 
 
 class Mesh:
-    """The links of one rank to all the others."""
+    """The connections of one rank to all others."""
 
     def __init__(self, rank: int, size: int, links: Mapping[Place, Link], timeout: float) -> None:
         self.rank = rank
@@ -38,39 +48,39 @@ class Mesh:
         self._links = RingConnections(size, links)
         self.mail = Mail()
         self._heard: set[int] = set()
-        self._left: set[int] = set()  # ranks that have said goodbye
-        self.number = 0  # of the collective that is under way
+        self._left: set[int] = set()  # ranks that closed in good order
+        self.number = 0  # number of the current collective
         self._step = 0
         self._sent = 0
-        self._quiet = 0.0  # seconds since what we wait for has moved
-        self._inside = False  # a thread waits in here
+        self._quiet = 0.0  # seconds since the last progress
+        self._inside = False  # a thread is waiting inside
         self._parted = False
-        self.hold = RingLock(lambda: self.dead is not None and not self._parted, self._tell_and_part)
+        self.hold = RingLock(lambda: self.dead is not None and not self._parted, self._send_abort_and_close)
         self._at_end: list[Callable[[], None]] = []
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that have left this rank."""
+        """The bytes sent by this rank."""
         return self._sent + sum(link.bytes_sent for link in list(self._links.values()))
 
     @property
     def transports(self) -> dict[int, str]:
-        """How each other rank is reached."""
+        """The transport to each other rank."""
         return self._links.transports
 
     @property
     def streams(self) -> int:
-        """How many links there are to each rank that is reached by TCP."""
+        """The number of connections to each rank that is reached by TCP."""
         return self._links.streams
 
     def use_streams(self, count: int, *, for_good: bool = False) -> None:
-        """Use `count` streams from now on, and with `for_good` close the others; all ranks must call it alike."""
+        """Use `count` streams from now on, and with `for_good` close the others; all ranks must make the same call."""
         self.begin()
         self._links.streams = count
         if for_good:
             spare = [self._links.drop(number) for number in list(self._links) if number >= count * self.size]
             try:
-                self.meet()  # after it nobody watches them any more: that they end is no loss
+                self.barrier()  # after it they are not polled any more: their end is no failure
             finally:
                 for link in spare:
                     link.close()
@@ -78,15 +88,15 @@ class Mesh:
     # Moving
 
     def begin(self) -> None:
-        """A new collective: what is still under way from the one before is not taken for it."""
+        """Start a new collective: messages of the one before are not mistaken for its own."""
         self.check()
         self.number += 1
         self._step = 0
 
     def exchange(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> None:
-        """Send to and fill from other ranks, all at once. Every rank must make the matching call.
+        """Send to and receive from other ranks, all at once. Every rank must make the matching call.
 
-        Raises PeerLost and PeerTimeout, which name the rank that is to blame; the mesh is dead after that.
+        Raises PeerLost and PeerTimeout, which name the rank at fault; the mesh cannot be used afterwards.
         """
         step = self._step
         self._step += 1
@@ -97,9 +107,9 @@ class Mesh:
         self._run(message, self._links.stripes(sends), wants)
 
     def relay(self, right: int, left: int, first: Iterable[Buffer], arrivals: Iterable[Arrival]) -> None:
-        """Send what `first` gives to rank `right`; fill each arrival from rank `left`, in order, and send on.
+        """Send what `first` returns to rank `right`; fill each buffer from rank `left` in order, and pass it on.
 
-        What leaves does so while arrivals are worked on. Every rank must make the matching call. Raises as `exchange`.
+        Sending continues while arrivals are processed. Every rank must make the matching call. Raises as `exchange`.
         """
         todo: deque[Buffer] = deque()
         gone = taken = self._step
@@ -127,25 +137,25 @@ class Mesh:
                 self.finish(sending, {}, push)
         self._step = max(gone, taken)
 
-    def meet(self) -> None:
-        """Return once every rank has come here."""
+    def barrier(self) -> None:
+        """Return once every rank has entered."""
         nothing = [(peer, memoryview(b"")) for peer in self._links.ranks]
         self.exchange(nothing, nothing)
 
     def blame(self, words: str) -> LinkError:
-        """The error for a failure that was seen elsewhere: the lost or silent rank if one can be found."""
+        """Return the error for a failure seen elsewhere: it names the lost or silent rank if one can be found."""
         with self.hold:
             self.check()
             try:
                 for peer in self._links:
                     self.listen(peer)
             except LinkError as error:
-                return self._last_words(error)
-            found = self._inquest(set(self._links.ranks))
+                return self._abort_of(error)
+            found = self._find_silent(set(self._links.ranks))
         return type(found)(f"{found.message}\n{words}", **found.data)
 
     def send(self, to: int, tag: int, buffer: Buffer) -> None:
-        """Give `buffer` to rank `to`; returns once it has left."""
+        """Send `buffer` to rank `to`; return once it has left."""
         self.check()
         self._run(Message(RingMessage.POINT, tag=tag), [(to, buffer)], {})
 
@@ -155,33 +165,38 @@ class Mesh:
         self._run(Message(RingMessage.POINT), [], {source: (RingMessage.POINT, tag, 0, into)})
 
     def link(self, peer: int) -> Link:
-        """The link to rank `peer`."""
+        """Return the connection to rank `peer`."""
         return self._links[peer]
 
-    def await_bell(self, bell: int, absent: Callable[[], set[int]]) -> None:
-        """Wait until `bell` is readable, which the ranks that are `absent` have yet to ring. Raises as `exchange`."""
+    def await_wakeup(self, wakeup: int, absent: Callable[[], set[int]]) -> None:
+        """Wait until the eventfd `wakeup` is readable; the `absent` ranks have not signalled it yet.
+
+        Raises as `exchange`.
+        """
         alone, start = not self._inside, time.perf_counter()
         with self.guarded():
-            # within a relay the line must go on; otherwise, mostly, the bell is all that stirs
-            rang = alone and self._links.only_hears(bell, self._patience())
+            # within a relay sending must continue; otherwise mostly only the eventfd changes
+            signalled = alone and self._links.only_wakeup(wakeup, self._patience())
             self._quiet = time.perf_counter() - start
             self.seconds_waiting += self._quiet
-            if rang:
+            if signalled:
                 return
-            with self._links.hearing(bell):
-                while not (gone := self._left and self._left & absent()):  # who rings and leaves was here
-                    if not self._pause(set(), {}, bell):
+            with self._links.polling(wakeup):
+                while not (
+                    gone := self._left and self._left & absent()
+                ):  # a rank that signalled and then left did take part
+                    if not self._pause(set(), {}, wakeup):
                         return
                 raise self._gone(min(gone))
 
     def check(self) -> None:
-        """Raises the error that ended this mesh."""
+        """Raise the error that ended this mesh, if there is one."""
         if self.dead is not None:
             raise type(self.dead)(self.dead.message, **self.dead.data)
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
-        """What fails in here ends the mesh, for everyone. May be entered again from within."""
+        """End the mesh for all ranks if the code within fails. Reentrant."""
         with self.hold:
             self.check()
             outer, self._inside = self._inside, True
@@ -189,7 +204,7 @@ class Mesh:
             try:
                 yield
             except LinkError as error:
-                raise self.fail(self._last_words(error)) from error
+                raise self.fail(self._abort_of(error)) from error
             except BaseException:
                 self.abort()
                 raise
@@ -208,7 +223,7 @@ class Mesh:
     def finish(
         self, sending: set[int], wants: dict[int, Want], push: Callable[[], None] | None = None, drain: bool = True
     ) -> None:
-        """Fill what is wanted; with `drain`, also send what is queued. `push` may queue more when something moved."""
+        """Receive what is wanted; with `drain`, also send what is queued. `push` may queue more after each progress."""
         while True:
             for key in [key for key, want in wants.items() if self.arrived(key, want)]:
                 del wants[key]
@@ -217,22 +232,22 @@ class Mesh:
                 if not self._links[key].queued:
                     sending.discard(key)
             if push is not None:
-                push()  # what it queues may have left at once: then there is nothing to wait for
+                push()  # what it queues may have been sent at once: then there is nothing to wait for
                 sending.difference_update([key for key in sending if not self._links[key].queued])
             if not wants and not (drain and sending):
                 return
             self._pause(sending, wants)
 
-    def _pause(self, sending: set[int], wants: dict[int, Want], bell: int = -1) -> bool:
-        """Sleep until something moves; False when it was what we wait for. Raises PeerTimeout."""
-        waited = self._sleep(sending, wants, self._patience() - self._quiet, bell)
+    def _pause(self, sending: set[int], wants: dict[int, Want], wakeup: int = -1) -> bool:
+        """Sleep until a connection is ready; return False when it was an awaited one. Raises PeerTimeout."""
+        waited = self._sleep(sending, wants, self._patience() - self._quiet, wakeup)
         self._quiet = 0.0 if waited < 0 else self._quiet + waited
         if self._quiet >= self._patience():
-            raise self._inquest(sending | set(wants))
+            raise self._find_silent(sending | set(wants))
         return waited >= 0
 
     def arrived(self, peer: int, want: Want) -> bool:
-        """Whether what is wanted of that link has arrived whole."""
+        """Return whether the data awaited from that connection is complete."""
         kind, tag, _, into = want
         link = self._links[peer]
         while kind == RingMessage.DATA or not self.mail.fetch(peer, want):
@@ -263,7 +278,7 @@ class Mesh:
         elif message.kind == RingMessage.ASK:
             self._links[peer].queue(Message(RingMessage.HERE))
         elif message.kind == RingMessage.ABORT:
-            raise heard(message, self._links[peer].peer)
+            raise abort_error(message, self._links[peer].peer)
         elif message.kind == RingMessage.BYE:
             self._left.add(peer)
         self._heard.add(peer)
@@ -277,8 +292,8 @@ class Mesh:
     def _patience(self) -> float:
         return self.timeout - min(GRACE_SECONDS, self.timeout / 4)
 
-    def _sleep(self, sending: set[int], wants: dict[int, Want], seconds: float, bell: int = -1) -> float:
-        """Wait for any link and the bell; seconds waited, or -1 when what we wait for has moved."""
+    def _sleep(self, sending: set[int], wants: dict[int, Want], seconds: float, wakeup: int = -1) -> float:
+        """Wait for any connection and the eventfd; return seconds waited, or -1 on progress of what is awaited."""
         for peer, link in self._links.items():
             busy = peer in wants or link.head is None or link.head.kind != RingMessage.DATA
             busy = busy and not link.ended and peer not in self._left
@@ -289,7 +304,7 @@ class Mesh:
         self.seconds_waiting += waited
         moved = False
         for fd, _ in ready:
-            if fd == bell:
+            if fd == wakeup:
                 moved = True
                 continue
             peer = self._links.at(fd)
@@ -301,7 +316,7 @@ class Mesh:
         return -1 if moved else waited
 
     def listen(self, peer: int) -> None:
-        """Take control messages of a rank that nothing is awaited from; its data stays where it is."""
+        """Process control messages of a rank from which no data is awaited; its data stays queued."""
         link = self._links[peer]
         while peer not in self._left and (head := link.peek()) is not None and head.kind != RingMessage.DATA:
             message = link.try_recv()
@@ -309,8 +324,8 @@ class Mesh:
                 return
             self._overhear(peer, message)
 
-    def _inquest(self, awaited: set[int]) -> LinkError:
-        """Who is to blame for the silence: the ranks that do not answer; everyone is waiting for someone."""
+    def _find_silent(self, awaited: set[int]) -> LinkError:
+        """Return the ranks to blame for a timeout: those that do not answer a PING, else all that are awaited."""
         self._heard.clear()
         asked = set(self._links) - self._left
         for peer in asked:
@@ -321,7 +336,7 @@ class Mesh:
             for fd, _ in self._links.poll.poll(max(1, math.ceil(left * 1000))):
                 peer = self._links.at(fd)
                 if peer < 0:
-                    end = 0.0  # the bell rang after all, too late for those who have given up already
+                    end = 0.0  # the eventfd was signalled after all, too late for ranks that have given up
                 elif peer in asked:
                     for message in self._links[peer].feed():
                         self._overhear(peer, message)
@@ -333,8 +348,8 @@ class Mesh:
 
     # Ending
 
-    def _last_words(self, error: LinkError) -> LinkError:
-        """What the lost rank said before it went: it may have left because another one died."""
+    def _abort_of(self, error: LinkError) -> LinkError:
+        """Return the ABORT of a lost rank, if it sent one: it may have closed because another rank died."""
         if isinstance(error, PeerLost) and "told_by" not in error.data:
             for peer, link in self._links.items():
                 if link.peer != error.data["peer"]:
@@ -348,34 +363,34 @@ class Mesh:
         return error
 
     def at_end(self, work: Callable[[], None]) -> None:
-        """Have `work` done once, when the mesh is closed or has failed."""
+        """Call `work` once, when the mesh is closed or has failed."""
         self._at_end.append(work)
 
     def fail(self, error: LinkError) -> LinkError:
-        """End the mesh because of `error`, tell the others, and give back the error to raise."""
+        """End the mesh because of `error`, send it to the other ranks, and return the error to raise."""
         with self.hold:
             if self.dead is None:
                 self.dead = error
             if not self._parted:
-                self._tell_and_part()
+                self._send_abort_and_close()
             return self.dead
 
-    def _tell_and_part(self) -> None:
+    def _send_abort_and_close(self) -> None:
         assert self.dead is not None
-        note, words = told(self.dead)
+        note, words = abort_message(self.dead)
         self._part(lambda link: link.queue(note, words), failed=True)
 
     def abort(self) -> None:
-        """End the ring for everyone: all ranks that wait in it raise PeerLost. Any thread may call it."""
+        """End the ring for all ranks: those that wait in it raise PeerLost. Any thread may call it."""
         self.dead = self.dead or PeerLost(f"rank {self.rank} aborted the ring", peer=f"rank {self.rank}")
-        if not self.hold.settle():  # another thread is in here: wake it, it will say so to everyone
+        if not self.hold.settle():  # another thread is inside: wake it, it sends the ABORT
             for link in list(self._links.values()):
-                link.hang_up(last_words=True)
+                link.hang_up(more_to_send=True)
 
     def close(self) -> None:
-        """Leave. Ranks that still need this one see it as lost, others go on. Safe to call twice."""
+        """Close. Ranks that still need this one get PeerLost, others continue. Safe to call twice."""
         if not self.hold.settle():
-            self.abort()  # another thread waits in here
+            self.abort()  # another thread waits inside
         with self.hold:
             if self.dead is None:
                 self.dead = LinkError("this ring has been closed on this rank", peer=f"rank {self.rank}")
@@ -386,12 +401,12 @@ class Mesh:
         self._parted = True
         self._sent = self.bytes_sent
         for link in list(self._links.values()):
-            with contextlib.suppress(LinkError):  # that one is gone already
+            with contextlib.suppress(LinkError):  # that rank has closed already
                 farewell(link)
         end = time.monotonic() + LINGER_SECONDS
         for link in list(self._links.values()):
             with contextlib.suppress(LinkError):
-                link.say_last(end, read=failed)
+                link.send_last(end, read=failed)
             link.close()
         self._links.clear()
         self.mail.clear()

@@ -1,4 +1,4 @@
-"""What ranks of a ring say to each other, and the small words around it."""
+"""The messages between ranks of a ring, and helpers for them."""
 
 from __future__ import annotations
 
@@ -10,35 +10,38 @@ from rayps.comm.link import Message
 from rayps.core.errors import LinkError, PeerLost, PeerTimeout
 from rayps.core.values import Buffer
 
-Piece = tuple[int, Buffer]  # a rank, and a buffer to send to it or to fill from it
-Arrival = tuple[Buffer, Callable[[], Buffer | None]]  # a buffer to fill, and a function that returns what to send on
+Piece = tuple[int, Buffer]  # rank, buffer to send to it or to fill from it
+Arrival = tuple[Buffer, Callable[[], Buffer | None]]  # buffer to fill, function that returns what to send on
 Want = tuple[int, int, int, "Buffer | list[Message]"]  # kind, tag, step, buffer; for a PARCEL a list
 
 
 class RingMessage(enum.IntEnum):
-    """What a message between two ranks is."""
+    """Kinds of messages between two ranks."""
 
     DATA = 0  # part of a collective: tag is its number, a the step within it
     POINT = 1  # of `send`: tag is the user's
-    ASK = 2  # are you there?
-    HERE = 3  # yes
-    ABORT = 4  # the ring is dead: a says how, the payload who and why
-    BYE = 5  # this rank leaves in good order
+    ASK = 2  # asks for a PONG
+    HERE = 3  # answers a PING
+    ABORT = 4  # the ring has failed: a is the kind of error, the payload the peer and the message
+    BYE = 5  # this rank closes in good order
     PARCEL = 6  # tensors of any shape: tag, a and b are those of `rayps.comm.ring.p2p`
 
 
 class Mail:
-    """What has come from other ranks before it was asked for."""
+    """Messages of other ranks that arrived before they were asked for."""
 
     def __init__(self) -> None:
         self._boxes: dict[tuple[int, int, int], deque[Message]] = {}
 
     def put(self, peer: int, message: Message) -> None:
-        """Keep a POINT or PARCEL of rank `peer`."""
+        """Store a POINT or PARCEL of rank `peer`."""
         self._boxes.setdefault((peer, message.kind, message.tag), deque()).append(message)
 
     def fetch(self, peer: int, want: Want) -> bool:
-        """Whether what is wanted of `peer` is here: a POINT fills the buffer, a PARCEL is put into the list."""
+        """Return whether what is wanted of `peer` is here.
+
+        A POINT fills the buffer, a PARCEL is appended to the list.
+        """
         kind, tag, _, into = want
         box = self._boxes.get((peer, kind, tag))
         if not box:
@@ -51,33 +54,33 @@ class Mail:
         return True
 
     def waiting(self, peer: int, kind: int) -> Iterator[Message]:
-        """What is here of rank `peer` and this kind."""
+        """Return the stored messages of rank `peer` and this kind."""
         for (frm, what, _), box in self._boxes.items():
             if frm == peer and what == kind:
                 yield from box
 
     def clear(self) -> None:
-        """Forget all of it."""
+        """Drop all messages."""
         self._boxes.clear()
 
 
-_WHY: list[type[LinkError]] = [LinkError, PeerLost, PeerTimeout]  # by the number that ABORT carries
+_WHY: list[type[LinkError]] = [LinkError, PeerLost, PeerTimeout]  # by the number in an ABORT
 
 
-def told(error: LinkError) -> tuple[Message, bytes]:
-    """The ABORT, and its payload, by which a rank tells others why the ring is dead."""
+def abort_message(error: LinkError) -> tuple[Message, bytes]:
+    """Return the ABORT, and its payload, that reports why the ring has failed."""
     why = next((i for i in (1, 2) if isinstance(error, _WHY[i])), 0)
     return Message(RingMessage.ABORT, a=why), f"{error.data.get('peer', '')}\n{error.message}".encode()
 
 
-def heard(abort: Message, by: str) -> LinkError:
-    """The error that an ABORT tells of; `by` is who sent it."""
+def abort_error(abort: Message, by: str) -> LinkError:
+    """Return the error that an ABORT reports; `by` is its sender."""
     who, why = bytes(abort.payload).decode(errors="replace").split("\n", 1)
     return _WHY[abort.a](why, peer=who, told_by=by)
 
 
 def must_match(head: Message, size: int, peer: str, want: Want) -> None:
-    """Raises LinkError where what `peer` sends is not what this rank waits for."""
+    """Raise LinkError where a message of `peer` is not the one that this rank waits for."""
     _, number, step, into = want
     expected = 0 if isinstance(into, list) else memoryview(into).nbytes
     if (head.tag, head.a, size) != (number, step, expected):
@@ -99,6 +102,6 @@ def fill(into: Buffer, payload: Buffer, peer: int) -> None:
 
 
 def ranks(some: Iterable[int]) -> str:
-    """`rank 2`, or `ranks 2, 3`."""
+    """Return `rank 2`, or `ranks 2, 3`."""
     some = list(some)
     return f"rank{'s' if len(some) != 1 else ''} {', '.join(map(str, some))}"

@@ -1,9 +1,9 @@
-"""Tensors of any shape and dtype between two ranks of a ring, one message each: what a pipeline's stages exchange.
+"""Tensors of any shape and dtype between two ranks of a ring, one message each, for the stages of a pipeline.
 
-The receiver need not know what comes. What a parcel is (its `form`, shapes, dtypes, whether a gradient is wanted) is
-said in full when it is first sent to a rank, and by a number from then on, so that a parcel of one tensor is that
-tensor's memory and a header. Giving does not wait for the receiver: what does not leave at once leaves from a thread
-while this rank computes, so two ranks may give each other more than the line holds.
+The receiver need not know shapes or dtypes in advance. The description of a message (its `form`, shapes, dtypes,
+whether a gradient is wanted) is sent in full the first time, and as a number afterwards; a message of one tensor is
+then that tensor's memory and a header. Sending does not wait for the receiver: what cannot leave at once is sent by a
+thread while this rank computes, so two ranks may send each other more than the socket buffers hold.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from rayps.comm.ring.messages import RingMessage, Want
 from rayps.core.errors import ConfigError, LinkError
 from rayps.core.values import Buffer
 
-BACKLOG_BYTES = 128 << 20  # that may wait to leave to one rank; giving more waits
-KNOWN = 4096  # descriptions that a rank remembers of another; further ones are said in full each time
-SPIN_SECONDS = 200e-6  # that a rank looks for a parcel, its core left to others in between, before it sleeps
-_ALIGN = 64  # where each tensor of a parcel begins
-_PUMP_SECONDS = 0.05  # the longest nap of the thread that sends, while something is there to be sent
+BACKLOG_BYTES = 128 << 20  # bytes that may be queued to one rank; `give` waits above it
+KNOWN = 4096  # descriptions that a rank remembers of another; further ones are sent in full each time
+SPIN_SECONDS = 200e-6  # polls for a message, yielding the core in between, before a rank sleeps
+_ALIGN = 64  # alignment of each tensor in a message
+_PUMP_SECONDS = 0.05  # longest pause of the sending thread while messages are queued
 
 _DTYPES: tuple[torch.dtype, ...] = (
     torch.float32,
@@ -51,7 +51,7 @@ _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 
 class TensorHeader(NamedTuple):
-    """A parcel's description: `form` is the sender's own words, a part is (dtype, shape, wants a gradient, offset)."""
+    """A message's description: `form` is the sender's own text, a part is (dtype, shape, wants a gradient, offset)."""
 
     form: str
     parts: tuple[tuple[torch.dtype, tuple[int, ...], bool, int], ...]
@@ -59,11 +59,11 @@ class TensorHeader(NamedTuple):
 
 
 _Spec: TypeAlias = tuple[torch.dtype, torch.Size, bool]
-_Form: TypeAlias = tuple[str, torch.dtype, torch.Size, bool] | tuple[str, tuple[_Spec, ...]]  # what a header depends on
+_Form: TypeAlias = tuple[str, torch.dtype, torch.Size, bool] | tuple[str, tuple[_Spec, ...]]  # key of a header
 
 
 class TensorMessage(NamedTuple):
-    """What came: the tensors, which of them want a gradient, and the sender's words."""
+    """A received message: the tensors, which of them want a gradient, and the sender's text."""
 
     tensors: list[Tensor]
     wants: list[bool]
@@ -71,27 +71,27 @@ class TensorMessage(NamedTuple):
 
 
 class PointToPoint:
-    """Giving and taking over one mesh; one of these per ring and rank (`Ring.parcels`)."""
+    """Send and receive over one mesh; one of these per ring and rank (`Ring.parcels`)."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self.bytes = 0  # of tensors that were given
+        self.bytes = 0  # bytes of tensors sent
         self.messages = 0
-        self.seconds = 0.0  # spent waiting
+        self.seconds = 0.0  # seconds spent waiting
         self._said: dict[
             int, dict[_Form, tuple[int, TensorHeader]]
-        ] = {}  # by rank: descriptions it knows, and their numbers
+        ] = {}  # by rank: descriptions that it knows, and their numbers
         self._learnt: dict[int, dict[int, TensorHeader]] = {}
-        self._pending: set[int] = set()  # ranks to which something may wait to leave
+        self._pending: set[int] = set()  # ranks to which messages may be queued
         self._due = threading.Event()
         self._over = False
         self._thread: threading.Thread | None = None
         mesh.at_end(self._end)
 
     def give(self, to: int, tag: int, tensors: Sequence[Tensor], form: str = "") -> None:
-        """Send tensors to rank `to` under `tag`, in the order of giving; they must not change until `settle`.
+        """Send tensors to rank `to` under `tag`, in the order of the calls; they must not change until `settle`.
 
-        Waits only while `BACKLOG_BYTES` wait to leave. Raises PeerLost, PeerTimeout.
+        Waits only while more than `BACKLOG_BYTES` are queued. Raises PeerLost, PeerTimeout.
         """
         number, note, new = self._describe(to, tensors, form)
         head = _packed(note) if new else b""
@@ -110,7 +110,7 @@ class PointToPoint:
             self._start()
 
     def take(self, frm: int, tag: int) -> TensorMessage:
-        """What rank `frm` gave under `tag`, in the order of giving. Raises PeerLost, PeerTimeout."""
+        """Receive what rank `frm` sent under `tag`, in the order of sending. Raises PeerLost, PeerTimeout."""
         found: list[Message] = []
         with self._mesh.guarded():
             want = (RingMessage.PARCEL, tag, 0, found)
@@ -120,7 +120,9 @@ class PointToPoint:
             note = self._learn(frm, message)
         body = memoryview(message.payload)[message.b :]
         if len(body) != note.size:
-            raise LinkError(f"rank {frm} sent {len(body)} bytes where {note.size} were said", peer=f"rank {frm}")
+            raise LinkError(
+                f"rank {frm} sent {len(body)} bytes where its header announced {note.size}", peer=f"rank {frm}"
+            )
         tensors = [
             torch.frombuffer(body, dtype=dtype, count=count, offset=offset).view(shape)
             if (count := math.prod(shape))
@@ -130,7 +132,7 @@ class PointToPoint:
         return TensorMessage(tensors, [wants for _, _, wants, _ in note.parts], note.form)
 
     def settle(self) -> None:
-        """Return once all that was given has left. Raises PeerLost, PeerTimeout."""
+        """Return once all messages have left. Raises PeerLost, PeerTimeout."""
         if not self._pending:
             return
         with self._mesh.guarded():
@@ -138,7 +140,7 @@ class PointToPoint:
             self._pending.clear()
 
     def _soon(self, frm: int, want: Want) -> bool:
-        """Whether it comes within a moment: to sleep and to be woken takes longer than most stages are apart."""
+        """Poll for a short time: to sleep and be woken takes longer than most stages are apart."""
         if self._mesh.arrived(frm, want):
             return True
         start = now = time.perf_counter()
@@ -158,7 +160,7 @@ class PointToPoint:
         finally:
             self.seconds += self._mesh.seconds_waiting - before
 
-    # What a parcel is
+    # Descriptions of messages
 
     def _describe(self, to: int, tensors: Sequence[Tensor], form: str) -> tuple[int, TensorHeader, bool]:
         key: _Form
@@ -174,7 +176,7 @@ class PointToPoint:
         at, parts = 0, []
         for t in tensors:
             if t.dtype not in _CODES or t.layout != torch.strided:
-                raise ConfigError(f"a parcel cannot hold a tensor of {t.dtype}, {t.layout}; convert it first")
+                raise ConfigError(f"a message cannot hold a tensor of {t.dtype}, {t.layout}; convert it first")
             parts.append((t.dtype, tuple(t.shape), t.requires_grad, at))
             at += t.nbytes if len(tensors) == 1 else -(-t.nbytes // _ALIGN) * _ALIGN
         note = TensorHeader(form, tuple(parts), at)
@@ -190,7 +192,7 @@ class PointToPoint:
             if message.a >= 0:
                 known[message.a] = note
             return note
-        if message.a not in known:  # it was said in a parcel of another tag, which is here and not yet taken
+        if message.a not in known:  # it was sent in a message of another tag, which is here and not yet received
             for other in self._mesh.mail.waiting(frm, RingMessage.PARCEL):
                 if other.b and other.a >= 0:
                     self._learn(frm, other)
@@ -205,7 +207,7 @@ class PointToPoint:
         self._due.set()
 
     def _pump(self) -> None:
-        """Send what waits; the ring's own thread finds an error again when it comes back."""
+        """Send queued messages; an error is raised again in the ring's own thread when it returns."""
         with suppress(LinkError):
             while not self._over:
                 self._due.wait()
@@ -220,13 +222,15 @@ class PointToPoint:
                 watch.poll(int(1000 * _PUMP_SECONDS))
 
     def _unsent(self) -> list[tuple[int, Link]]:
-        """The links on which something still waits after all that can leave has left."""
+        """Return the connections that still have queued bytes after sending what they accept."""
         waiting = []
         for peer in list(self._pending):
             link = self._mesh.link(peer)
             link.absorb()
             link.flush()
-            self._mesh.listen(peer)  # what was said by the way would not be heard by a poll of the descriptor again
+            self._mesh.listen(
+                peer
+            )  # a control message read on the way is not reported by a later poll of the descriptor
             if link.queued:
                 waiting.append((peer, link))
             else:
@@ -239,7 +243,7 @@ class PointToPoint:
 
 
 def _bytes_of(tensors: Sequence[Tensor], note: TensorHeader, head: bytes) -> Buffer:
-    """One buffer: the memory of a single tensor as it is, or a copy with the description before it."""
+    """Return one buffer: a single tensor's memory, or a copy with the description in front."""
     if not head and len(tensors) == 1:
         return _raw(tensors[0])
     whole = torch.empty(len(head) + note.size, dtype=torch.uint8)
@@ -262,7 +266,7 @@ def _raw(t: Tensor) -> memoryview:
 
 
 def _packed(note: TensorHeader) -> bytes:
-    """The description as bytes, a multiple of the alignment long."""
+    """Return the description as bytes, of a length that is a multiple of the alignment."""
     parts = [[_CODES[dtype], list(shape), wants, offset] for dtype, shape, wants, offset in note.parts]
     text = json.dumps([note.form, parts, note.size]).encode()
     return text.ljust(-(-len(text) // _ALIGN) * _ALIGN)

@@ -1,6 +1,6 @@
-"""How the ranks of a ring find each other by a name alone: rank 0's address goes through a key-value map.
+"""Find the ranks of a ring by a name alone: rank 0's address is published in a key-value map.
 
-Everyone calls rank 0, and rank 0 answers with the table of addresses. No tensor goes this way.
+Every rank calls rank 0, and rank 0 answers with the table of addresses. No tensor is sent this way.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from rayps.comm.link.socket_link import deadline_left
 from rayps.comm.ring.messages import ranks
 from rayps.core.errors import ConfigError, LinkError, PeerTimeout
 
-_LOOK_SECONDS = 0.02  # between two looks at the map
-_TRY_SECONDS = 2.0  # for one call of an address that may be of an earlier, dead group
+_LOOK_SECONDS = 0.02  # seconds between two reads of the map
+_TRY_SECONDS = 2.0  # seconds for one call of an address that may be of an earlier group
 _ADDRESS, _TABLE, _MISSING = 0, 1, 2
 
-Met = tuple[Listener, bytes, int, list[str]]  # this rank's listener, secret, generation, everyone's address
+FoundRanks = tuple[Listener, bytes, int, list[str]]  # this rank's listener, secret, generation, all addresses
 
 
-def meet(name: str, rank: int, size: int, timeout: float, host: str | None) -> Met:
+def find_ranks(name: str, rank: int, size: int, timeout: float, host: str | None) -> FoundRanks:
     """Find the other ranks under `name`. Raises PeerTimeout, ConfigError."""
     if not 0 <= rank < size:
         raise ConfigError(f"rank {rank} is not one of {size} ranks (0 to {size - 1})", rank=rank, size=size)
@@ -38,7 +38,7 @@ def _key(name: str) -> str:
     return f"rayps/comm/ring/{name}"
 
 
-def _host(name: str, size: int, values: KeyValues, host: str, until: tuple[float, float]) -> Met:
+def _host(name: str, size: int, values: KeyValues, host: str, until: tuple[float, float]) -> FoundRanks:
     timeout, deadline = until
     secret, generation = secrets.token_bytes(32), secrets.randbits(31)
     listener = Listener("rank 0", secret, generation, host)
@@ -71,7 +71,7 @@ def _welcome(listener: Listener, found: dict[int, tuple[str, Link]], deadline: f
     try:
         message = link.recv(_TRY_SECONDS)
     except LinkError:
-        link.close()  # it gave up between its call and its address; it will call again
+        link.close()  # the rank gave up before it sent its address; it calls again
         return
     earlier = found.pop(message.a, None)
     if earlier is not None:
@@ -80,12 +80,12 @@ def _welcome(listener: Listener, found: dict[int, tuple[str, Link]], deadline: f
 
 
 def _tell(link: Link, message: Message) -> None:
-    with contextlib.suppress(LinkError):  # that rank is gone; forming the ring will name it
+    with contextlib.suppress(LinkError):  # that rank has ended; forming the ring names it
         link.send(message, timeout=_TRY_SECONDS)
     link.close()
 
 
-def _visit(name: str, rank: int, values: KeyValues, host: str, until: tuple[float, float]) -> Met:
+def _visit(name: str, rank: int, values: KeyValues, host: str, until: tuple[float, float]) -> FoundRanks:
     timeout, deadline = until
     while deadline_left(deadline):
         value = values.get(_key(name))
@@ -98,7 +98,7 @@ def _visit(name: str, rank: int, values: KeyValues, host: str, until: tuple[floa
         except _Refusal as refusal:
             raise PeerTimeout(str(refusal), peer="rank 0", seconds=timeout) from None
         except LinkError:
-            time.sleep(_LOOK_SECONDS)  # the address of an earlier group that is gone: look again
+            time.sleep(_LOOK_SECONDS)  # the address of an earlier group that has ended: read the map again
     raise _missing(name, [0], timeout)
 
 
@@ -106,7 +106,7 @@ class _Refusal(Exception):
     pass
 
 
-def _call(rank: int, door: tuple[str, bytes, int], host: str, deadline: float) -> Met:
+def _call(rank: int, door: tuple[str, bytes, int], host: str, deadline: float) -> FoundRanks:
     address, secret, generation = door
     patience = min(_TRY_SECONDS, deadline_left(deadline))
     link = connect(address, name=f"join:{rank}", secret=secret, generation=generation, timeout=patience)

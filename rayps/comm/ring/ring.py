@@ -1,8 +1,8 @@
-"""Talk among equals: sums, means and moves over tensors, in place, between the ranks of one generation.
+"""The ring: sums, means and transfers of tensors, in place, between the ranks of one generation.
 
-A ring stands alone between any actors of a user's own (`Ring.join`), or is formed by a driver that knows every
-address (`Ring.form`). It belongs to one thread; only `abort` may come from another. Once a collective has failed
-the ring is dead; form another.
+Any actors can form a ring (`Ring.join`); a driver that knows every address forms one by `Ring.form`. A ring belongs to
+one thread; only `abort` may be called from another. After a collective has failed the ring cannot be used: form
+another.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rayps.comm.ring.connect import link_up
 from rayps.comm.ring.describe import RingChoices, in_words
 from rayps.comm.ring.mesh import Mesh
 from rayps.comm.ring.p2p import PointToPoint
-from rayps.comm.ring.rendezvous import meet
+from rayps.comm.ring.rendezvous import find_ranks
 from rayps.comm.ring.shared_memory import tensor_of
 from rayps.comm.ring.shared_progress import Progress, common
 from rayps.comm.ring.torch_groups import Delegate
@@ -62,7 +62,7 @@ class Ring:
         self.rank = mesh.rank
         self.size = mesh.size
         self.generation = generation
-        self.collectives = Collectives(mesh, folder)  # for other collectives over the same ranks
+        self.collectives = Collectives(mesh, folder)  # for collectives on the same ranks with other settings
         self._parcels: PointToPoint | None = None
 
     @classmethod
@@ -82,12 +82,12 @@ class Ring:
         table: RingTable | None = None,
         streams: int = 0,
     ) -> Ring:
-        """Link up with everyone whose listener's address is in `addresses`, in the order of ranks.
+        """Connect to every rank of `addresses` (listeners' addresses in the order of ranks).
 
-        `timeout` bounds the forming, and later every silence, in seconds. `prefer` forces shm or tcp. `algorithm`
-        is auto, ring, tree, one_shot, two_shot, star or hierarchical; `table` is an earlier ring's `choices`, for
-        the same bits again. `streams` is the number of TCP links between two ranks; 0 measures how many fill the line.
-        Raises PeerTimeout (which names the missing), PeerLost, StaleGeneration, ConfigError.
+        `timeout` bounds the forming, and later every wait, in seconds. `prefer` forces shm or tcp. `algorithm` is auto,
+        ring, tree, one_shot, two_shot, star or hierarchical; `table` is an earlier ring's `choices`, for the same bits
+        again. `streams` is the number of TCP connections between two ranks; 0 measures how many fill the network.
+        Raises PeerTimeout (which names the missing ranks), PeerLost, StaleGeneration, ConfigError.
         """
         streams = (streams or (table or {}).get("streams", 0)) if backend == "own" else 1
         mesh = link_up(
@@ -123,12 +123,12 @@ class Ring:
         host: str | None = None,
         **options: Unpack[RingOptions],
     ) -> Ring:
-        """Meet the other ranks under `name`, between any actors; `host` is this host's address for them.
+        """Find the other ranks under `name` and form a ring, between any actors; `host` is this host's address.
 
-        `timeout` bounds the meeting, and later every silence, in seconds; `options` are those of `form`. Raises
-        PeerTimeout, which names the ranks that are missing, and ConfigError.
+        `timeout` bounds the search, and later every wait, in seconds; `options` are those of `form`. Raises
+        PeerTimeout, which names the missing ranks, and ConfigError.
         """
-        listener, secret, generation, addresses = meet(name, rank, size, timeout, host)
+        listener, secret, generation, addresses = find_ranks(name, rank, size, timeout, host)
         with listener:
             return cls.form(
                 rank, addresses, listener, secret=secret, generation=generation, timeout=timeout, label=name, **options
@@ -149,45 +149,45 @@ class Ring:
     @property
     def bytes_sent(self) -> int:
         """Bytes that other ranks have had from this one."""
-        board = self.collectives.board
-        return self.collectives.mesh.bytes_sent + (board.bytes_shared if board is not None else 0)
+        shared_memory = self.collectives.shared_memory
+        return self.collectives.mesh.bytes_sent + (shared_memory.bytes_shared if shared_memory is not None else 0)
 
     @property
     def choices(self) -> RingChoices:
-        """Which algorithm is used over what, and why. It can be given to `form` as `table`."""
+        """The chosen algorithm by size, the transport and the reason. Can be passed to `form` as `table`."""
         return self.collectives.backend.choices
 
     @property
     def choice(self) -> str:
-        """The choices in words."""
+        """The choices as text."""
         return in_words(self.collectives.backend.choices)
 
-    # Together
+    # Collectives
 
     def sum(self, t: Tensors, *, algorithm: str | None = None) -> Tensors:
-        """Add up the ranks' tensors, in place; all hold the same bits. Half precision adds in float32."""
+        """Sum the ranks' tensors, in place; all ranks get the same bits. Half precision is added in float32."""
         return self.collectives.fold(t, "add", algorithm)
 
     def max(self, t: Tensors, *, algorithm: str | None = None) -> Tensors:
-        """The elementwise maximum over ranks, in place; NaN wins."""
+        """Take the elementwise maximum over ranks, in place; NaN wins."""
         return self.collectives.fold(t, "max", algorithm)
 
     def sum_async(self, t: Tensors, *, algorithm: str | None = None) -> CollectiveHandle[Tensors]:
-        """As `sum`, in the background: `wait()` on the handle. Until then `t` must not be touched."""
+        """Sum as `sum`, in the background: call `wait()` on the handle. Until then `t` must not be touched."""
         self.collectives.mesh.check()
         return self.collectives.background.start(lambda: self.collectives.fold_now(t, "add", algorithm))
 
     def settle(self) -> None:
-        """Wait for what is under way in the background. Raises the LinkError that it failed with."""
+        """Wait for all background collectives. Raises the LinkError with which one failed."""
         self.collectives.background.settle()
         self.collectives.mesh.check()
 
     def mean(self, x: Tensor | Gradient, *, in_place: bool = True) -> Tensor:
-        """The mean over ranks; of a gradient (`vector` and `samples`), the mean over all samples.
+        """Return the mean over ranks; of a gradient (`vector` and `samples`), the mean over all samples.
 
-        With `in_place=False` what lies in `buffer` memory is not copied back: the result is to be read only, where
-        it lies, until this buffer's next collective. A rank with no samples counts nothing. Half precision is added
-        and divided in float32, and rounded once. Raises ConfigError for integers.
+        With `in_place=False` a tensor in `buffer` memory is not copied back: the result is read-only and valid until
+        this buffer's next collective. A rank with no samples does not count. Half precision is added and divided in
+        float32, and rounded once. Raises ConfigError for integers.
         """
         vector: Tensor = x if isinstance(x, Tensor) else x.vector
         if not vector.dtype.is_floating_point:
@@ -212,16 +212,17 @@ class Ring:
         return self.sum(t) if shared is None else shared
 
     def buffer(self, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A vector of `n` zeros that peers on this host can read where it lies; ordinary memory on others.
+        """Return a vector of `n` zeros that peers on this host can read directly; ordinary memory elsewhere.
 
-        All ranks must call it alike. `sum` and `mean` of it, or of a contiguous part of it, save a copy.
+        All ranks must call it with the same arguments. `sum` and `mean` of it, or of a contiguous part of it, save a
+        copy.
         """
-        board = self.collectives.board
+        shared_memory = self.collectives.shared_memory
         size = n * torch.empty(0, dtype=dtype).element_size()
-        if board is None or n == 0:
+        if shared_memory is None or n == 0:
             return torch.zeros(n, dtype=dtype)
         with self.collectives.collective():
-            return tensor_of(board.buffer(size), dtype)
+            return tensor_of(shared_memory.buffer(size), dtype)
 
     def common(self, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return a vector of `n` zeros in memory that all ranks of one host read and write without locks.
@@ -229,26 +230,29 @@ class Ring:
         All ranks must call it with the same arguments. Raises ConfigError: the ranks are on several hosts.
         """
         with self.collectives.collective():
-            return common(self.collectives.mesh, self.collectives.board, n, dtype)
+            return common(self.collectives.mesh, self.collectives.shared_memory, n, dtype)
 
     def progress(self) -> Progress:
-        """How many rounds each rank has made, in such memory; returns once every rank is here. Raises as `common`."""
+        """Return the counters of each rank's rounds, in shared memory, once every rank has called it.
+
+        Raises as `common`.
+        """
         with self.collectives.collective():
-            return Progress(self.collectives.mesh, self.collectives.board)
+            return Progress(self.collectives.mesh, self.collectives.shared_memory)
 
     def broadcast(self, t: Tensor, root: int = 0) -> Tensor:
-        """Give everyone rank `root`'s tensor, in place."""
+        """Copy rank `root`'s tensor to all ranks, in place."""
         self._must_be_rank(root)
-        board = self.collectives.board
+        shared_memory = self.collectives.shared_memory
         with self.collectives.collective(), flat_cpu(t) as flat:
-            if board is not None:
-                board.spread(flat, root)
+            if shared_memory is not None:
+                shared_memory.spread(flat, root)
             elif self.size > 1:
                 ring_algorithms.broadcast(self.collectives.mesh, flat, root)
         return t
 
     def all_gather(self, t: Tensor) -> Tensor:
-        """Everyone's tensor, stacked in the order of ranks: a new tensor [size, *shape]."""
+        """Return all ranks' tensors, stacked in the order of ranks: a new tensor [size, *shape]."""
         out = torch.empty(self.size, t.numel(), dtype=t.dtype)
         with self.collectives.collective():
             ring_algorithms.all_gather(self.collectives.mesh, t.detach().reshape(-1).cpu(), out)
@@ -264,21 +268,21 @@ class Ring:
         return mine.to(t.device, t.dtype)
 
     def barrier(self) -> None:
-        """Return once every rank has come here."""
-        board = self.collectives.board
+        """Return once every rank has called it."""
+        shared_memory = self.collectives.shared_memory
         with self.collectives.collective():
-            self.collectives.mesh.meet() if board is None else board.barrier()
+            self.collectives.mesh.barrier() if shared_memory is None else shared_memory.barrier()
 
-    # In pairs
+    # Point to point
 
     def send(self, t: Tensor, to: int, tag: int = 0) -> None:
-        """Give a tensor to rank `to`; returns once it has left."""
+        """Send a tensor to rank `to`; return once it has left."""
         self._must_be_another(to)
         with self.collectives.timed():
             self.collectives.mesh.send(to, tag, raw(t.detach().reshape(-1).cpu()))
 
     def recv(self, t: Tensor, frm: int, tag: int = 0) -> Tensor:
-        """Fill `t` with what rank `frm` sent under `tag`, in the order of sending; returns `t`."""
+        """Fill `t` with what rank `frm` sent under `tag`, in the order of sending; return `t`."""
         self._must_be_another(frm)
         with self.collectives.timed(), flat_cpu(t) as flat:
             self.collectives.mesh.recv(frm, tag, raw(flat))
@@ -286,7 +290,7 @@ class Ring:
 
     @property
     def parcels(self) -> PointToPoint:
-        """Tensors of any shape and dtype in pairs: `give` and `take`."""
+        """Point-to-point messages of tensors of any shape: `give` and `take`."""
         if self._parcels is None:
             self._parcels = PointToPoint(self.collectives.mesh)
         return self._parcels
@@ -294,11 +298,11 @@ class Ring:
     # Ending
 
     def abort(self) -> None:
-        """Make every rank that waits in this ring raise PeerLost now; the ring is dead. Any thread may call it."""
+        """End the ring: every rank that waits in it raises PeerLost. Any thread may call it."""
         self.collectives.mesh.abort()
 
     def close(self) -> None:
-        """Leave the ring. Safe to call twice."""
+        """Close the ring on this rank. Safe to call twice."""
         self.collectives.background.close(self.collectives.mesh.abort)
         self.collectives.mesh.close()
 
@@ -313,7 +317,7 @@ class Ring:
     def _mean_over_samples(self, x: Gradient) -> Tensor:
         vector: Tensor = x.vector
         packed: Tensor | None = getattr(x, "packed", None)
-        if packed is None or vector.dtype in HALF:  # a count needs more digits than half precision has
+        if packed is None or vector.dtype in HALF:  # a count of samples needs more digits than half precision has
             packed = torch.empty(vector.numel() + 1, dtype=torch.promote_types(vector.dtype, torch.float32))
             packed[:-1].copy_(vector.reshape(-1))
         if x.samples:

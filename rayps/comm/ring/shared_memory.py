@@ -1,8 +1,8 @@
-"""All-reduce between ranks of one host: every rank's data lies in shared memory, and peers read it where it lies.
+"""All-reduce between ranks of one host: each rank's data is in shared memory, and peers read it there.
 
-Each rank writes only what it owns and reads what the others own, so a frozen rank that wakes up after an abort can
-spoil nobody's data. The data is double: what is written after barrier b is read before barrier b+1 is entered, and
-written again only after barrier b+1, when everyone has read it.
+Each rank writes only its own data and reads the others', so a frozen rank that wakes up after an abort cannot corrupt
+the data of others. The data is doubled: what is written after barrier b is read before barrier b+1 is entered, and
+written again only after barrier b+1, when all ranks have read it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from rayps.comm.ring.mesh import Mesh
 from rayps.core.errors import LinkError
 from rayps.core.partition import part
 
-PIECE_BYTES = 1 << 20  # of a vector that is copied in and out; small enough to stay in the cache
-_MANY_BYTES = 1 << 19  # the same where there are many: everyone's two must stay there
-SMALL_BYTES = 64 << 10  # up to here one barrier and N times the additions beat two barriers
-_BLOCK = 1 << 15  # elements added at a time: they stay in the nearest cache
-_SLOTS, _TABLE, _BELLS = 1, 2, 3  # keys of what ranks offer to each other; buffers have 10 and above
-_ROW = struct.Struct("<5q")  # what each rank is about to do: collective, kind, bytes, buffer, offset
+PIECE_BYTES = 1 << 20  # bytes of a part that is copied in and out; small enough to stay in the cache
+_MANY_BYTES = 1 << 19  # the same with many ranks: all ranks' two parts must stay in the cache
+SMALL_BYTES = 64 << 10  # up to this size one barrier and N times the additions are faster than two barriers
+_BLOCK = 1 << 15  # elements added at a time: they stay in the L1 cache
+_SLOTS, _TABLE, _WAKEUPS = 1, 2, 3  # keys of the memory that ranks offer each other; buffers have 10 and above
+_ROW = struct.Struct("<5q")  # each rank's announced collective: number, kind, bytes, buffer, offset
 
 _KINDS = {
     dtype: torch.empty(0, dtype=dtype).numpy().dtype
@@ -43,15 +43,15 @@ Fold = np.ufunc  # (a, b, out=)
 
 @dataclass(slots=True)
 class Resident:
-    """A vector that lies in shared memory on every rank, and where its sum goes."""
+    """A vector in shared memory on every rank, and the place of its sum."""
 
     start: int  # address on this rank
-    parts: list[Bytes]  # everyone's, in the order of ranks
+    parts: list[Bytes]  # all ranks', in order
     out: Bytes
 
 
 class SharedMemoryFold:
-    """The shared memory and the bells of ranks of one host. All of `group` must make the same calls."""
+    """The shared memory and eventfds of ranks of one host. All of `group` must make the same calls."""
 
     def __init__(self, mesh: Mesh, group: list[int]) -> None:
         self._mesh = mesh
@@ -60,7 +60,7 @@ class SharedMemoryFold:
         self._others = [peer for peer in group if peer != mesh.rank]
         self._offers = 10
         self.residents: list[Resident] = []
-        self.bytes_shared = 0  # bytes that other ranks have read from this one
+        self.bytes_shared = 0  # bytes that other ranks read from this one
         slots = self._share(_SLOTS, 2 * PIECE_BYTES)
         shared = self._share_one(_TABLE, 2 * PIECE_BYTES + len(group) * (2 * _ROW.size + (2 + WORDS) * 8))
         self._slots = [[each[:PIECE_BYTES], each[PIECE_BYTES:]] for each in slots]
@@ -69,7 +69,7 @@ class SharedMemoryFold:
         self._rows = [memoryview(half) for half in np.split(rows, 2)]  # type: ignore[arg-type]
         self._weights = np.split(numbers.view(np.float64)[: 2 * len(group)], 2)
         words = numbers.view(np.int64)[2 * len(group) :]
-        self._barrier = Barrier(mesh, group, words, *self._trade_bells())
+        self._barrier = Barrier(mesh, group, words, *self._exchange_wakeups())
         self._row = b""
 
     # Setting up
@@ -80,46 +80,48 @@ class SharedMemoryFold:
         return link
 
     def _share(self, key: int, size: int) -> list[Bytes]:
-        """Memory of one's own for each rank of the group: everyone's, in the order of ranks."""
+        """Allocate memory for each rank of the group; return all of it, in the order of ranks."""
         mine = Memory.create(size)
         for peer in self._others:
             self._link(peer).offer(key, mine)
-        self._meet()
+        self._sync()
         mine.close_descriptor()
         return [_bytes(mine if rank == self._mesh.rank else self._link(rank).memories.pop(key)) for rank in self._group]
 
     def _share_one(self, key: int, size: int) -> Bytes:
-        """Memory that the first rank of the group makes for all."""
+        """Allocate memory on the first rank of the group for all ranks."""
         if self._place:
-            self._meet()
+            self._sync()
             return _bytes(self._link(self._group[0]).memories.pop(key))
         memory = Memory.create(size)
         for peer in self._others:
             self._link(peer).offer(key, memory)
-        self._meet()
+        self._sync()
         memory.close_descriptor()
         return _bytes(memory)
 
-    def _trade_bells(self) -> tuple[list[int], list[list[int]]]:
-        """Two bells of one's own, and the others' two, in the order of ranks."""
+    def _exchange_wakeups(self) -> tuple[list[int], list[list[int]]]:
+        """Create two eventfds, exchange them, and return this rank's two and the others', in the order of ranks."""
         mine = [os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(2)]
         try:
             for peer in self._others:
-                for parity, bell in enumerate(mine):
-                    self._link(peer).offer_descriptor(_BELLS + parity, bell)
-            self._meet()
+                for parity, wakeup in enumerate(mine):
+                    self._link(peer).offer_descriptor(_WAKEUPS + parity, wakeup)
+            self._sync()
         except BaseException:
-            for bell in mine:
-                os.close(bell)
+            for wakeup in mine:
+                os.close(wakeup)
             raise
-        return mine, [[self._link(peer).descriptors.pop(_BELLS + parity) for peer in self._others] for parity in (0, 1)]
+        return mine, [
+            [self._link(peer).descriptors.pop(_WAKEUPS + parity) for peer in self._others] for parity in (0, 1)
+        ]
 
-    def _meet(self) -> None:
+    def _sync(self) -> None:
         nothing = [(peer, memoryview(b"")) for peer in self._others]
         self._mesh.exchange(nothing, nothing)
 
     def buffer(self, size: int) -> Bytes:
-        """Memory of `size` bytes that `reduce` can sum where it lies. All ranks must call it alike."""
+        """Allocate memory of `size` bytes that `reduce` can sum in place. All ranks must call it with the same size."""
         key, self._offers = self._offers, self._offers + 2
         parts = self._share(key, size)
         out = self._share_one(key + 1, size)
@@ -128,28 +130,31 @@ class SharedMemoryFold:
         return mine
 
     def common(self, size: int) -> Bytes:
-        """Memory of `size` bytes, all zero, that every rank reads and writes. All ranks must call it alike."""
+        """Allocate memory of `size` zero bytes that every rank reads and writes.
+
+        All ranks must call it with the same size.
+        """
         key, self._offers = self._offers, self._offers + 1
         return self._share_one(key, size)
 
     @property
     def has_buffers(self) -> bool:
-        """Whether `buffer` has ever been called."""
+        """Whether `buffer` was ever called."""
         return bool(self.residents)
 
     # Agreeing
 
     def barrier(self) -> None:
-        """Return once every rank of the group is here; what each wrote before is visible to all. Raises LinkError."""
-        self._barrier.meet()
+        """Return once every rank of the group has entered; earlier writes are then visible to all. Raises LinkError."""
+        self._barrier.wait()
 
     @property
     def parity(self) -> int:
-        """Which of the two halves of what is double the next barrier makes readable."""
+        """Which of the two halves of doubled data the next barrier makes readable."""
         return self._barrier.turn & 1
 
     def announce(self, kind: int, size: int, where: tuple[int, int] = (-1, 0), weight: float = 1.0) -> None:
-        """Say which collective this rank is about to do, for the others to compare after the next barrier."""
+        """Write which collective this rank is about to run; the others compare it after the next barrier."""
         parity = self.parity
         self._row = _ROW.pack(self._mesh.number, kind, size, *where)
         self._rows[parity][self._place * _ROW.size : (self._place + 1) * _ROW.size] = self._row
@@ -171,12 +176,12 @@ class SharedMemoryFold:
     # Adding
 
     def reduce(self, x: Tensor, fold: str) -> None:
-        """`x` becomes the sum ("add") or maximum ("max") over the group, in place."""
+        """Reduce `x` to the sum ("add") or maximum ("max") over the group, in place."""
         size = x.numel() * x.element_size()
         self.one_shot(x, fold) if size <= SMALL_BYTES else self.two_shot(x, fold)
 
     def one_shot(self, x: Tensor, fold: str) -> None:
-        """Everyone reads everything: one barrier a piece, N times the additions."""
+        """Each rank reads everything: one barrier per part, N times the additions."""
         data = _data(x)
         for a in range(0, max(1, len(data)), PIECE_BYTES):
             piece = data[a : a + PIECE_BYTES]
@@ -186,7 +191,7 @@ class SharedMemoryFold:
             fold_parts([slots[parity][: len(piece)] for slots in self._slots], piece, x.dtype, fold)
 
     def two_shot(self, x: Tensor, fold: str) -> None:
-        """Everyone adds 1/N and reads the sums of the others; while one piece is read, the next one is written."""
+        """Each rank adds 1/N and reads the others' sums; while one part is read, the next one is written."""
         if x.numel() == 0:
             return
         data, width = _data(x), x.element_size()
@@ -207,7 +212,7 @@ class SharedMemoryFold:
             data[piece] = self._out[parity][:size]
 
     def spread(self, x: Tensor, root: int = 0) -> None:
-        """Give everyone the vector of the group's `root`-th rank, in place."""
+        """Copy the vector of the group's `root`-th rank to all ranks, in place."""
         data = _data(x)
         for a in range(0, max(1, len(data)), PIECE_BYTES):
             piece = data[a : a + PIECE_BYTES]
@@ -222,7 +227,7 @@ class SharedMemoryFold:
                 piece[:] = self._slots[root][parity][: len(piece)]
 
     def bytes_by_two_shot(self, size: int) -> int:
-        """The bytes that others read from this rank when `size` bytes are folded in two steps."""
+        """Return the bytes that others read from this rank when `size` bytes are reduced in two steps."""
         return 2 * len(self._others) * size // len(self._group)
 
     def _put(self, piece: Bytes, total: int, kind: int) -> None:
@@ -235,7 +240,7 @@ class SharedMemoryFold:
     # In place
 
     def find(self, x: Tensor) -> tuple[int, int] | None:
-        """Which buffer `x` lies in, and where; None when it is in ordinary memory."""
+        """Return the buffer and offset in which `x` lies; None for ordinary memory."""
         start, size = x.data_ptr(), x.nbytes
         for i, resident in enumerate(self.residents):
             offset = start - resident.start
@@ -246,9 +251,9 @@ class SharedMemoryFold:
     def reduce_resident(
         self, where: tuple[int, int], dtype: torch.dtype, size: int, fold: str, weight: float | None = None
     ) -> Bytes:
-        """The sum over the group of what lies at `where`, read where it lies; valid until the buffer's next sum.
+        """Return the sum over the group of the buffer at `where`, in shared memory; valid until the buffer's next sum.
 
-        With `weight`, the mean weighted by everyone's weight.
+        With `weight`, the weighted mean.
         """
         number, offset = where
         parity = self.parity
@@ -266,7 +271,7 @@ class SharedMemoryFold:
         return resident.out[offset : offset + size]
 
     def close(self) -> None:
-        """Close the bells; the memory goes with its last user."""
+        """Close the eventfds; the memory is freed with its last user."""
         self._barrier.close()
         self.residents.clear()
 
@@ -280,12 +285,12 @@ def _data(x: Tensor) -> Bytes:
 
 
 def tensor_of(data: Bytes, dtype: torch.dtype) -> Tensor:
-    """Bytes of shared memory as a tensor, which keeps the memory alive."""
+    """Return bytes of shared memory as a tensor, which keeps the memory alive."""
     return torch.from_numpy(data).view(dtype) if len(data) else torch.empty(0, dtype=dtype)
 
 
 def fold_parts(parts: list[Bytes], out: Bytes, dtype: torch.dtype, fold: str, weights: Weights | None = None) -> None:
-    """Fold `parts` in the order of ranks into `out`, block by block; infinities are the caller's business."""
+    """Reduce `parts` in the order of ranks into `out`, block by block. The caller handles infinities."""
     with np.errstate(all="ignore"):
         _fold_quietly(parts, out, dtype, fold, weights)
 
@@ -335,7 +340,7 @@ def _fold_weighted(sources: list[Numbers], target: Numbers, weights: Weights) ->
 
 
 def _fold_wide(parts: list[Bytes], out: Bytes, dtype: torch.dtype, fold: str, weights: Weights | None) -> None:
-    """Half precision: folded in float32, rounded once."""
+    """Reduce half precision in float32, rounded once."""
     shares = [1.0] * len(parts) if weights is None else [float(w / (weights.sum() or 1.0)) for w in weights]
     sources = [(tensor_of(each, dtype), share) for each, share in zip(parts, shares, strict=True) if share]
     target = tensor_of(out, dtype)

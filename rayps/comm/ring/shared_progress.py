@@ -1,4 +1,4 @@
-"""Memory that all ranks of one host read and write without locks, and how far each of them has come."""
+"""Memory that all ranks of one host read and write without locks, and each rank's progress."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ from rayps.comm.ring.mesh import Mesh
 from rayps.comm.ring.shared_memory import SharedMemoryFold, tensor_of
 from rayps.core.errors import ConfigError, PeerTimeout
 
-_LOOK_SECONDS = 0.005  # between two looks at how far the others are
-_APART = 8  # words of a rank: a line of the cache, so that nobody's word slows another's
+_LOOK_SECONDS = 0.005  # seconds between two reads of the other ranks' progress
+_APART = 8  # words per rank: one cache line each, so that ranks do not slow each other
 
 
-def common(mesh: Mesh, board: SharedMemoryFold | None, n: int, dtype: torch.dtype) -> Tensor:
-    """A vector of `n` zeros, the same memory on every rank. All ranks must call it alike.
+def common(mesh: Mesh, shared_memory: SharedMemoryFold | None, n: int, dtype: torch.dtype) -> Tensor:
+    """Return a vector of `n` zeros, the same memory on every rank. All ranks must call it with the same arguments.
 
     Raises:
         ConfigError: the ranks share no memory.
     """
     if mesh.size == 1:
         return torch.zeros(n, dtype=dtype)
-    if board is None:
+    if shared_memory is None:
         raise ConfigError(
             f"the {mesh.size} ranks share no memory, as those of several hosts, and this strategy needs all of them on "
             "one: use fewer workers (as many as one host has cores), or all_reduce, parameter_server or downpour",
             field="strategy",
         )
-    return tensor_of(board.common(max(1, n) * dtype.itemsize), dtype)[:n]
+    return tensor_of(shared_memory.common(max(1, n) * dtype.itemsize), dtype)[:n]
 
 
 class Progress:
-    """How many rounds each rank has made, as all of them see it at once."""
+    """Each rank's number of completed rounds, visible to all ranks."""
 
-    def __init__(self, mesh: Mesh, board: SharedMemoryFold | None) -> None:
+    def __init__(self, mesh: Mesh, shared_memory: SharedMemoryFold | None) -> None:
         self._mesh = mesh
-        words = common(mesh, board, mesh.size * _APART, torch.int64)
+        words = common(mesh, shared_memory, mesh.size * _APART, torch.int64)
         self._words = words.numpy()[::_APART]
 
     def reach(self, rounds: int) -> None:
-        """Say that this rank has made so many rounds."""
+        """Set this rank's number of completed rounds."""
         self._words[self._mesh.rank] = rounds
 
     def meet(self, rounds: int) -> None:
-        """Return once every rank has made so many rounds; what each wrote before is there.
+        """Return once every rank has completed that many rounds; their earlier writes are then visible.
 
         Raises:
-            PeerTimeout: the slowest ranks made no round past the deadline.
+            PeerTimeout: the slowest ranks completed no round within the timeout.
             PeerLost: the ring was ended meanwhile.
         """
         began = since = time.monotonic()
@@ -63,7 +63,7 @@ class Progress:
             elif time.monotonic() - since > self._mesh.timeout:
                 slowest = int(seen.argmin())
                 raise PeerTimeout(
-                    f"rank {slowest} has made {int(seen[slowest])} of {rounds} rounds, and none in "
+                    f"rank {slowest} has completed {int(seen[slowest])} of {rounds} rounds, and none in "
                     f"{self._mesh.timeout:g} s (the knob is `timeout`)",
                     peer=f"worker:{slowest}",
                     seconds=self._mesh.timeout,

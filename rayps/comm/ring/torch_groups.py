@@ -1,7 +1,7 @@
-"""The other backends of a ring: gloo and NCCL, as process groups of torch.distributed that belong to this ring alone.
+"""The ring's other backends: gloo and NCCL, as process groups of torch.distributed that belong to this ring alone.
 
-They are made and destroyed with the ring, have time-outs, and do not become the process's default group. NCCL is the
-right one between GPUs. The ring's own links stay beside them, to name who is to blame when a group fails.
+They are created and destroyed with the ring, have timeouts, and do not become the process's default group. NCCL is the
+right one between GPUs. The ring's own connections stay open beside them, to find the rank at fault when a group fails.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _OPS = {"add": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 class Delegate:
-    """Folds vectors for one ring by a process group."""
+    """Reduce vectors for one ring by a process group."""
 
-    board = None
+    shared_memory = None
 
     def __init__(self, mesh: Mesh, backend: str, address: str) -> None:
         if backend not in ("gloo", "nccl"):
@@ -42,14 +42,14 @@ class Delegate:
             mesh.at_end(self._close)
 
     def must_know(self, algorithm: str | None) -> None:
-        """Raises ConfigError: a process group is not told how."""
+        """Raise ConfigError: a process group chooses its own algorithm."""
         if algorithm is not None:
             raise ConfigError(f"{self.choices['algorithm']} chooses its own algorithm; leave out {algorithm!r}")
 
     def fold(self, x: Tensor, kind: str) -> None:
-        """Fold a tensor over the ranks in place; CPU tensors travel by gloo, and by way of the GPU under NCCL.
+        """Reduce a tensor over the ranks in place; gloo takes CPU tensors, NCCL copies them through the GPU.
 
-        Half precision adds in float32.
+        Half precision is added in float32.
         """
         target = x.float() if kind == "add" and x.dtype in (torch.float16, torch.bfloat16) else x.contiguous()
         if target.is_cuda != self._cuda:

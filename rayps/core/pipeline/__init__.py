@@ -1,1 +1,1 @@
-"""pipeline."""
+"""Pipeline schedules as data: build, check, simulate, draw."""

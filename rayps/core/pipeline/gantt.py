@@ -11,10 +11,10 @@ from rayps.core.pipeline.schedule import Action
 from rayps.core.pipeline.simulate import Timeline
 
 NAMES = {"F": "forward", "B": "backward", "W": "gradient of the weights", "·": "waits"}
-WIDEST = 6  # columns for one unit of time, so that a small schedule stays small
+WIDEST = 6  # columns per unit of time, so that a small schedule stays small
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
-_FILL = {"F": " ", "B": "─", "W": "═"}  # what is behind a label, so that kinds differ without colour too
+_FILL = {"F": " ", "B": "─", "W": "═"}  # pattern behind a label, so that kinds differ without colour too
 _ANSI = {"F": (24, 31), "B": (29, 65), "W": (130, 136)}  # background of even and odd chunks, of 256 colours
 _GREY = "\x1b[38;5;244m"
 _OFF = "\x1b[0m"
@@ -40,15 +40,15 @@ class Bar(NamedTuple):
     """One action on one worker's line."""
 
     action: Action
-    chunk: int  # of those on this worker, 0 first
+    chunk: int  # number among the chunks of this worker
     start: float
     end: float
 
 
 def text(timeline: Timeline, width: int = 100, *, colour: bool = False, unit: str = "") -> str:
-    """The chart in at most `width` columns, a line for each worker; `colour` by ANSI codes, for a terminal only.
+    """Return the chart in at most `width` columns, a line per worker; `colour` by ANSI codes, for a terminal only.
 
-    `unit` is that of time, such as " s"; left out, time is in units of the simulation.
+    `unit` is that of time, such as " s"; without it, time is in units of the simulation.
     """
     heads = [f"stage {rank} " for rank in range(len(timeline.rows))]
     margin = max(map(len, heads))
@@ -70,7 +70,7 @@ def text(timeline: Timeline, width: int = 100, *, colour: bool = False, unit: st
 
 
 def svg(timeline: Timeline, title: str, *, unit: str = "", scale: float | None = None) -> str:
-    """The chart as an SVG document, for light and dark pages; `scale` is pixels for one unit of time."""
+    """Return the chart as an SVG document, for light and dark pages; `scale` is pixels per unit of time."""
     makespan = float(timeline.makespan) or 1.0
     scale = min(28.0, 960 / makespan) if scale is None else scale
     wide, count = makespan * scale, len(timeline.rows)
@@ -86,7 +86,7 @@ def svg(timeline: Timeline, title: str, *, unit: str = "", scale: float | None =
         parts.append(f'<text class="end" x="{_LEFT - 10}" y="{base:.1f}">stage {rank}</text>')
         parts.append(f'<rect class="wait" x="{_LEFT}" y="{y:.1f}" width="{wide:.1f}" height="{_BAR}" rx="3"/>')
         parts += [_bar(bar, y, scale, unit) for bar in bars]
-        said = f"waits {float(timeline.idles[rank]):.0%}, holds {timeline.peaks[rank]}"
+        said = f"idle {float(timeline.idles[rank]):.0%}, holds {timeline.peaks[rank]}"
         parts.append(f'<text class="soft" x="{_LEFT + wide + 10:.1f}" y="{base:.1f}">{said}</text>')
     height = bottom + 32
     return (
@@ -97,7 +97,7 @@ def svg(timeline: Timeline, title: str, *, unit: str = "", scale: float | None =
 
 
 def rows(timeline: Timeline) -> list[list[Bar]]:
-    """The timeline in floats, and chunks counted on their own worker."""
+    """Return the timeline in floats, with chunks counted on their own worker."""
     count = len(timeline.rows)
     return [[Bar(a, a.chunk // count, float(start), float(end)) for a, start, end in row] for row in timeline.rows]
 
@@ -125,14 +125,14 @@ def _label(bar: Bar, width: int, dense: bool, chunked: bool) -> str:
 
 
 def _key(timeline: Timeline, dense: bool, colour: bool) -> str:
-    """What the letters mean."""
+    """Return the legend."""
     kinds = [kind for kind in "FBW" if any(a.kind == kind for row in timeline.rows for a, _, _ in row)]
     words = [f"{_painted(kind, kind, 0, colour)} {NAMES[kind]}" for kind in kinds]
     if any(bar.chunk for bars in rows(timeline) for bar in bars):
         words.append("f b of the worker's second chunk" if dense else "F3b of micro-batch 3 in its second chunk")
     elif not dense:
         words[0] = f"{_painted('F3', 'F', 0, colour)} forward of micro-batch 3"
-    return ", ".join([*words, f"{_grey('·', colour)} waits"])
+    return ", ".join([*words, f"{_grey('·', colour)} idle"])
 
 
 def _painted(word: str, kind: str, chunk: int, colour: bool) -> str:
@@ -175,7 +175,7 @@ def _order(kind_and_chunk: tuple[str, int]) -> tuple[int, int]:
 
 
 def _ticks(makespan: float) -> Iterator[float]:
-    """0 and up to eight round numbers after it."""
+    """Return 0 and up to eight round numbers after it."""
     power = 10.0 ** math.floor(math.log10(makespan / 8))
     step = next(step for step in (power, 2 * power, 5 * power, 10 * power) if makespan / step <= 8 + 1e-9)
     yield from (round(i * step, 12) for i in range(int(makespan / step + 1e-9) + 1))

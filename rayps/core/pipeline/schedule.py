@@ -1,8 +1,8 @@
-"""Pipeline schedules as data: for each stage's worker, what it does in which order. Pure.
+"""Pipeline schedules as data: the order of actions of each stage's worker. Pure.
 
-With p stages, m micro-batches and v chunks of the model on each worker there are p * v chunks, one behind another;
-chunk c lives on worker c % p. An action is the forward pass (F) of one chunk on one micro-batch, its backward pass (B),
-or, where the backward pass is in two halves, the gradient of its input (B) and the one of its weights (W).
+With p stages, m micro-batches and v chunks of the model on each worker there are p * v chunks in order; chunk c is on
+worker c % p. An action is the forward pass (F) of one chunk on one micro-batch, its backward pass (B), or, where the
+backward pass is split, the gradient of its input (B) and that of its weights (W).
 
 gpipe: Huang et al., NeurIPS 2019. 1f1b and interleaved: Narayanan et al., SC 2021, section 2.2. zero_bubble: the ZB-H1
 of Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.3.
@@ -30,11 +30,11 @@ class Action(NamedTuple):
         return f"{self.chunk}{self.kind}{self.micro}"
 
 
-Table = list[list[Action]]  # a row for each stage's worker, in its order
+Table = list[list[Action]]  # one row per stage's worker, in order of execution
 
 
 def table(schedule: str, stages: int, micro_batches: int, chunks: int = 1) -> Table:
-    """What each of `stages` workers does in one step.
+    """Return the actions of each of `stages` workers in one step.
 
     Raises:
         ConfigError: there is no such schedule, or the numbers do not fit it.
@@ -44,7 +44,7 @@ def table(schedule: str, stages: int, micro_batches: int, chunks: int = 1) -> Ta
 
 
 def needs(action: Action, chunks: int) -> Iterator[Action]:
-    """What must be done, here or on a neighbour, before `action`; `chunks` are those of the whole model."""
+    """Return what must be done before `action`, here or on a neighbour; `chunks` are those of the whole model."""
     kind, chunk, micro = action
     if kind == "F":
         if chunk > 0:
@@ -58,17 +58,17 @@ def needs(action: Action, chunks: int) -> Iterator[Action]:
 
 
 def splits(found: Table) -> bool:
-    """Whether the table's backward passes are in two halves, B and W."""
+    """Return whether the table's backward passes are split into B and W."""
     return any(action.kind == "W" for row in found for action in row)
 
 
 def idle(schedule: str, stages: int, micro_batches: int, chunks: int = 1) -> Fraction:
-    """The share of the workers' time in which they wait, by formula: alike stages, B twice as long as F, no transfers.
+    """Return the share of the workers' time that is idle, by formula: equal stages, B twice as long as F, no transfers.
 
-    gpipe, 1f1b (p-1)/(m+p-1); interleaved (p-1)/(vm+p-1). zero_bubble, with F = B = W = 1: the paper's ZB-H1 waits
+    gpipe, 1f1b (p-1)/(m+p-1); interleaved (p-1)/(vm+p-1). zero_bubble, with F = B = W = 1: the paper's ZB-H1 idles
     (p-1)(F+B-W) beside the work m(F+B+W), (p-1)/(3m+p-1) of the time, once m >= p. With fewer micro-batches the first
-    worker waits for the first one to go there and back, 2p-1, and does all its m B and m W after that: a step takes
-    2m+2p-1. Both at once: 1 - 3m / max(3m+p-1, 2m+2p-1).
+    worker waits for the round trip of the first one, 2p-1, and does all its m B and m W after that: a step takes
+    2m+2p-1. Both together: 1 - 3m / max(3m+p-1, 2m+2p-1).
     """
     check(schedule, stages, micro_batches, chunks)
     p, m = stages, micro_batches
@@ -78,18 +78,18 @@ def idle(schedule: str, stages: int, micro_batches: int, chunks: int = 1) -> Fra
 
 
 def idle_words(schedule: str) -> str:
-    """The formula of `idle`, to print."""
+    """Return the formula of `idle` as text."""
     return {"interleaved": "(p-1)/(vm+p-1)", "zero_bubble": "1 - 3m/max(3m+p-1, 2m+2p-1)"}.get(
         schedule, "(p-1)/(m+p-1)"
     )
 
 
 def peak(schedule: str, stages: int, micro_batches: int, rank: int, chunks: int = 1) -> int:
-    """The most activations (of a micro-batch in a chunk) that worker `rank` holds at once, by formula.
+    """Return the most activations (of a micro-batch in a chunk) that worker `rank` holds at once, by formula.
 
-    An activation is held from its F to its B, to its W where there is one. gpipe m; 1f1b min(m, p-rank);
-    zero_bubble min(m, p) everywhere, 1f1b's on its first worker: later workers put their W off to fill the end;
-    interleaved min(vm, 2(p-rank-1) + (v-1)p + 1), chunks being 1/v of a stage.
+    An activation is held from its F to its B, or to its W where there is one. gpipe m; 1f1b min(m, p-rank); zero_bubble
+    min(m, p) everywhere, equal to 1f1b on its first worker: later workers delay their W to fill the end; interleaved
+    min(vm, 2(p-rank-1) + (v-1)p + 1), chunks being 1/v of a stage.
     """
     check(schedule, stages, micro_batches, chunks)
     most = {"gpipe": micro_batches, "zero_bubble": stages}.get(schedule)
@@ -97,7 +97,7 @@ def peak(schedule: str, stages: int, micro_batches: int, rank: int, chunks: int 
 
 
 def check(schedule: str, stages: int, micro_batches: int, chunks: int) -> None:
-    """Raise ConfigError where these numbers make no schedule."""
+    """Raise ConfigError for numbers that make no schedule."""
     known = ("gpipe", "1f1b", "interleaved", "zero_bubble")
     if schedule not in known:
         raise ConfigError(f"schedule is {schedule!r}: give one of {', '.join(known)}", field="schedule")
@@ -105,7 +105,7 @@ def check(schedule: str, stages: int, micro_batches: int, chunks: int) -> None:
         if isinstance(given, bool) or not isinstance(given, int) or given < 1:
             raise ConfigError(f"{field} is {given!r}: give a whole number of at least 1", field=field)
     if chunks > 1 and schedule != "interleaved":
-        raise ConfigError(f"chunks is {chunks}, and {schedule} has 1: use interleaved", field="chunks")
+        raise ConfigError(f"chunks is {chunks}, and {schedule} has 1 per worker: use interleaved", field="chunks")
     if schedule == "interleaved" and micro_batches % stages:
         raise ConfigError(
             f"micro_batches is {micro_batches}, and interleaved needs a multiple of its {stages} stages: "
@@ -115,7 +115,10 @@ def check(schedule: str, stages: int, micro_batches: int, chunks: int) -> None:
 
 
 def _row(schedule: str, p: int, m: int, v: int, rank: int) -> list[Action]:
-    """All but gpipe: some F ahead, then F and B in turn, then the B that are left; W `behind` their B."""
+    """Build a row of any schedule but gpipe: some F ahead, then F and B alternately, then the rest of B.
+
+    W is `behind` its B.
+    """
     block = p if schedule == "interleaved" else m  # micro-batches that pass one chunk before the next chunk's turn
     turns = [range(at, min(at + block, m)) for at in range(0, m, block)]
     forwards = [Action("F", j * p + rank, i) for turn in turns for j in range(v) for i in turn]

@@ -1,4 +1,4 @@
-"""What a schedule costs: its table run on a clock. Pure; exact where the seconds are whole numbers or fractions."""
+"""Simulate a schedule's table in time. Pure; exact where the seconds are whole numbers or fractions."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ Seconds = int | float | Fraction
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """When each worker does what: one step, from 0 on."""
+    """The times of each worker's actions in one step, from 0 on."""
 
-    rows: list[list[tuple[Action, Seconds, Seconds]]]  # for each worker: action, start, end
+    rows: list[list[tuple[Action, Seconds, Seconds]]]  # per worker: action, start, end
     peaks: list[int]  # the most activations that each worker holds at once
 
     @property
     def makespan(self) -> Seconds:
-        """How long the step takes: to the last end on any worker."""
+        """The duration of the step: the last end on any worker."""
         return max((row[-1][2] for row in self.rows if row), default=0)
 
     @property
     def idles(self) -> list[Seconds]:
-        """For each worker the share of the makespan in which it waits."""
+        """For each worker the idle share of the makespan."""
         whole = self.makespan
         busy = [sum((end - start for _, start, end in row), start=Fraction(0)) for row in self.rows]
         return [1 - each / whole if whole else Fraction(0) for each in busy]
 
     @property
     def idle(self) -> Seconds:
-        """The share of all workers' time in which they wait."""
+        """The idle share of all workers' time."""
         return sum(self.idles, start=Fraction(0)) / len(self.rows)
 
 
 def simulate(
     table: Table, seconds: Callable[[Action], Seconds] | dict[str, Seconds] | None = None, transfer: Seconds = 0
 ) -> Timeline:
-    """Run a table on a clock: each worker does its actions in order, each as soon as what it needs is there.
+    """Run a table in simulated time: each worker runs its actions in order, each as soon as its inputs are there.
 
-    `seconds` are those of an action, or of each kind {"F": 1, "B": 2}; left out, F 1 and B 2, or F, B and W 1 each.
-    `transfer` is how long a tensor travels between two workers, meanwhile both go on.
+    `seconds` are those of an action, or of each kind {"F": 1, "B": 2}; without them, F 1 and B 2, or F, B and W 1 each.
+    `transfer` is the time of a tensor between two workers, which continue meanwhile.
 
     Raises:
-        ConfigError: the table comes to a stop.
+        ConfigError: the table deadlocks.
     """
     if seconds is None:
         seconds = {"F": 1, "B": 1, "W": 1} if splits(table) else {"F": 1, "B": 2}
@@ -65,7 +65,7 @@ def simulate(
 
 
 def peak(row: list[Action], split: bool) -> int:
-    """The most activations held at once by a worker that does these actions: from an F to its B, with `split` its W."""
+    """Return the most activations held at once by a worker with these actions: from F to B, with `split` to W."""
     held = most = 0
     for action in row:
         held += (action.kind == "F") - (action.kind == ("W" if split else "B"))

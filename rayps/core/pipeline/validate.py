@@ -1,4 +1,4 @@
-"""Whether a schedule's table can run, in which order, and a table as text: JSON, CSV. Pure."""
+"""Check that a schedule's table can run, and read or write a table as text: JSON, CSV. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rayps.core.values import Json
 
 
 def validate(table: Table, stages: int, micro_batches: int, chunks: int = 1) -> None:
-    """See that every pass happens once, on its worker, and that no worker waits for ever.
+    """Check that every pass occurs once, on its worker, and that no worker waits for ever.
 
     Raises:
         ConfigError: naming the worker, the action, and what is missing before it.
@@ -32,17 +32,17 @@ def validate(table: Table, stages: int, micro_batches: int, chunks: int = 1) -> 
             for kind in kinds:
                 action = Action(kind, chunk, micro)
                 if found[action] != 1:
-                    often = "is missing" if not found[action] else f"stands there {found[action]} times"
-                    raise _wrong(f"{action} {often} on stage {chunk % stages}: every pass must happen once")
+                    often = "is missing" if not found[action] else f"occurs {found[action]} times"
+                    raise _wrong(f"{action} {often} on stage {chunk % stages}: every pass must occur once")
     for _ in walk(table):
         pass
 
 
 def walk(table: Table) -> Iterator[tuple[int, Action]]:
-    """The table's actions in an order in which they can happen, each with its worker's rank.
+    """Return the table's actions in an order in which they can run, each with its worker's rank.
 
     Raises:
-        ConfigError: from some point on every worker waits for another; says for what.
+        ConfigError: the table deadlocks; names what each worker waits for.
     """
     chunks = 1 + max((action.chunk for row in table for action in row), default=-1)
     at, done, moved = [0] * len(table), set[Action](), True
@@ -63,20 +63,20 @@ def walk(table: Table) -> Iterator[tuple[int, Action]]:
 
 
 def to_json(table: Table) -> str:
-    """A list of actions such as "0F1" (chunk 0, forward, micro-batch 1) for each worker."""
+    """Return, per worker, a list of actions such as "0F1" (chunk 0, forward, micro-batch 1)."""
     rows = ",\n ".join(json.dumps([str(action) for action in row]) for row in table)
     return f"[{rows}]\n"
 
 
 def to_csv(table: Table) -> str:
-    """A line for each worker, its actions such as 0F1 between commas."""
+    """Return a line per worker, its actions such as 0F1 between commas."""
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows([[str(action) for action in row] for row in table])
     return out.getvalue()
 
 
 def read(text: str) -> tuple[Table, int, int, int]:
-    """A table from JSON or CSV, validated, with its stages, micro-batches and chunks.
+    """Read a table from JSON or CSV and validate it; return it with its stages, micro-batches and chunks.
 
     Raises:
         ConfigError: it cannot be read, or cannot run.
@@ -84,10 +84,10 @@ def read(text: str) -> tuple[Table, int, int, int]:
     try:
         rows = json.loads(text) if text.lstrip().startswith(("[", "{")) else list(csv.reader(io.StringIO(text)))
     except ValueError as error:
-        raise _wrong(f'it is no JSON ({error}): give a list of actions such as "0F1" for each stage') from None
+        raise _wrong(f'it is not JSON ({error}): give a list of actions such as "0F1" for each stage') from None
     if not isinstance(rows, list) or not rows or not all(isinstance(row, list) for row in rows):
         raise _wrong('it must be a list of lists, one for each stage, such as [["0F0", "0B0"], ["1F0", "1B0"]]')
-    table = [[_action(word) for word in row if word != ""] for row in rows]  # torch's CSV pads waiting with ""
+    table = [[_action(word) for word in row if word != ""] for row in rows]  # torch's CSV pads idle time with ""
     every = [action for row in table for action in row]
     if not every:
         raise _wrong("it has no actions")
@@ -102,19 +102,19 @@ def read(text: str) -> tuple[Table, int, int, int]:
 def _action(word: Json) -> Action:
     match = re.fullmatch(r"\s*(\d{1,6})([FBW])(\d{1,6})\s*", word) if isinstance(word, str) else None
     if match is None:
-        raise _wrong(f'{word!r} is no action: write the chunk, F, B or W, and the micro-batch, such as "0F1"')
+        raise _wrong(f'{word!r} is not an action: write the chunk, F, B or W, and the micro-batch, such as "0F1"')
     return Action(match[2], int(match[1]), int(match[3]))
 
 
 def _known(action: Action, rank: int, stages: int, micro_batches: int, chunks: int) -> None:
     if action.kind not in KINDS:
-        raise _wrong(f"{action} on stage {rank} is no pass: give F, B or W")
+        raise _wrong(f"{action} on stage {rank} is not a pass: give F, B or W")
     if not 0 <= action.chunk < stages * chunks:
         raise _wrong(f"{action} on stage {rank}: there are {stages * chunks} chunks, 0 to {stages * chunks - 1}")
     if not 0 <= action.micro < micro_batches:
         raise _wrong(f"{action} on stage {rank}: there are {micro_batches} micro-batches, 0 to {micro_batches - 1}")
     if action.chunk % stages != rank:
-        raise _wrong(f"{action} on stage {rank}: chunk {action.chunk} lives on stage {action.chunk % stages}")
+        raise _wrong(f"{action} on stage {rank}: chunk {action.chunk} belongs to stage {action.chunk % stages}")
 
 
 def _wrong(what: str) -> ConfigError:

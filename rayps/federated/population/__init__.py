@@ -1,1 +1,1 @@
-"""The clients' world on a virtual clock: who is there, who replies, and when. Pure functions of the seed."""
+"""The simulated clients in virtual time: availability, replies, times. Pure functions of the seed."""

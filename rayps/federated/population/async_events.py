@@ -1,11 +1,10 @@
-"""The events of an asynchronous run on the virtual clock: who fills each buffer, and from which version. Pure.
+"""The events of an asynchronous run in virtual time: which clients fill each buffer, and from which version. Pure.
 
-Nguyen et al., "Federated Learning with Buffered Asynchronous Aggregation", AISTATS 2022: `concurrency` clients are
-under way at any time; whose training ends hands its update over, and another one begins from the parameters as they
-are then. With `size` updates the buffer is full: a round ends, and the parameters have a new version.
-Who begins is drawn in the round's order (`cohort.first`), each client once from one version; only where nobody is
-under way and nobody else is there, one begins again. So with concurrency = size = all clients, a round is
-one of FedAvg.
+Nguyen et al., "Federated Learning with Buffered Asynchronous Aggregation", AISTATS 2022: `concurrency` clients train at
+any time. When one ends, its update is added to the buffer, and another client starts from the current parameters. With
+`size` updates the buffer is full: a round ends, and the parameters have a new version. The next client is drawn in the
+round's order (`cohort.first`), each client once from one version; only if no client is training and no other one is
+available, one starts again. So with concurrency = size = all clients, a round is one of FedAvg.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from rayps.core.errors import ConfigError, TrainingError
 from rayps.federated.population.cohort import Ints, hashes
 from rayps.federated.population.population import LOOKS, REASONS, Plan, Population, Training
 
-STALE = "stale"  # the reason of an update that was begun too many versions ago
+STALE = "stale"  # the reason for an update that started too many versions ago
 
 
 class _Trip(NamedTuple):
-    """A training that is under way, as it stands in the state: soonest first, then in the order of beginning."""
+    """A running training, as stored in the state: ordered by end, then by start."""
 
     end: int
     serial: int
@@ -33,20 +32,20 @@ class _Trip(NamedTuple):
     version: int
     again: int
     begin: int
-    reason: int  # of REASONS
+    reason: int  # index in REASONS
 
 
 class AsyncBuffer:
-    """The asynchronous rounds of a world.
+    """The asynchronous rounds of a population.
 
     Args:
-        world: its `fraction` is the share of all clients that is under way at once, where `concurrency` is None.
+        world: its `fraction` is the share of all clients that train at once, where `concurrency` is None.
         size: K, updates of a buffer.
-        concurrency: M, clients under way at once.
+        concurrency: M, clients that train at once.
         max_staleness: an update of an older version is dropped; None = none is.
 
     Raises:
-        ConfigError: there are fewer clients than are to be under way.
+        ConfigError: there are fewer clients than are to train at once.
     """
 
     def __init__(
@@ -61,12 +60,12 @@ class AsyncBuffer:
             )
 
     def round(self, t: int, state: Ints) -> tuple[Plan, Ints]:
-        """Round `t`, and the state in which the next one begins; see `rayps.federated.population.events`.
+        """Return round `t`, and the state at the start of the next one; see `rayps.federated.population.events`.
 
-        The plan's `trainings` stand in the order of arrival; its `sampled` are those that began in this round.
+        The plan's `trainings` are in the order of arrival; its `sampled` are those that started in this round.
 
         Raises:
-            TrainingError: no client is there, and none will be; or whatever is trained is lost.
+            TrainingError: no client is available, and none will be; or every update is lost.
         """
         now, serial = state[0, :2].tolist()
         flight = [_Trip(*each) for each in state[1:].tolist()]
@@ -88,19 +87,19 @@ class AsyncBuffer:
 
 
 class _Round:
-    """One round while it is being found out."""
+    """One round while it is being computed."""
 
     def __init__(self, buffer: AsyncBuffer, t: int, now: int, serial: int, flight: list[_Trip]) -> None:
         self.now, self.serial, self.waited = now, serial, 0
         self.trainings: list[Training] = []
         self.dropped: list[tuple[int, str]] = []
-        self.started: Counter[int] = Counter()  # how often each client has begun from this version
+        self.started: Counter[int] = Counter()  # how often each client has started from this version
         self._buffer, self._world, self._t, self._flight = buffer, buffer.world, t, flight
         everyone = np.arange(buffer.world.clients, dtype=np.int64)
         self._order = everyone[np.argsort(hashes(buffer.world.seed, "cohort", everyone, t))]
 
     def run(self) -> None:
-        """Until the buffer is full: all that ends at one moment, then whoever begins at it."""
+        """Simulate until the buffer is full: all that end at one moment, then those that start at it."""
         while len(self.trainings) < self._buffer.size:
             self._begin()
             moment = self._flight[0].end
@@ -121,13 +120,14 @@ class _Round:
         if len(self.dropped) >= LOOKS + 100 * self._buffer.size:
             common = ", ".join(f"{count} by {why}" for why, count in Counter(r for _, r in self.dropped).most_common())
             raise TrainingError(
-                f"round {self._t}: {len(self.trainings)} of {self._buffer.size} updates came, and {len(self.dropped)} "
-                f"were lost ({common}): the buffer may never fill; look at deadline, available and max_staleness",
+                f"round {self._t}: {len(self.trainings)} of {self._buffer.size} updates arrived, and "
+                f"{len(self.dropped)} were lost ({common}): "
+                "the buffer may never fill; look at deadline, available and max_staleness",
                 round=self._t,
             )
 
     def _begin(self) -> None:
-        """Send clients until `concurrency` are under way."""
+        """Start clients until `concurrency` are training."""
         free = self._buffer.concurrency - len(self._flight)
         if free <= 0:
             return
@@ -146,10 +146,10 @@ class _Round:
                 self._send(np.asarray([client], dtype=np.int64), self.started[client])
 
     def _next(self, count: int, busy: set[int]) -> Iterator[int]:
-        """The first `count` clients, in the round's order, that are free, there, and have not begun in it."""
+        """Return the first `count` clients that can start, in the round's order: free, available, not started in it."""
         at, found = 0, 0
         while at < len(self._order) and found < count:
-            some = self._order[at : at + 4 * count + 60]  # a look at all would be long where there are many
+            some = self._order[at : at + 4 * count + 60]  # examining all would be slow with many clients
             at += len(some)
             some = np.asarray(
                 [client for client in some.tolist() if client not in busy and not self.started[client]], dtype=np.int64

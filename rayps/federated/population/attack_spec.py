@@ -1,15 +1,15 @@
-"""Attacks to try an aggregation with: what some of the clients do to spoil the model. Pure, no numpy.
+"""Attacks to test an aggregation: how some of the clients try to spoil the model. Pure, no numpy.
 
 Attacks, by `clients=` of the job's clients, drawn from its seed
     sign_flip(clients=4,scale=1)      sends -scale times its update
     gaussian(clients=4,sd=1)          sends noise
-    label_flip(clients=4,classes=none) learns label classes - 1 - y in place of y (none: as many as the data has)
+    label_flip(clients=4,classes=none) trains on label classes - 1 - y in place of y (none: as many as the data has)
     alie(clients=4,z=none)            sends mean - z sd of the honest updates (none: the paper's z)
     inner_product(clients=4,eps=1)    sends -eps times the mean of the honest updates
-    nan(clients=4)                    sends what is no number
-    inflated_counts(clients=4,factor=100)  says to have so many times the samples that it has
+    nan(clients=4)                    sends NaN
+    inflated_counts(clients=4,factor=100)  reports so many times its number of samples
     false_buffers(clients=4,scale=1e6)  sends its update as trained, and its buffers times scale
-    false_c(clients=4,scale=100)      sends its update as trained, and -scale times what it sends beside (SCAFFOLD's c)
+    false_c(clients=4,scale=100)      sends its update as trained, and -scale times what it sends besides (SCAFFOLD's c)
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ATTACKS: dict[str, dict[str, Option]] = {
 
 @dataclass(frozen=True, slots=True)
 class AttackSpec:
-    """What some of the clients do to spoil the model."""
+    """How some of the clients try to spoil the model."""
 
     name: str
     clients: int
@@ -58,23 +58,23 @@ class AttackSpec:
 
     @property
     def omniscient(self) -> bool:
-        """Whether attackers see the honest updates of the round before they send theirs."""
+        """Whether attackers use the honest updates of the round."""
         return self.name in ("alie", "inner_product")
 
     @property
     def flips_labels(self) -> bool:
-        """Whether attackers train as all do, on wrong labels."""
+        """Whether attackers train as all clients do, on wrong labels."""
         return self.name == "label_flip"
 
     def labels(self, y: Tensor) -> Tensor:
-        """The labels that an attacker learns in place of `y`."""
+        """Return the labels on which an attacker trains in place of `y`."""
         return y if self.classes is None else self.classes - 1 - y
 
     def settled(self, labels: Sequence[str] | None) -> AttackSpec:
-        """The same for data with labels of these names: how many classes there are, where it was not said.
+        """Return the attack for data with labels of these names: sets the number of classes, if not given.
 
         Raises:
-            ConfigError: they are no classes (None), so that it has to be said.
+            ConfigError: labels are not classes (None), so the number must be given.
         """
         if not self.flips_labels or self.classes is not None:
             return self
@@ -84,41 +84,43 @@ class AttackSpec:
             found = []
         if not found:
             raise ConfigError(
-                f"{self} has to know how many classes there are, and this data's labels do not tell: write "
+                f"{self} needs the number of classes, which this data's labels do not show: write "
                 f"label_flip(clients={self.clients},classes=10)",
                 field="attack",
             )
-        return replace(self, classes=found[0] + found[-1] + 1)  # the first becomes the last, also where it is not 0
+        return replace(
+            self, classes=found[0] + found[-1] + 1
+        )  # maps the first label to the last, also where the first is not 0
 
     def check(self, clients: int) -> None:
-        """Raises ConfigError: so many clients leave no honest one."""
+        """Raise ConfigError if so many clients leave no honest one."""
         if self.clients >= clients:
             raise ConfigError(
                 f"{self}: {self.clients} attackers of {clients} clients leave no honest one", field="attack"
             )
 
     def attackers(self, seed: int, clients: int) -> frozenset[int]:
-        """Which of the clients 0, 1, ... attack: a function of the seed alone."""
+        """Return which of the clients 0, 1, ... attack: a function of the seed alone."""
         return frozenset(random.Random(f"attackers of {seed}").sample(range(clients), self.clients))
 
 
 def attack_of(given: Json) -> AttackSpec | None:
-    """An attack from its text or its wire form; None as it is. Raises ConfigError."""
+    """Parse an attack from its text or its wire form; return None unchanged. Raises ConfigError."""
     if given is None:
         return None
     return AttackSpec(**read("attack", given, _ATTACKS, "sign_flip(clients=4,scale=5)"))
 
 
 def attack_with(option: str) -> str | None:
-    """How an option of an attack is written where it belongs; None: no attack has it."""
+    """Return how an option of an attack is written inside an attack; None: no attack has it."""
     found = next((name for name, options in _ATTACKS.items() if option in options), None)
     return None if found is None else f"{found}(clients=1,{option}=2)"
 
 
 def skew(counts: Sequence[Sequence[int]]) -> float:
-    """How far the clients' labels lie apart: the mean over clients of the total variation distance to all data's.
+    """Return how different the clients' labels are: the mean total variation distance to the labels of all data.
 
-    `counts` [clients][labels]. 0: all alike; near 1: each client has labels of its own.
+    `counts` [clients][labels]. 0: all equal; near 1: each client has labels of its own.
     """
     whole = [sum(column) for column in zip(*counts, strict=True)]
     everyone = sum(whole)

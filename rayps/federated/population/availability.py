@@ -1,6 +1,6 @@
-"""When clients are there: always, by chance, by day, or by a trace of intervals. Pure.
+"""When clients are available: always, at random, by time of day, or by a trace of intervals. Pure.
 
-Virtual time is whole microseconds: sums of it are exact, and a last bit of some processor's logarithm moves nothing.
+Virtual time is whole microseconds: its sums are exact, and the last bit of a processor's logarithm changes nothing.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ Pairs = list[list[tuple[float, float]]]
 
 
 class Availability(Protocol):
-    """Who is there, until when, and when to look again."""
+    """Which clients are available, until when, and when to check again."""
 
     def there(self, clients: Ints, now: int, round: int, attempt: int) -> NDArray[np.bool_]:
-        """Whether each of `clients` can begin now; `attempt` counts the looks in this round."""
+        """Return whether each of `clients` can start now; `attempt` counts the checks in this round."""
 
     def until(self, clients: Ints, now: int) -> Ints:
-        """When each of `clients`, which are there now, leaves."""
+        """Return when each of `clients`, which are available now, leaves."""
 
     def next(self, clients: Ints, now: int) -> int | None:
-        """The next moment after `now` at which to look again; None = none of `clients` ever comes back."""
+        """Return the next moment after `now` at which to check again; None = none of `clients` ever returns."""
 
 
 def availability(seed: int, spec: CheckedForm) -> Availability:
-    """What `forms.available_of` describes. Raises ConfigError: a trace cannot be read."""
+    """Return the availability that the options describe. Raises ConfigError: a trace cannot be read."""
     name = spec["name"]
     if name == "bernoulli":
         return Bernoulli(seed, spec["p"], micros(spec["every"]))
@@ -48,12 +48,12 @@ def availability(seed: int, spec: CheckedForm) -> Availability:
 
 
 def micros(seconds: float) -> int:
-    """Seconds as whole microseconds."""
+    """Return seconds as whole microseconds."""
     return round(seconds * 1e6)
 
 
 class Always:
-    """Everyone is there, all the time."""
+    """All clients are available, all the time."""
 
     def there(self, clients: Ints, now: int, round: int, attempt: int) -> NDArray[np.bool_]:
         """See Availability."""
@@ -69,7 +69,7 @@ class Always:
 
 
 class Bernoulli(Always):
-    """Each client is there with probability p, drawn for each round; who is there stays."""
+    """Each client is available with probability p, drawn for each round; an available client stays."""
 
     def __init__(self, seed: int, p: float, every: int) -> None:
         self._seed, self._p, self._every = seed, p, max(1, every)
@@ -84,7 +84,7 @@ class Bernoulli(Always):
 
 
 class Diurnal:
-    """Each client is there for one stretch of every day, from a moment of its own."""
+    """Each client is available for one stretch of every day, from a moment of its own."""
 
     def __init__(self, seed: int, length: int, day: int, spread: float) -> None:
         self._seed, self._length, self._day, self._spread = seed, length, max(1, day), spread
@@ -102,15 +102,15 @@ class Diurnal:
         return now + int((self._day - self._hour(clients, now)).min())
 
     def _hour(self, clients: Ints, now: int) -> Ints:
-        """Microseconds since each client's day began."""
+        """Return the microseconds since each client's day began."""
         begins = uniforms(self._seed, "diurnal", clients) * (self._spread * self._day)
         return np.asarray((now - begins.astype(np.int64)) % self._day)
 
 
 class TraceIntervals:
-    """Client k is there in the intervals of trace k, or k modulo the number of traces.
+    """Client k is available in the intervals of trace k, or k modulo the number of traces.
 
-    All traces lie one behind another on one long axis, so that a search of all clients is one call.
+    All traces are concatenated on one long axis, so that a search of all clients is one call.
     """
 
     def __init__(self, traces: Pairs, period: float | None) -> None:
@@ -160,14 +160,14 @@ class TraceIntervals:
         return None if soonest >= FOREVER else now + soonest
 
     def _find(self, clients: Ints, now: int) -> tuple[Ints, Ints]:
-        """Each client's moment on the long axis, and the last interval that begins there or before; -1 = none."""
+        """Return each client's moment on the long axis, and the last interval that begins until then; -1 = none."""
         local = min(now, self._stride - 1) if self._period is None else now % self._period
         moment = (clients % self._traces) * self._stride + local
         return moment, np.searchsorted(self._on, moment, side="right") - 1
 
 
 def _merged(pairs: list[tuple[float, float]]) -> list[tuple[int, int]]:
-    """In microseconds, intervals that touch as one."""
+    """Return intervals in microseconds, with adjacent ones merged."""
     found: list[tuple[int, int]] = []
     for on, off in ((micros(on), micros(off)) for on, off in pairs):
         if found and found[-1][1] == on:
@@ -178,7 +178,7 @@ def _merged(pairs: list[tuple[float, float]]) -> list[tuple[int, int]]:
 
 
 def read_intervals(file: str) -> Pairs:
-    """Columns client,on,off of a CSV file: the intervals of each client, clients as they first appear."""
+    """Read columns client,on,off of a CSV file: the intervals of each client, in order of first occurrence."""
     traces: dict[str, list[tuple[float, float]]] = {}
     for client, on, off in _columns(file, "available", ("client", "on", "off")):
         traces.setdefault(client, []).append((float(on), float(off)))
@@ -186,12 +186,15 @@ def read_intervals(file: str) -> Pairs:
 
 
 def read_seconds(file: str) -> list[float]:
-    """Columns client,seconds of a CSV file: virtual seconds a sample of each client, as they stand."""
+    """Read columns client,seconds of a CSV file: virtual seconds per sample of each client, in order."""
     return [float(seconds) for _, seconds in _columns(file, "speed", ("client", "seconds"))]
 
 
 def _columns(file: str, field: str, names: tuple[str, ...]) -> list[list[str]]:
-    """These columns of a CSV file with a head; all but the first hold numbers of 0 or more. Raises ConfigError."""
+    """Read these columns of a CSV file with a header; all but the first hold numbers of 0 or more.
+
+    Raises ConfigError.
+    """
     try:
         with Path(file).open(newline="", encoding="utf-8") as lines:
             rows = list(csv.DictReader(lines))
@@ -211,5 +214,5 @@ def _columns(file: str, field: str, names: tuple[str, ...]) -> list[list[str]]:
             ) from None
         found.append(each)
     if not found:
-        raise ConfigError(f"{field}: the trace {file} has no line below its head {','.join(names)}", field=field)
+        raise ConfigError(f"{field}: the trace {file} has no line below its header {','.join(names)}", field=field)
     return found

@@ -1,7 +1,7 @@
-"""Who is asked in a round, and on which worker each trains. Pure functions of the seed: the same on every host.
+"""Which clients a round asks, and on which worker each trains. Pure functions of the seed: equal on every host.
 
 Draws come from a hash (the finalizer of SplitMix64, Steele, Lea and Flood 2014), not from a library's generator: no
-version and no order of calls changes them, and any round can be drawn without those before it.
+version and no order of calls changes them, and any round can be drawn without the rounds before it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _MASK = (1 << 64) - 1
 
 
 def hashes(seed: int, purpose: str, clients: Ints, *at: int) -> NDArray[np.uint64]:
-    """64 random bits for each client: a function of seed, purpose, client and where `at` (a round, an attempt).
+    """Return 64 random bits for each client: a function of seed, purpose, client and `at` (a round, an attempt).
 
-    Two clients never have the same ones at the same place, so they are an order too.
+    Two clients never have equal bits at the same `at`, so they define an order too.
     """
     base = _mixed(seed ^ (zlib.crc32(purpose.encode()) << 32))
     for number in at:
@@ -34,7 +34,7 @@ def hashes(seed: int, purpose: str, clients: Ints, *at: int) -> NDArray[np.uint6
 
 
 def number(seed: int, purpose: str, *at: int) -> int:
-    """64 random bits for one place, in microseconds: another function than `hashes`, as fair."""
+    """Return 64 random bits for one moment, in microseconds: another function than `hashes`, as uniform."""
     found = _mixed(seed ^ (zlib.crc32(purpose.encode()) << 32))
     for each in at:
         found = _mixed(found ^ _mixed(each + _GOLDEN))
@@ -42,23 +42,23 @@ def number(seed: int, purpose: str, *at: int) -> int:
 
 
 def uniforms(seed: int, purpose: str, clients: Ints, *at: int) -> NDArray[np.float64]:
-    """As `hashes`, as numbers from 0 to below 1."""
+    """Return `hashes` as numbers from 0 to below 1."""
     return np.asarray((hashes(seed, purpose, clients, *at) >> np.uint64(11)) * 2.0**-53, dtype=np.float64)
 
 
 def normals(seed: int, purpose: str, clients: Ints, *at: int) -> NDArray[np.float64]:
-    """As `hashes`, as standard normal numbers (Box and Muller 1958)."""
+    """Return `hashes` as standard normal numbers (Box and Muller 1958)."""
     radius = np.sqrt(-2 * np.log1p(-uniforms(seed, purpose + ":radius", clients, *at)))
     return np.asarray(radius * np.cos(2 * np.pi * uniforms(seed, purpose + ":angle", clients, *at)), dtype=np.float64)
 
 
 def cohort_size(clients: int, fraction: float) -> int:
-    """max(1, fraction of the clients): McMahan et al. 2017, algorithm 1."""
+    """Return max(1, fraction of the clients): McMahan et al. 2017, algorithm 1."""
     return min(clients, max(1, int(fraction * clients + 0.5)))
 
 
 def cohort(seed: int, round: int, clients: int, fraction: float) -> Ints:
-    """The positions that round `round` asks, sorted, each once: `cohort_size` of all `clients`.
+    """Return the positions that round `round` asks, sorted, each once: `cohort_size` of all `clients`.
 
     Raises:
         ConfigError: there is no client, or the fraction is outside (0, 1].
@@ -73,9 +73,9 @@ def cohort(seed: int, round: int, clients: int, fraction: float) -> Ints:
 
 
 def first(seed: int, round: int, candidates: Ints, count: int) -> Ints:
-    """The `count` candidates, or all, that come first in the round's random order; sorted.
+    """Return the `count` candidates, or all, that come first in the round's random order; sorted.
 
-    Who is no candidate changes nothing about the order of the others.
+    The order of the candidates does not depend on the other clients.
     """
     if count >= len(candidates):
         return np.sort(candidates)
@@ -84,9 +84,11 @@ def first(seed: int, round: int, candidates: Ints, count: int) -> Ints:
 
 
 def pack(costs: Ints, workers: int) -> list[Ints]:
-    """Positions in `costs` for each worker: the largest first, to the least loaded (Graham 1969); each list sorted.
+    """Return positions in `costs` for each worker: the largest first, to the least loaded (Graham 1969).
 
-    What a round gives does not depend on it; only how long the slowest worker takes.
+    Lists are sorted.
+
+    It has no effect on a round's result, only on the time of the slowest worker.
     """
     loads = [(0.0, rank) for rank in range(workers)]
     dealt: list[list[int]] = [[] for _ in range(workers)]
@@ -99,7 +101,7 @@ def pack(costs: Ints, workers: int) -> list[Ints]:
 
 
 def homes(costs: Ints, workers: int) -> Ints:
-    """The rank on which each client lives, whatever the round asks: for strategies whose clients have a state."""
+    """Return the rank that stores each client's state, in every round."""
     found = np.zeros(len(costs), dtype=np.int64)
     for rank, positions in enumerate(pack(costs, workers)):
         found[positions] = rank

@@ -1,8 +1,8 @@
-"""What happens in a federated run, round by round: the one door to the virtual clock for who carries it out. Pure.
+"""The events of a federated run, round by round: the interface of the virtual clock. Pure.
 
-A run's clock is an int64 array [1 + m, 7] in microseconds: in its head the moment at which the last round ended, and
-how many trainings have begun; below it a row for each training that is under way (asynchronous runs only).
-It is all that one round leaves to the next: save it, and a run goes on from any round.
+A run's clock is an int64 array [1 + m, 7] in microseconds: its first row has the end of the last round and the number
+of started trainings; then follows a row for each running training (asynchronous runs only). It is the whole state
+between rounds: save it, and a run continues from any round.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class Events(Protocol):
     """The rounds of a run."""
 
     def round(self, t: int, clock: Ints) -> tuple[Plan, Ints]:
-        """Round `t`, and the clock after it. Raises TrainingError: no client is there, and none will be."""
+        """Return round `t`, and the clock after it. Raises TrainingError: no client is available, and none will be."""
 
 
 class InStep:
-    """Rounds that wait for their replies: all clients of one begin together."""
+    """Rounds that wait for their replies: all clients of one start together."""
 
     def __init__(self, world: Population) -> None:
         self.world = world
@@ -36,7 +36,7 @@ class InStep:
 
 
 def clock_at(seconds: float = 0.0) -> Ints:
-    """The clock of a run at this virtual time, with nobody under way."""
+    """Return the clock of a run at this virtual time, without running trainings."""
     clock = np.zeros((1, 7), dtype=np.int64)
     clock[0, 0] = micros(seconds)
     return clock

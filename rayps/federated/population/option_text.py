@@ -1,4 +1,4 @@
-"""Text and wire forms such as `krum(f=4)`: names with options that are numbers, read and checked. Pure, no numpy."""
+"""Text and wire forms such as `krum(f=4)`: names with numeric options, parsed and checked. Pure, no numpy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CheckedForm: TypeAlias = dict[str, Any]
 
 
 class Option(NamedTuple):
-    """What an option may be: its default, and the least whole number; None = any number above 0."""
+    """An option: its default, and the least whole number; None = any number above 0."""
 
     default: Json
     least: int | None = None
@@ -26,10 +26,10 @@ class Option(NamedTuple):
 
 
 def read(field: str, given: Json, known: Mapping[str, Mapping[str, Option]], example: str) -> CheckedForm:
-    """Text or a mapping as {"name": ..., every option of it: ...}, numbers checked.
+    """Parse text or a mapping into {"name": ..., every option of it: ...}, with checked numbers.
 
     Raises:
-        ConfigError: naming the field, what was given and what there is.
+        ConfigError: naming the field, what was given and what is allowed.
     """
     if not isinstance(given, (str, Mapping)):
         raise ConfigError(f"{field} is {given!r}: give text such as {example}", field=field)
@@ -50,19 +50,23 @@ def read(field: str, given: Json, known: Mapping[str, Mapping[str, Option]], exa
         _check(field, f"{name}'s {key}", options[key], value)
     missing = [key for key, option in options.items() if option.default is REQUIRED and key not in spec]
     if missing:
-        what = "how many of a round's replies may come from attackers" if missing[0] == "f" else "how many attack"
-        raise ConfigError(f"{field}: {name} has to know {what}: {name}({missing[0]}=4)", field=field)
+        what = (
+            "the number of replies of a round that may come from attackers"
+            if missing[0] == "f"
+            else "the number of attackers"
+        )
+        raise ConfigError(f"{field}: {name} needs {what}: {name}({missing[0]}=4)", field=field)
     return {"name": name, **{key: option.default for key, option in options.items()}, **spec}
 
 
 def shown(name: str, options: Mapping[str, float | None]) -> str:
-    """The text form; options that are none are left out."""
+    """Return the text form; options that are None are left out."""
     inside = ",".join(f"{key}={value:g}" for key, value in options.items() if value is not None)
     return f"{name}({inside})" if inside else name
 
 
 def is_number(value: Json) -> TypeGuard[float]:
-    """Whether it is a finite number."""
+    """Return whether it is a finite number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 

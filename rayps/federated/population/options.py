@@ -1,17 +1,17 @@
 """The simulated world of a federated job's clients: speed, availability, dropouts, deadlines, attacks. Pure, no numpy.
 
-A speed is virtual seconds a sample: a number (all clients alike), a list (client k takes the k-th, from the beginning
-again where there are more clients), or one of
-    constant(seconds=0.001)                            all alike
+A speed is virtual seconds per sample: a number (all clients equal), a list (client k takes entry k modulo its length),
+or one of
+    constant(seconds=0.001)                            all equal
     lognormal(sigma=0.5,median=0.001,jitter=0)         exp(sigma z) for each client, exp(jitter z) for each round
     uniform(low=0.001,high=0.002,jitter=0)
     trace(file=speeds.csv)                             columns client,seconds; or trace(seconds=(0.001,0.002))
 An availability is
     always
     bernoulli(p=0.8,every=60)                          drawn for each client and round; again after `every` seconds
-                                                       where nobody was there
-    diurnal(share=0.5,day=86400,spread=1)              there for a share of each day, from a moment of its own that is
-                                                       drawn from the first `spread` of the day
+                                                       if no client was available
+    diurnal(share=0.5,day=86400,spread=1)              available for a share of each day, from a moment of its own that
+                                                       is drawn from the first `spread` of the day
     trace(file=there.csv,period=none)                  columns client,on,off in seconds, from the beginning again after
                                                        `period`; or trace(intervals=[[[0, 60]], [[30, 90]]])
 """
@@ -44,11 +44,11 @@ _AVAILABLE: dict[str, JsonObject] = {
 _SHARES = {"p", "share"}  # above 0 and up to 1
 _POSITIVE = {"median", "low", "high", "every", "day", "period"}
 _SPREAD = {"spread"}  # from 0 to 1
-_LONGEST = 1e9  # seconds: thirty years, far from where whole microseconds end
+_LONGEST = 1e9  # seconds: thirty years, far below the largest int64 of microseconds
 
 
 def speed_of(given: Json) -> CheckedForm:
-    """A speed as {"name": ..., every option: ...}. Raises ConfigError."""
+    """Return a speed as {"name": ..., every option: ...}. Raises ConfigError."""
     if given is None:
         given = "constant"
     if isinstance(given, (int, float)) and not isinstance(given, bool):
@@ -66,7 +66,7 @@ def speed_of(given: Json) -> CheckedForm:
 
 
 def available_of(given: Json) -> CheckedForm:
-    """An availability as {"name": ..., every option: ...}. Raises ConfigError."""
+    """Return an availability as {"name": ..., every option: ...}. Raises ConfigError."""
     if given is None:
         given = "always"
     if isinstance(given, (list, tuple)):
@@ -80,7 +80,7 @@ def available_of(given: Json) -> CheckedForm:
 
 
 def intervals(given: Iterable[Iterable[Sequence[float]]], period: float | None) -> list[list[tuple[float, float]]]:
-    """For each client its (on, off) in seconds, sorted. Raises ConfigError."""
+    """Return for each client its (on, off) in seconds, sorted. Raises ConfigError."""
     checked: list[list[tuple[float, float]]] = []
     for client, each in enumerate(given):
         try:
@@ -102,22 +102,22 @@ def intervals(given: Iterable[Iterable[Sequence[float]]], period: float | None) 
         checked.append(pairs)
     if not any(checked):
         raise ConfigError(
-            "available: no client of the trace is ever there: give at least one interval", field="available"
+            "available: no client of the trace is ever available: give at least one interval", field="available"
         )
     return checked
 
 
 @dataclass(frozen=True)
 class PopulationSpec:
-    """The simulated world of the clients: how fast they are, when they are there, who is lost, and who attacks.
+    """The simulated population of clients: speed, availability, dropout, attack.
 
-    It says nothing about the algorithm, and nothing of it describes real clients.
+    It is independent of the algorithm, and does not apply to real clients.
 
     Args:
         speed, available: see the module.
         dropout: probability that a client that was asked never replies, from 0 to below 1.
-        deadline: seconds, virtual or of real clients real, after which a round gives a client up; None = never.
-        attack: what some of the clients do to spoil the model, see `rayps.federated.population.attack_spec`.
+        deadline: seconds (virtual; with real clients real) after which a round gives up a client; None = never.
+        attack: how some of the clients try to spoil the model, see `rayps.federated.population.attack_spec`.
     """
 
     attack: Json = None
@@ -141,11 +141,11 @@ class PopulationSpec:
 
     @property
     def attackers(self) -> AttackSpec | None:
-        """The attack, read from its text or wire form."""
+        """The attack, parsed from its text or wire form."""
         return attack_of(self.attack)
 
     def must_be_unset(self) -> None:
-        """Refuse what describes simulated clients, where clients are real: all but `deadline`. Raises ConfigError."""
+        """Refuse all options of simulated clients but `deadline`, where clients are real. Raises ConfigError."""
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name != "deadline" and value != field.default:
@@ -157,7 +157,7 @@ class PopulationSpec:
 
 
 def check_fraction(fraction: Json) -> None:
-    """Raises ConfigError: it is no share of the clients."""
+    """Raise ConfigError for a fraction that is not a share of the clients."""
     if not _is_number(fraction) or not 0 < fraction <= 1:
         raise ConfigError(
             f"fraction is {fraction!r}: give the share of the clients that each round asks, above 0 and up to 1",
@@ -166,7 +166,7 @@ def check_fraction(fraction: Json) -> None:
 
 
 def check_replies(min_replies: int, enough: int | None, over_selection: float) -> None:
-    """Raises ConfigError: numbers of replies that cannot be, or under which no round would count."""
+    """Raise ConfigError for invalid numbers of replies, or numbers under which no round would count."""
     if not _is_number(over_selection) or not 0 <= over_selection <= 10:
         raise ConfigError(
             f"over_selection is {over_selection!r}: give how many clients beyond the needed ones to ask, as a share of "
@@ -190,7 +190,7 @@ def check_replies(min_replies: int, enough: int | None, over_selection: float) -
 
 
 def _read(field: str, given: Json, known: dict[str, JsonObject]) -> CheckedForm:
-    """Text or a mapping with every option of its form, numbers checked."""
+    """Parse text or a mapping into every option of its form, with checked numbers."""
     spec = form(given) if isinstance(given, str) else dict(given) if isinstance(given, Mapping) else {"name": given}
     name = spec.pop("name", None)
     if name not in known:
@@ -223,7 +223,7 @@ def _shown(value: Json) -> str:
 
 
 def _one_of(field: str, found: CheckedForm, first: str, second: str) -> None:
-    """A trace is a file or a list."""
+    """Check that a trace is a file or a list."""
     if (found[first] is None) == (found[second] is None):
         raise ConfigError(f"{field}: trace takes either {first}=... or {second}=...", field=field)
     if found[first] is not None and not isinstance(found[first], str):

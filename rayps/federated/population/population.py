@@ -1,8 +1,10 @@
-"""The clients' world on a virtual clock: who is asked, who replies, who is lost and why, and when a round ends. Pure.
+"""The simulated clients in virtual time: which are asked, which reply, which are lost and why, and when a round ends.
 
-Each draw is a function of (seed, client, round) and nothing else: neither the host's load nor the number of workers
-nor an earlier round changes it. All that a round takes from the one before is the moment at which it ended.
-Seconds here are virtual; no one ever waits for them.
+Pure.
+
+Each draw is a function of (seed, client, round) and nothing else: neither the host's load nor the number of workers nor
+an earlier round changes it. A round depends on the one before only by the moment at which that ended. Seconds here are
+virtual; no process waits for them.
 """
 
 from __future__ import annotations
@@ -21,27 +23,27 @@ from rayps.federated.population import options
 from rayps.federated.population.availability import FOREVER, Availability, availability, micros, read_seconds
 from rayps.federated.population.cohort import Ints, cohort_size, first, normals, uniforms
 
-LOOKS = 10_000  # at an empty world, before a round gives up
-_LATEST = 1 << 60  # microseconds: where the clock ends
+LOOKS = 10_000  # checks without an available client, before a round fails
+_LATEST = 1 << 60  # microseconds: the end of virtual time
 
 
-REASONS = ("", "offline", "dropout", "deadline")  # what became of a client's training; "" = it replied
+REASONS = ("", "offline", "dropout", "deadline")  # outcome of a client's training; "" = it replied
 
 
 class Training(NamedTuple):
-    """One reply: which client trained, and from which version's parameters."""
+    """One reply: the client, and the version of the parameters at its start."""
 
     client: int
-    version: int  # the round at whose beginning the parameters were these
-    staleness: int  # versions since then, as the server takes the reply over
-    again: int  # how often this client had already begun from this version
+    version: int  # the round at whose start the parameters were these
+    staleness: int  # versions since then, when the server uses the reply
+    again: int  # how often this client had already started from this version
     begin: float  # virtual seconds
     end: float
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One round: what there is to train, and what became of everyone who was asked."""
+    """One round: what to train, and the outcome of every client that was asked."""
 
     round: int
     sampled: Ints  # positions of the clients that were asked, sorted
@@ -49,27 +51,29 @@ class Plan:
     dropped: list[tuple[int, str]]  # the others, and why: dropout, offline, deadline, late
     begin: float  # virtual seconds: when the clients were asked
     end: float  # when the round ended
-    waited: float = 0.0  # how long nobody was there before it began
-    trainings: tuple[Training, ...] = ()  # a reply each: of `trains` in their order, or as they arrive in a buffer
-    needed: tuple[int, ...] = ()  # versions from which somebody is still training after this round
+    waited: float = 0.0  # how long no client was available before it started
+    trainings: tuple[
+        Training, ...
+    ] = ()  # one per reply: of `trains` in their order, or in order of arrival in a buffer
+    needed: tuple[int, ...] = ()  # versions from which clients are still training after this round
 
     @property
     def staleness(self) -> dict[int, int]:
-        """How many replies were so many versions old."""
+        """Return the number of replies by age in versions."""
         return dict(sorted(Counter(each.staleness for each in self.trainings).items()))
 
 
 @dataclass(frozen=True)
 class TrainingFates:
-    """What becomes of clients that begin to train at one moment: arrays alike."""
+    """The outcomes of clients that start to train at one moment: arrays of equal length."""
 
     clients: Ints
-    ends: Ints  # microseconds at which each replies, or is given up
+    ends: Ints  # microseconds at which each replies, or the round gives it up
     reasons: list[str] = field(default_factory=list)  # "" = it replies
 
 
 class Population:
-    """N clients with a speed, an availability and bad luck of their own.
+    """N clients with a speed, an availability and random losses of their own.
 
     Args:
         seed: of every draw.
@@ -78,11 +82,11 @@ class Population:
         speed, available: see `options`.
         dropout: probability that a client that was asked never replies.
         deadline: virtual seconds after which a client is given up; None = never.
-        enough: a round ends as soon as so many have replied; None = when no more replies are to come.
+        enough: a round ends after so many replies; None = when no more replies are to come.
         over_selection: ask (1 + so much) times as many clients as are needed, and end with the needed number.
 
     Raises:
-        ConfigError: there are no clients, or an option cannot be.
+        ConfigError: there are no clients, or an option is invalid.
     """
 
     def __init__(
@@ -100,7 +104,7 @@ class Population:
     ) -> None:
         options.check_fraction(fraction)
         options.check_replies(0, enough, over_selection)
-        options.PopulationSpec(None, dropout, deadline, speed, available)  # it checks them
+        options.PopulationSpec(None, dropout, deadline, speed, available)  # checks them
         self.seed, self.work = seed, np.asarray(work, dtype=np.float64)
         self.clients = len(self.work)
         if not self.clients:
@@ -122,10 +126,10 @@ class Population:
         self._pace = self._paces()
 
     def round(self, t: int, now: float = 0.0) -> Plan:
-        """Round `t`, where the one before ended at `now`.
+        """Return round `t`, where the one before ended at `now`.
 
         Raises:
-            TrainingError: no client is there, and none will be.
+            TrainingError: no client is available, and none will be.
         """
         moment, candidates = self.someone(t, micros(now), self._all)
         sampled = first(self.seed, t, candidates, self.asked)
@@ -154,7 +158,7 @@ class Population:
         )
 
     def someone(self, t: int, now: int, among: Ints) -> tuple[int, Ints]:
-        """The first moment from `now` on at which some of the clients `among` are there, and who they are.
+        """Return the first moment from `now` on at which some of the clients `among` are available, and which.
 
         Raises:
             TrainingError: none of them is, and none will be.
@@ -175,11 +179,11 @@ class Population:
         )
 
     def there(self, clients: Ints, now: int, t: int) -> NDArray[np.bool_]:
-        """Whether each of `clients` is there in round `t` at `now` (microseconds)."""
+        """Return whether each of `clients` is available in round `t` at `now` (microseconds)."""
         return self._available.there(clients, now, t, 0)
 
     def send(self, clients: Ints, now: int, t: int, again: int = 0) -> TrainingFates:
-        """What becomes of clients that begin round `t` at `now` (microseconds), for the first time or once again.
+        """Return the outcomes of clients that start round `t` at `now` (microseconds), for the first time or again.
 
         Without a deadline a client that is lost by dropout is noticed when its reply was due.
         """
@@ -199,11 +203,11 @@ class Population:
         ]
         ends = np.minimum(np.minimum(due, leaves), latest)
         if self._deadline is not None:
-            ends = np.where(lost & (leaves >= ends), latest, ends)  # its silence is noticed at the deadline
+            ends = np.where(lost & (leaves >= ends), latest, ends)  # it is detected at the deadline
         return TrainingFates(clients, ends, reasons)
 
     def _paces(self) -> NDArray[np.float64]:
-        """Virtual seconds a sample for each client."""
+        """Return virtual seconds per sample for each client."""
         spec, name = self._speed, self._speed["name"]
         if name == "lognormal":
             return float(spec["median"]) * np.exp(float(spec["sigma"]) * normals(self.seed, "speed", self._all))

@@ -1,1 +1,1 @@
-"""Clients that are processes outside of the cluster, with data of their own: by HTTP, files and signed orders."""
+"""Clients that are processes outside of the cluster, with their own data: over HTTP, files and signed orders."""

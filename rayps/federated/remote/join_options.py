@@ -1,11 +1,11 @@
 """How a job waits for real clients: `clients=remote`, or `remote(least=3,wait=600)`. Pure.
 
-    least=1     so many must be there before a round begins
-    wait=600    seconds that the job waits for them, each time; then it fails, and says who was there
+    least=1     so many must be connected before a round starts
+    wait=600    seconds that the job waits for them, each time; then it fails, and names those that were connected
 
-`deadline` of the strategy is in real seconds then, 600 unless said otherwise: who has not replied by then does not
-count in the round. Options of simulated clients (speed, available, dropout, attack, enough, over_selection) say nothing
-about real ones, and are refused.
+`deadline` of the strategy is then in real seconds, 600 by default: an update that arrives later does not count in the
+round. Options of simulated clients (speed, available, dropout, attack, enough, over_selection) do not apply to real
+ones, and are refused.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from rayps.core.text import form
 from rayps.core.values import Json, Keywords
 from rayps.federated.population.options import PopulationSpec
 
-DEADLINE = 600.0  # seconds of a round, unless the strategy says otherwise
+DEADLINE = 600.0  # default seconds of a round
 REMOTE = "remote"
 
 
 @dataclass(frozen=True, slots=True)
 class JoinOptions:
-    """For how many clients a round waits, and for how long."""
+    """The number of clients for which a round waits, and the time."""
 
     least: int = 1
     wait: float = 600.0
 
 
 def joining_of(given: Json) -> JoinOptions | None:
-    """What `clients` says; None = the clients are those of the data, simulated on the workers.
+    """Parse `clients`; None = the clients are those of the data, simulated on the workers.
 
     Raises:
         ConfigError: naming what may be given.
@@ -59,5 +59,5 @@ def joining_of(given: Json) -> JoinOptions | None:
 
 
 def round_seconds(population: PopulationSpec) -> float:
-    """Seconds of a round of real clients."""
+    """Return the seconds of a round of real clients."""
     return DEADLINE if population.deadline is None else population.deadline

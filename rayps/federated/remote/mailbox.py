@@ -1,18 +1,18 @@
-"""A folder between the service, which real clients speak to, and the worker, which sums: nothing but files.
+"""A folder between the service, which real clients call, and the worker, which aggregates: nothing but files.
 
-    door.json                    written by the driver: who cannot read it is on a machine without this folder
-    members/NUMBER.json          who has joined, in the order of joining; by the service
-    seen/NUMBER, left/NUMBER     the time of the last sign of life; who will not come back; by the service
-    starts.json                  at which rounds the job began again, and with which order; by the worker
-    standing.json                whom the job waits for, in words; by the worker
+    door.json                    written by the driver: a machine that cannot read it does not have this folder
+    members/NUMBER.json          the clients that have joined, in order; written by the service
+    seen/NUMBER, left/NUMBER     the time of a client's last request; the clients that left; by the service
+    starts.json                  the rounds at which the job started again, and its first order then; by the worker
+    standing.json                the clients for which the job waits, as text; by the worker
     rounds/SERIAL/order.json     a round as the worker drew it, beside parameters.safetensors
     rounds/SERIAL/inbox/NUMBER   updates, by the service
-    rounds/SERIAL/taken/NUMBER   the same once the worker has closed the round: `inbox` renamed
-    rounds/SERIAL/verdicts.json  why an update of it did not count; by the worker
+    rounds/SERIAL/taken/NUMBER   the same after the worker has closed the round: `inbox` renamed
+    rounds/SERIAL/verdicts.json  why an update of the round did not count; by the worker
 
-Every file appears whole, by rename or link. A round closes by the rename of its inbox, so that an update is either in
-it or late, never both, and two workers cannot both take it. A serial is given once: a round that is drawn again (its
-worker was lost, and the job went back to a checkpoint) is another serial, and what was sent for the old one is refused.
+Every file appears whole, by rename or link. A round is closed by the rename of its inbox: an update is either in it or
+late, never both, and two workers cannot both take it. A serial is used once: a round that is drawn again (its worker
+was lost, and the job returned to a checkpoint) has another serial, and updates for the old one are refused.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from rayps.core.values import Keywords
 from rayps.federated.remote.signed_orders import OrderFacts
 
 FOLDER = "clients"  # in the job's folder
-AWAY_SECONDS = 20.0  # without a sign of life a client is not asked
+AWAY_SECONDS = 20.0  # seconds without a request after which a client is not asked
 PARAMETERS = "parameters.safetensors"
-_KEPT_ROUNDS = 20  # closed ones, of which the words are kept
+_KEPT_ROUNDS = 20  # closed rounds whose verdicts are kept
 
 
 @dataclass(frozen=True, slots=True)
 class JoinedClient:
-    """A client that has joined. `key`: the hash of a secret of its own; `token`: the id of the one that it showed."""
+    """A client that has joined. `key`: the hash of its secret; `token`: the id of the token that it used."""
 
     number: int
     name: str
@@ -57,8 +57,8 @@ class RoundOrder:
     round: int
     sampled: dict[int, str]
     begun: float  # seconds since the epoch
-    deadline: float  # seconds from then
-    most_bytes: int  # of an update
+    deadline: float  # seconds after that
+    most_bytes: int  # largest size of an update
     facts: OrderFacts
 
 
@@ -72,7 +72,7 @@ class Mailbox:
     # ---- members
 
     def join(self, name: str, key: str, token: str, samples: int) -> JoinedClient:
-        """Take a client in; who has joined before, and shows the same key, has its number back.
+        """Add a client. A client that joined before, with the same key, gets its number again.
 
         Raises:
             Conflict: another client has that name.
@@ -85,7 +85,7 @@ class Mailbox:
                     if not secrets.compare_digest(member.key, hashed):
                         raise Conflict(
                             f"another client has joined as {name!r}: give this one another --name, or, if it is the "
-                            "same, the folder that it kept (--state)",
+                            "same, its earlier folder (--state)",
                             status=409,
                             code="name_taken",
                         )
@@ -101,12 +101,12 @@ class Mailbox:
                 return made
 
     def members(self) -> list[JoinedClient]:
-        """All that have ever joined, by number."""
+        """Return all clients that have ever joined, by number."""
         found = [_read(path) for path in sorted((self.folder / "members").glob("*.json"))]
         return [JoinedClient(**facts) for facts in found if facts is not None]
 
     def member(self, number: int, key: str) -> JoinedClient:
-        """The member of a number, which knows its key. Raises Unauthorized."""
+        """Return the member of a number, checked by its key. Raises Unauthorized."""
         facts = _read(self._member(number))
         hashed = hashlib.sha256(key.encode()).hexdigest()
         if facts is None or not secrets.compare_digest(str(facts["key"]), hashed):
@@ -114,22 +114,22 @@ class Mailbox:
         return JoinedClient(**facts)
 
     def seen(self, number: int) -> None:
-        """A sign of life."""
+        """Record a client's request."""
         _touch(self.folder / "seen" / str(number))
 
     def leave(self, number: int) -> None:
-        """It will not come back by itself; it may join again."""
+        """Record that a client has left; it may join again."""
         _touch(self.folder / "left" / str(number))
 
     def last_seen(self, number: int) -> float:
-        """Seconds since the last sign of life."""
+        """Return the seconds since the client's last request."""
         try:
             return max(0.0, time.time() - (self.folder / "seen" / str(number)).stat().st_mtime)
         except OSError:
             return float("inf")
 
     def state(self, number: int) -> Literal["here", "away", "left"]:
-        """Whether it can be asked."""
+        """Return whether the client can be asked."""
         if (self.folder / "left" / str(number)).exists():
             return "left"
         return "here" if self.last_seen(number) < AWAY_SECONDS else "away"
@@ -137,41 +137,41 @@ class Mailbox:
     def _member(self, number: int) -> Path:
         return self.folder / "members" / f"{number:08}.json"
 
-    # ---- rounds, as the service sees them
+    # ---- rounds, for the service
 
     def newest(self) -> RoundOrder | None:
-        """The newest round, open or not."""
+        """Return the newest round, open or closed."""
         serials = self._serials()
         facts = _read(self._round(serials[-1]) / "order.json") if serials else None
         return None if facts is None else _order(facts)
 
     def is_open(self, serial: int) -> bool:
-        """Whether updates are still taken."""
+        """Return whether updates are still accepted."""
         return (self._round(serial) / "inbox").is_dir()
 
     def has(self, serial: int, number: int) -> bool:
-        """Whether an update of this client is in, or was taken."""
+        """Return whether an update of this client is in, or was taken."""
         home = self._round(serial)
         return (home / "inbox" / str(number)).exists() or (home / "taken" / str(number)).exists()
 
     def parameters(self, serial: int) -> Path:
-        """The file with the parameters of an open round. Raises Conflict."""
+        """Return the file with the parameters of an open round. Raises Conflict."""
         path = self._round(serial) / PARAMETERS
         if not self.is_open(serial) or not path.is_file():
             raise self._late(serial)
         return path
 
     def part(self, serial: int, number: int) -> Path:
-        """Where an update is to be written before `deliver`. Raises Conflict: the round is over."""
+        """Return the path to write an update to before `deliver`. Raises Conflict: the round is closed."""
         if not self.is_open(serial):
             raise self._late(serial)
         return self._round(serial) / f".{number}-{secrets.token_hex(8)}"
 
     def deliver(self, serial: int, number: int, part: Path) -> bool:
-        """Put a whole update into the round; False where one is there already, which stays. The part is gone after.
+        """Add a complete update to the round; return False if there is one already, which stays. The part is deleted.
 
         Raises:
-            Conflict: the round is over.
+            Conflict: the round is closed.
         """
         try:
             os.link(part, self._round(serial) / "inbox" / str(number))
@@ -186,12 +186,15 @@ class Mailbox:
         return True
 
     def verdict(self, serial: int, number: int) -> str | None:
-        """Why the client's update of a closed round did not count; None = it did, or nothing is known of it."""
+        """Return why the client's update of a closed round did not count; None = it did, or nothing is known of it."""
         found = (_read(self._round(serial) / "verdicts.json") or {}).get(str(number))
         return None if found is None else str(found)
 
     def withdraw(self, number: int) -> None:
-        """A client that is trusted no more is not asked again, and what it sent for an open round does not count."""
+        """Exclude a client whose token was revoked.
+
+        It is not asked again, and its updates of an open round do not count.
+        """
         self.leave(number)
         order = self.newest()
         if order is not None:
@@ -201,36 +204,39 @@ class Mailbox:
         if self._round(serial).is_dir():
             return Conflict(
                 f"order {serial} is over (its deadline has passed, or the job went back to a checkpoint): this update "
-                "comes too late and does not count",
+                "is too late and does not count",
                 status=409,
                 code="late",
             )
         return NotFound(f"there is no order {serial}", status=404, code="no_order")
 
     def standing(self) -> str | None:
-        """Whom the job waits for, in words."""
+        """Return which clients the job waits for, as text."""
         found = _read(self.folder / "standing.json") or {}
         return str(found["waits"]) if found.get("waits") else None
 
-    # ---- the driver's, and the worker's
+    # ---- for the driver and the worker
 
     def prepare(self) -> None:
-        """Make the folder."""
+        """Create the folder."""
         for name in ("members", "seen", "left", "rounds"):
             (self.folder / name).mkdir(parents=True, exist_ok=True, mode=0o700)
         _write(self.folder / "door.json", {"host": os.uname().nodename})
 
     def reachable(self) -> bool:
-        """Whether this machine has the folder, and may write there."""
+        """Return whether this machine has the folder, and may write there."""
         return (self.folder / "door.json").is_file() and os.access(self._rounds, os.W_OK)
 
     def say(self, waits: str | None) -> None:
-        """Tell whom the job waits for."""
+        """Write which clients the job waits for."""
         if waits != self.standing():
             _write(self.folder / "standing.json", {"waits": waits, "time": time.time()})
 
     def starts(self, round: int, first: bool) -> list[list[int]]:
-        """At which rounds the job has begun, or begun again, and its first order then; `first`: it does so now."""
+        """Return the rounds at which the job started, or started again, and its first order then.
+
+        `first`: add this start.
+        """
         path = self.folder / "starts.json"
         known: list[list[int]] = (_read(path) or {}).get("starts", [])
         if first:
@@ -244,7 +250,7 @@ class Mailbox:
     def begin(
         self, facts: OrderFacts, sampled: dict[int, str], deadline: float, most_bytes: int, parameters: bytes
     ) -> RoundOrder:
-        """Draw a round, or go on with the open one if it is the same to the bit: what was sent for it still counts."""
+        """Draw a round, or continue the open one if it is equal to the bit: updates for it still count."""
         digest = hashlib.sha256(parameters).hexdigest()
         facts = {**facts, "parameters": {"sha256": digest, "bytes": len(parameters)}}
         before = self.newest()
@@ -265,14 +271,14 @@ class Mailbox:
         return order
 
     def arrived(self, serial: int) -> set[int]:
-        """Whose updates are in."""
+        """Return the clients whose updates are in."""
         try:
             return {int(path.name) for path in (self._round(serial) / "inbox").iterdir()}
         except FileNotFoundError:
             return set()
 
     def close(self, serial: int) -> dict[int, Path]:
-        """End a round, and give what came, by number. Nothing where it is closed already: someone else has taken it."""
+        """Close a round, and return its updates by number; nothing if another worker has closed it."""
         home = self._round(serial)
         try:
             (home / "inbox").rename(home / "taken")
@@ -282,14 +288,14 @@ class Mailbox:
         return {int(path.name): path for path in sorted((home / "taken").iterdir())}
 
     def judge(self, serial: int, verdicts: Mapping[int, str]) -> None:
-        """Say of a closed round whose update did not count, and why; and let go of the updates."""
+        """Write which updates of a closed round did not count, and why; delete the updates."""
         home = self._round(serial)
         if verdicts:
             _write(home / "verdicts.json", {str(number): reason for number, reason in verdicts.items()})
         for path in (home / "taken").iterdir():
-            path.write_bytes(b"")  # its name stays: a second copy of it is known
+            path.write_bytes(b"")  # its name stays: a second copy of it is detected
         for path in home.glob(".*-*"):
-            path.unlink(missing_ok=True)  # half of an update, whose sender or service is gone
+            path.unlink(missing_ok=True)  # a part of an update, whose sender or service has ended
 
     def _forget(self, serial: int) -> None:
         for old in self._serials():
@@ -309,7 +315,7 @@ class Mailbox:
 
 
 def _same(one: OrderFacts, other: OrderFacts) -> bool:
-    """Whether two rounds ask the same, bit for bit."""
+    """Return whether two rounds are equal, bit for bit."""
     plain = [
         json.loads(json.dumps({k: v for k, v in each.items() if k not in ("serial", "starts")}))
         for each in (one, other)
@@ -330,7 +336,7 @@ def _read(path: Path) -> Keywords | None:
 
 
 def _write(path: Path, value: Keywords, new: bool = False) -> bool:
-    """A whole file at once; with `new` only where there is none, else False."""
+    """Write a whole file at once; with `new` only if there is none, else return False."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     with part.open("w", encoding="utf-8") as file:

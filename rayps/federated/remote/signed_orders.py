@@ -1,8 +1,8 @@
-"""What a client outside of the cluster trusts: orders signed by the service whose key its token names.
+"""Signed orders: a client outside of the cluster accepts only orders signed by the service that its token names.
 
-Ed25519 (RFC 8032) over a prefix of our own and the order's text. The token carries the SHA-256 fingerprint of the
-public key, so that nobody between service and client can give it another model, other options or an old round. It is
-no encryption: who reads the line sees updates and token unless TLS is in front.
+Nothing is encrypted here: updates and token can be read on the network unless TLS is used. Ed25519 (RFC 8032) signs a
+prefix of rayps and the order's text. The token carries the SHA-256 fingerprint of the public key, so a proxy between
+service and client cannot give it another model, other options or an old round.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rayps.core.values import JsonObject
 _DOMAIN = b"rayps: an order to a federated client, 1\n"
 _SCHEME = "rpc"
 ANY_JOB = "any"
-NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9 _.-]{0,62}[A-Za-z0-9])?")  # of a client; a folder is called after it
+NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9 _.-]{0,62}[A-Za-z0-9])?")  # name of a client, and of its folder
 
 
 class Key:
@@ -39,7 +39,7 @@ class Key:
 
     @classmethod
     def kept(cls, path: Path) -> Self:
-        """The key in a file of mode 0600, made there if there is none.
+        """Return the key in a file of mode 0600, created if there is none.
 
         Raises:
             ConfigError: the file holds no key.
@@ -52,7 +52,7 @@ class Key:
                 file.flush()
                 os.fsync(file.fileno())
             try:
-                os.link(part, path)  # of two that make one at the same time, one wins
+                os.link(part, path)  # if two create one at the same time, one wins
             except FileExistsError:
                 pass
             finally:
@@ -61,12 +61,12 @@ class Key:
             return cls(Ed25519PrivateKey.from_private_bytes(path.read_bytes()))
         except ValueError as error:
             raise ConfigError(
-                f"{path} holds no key of 32 bytes: move it away, and the service makes a new one (client tokens that "
-                "it gave out\nare void then)"
+                f"{path} holds no key of 32 bytes: move it away, and the service creates a new one (existing client "
+                "tokens\nare invalid then)"
             ) from error
 
     def sign(self, text: str) -> str:
-        """The signature of an order's text."""
+        """Return the signature of an order's text."""
         return text_of(self._private.sign(_DOMAIN + text.encode()))
 
 
@@ -85,29 +85,29 @@ class ClientToken:
 
     @classmethod
     def made(cls, job: str | None, key: Key, name: str | None = None) -> Self:
-        """A new token."""
+        """Create a new token."""
         return cls(secrets.token_urlsafe(32), job, key.fingerprint, name)
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """Raises ConfigError where it is none."""
+        """Parse a token. Raises ConfigError: it is not a client token."""
         parts = text.strip().split(".")
         name = _name(parts[4]) if len(parts) == 5 else None
         well = len(parts) == 4 or name is not None
         if not well or parts[0] != _SCHEME or not all(parts) or not text.strip().isascii():
             raise ConfigError(
-                "this is no client token (rpc.JOB.SECRET.FINGERPRINT): make one with `rayps token create --job ID`, "
+                "this is not a client token (rpc.JOB.SECRET.FINGERPRINT): make one with `rayps token create --job ID`, "
                 "where the service runs",
                 field="token",
             )
         return cls(parts[2], None if parts[1] == ANY_JOB else parts[1], parts[3], name)
 
     def check(self, public: str) -> None:
-        """Raises Unauthorized: the key is not that of the service which made this token."""
+        """Raise Unauthorized if the key is not that of the service that created this token."""
         try:
             known = fingerprint(public)
         except ValueError as error:
-            raise Unauthorized("the service's key cannot be read: nothing it orders is done") from error
+            raise Unauthorized("the service's key cannot be read: its orders are refused") from error
         if not secrets.compare_digest(known, self.fingerprint):
             raise _wrong_key()
 
@@ -141,30 +141,30 @@ class OrderFacts(TypedDict, total=False):
 
 
 def is_client_token(text: str) -> bool:
-    """Whether a bearer token is one of a client."""
+    """Return whether a bearer token is a client's."""
     return text.startswith(f"{_SCHEME}.")
 
 
 def fingerprint(public: str) -> str:
-    """SHA-256 of a public key."""
+    """Return the SHA-256 of a public key."""
     return text_of(hashlib.sha256(bytes_of(public)).digest())
 
 
 def order_text(facts: OrderFacts) -> str:
-    """An order as the one text that stands for it."""
+    """Return an order as its canonical text."""
     return json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
 
 def verified(text: str, signature: str, public: str, expected: str) -> OrderFacts:
-    """The order, if the key is the one whose fingerprint is expected and the signature is that key's.
+    """Return the order, if the key has the expected fingerprint and the signature is valid.
 
     Raises:
-        Unauthorized: it is not; nothing of the order may be used.
+        Unauthorized: it is not; no part of the order may be used.
     """
     try:
         known, key = fingerprint(public), Ed25519PublicKey.from_public_bytes(bytes_of(public))
     except ValueError as error:
-        raise Unauthorized("the service's key cannot be read: nothing it orders is done") from error
+        raise Unauthorized("the service's key cannot be read: its orders are refused") from error
     if not secrets.compare_digest(known, expected):
         raise _wrong_key()
     try:
@@ -172,25 +172,27 @@ def verified(text: str, signature: str, public: str, expected: str) -> OrderFact
         facts: OrderFacts = json.loads(text)
     except (InvalidSignature, ValueError) as error:
         raise Unauthorized(
-            "an order came without the service's signature: it is not done. Somebody between here and the service has "
+            "an order without the service's signature was refused. A proxy between here and the service may have "
             "changed it",
             code="forged",
         ) from error
     if not isinstance(facts, dict):
-        raise Unauthorized("an order that is signed is no order: rayps here and at the service differ", code="forged")
+        raise Unauthorized(
+            "a signed order cannot be read: the versions of rayps here and at the service differ", code="forged"
+        )
     return facts
 
 
 def _wrong_key() -> Unauthorized:
     return Unauthorized(
-        "whoever answers here is not the service that made this token (its key is another): nothing it orders is "
-        "done.\nAsk whom you have the token from, and look who stands between (a proxy?)",
+        "this is not the service that made this token (its key is another): its orders are refused.\n"
+        "Check the address, a proxy on the way, and the token with its issuer",
         code="wrong_key",
     )
 
 
 def _name(text: str) -> str | None:
-    """The name in a token; None where it is none."""
+    """Return the name in a token; None if it has none."""
     try:
         found = bytes_of(text).decode()
     except ValueError:
@@ -199,10 +201,10 @@ def _name(text: str) -> str | None:
 
 
 def text_of(value: bytes) -> str:
-    """Bytes as text for URLs."""
+    """Encode bytes as text for URLs."""
     return base64.urlsafe_b64encode(value).rstrip(b"=").decode()
 
 
 def bytes_of(text: str) -> bytes:
-    """Raises ValueError."""
+    """Decode such text. Raises ValueError."""
     return base64.b64decode(text.encode() + b"=" * (-len(text) % 4), altchars=b"-_", validate=True)

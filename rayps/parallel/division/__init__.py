@@ -1,1 +1,1 @@
-"""A copy of the model on several workers: who owns which part of it, and what is lent and given back each step."""
+"""A copy of the model on several workers: the owner of each part, and what workers borrow each step."""

@@ -1,4 +1,4 @@
-"""Where a replica of several workers goes on, when each has asked its own servers."""
+"""Find the step from which a replica of several workers continues, each of which asked its own servers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from rayps.core.errors import LinkError
 
 
 def agreed(least: int, most: int, rings: Iterable[Ring], *, exact: bool) -> int:
-    """The earliest step that any worker of the replica has yet to push; all make it again.
+    """Return the earliest step that any worker of the replica has yet to push; all workers repeat it.
 
-    `least` and `most` are this worker's next step as its servers know it, which differs where a push reached some only.
-
-    What only some have pushed their servers have already: it is not applied twice. But then others' servers step on
-    without it, which `exact` forbids.
+    `least` and `most` are this worker's next step by its servers, which differ where a push reached some servers only.
+    A repeated push is not applied twice. But other servers then step without it, which `exact` forbids.
 
     Raises:
         LinkError: the servers of this replica's parts are at different steps, and `exact` does not allow that.
@@ -26,5 +24,8 @@ def agreed(least: int, most: int, rings: Iterable[Ring], *, exact: bool) -> int:
         ring.max(both)
     least, most = -int(both[0]), int(both[1])
     if exact and least != most:
-        raise LinkError(f"a part of the model has had this replica's push {least}, and another part has not", peer="")
+        raise LinkError(
+            f"the servers of one part of the model have this replica's push {least}, those of another part do not",
+            peer="",
+        )
     return least

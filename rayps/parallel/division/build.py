@@ -1,4 +1,4 @@
-"""A part of a user's model, built without memory for the rest of it where that is possible."""
+"""Build a part of a user's model, without memory for the rest of it where that is possible."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HELD = ("_parameters", "_buffers", "_modules")
 
 
 def blank(workload: Workload) -> nn.Module:
-    """A new model whose parameters and buffers take no memory; a real one where it can be built in no other way.
+    """Return a new model whose parameters and buffers take no memory; a real one if it cannot be built otherwise.
 
     Raises:
         WorkloadError: it cannot be built at all.
@@ -24,20 +24,20 @@ def blank(workload: Workload) -> nn.Module:
     try:
         with torch.device("meta"):
             model = model_of(workload)
-    except RaypsError:  # it reads numbers while it is built, for instance
+    except RaypsError:  # for instance, it reads values while it is built
         return model_of(workload)
     return model_of(workload) if any(value.is_meta for value in _others(model)) else model
 
 
 def _others(model: nn.Module) -> Iterator[Tensor]:
-    """Tensors that are no parameters and no buffers: nothing could fill them."""
+    """Return tensors that are neither parameters nor buffers: nothing could fill them."""
     for module in model.modules():
         yield from _tensors({key: value for key, value in vars(module).items() if key not in _HELD})
 
 
 def _tensors(value: Nested, depth: int = 0) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
-        if not isinstance(value, nn.Parameter):  # a list of those that are registered, as in nn.LSTM
+        if not isinstance(value, nn.Parameter):  # a list of registered ones, as in nn.LSTM
             yield value
     elif isinstance(value, (dict, list, tuple)) and depth < 3:
         for each in value.values() if isinstance(value, dict) else value:
@@ -45,9 +45,9 @@ def _tensors(value: Nested, depth: int = 0) -> Iterator[Tensor]:
 
 
 def keep_only(model: nn.Module, kept: set[int], device: str = "cpu") -> None:
-    """Give memory to the parameters and buffers whose `id` is in `kept`, and take it from all others, in place.
+    """Allocate memory for the parameters and buffers whose `id` is in `kept`, and release that of all others, in place.
 
-    Tied parameters stay tied. What gets memory is not filled.
+    Tied parameters stay tied. New memory is not filled.
     """
     done: dict[int, tuple[Tensor, Tensor]] = {}
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""How a model is divided among the workers of one replica: decided once, by the driver, before anything starts."""
+"""Divide a model among the workers of one replica: decided once, by the driver, before anything starts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rayps.parallel.tensor import Plan, pieces, plan
 from rayps.tensors.flat import Layout, beside
 from rayps.workload.base import Workload
 
-SAMPLE_ROWS = 8  # of the batch on which a cut is tried out and layers are measured
+SAMPLE_ROWS = 8  # rows of the batch on which a cut is tested and layers are timed
 
 Ranges = tuple[int, tuple[tuple[int, int], ...]]  # dim, and the slices along it
 
@@ -39,7 +39,7 @@ def divide(workload: Workload, replica: Replica, model: nn.Module, sample: Batch
     if split is not None and not split:
         raise ConfigError(
             f"there is nothing to split among {tensor} tensor ranks: the model has no layer that a plan is made for; "
-            "give plan={layer name: 'out' or 'in', ...}, or leave tensor parallelism out",
+            "give plan={layer name: 'out' or 'in', ...}, or use no tensor parallelism",
             field="plan",
         )
     slices: list[Mapping[str, Ranges]] = [{} for _ in range(tensor)]
@@ -63,25 +63,25 @@ def divide(workload: Workload, replica: Replica, model: nn.Module, sample: Batch
 
 
 def _given(replica: Replica) -> dict[str, str] | None:
-    """The user's own plan of what is split."""
+    """Return the user's plan of splits."""
     found = replica.stage if isinstance(replica, Pipeline) else replica
     return found.plan if isinstance(found, TensorParallel) else None
 
 
 def _everyone(model: nn.Module) -> dict[str, list[int]]:
-    """Which stages use each parameter and buffer, where there is one stage."""
+    """Return the stages that use each parameter and buffer, if there is one stage."""
     return {name: [0] for name, _ in [*model.named_parameters(), *model.named_buffers()]}
 
 
 def _users(model: nn.Module, layers: Sequence[cut.Layer], stage_of: Callable[[int], int]) -> dict[str, list[int]]:
-    """Which stages use each parameter and buffer, in the order of their first use."""
+    """Return the stages that use each parameter and buffer, in the order of their first use."""
     names = {id(value): name for name, value in [*model.named_parameters(), *model.named_buffers()]}
     users: dict[str, list[int]] = {}
     for i, layer in enumerate(layers):
         for value in [*layer.module.parameters(), *layer.module.buffers()]:
             if id(value) not in names:
                 raise WorkloadError(
-                    f"layer {layer.name!r} has a parameter that is not the model's: layers() must give modules that "
+                    f"layer {layer.name!r} has a parameter that is not the model's: layers() must return modules that "
                     "the model holds"
                 )
             stages = users.setdefault(names[id(value)], [])
@@ -98,7 +98,7 @@ def _users(model: nn.Module, layers: Sequence[cut.Layer], stage_of: Callable[[in
 def _boundaries(
     replica: Pipeline, layers: Sequence[cut.Layer], model: nn.Module, workload: Workload, sample: Batch | None
 ) -> tuple[int, ...]:
-    """The layers at which chunks begin, but for the first. Raises ConfigError, WorkloadError."""
+    """Return the layers at which chunks begin, except the first. Raises ConfigError, WorkloadError."""
     parts = replica.stages * replica.chunks
     if parts > len(layers):
         chunks = f" with {replica.chunks} chunks each" if replica.chunks > 1 else ""
@@ -127,7 +127,7 @@ def _boundaries(
 
 
 def _by_stage(replica: Pipeline, boundaries: Sequence[int], count: int) -> Callable[[int], int]:
-    """The stage of each layer, by its number."""
+    """Return the stage of each layer, by its number."""
     stages = [0] * count
     for chunk, (lo, hi) in enumerate(cut.spans(boundaries, count)):
         stages[lo:hi] = [chunk % replica.stages] * (hi - lo)
@@ -148,7 +148,7 @@ def _column(
     place: tuple[int, int],
     spans: tuple[tuple[int, int], ...],
 ) -> Column:
-    """What the worker at (stage, tensor rank) owns and borrows."""
+    """Return what the worker at (stage, tensor rank) owns and borrows."""
     (stage, rank), tensor = place, len(slices)
     owned, borrowed = [], []
     for entry in layout.entries:
@@ -177,14 +177,14 @@ def _piece(name: str, shape: tuple[int, ...], slices: Mapping[str, Ranges]) -> T
 
 
 def sample_of(batch: Batch) -> Batch:
-    """A few rows of a batch."""
+    """Return a few rows of a batch."""
     if batch.size <= SAMPLE_ROWS:
         return batch
     return loss_proxy.parts(batch, -(-batch.size // SAMPLE_ROWS))[0]
 
 
 def words(division: Division) -> str:
-    """How the model is divided, in plain words."""
+    """Describe how the model is divided."""
     facts, grid = division.facts(), Grid(1, division.stages, division.tensor)
     width = division.layout.dtype.itemsize
     lines = []

@@ -1,9 +1,9 @@
-"""Which part of the model lives where: made once, before anything starts, and given to everyone. Pure data.
+"""Which column owns which part of the model: computed once, before anything starts, and sent to all workers. Pure data.
 
-A *column* is the workers of all replicas that hold the same part. Every learnt element has one owner column: what a
-column owns, one piece behind another, is its vector, so that a column is to a strategy what a whole model is, with its
-own ring or shards, its own optimizer and its own part of a snapshot, and everything is counted once. What else a column
-needs (tied weights of another stage, what is not split among tensor ranks) it borrows each step: see `share`.
+A *column* is the workers of all replicas that hold the same part. Every trained element has one owner column. The
+pieces that a column owns, in order, are its vector: a strategy treats a column as a whole model, with its own ring or
+shards, its own optimizer and its own part of a snapshot, and everything is counted once. What else a column needs (tied
+weights of another stage, parameters that are not split among tensor ranks) it borrows each step: see `share`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rayps.tensors.snapshot import Snapshot
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """Of the whole model's tensor `name` with the given shape: the slices `ranges` along `dim`, one behind another.
+    """The slices `ranges` along `dim` of the whole model's tensor `name` with the given shape, in order.
 
     `dim` None = all of it.
     """
@@ -40,7 +40,7 @@ class TensorSlice:
 
     @property
     def local(self) -> tuple[int, ...]:
-        """The shape of the piece."""
+        """The shape of the slice."""
         if self.dim is None:
             return self.shape
         length = sum(hi - lo for lo, hi in self.ranges)
@@ -48,17 +48,17 @@ class TensorSlice:
 
     @property
     def size(self) -> int:
-        """Elements of the piece."""
+        """The elements of the slice."""
         return torch.Size(self.local).numel()
 
     def take(self, whole: Tensor) -> Tensor:
-        """The piece out of the whole tensor; a copy where it is not all of it."""
+        """Return the slice of the whole tensor; a copy unless it is all of it."""
         if self.dim is None:
             return whole
         return torch.cat([whole.narrow(self.dim, lo, hi - lo) for lo, hi in self.ranges], self.dim)
 
     def put(self, part: Tensor, whole: Tensor) -> None:
-        """Write the piece to where it stands in the whole tensor."""
+        """Write the slice to its position in the whole tensor."""
         if self.dim is None:
             whole.copy_(part)
             return
@@ -70,7 +70,7 @@ class TensorSlice:
 
 @dataclass(frozen=True, slots=True)
 class Borrowed:
-    """What a column needs of another one of its replica. `tied`: its gradient is another part of the owner's."""
+    """What a column borrows of another one of its replica. `tied`: its gradient is added to the owner's."""
 
     piece: TensorSlice
     owner: int
@@ -84,12 +84,12 @@ class Column:
     owned: tuple[TensorSlice, ...]
     borrowed: tuple[Borrowed, ...]
     beside: tuple[TensorSlice, ...]
-    spans: tuple[tuple[int, int], ...]  # of layers; none where the model is not cut into layers
+    spans: tuple[tuple[int, int], ...]  # layers; None where the model is not cut into layers
     dtype: torch.dtype
 
     @cached_property
     def layout(self) -> Layout:
-        """How what is owned stands in the column's vector."""
+        """The layout of the owned pieces in the column's vector."""
         entries, lo = [], 0
         for piece in self.owned:
             entries.append(Entry(piece.name, lo, lo + piece.size, piece.local))
@@ -98,7 +98,7 @@ class Column:
 
     @property
     def held(self) -> int:
-        """Elements of learnt parameters that lie in a worker's memory, its own and borrowed ones."""
+        """Elements of trained parameters in a worker's memory, owned and borrowed."""
         return sum(piece.size for piece in self.owned) + sum(lent.piece.size for lent in self.borrowed)
 
 
@@ -109,9 +109,9 @@ class Division:
     replica: Replica
     layout: Layout
     columns: tuple[Column, ...]
-    boundaries: tuple[int, ...] = ()  # the layers at which the pipeline's chunks begin, but for the first
+    boundaries: tuple[int, ...] = ()  # the layers at which the pipeline's chunks begin, except the first
     plan: Plan = field(default_factory=dict)  # how layers are split among tensor ranks, by name
-    routes: tuple[Route, ...] = ()  # of skip connections between chunks
+    routes: tuple[Route, ...] = ()  # skip connections between chunks
 
     @property
     def stages(self) -> int:
@@ -124,24 +124,24 @@ class Division:
         return self.replica.tensor
 
     def place(self, column: int) -> tuple[int, int]:
-        """The stage and the tensor rank of a column."""
+        """Return the stage and the tensor rank of a column."""
         return divmod(column, self.tensor)
 
     @cached_property
     def key(self) -> str:
-        """The same for divisions whose columns own the same."""
+        """A value that is equal for divisions whose columns own the same."""
         return hashlib.sha256(repr([column.owned for column in self.columns]).encode()).hexdigest()[:16]
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each column's vector begins when they stand one behind another, as a snapshot's ledgers count."""
+        """The position of each column's vector in the concatenation of all, as a snapshot's ledgers count."""
         found = [0]
         for column in self.columns:
             found.append(found[-1] + column.layout.size)
         return tuple(found[:-1])
 
     def cut(self, snapshot: Snapshot, column: int) -> Snapshot:
-        """A column's part of the whole state. What it needs no copy of is shared."""
+        """Return a column's part of the whole state; without copies where possible."""
         mine, whole = self.columns[column], {entry.name: entry for entry in snapshot.layout.entries}
         params = [
             piece.take(snapshot.params[whole[piece.name].lo : whole[piece.name].hi].view(piece.shape)).reshape(-1)
@@ -149,7 +149,7 @@ class Division:
         ]
         lo = self.offsets[column]
         ledgers = [(a - lo, b - lo, each) for a, b, each in snapshot.ledgers if lo <= a < lo + mine.layout.size]
-        if snapshot.divided != self.key and snapshot.ledgers:  # they are of other elements
+        if snapshot.divided != self.key and snapshot.ledgers:  # its entries are of other elements
             ledgers = [(0, mine.layout.size, anywhere(each for _, _, each in snapshot.ledgers))]
         return Snapshot(
             mine.layout,
@@ -173,7 +173,7 @@ class Division:
         )
 
     def join(self, parts: Sequence[Snapshot], base: Snapshot) -> Snapshot:
-        """The whole state from all columns' parts; `base` is a whole state, for what no column has."""
+        """Return the whole state from all columns' parts; `base` is a whole state, for what no column has."""
         layout, params = self.layout, torch.empty(self.layout.size, dtype=self.layout.dtype)
         whole = {entry.name: params[entry.lo : entry.hi].view(entry.shape) for entry in layout.entries}
         moments: Moments = {}
@@ -184,7 +184,7 @@ class Division:
                 if piece.name in part.moments:
                     _join(moments.setdefault(piece.name, {}), part.moments[piece.name], piece)
             rng |= part.rng
-        for mine, part in zip(reversed(self.columns), reversed(parts), strict=True):  # the first one's are kept
+        for mine, part in zip(reversed(self.columns), reversed(parts), strict=True):  # the first column's are used
             for piece in [piece for piece in mine.beside if piece.name in part.buffers]:
                 if piece.dim is None:
                     buffers[piece.name] = part.buffers[piece.name]
@@ -206,7 +206,7 @@ class Division:
         )
 
     def facts(self) -> list[ColumnFacts]:
-        """Of each column: stage, tensor rank, layers, parameters owned and held, and the bytes that these take."""
+        """Return for each column: stage, tensor rank, layers, parameters owned and held, and the bytes of these."""
         width = self.layout.dtype.itemsize
         return [
             {
@@ -233,7 +233,7 @@ class ColumnFacts(TypedDict):
 
 
 def _is_cut(value: StateValue, piece: TensorSlice, key: str, shape: tuple[int, ...]) -> bool:
-    """Whether a part of the optimizer's state has one number for each element of the parameter."""
+    """Return whether a part of the optimizer's state has one number for each element of the parameter."""
     return piece.dim is not None and isinstance(value, Tensor) and tuple(value.shape) == shape and key != "step"
 
 
@@ -258,7 +258,7 @@ def _in_order(moments: Moments, layout: Layout) -> Moments:
 
 
 def shares(count: int, sizes: Sequence[int]) -> list[int]:
-    """How many of `count` servers each column has: at least one, the others where the largest slices are."""
+    """Return how many of `count` servers each column gets: at least one, the others where the slices are largest."""
     found = [1] * len(sizes)
     for _ in range(count - len(sizes)):
         most = max(range(len(sizes)), key=lambda i: sizes[i] / found[i])

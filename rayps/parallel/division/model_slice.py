@@ -1,4 +1,4 @@
-"""One worker's part of a model that is on several: a stage, a tensor rank, or both."""
+"""One worker's part of a divided model: a stage, a tensor rank, or both."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rayps.tensors.subset_optimizer import of_some
 from rayps.workload.base import Workload
 from rayps.workload.part import Check, Whole, number
 
-_DRAWN = 3  # of a generation's steps the one that is drawn: the first two are slower
+_DRAWN = 3  # the step of a generation whose timeline is reported: the first two are slower
 
 
 class ModelSlice(Whole):
@@ -42,7 +42,9 @@ class ModelSlice(Whole):
         data: int = 0,
         device: str = "cpu",
     ) -> None:
-        """`rings` are this worker's own along the axes "stage" and "tensor", `data` is the number of its replica.
+        """Build the part.
+
+        `rings` are this worker's along the axes "stage" and "tensor", `data` is the number of its replica.
 
         Raises:
             WorkloadError: the model is built differently here.
@@ -72,7 +74,7 @@ class ModelSlice(Whole):
         self._share = Share(division, column, parameters, rings)
         self._tensors = rings.get("tensor")
         self._engine: PipelineEngine | None = None
-        self._asked = 0  # how often facts() were given
+        self._asked = 0  # number of calls of facts()
         replica = division.replica
         if isinstance(replica, Pipeline) and replica.stages > 1:
             self._micro = replica.micro_batches
@@ -90,22 +92,22 @@ class ModelSlice(Whole):
 
     @property
     def beside(self) -> dict[str, Tensor]:
-        """See Part."""
+        """See ModelPart."""
         return {name: value for name, value in super().beside.items() if name in self._beside}
 
     def refresh(self) -> None:
-        """See Part."""
+        """See ModelPart."""
         self._share.refresh()
 
     def backward(self, batch: Batch, step: int, check: Check) -> float | None:  # type: ignore[override]
-        """See Part."""
+        """See ModelPart."""
         for p in self._lent:
             p.grad = None
         self._share.refresh()
         loss = super().backward(batch, step, check) if self._engine is None else self._piped(batch, step, check)
         if self._tensors is not None:
             agree(self._share.whole, self._tensors)
-            self._tensors = None  # once is enough
+            self._tensors = None  # check once
         self._share.give_back()
         return loss
 
@@ -123,7 +125,7 @@ class ModelSlice(Whole):
         )
 
     def evaluate(self, batch: Batch) -> dict[str, float | Tensor]:
-        """See Part."""
+        """See ModelPart."""
         if self._engine is None:
             means = super().evaluate(batch)
             return means if self.reports else {}
@@ -142,11 +144,11 @@ class ModelSlice(Whole):
         return means if self.reports else {}
 
     def factory(self, factory: Factory) -> Factory:
-        """See Part."""
+        """See ModelPart."""
         return of_some(factory, self._whole, [entry.name for entry in self.layout.entries])
 
     def facts(self) -> JsonObject:
-        """See Part."""
+        """See ModelPart."""
         engine = self._engine
         if engine is None:
             return {}
@@ -163,11 +165,11 @@ class ModelSlice(Whole):
         return found
 
     def close(self) -> None:
-        """See Part."""
+        """See ModelPart."""
         if self._engine is not None:
             self._engine.close()
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name."""
+    """Return parameters and buffers by name."""
     return dict(model.named_parameters()) | dict(model.named_buffers())

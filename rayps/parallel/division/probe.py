@@ -1,4 +1,4 @@
-"""What passes between the parts of a model, and what they keep for backward: measured on a few rows, in one process."""
+"""Measure on a few rows, in one process, the tensors between the parts of a model and the memory for backward."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from rayps.workload.model import apart, model_of
 
 
 class _Alone(TensorCommunicator):
-    """A tensor group of which only this worker is there: what the others would say is taken to be what it says."""
+    """A tensor group with this worker only: the other workers are assumed to send what it sends."""
 
     def __init__(self, size: int) -> None:
         super().__init__(None)
         self.size, self.summed, self.gathered = size, 0, 0
 
     def add(self, t: Tensor) -> Tensor:
-        """See Talk."""
+        """See TensorCommunicator."""
         self.collectives += 1
         self.summed += t.nbytes
         return t
 
     def gather(self, t: Tensor, dim: int, widths: Sequence[int]) -> Tensor:
-        """See Talk."""
+        """See TensorCommunicator."""
         self.collectives += 1
         shape = list(t.shape)
         shape[dim] = sum(widths)
@@ -45,7 +45,7 @@ class _Alone(TensorCommunicator):
 
 
 def plain(division: Division, sizes: Sizes) -> Sizes:
-    """`sizes` with what a division says by itself: who owns, holds and borrows how much."""
+    """Return `sizes` with the numbers of the division itself: elements owned, held and borrowed."""
     lent = [each for column in division.columns for each in column.borrowed]
     return replace(
         sizes,
@@ -57,7 +57,7 @@ def plain(division: Division, sizes: Sizes) -> Sizes:
 
 
 def whole(workload: Workload, sizes: Sizes, sample: Batch) -> Sizes:
-    """`sizes` with what a model on one worker keeps for its backward pass, for one row. Raises WorkloadError."""
+    """Return `sizes` with the bytes that a model on one worker stores for backward, per row. Raises WorkloadError."""
     with apart():
         model = model_of(workload)
         with _kept(model) as found, user_code("loss"):
@@ -66,18 +66,18 @@ def whole(workload: Workload, sizes: Sizes, sample: Batch) -> Sizes:
 
 
 def probe(workload: Workload, division: Division, sizes: Sizes, sample: Batch) -> Sizes:
-    """`plain`, and what one forward and backward pass of tensor rank 0 over `sample` shows, for one row of it.
+    """Return `plain` with the results of one forward and backward pass of tensor rank 0 over `sample`, per row.
 
     Raises:
         WorkloadError: the user's code fails on the sample.
     """
     sizes, rows = plain(division, sizes), max(sample.size, 1)
     with apart():
-        model, talk = model_of(workload), _Alone(division.tensor)
+        model, communicator = model_of(workload), _Alone(division.tensor)
         if division.tensor > 1:
-            model = split(model, division.plan, 0, division.tensor, talk)
+            model = split(model, division.plan, 0, division.tensor, communicator)
         if division.boundaries:
-            return _stages(workload, division, model, talk, sizes, sample)
+            return _stages(workload, division, model, communicator, sizes, sample)
         with _kept(model) as found, user_code("loss"):
             loss = workload.loss(model, sample)
         with user_code("loss"):
@@ -85,26 +85,26 @@ def probe(workload: Workload, division: Division, sizes: Sizes, sample: Batch) -
     return replace(
         sizes,
         kept=(sum(found.values()) / rows,),
-        summed=(talk.summed / rows,),
-        gathered=(talk.gathered / rows,),
-        exchanges=(talk.collectives,),
+        summed=(communicator.summed / rows,),
+        gathered=(communicator.gathered / rows,),
+        exchanges=(communicator.collectives,),
     )
 
 
 def _stages(
-    workload: Workload, division: Division, model: nn.Module, talk: _Alone, sizes: Sizes, sample: Batch
+    workload: Workload, division: Division, model: nn.Module, communicator: _Alone, sizes: Sizes, sample: Batch
 ) -> Sizes:
-    """As `probe`, chunk after chunk, each on its own as on its worker."""
+    """Measure as `probe`, chunk by chunk, each alone as on its worker."""
     found, rows, p = layers(model), max(sample.size, 1), division.stages
-    said = [[0, 0, 0] for _ in range(p)]  # of each stage: summed, gathered, exchanges
+    said = [[0, 0, 0] for _ in range(p)]  # per stage: bytes summed, bytes gathered, exchanges
     kept, crossings, values = [], list[Crossing](), dict[str, Nested]()
     args, kwargs = loss_proxy.inputs(workload, sample)
     chunks = spans(division.boundaries, len(found))
-    done: list[tuple[int, Nested, Nested]] = []  # of each chunk: what it was given, what it gave
+    done: list[tuple[int, Nested, Nested]] = []  # per chunk: its input, its output
     for chunk, (lo, hi) in enumerate(chunks):
         given = None if chunk == 0 else map_tensors(done[-1][2], _leaf)
         values = {name: map_tensors(value, _leaf) for name, value in values.items()}
-        with _kept(model) as saved, aside(values), _noted(talk, said[chunk % p]):
+        with _kept(model) as saved, aside(values), _noted(communicator, said[chunk % p]):
             value: Nested = given
             for number in range(lo, hi):
                 layer = found[number].module
@@ -119,7 +119,7 @@ def _stages(
             for route in division.routes
             if route.source == chunk and route.target % p != chunk % p and route.name in values
         ]
-    _back(workload, sample, done, talk, said)
+    _back(workload, sample, done, communicator, said)
     return replace(
         sizes,
         kept=tuple(kept),
@@ -131,14 +131,18 @@ def _stages(
 
 
 def _back(
-    workload: Workload, sample: Batch, done: list[tuple[int, Nested, Nested]], talk: _Alone, said: list[list[int]]
+    workload: Workload,
+    sample: Batch,
+    done: list[tuple[int, Nested, Nested]],
+    communicator: _Alone,
+    said: list[list[int]],
 ) -> None:
-    """Backward passes, the last chunk's first, for what tensor ranks say meanwhile."""
-    if talk.size == 1:
+    """Run backward passes, the last chunk's first, to measure the exchanges of tensor ranks."""
+    if communicator.size == 1:
         return
     grads: list[Tensor] = []
     for chunk, given, value in reversed(done):
-        with _noted(talk, said[chunk % len(said)]):
+        with _noted(communicator, said[chunk % len(said)]):
             if chunk == done[-1][0]:
                 loss_proxy.loss(workload, sample, value).backward()  # type: ignore[no-untyped-call]
             else:
@@ -149,19 +153,21 @@ def _back(
 
 
 @contextmanager
-def _noted(talk: _Alone, into: list[int]) -> Iterator[None]:
-    before = (talk.summed, talk.gathered, talk.collectives)
+def _noted(communicator: _Alone, into: list[int]) -> Iterator[None]:
+    before = (communicator.summed, communicator.gathered, communicator.collectives)
     yield
-    for i, (now, then) in enumerate(zip((talk.summed, talk.gathered, talk.collectives), before, strict=True)):
+    for i, (now, then) in enumerate(
+        zip((communicator.summed, communicator.gathered, communicator.collectives), before, strict=True)
+    ):
         into[i] += now - then
 
 
 @contextmanager
 def _kept(model: nn.Module) -> Iterator[dict[int, int]]:
-    """Bytes that autograd keeps, by the memory in which they lie; parameters apart."""
+    """Measure the bytes that autograd stores, by their memory; without parameters."""
     mine = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers()]}
     found: dict[int, int] = {}
-    alive: list[Tensor] = []  # so that no memory is used twice
+    alive: list[Tensor] = []  # so that no address is used twice
 
     def pack(t: Tensor) -> Tensor:
         storage = t.untyped_storage()
@@ -175,7 +181,7 @@ def _kept(model: nn.Module) -> Iterator[dict[int, int]]:
 
 
 def _bytes(value: Nested, rows: int) -> tuple[float, float]:
-    """Bytes of a row forward, and of its gradient back."""
+    """Return the bytes of a row forward, and of its gradient backward."""
     every = _tensors(value)
     return sum(t.nbytes for t in every) / rows, sum(t.nbytes for t in every if t.requires_grad) / rows
 

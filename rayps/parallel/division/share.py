@@ -1,10 +1,10 @@
-"""What the columns of one replica lend each other: values before a step, gradients of tied weights after it.
+"""Exchange borrowed parameters between the columns of one replica: values before a step, gradients after it.
 
-A parameter has one owner column; only there it is in the vector that a strategy moves, is stepped, clipped and saved.
-Before each use the owner gives the current values to the columns that borrow them: along the stages one message for
-each pair of stages, then along the tensor ranks one broadcast. After backward a stage gives the gradient of a tied
-weight back, and the owner adds it, in the order of stages. What all tensor ranks hold whole has the same gradient on
-each of them, so nothing is sent back there. Nothing can drift apart, for nobody but the owner ever changes it.
+A parameter has one owner column; only there it is in the vector that a strategy updates, clips and saves. Before each
+use the owner sends the current values to the columns that borrow them: along the stages one message per pair of stages,
+then along the tensor ranks one broadcast. After backward a stage returns the gradient of a tied weight, and the owner
+adds it, in the order of stages. Parameters that all tensor ranks hold whole have the same gradient on each of them, so
+none is returned there. Copies cannot diverge: only the owner changes a parameter.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch import Tensor, nn
 from rayps.comm.ring import Ring
 from rayps.parallel.division.division import Division
 
-TAG = 1 << 40  # of messages between stages, apart from those of activations
+TAG = 1 << 40  # tag of these messages between stages, other than that of activations
 Pair = tuple[int, int]  # owner, borrower
 
 
 class Share:
-    """One worker's part of lending. All workers of a replica make it and call it alike."""
+    """One worker's part of the exchange. All workers of a replica construct it and call it in the same order."""
 
     def __init__(
         self, division: Division, column: int, parameters: Mapping[str, nn.Parameter], rings: Mapping[str, Ring]
     ) -> None:
-        """`parameters` are this worker's, by their names in the whole model; `rings` are its own, by axis."""
+        """Prepare; `parameters` are this worker's, by their names in the whole model; `rings` are its own, by axis."""
         stage, rank = division.place(column)
         names: dict[Pair, list[str]] = {}
         for other, each in enumerate(division.columns):
@@ -36,7 +36,7 @@ class Share:
                 owner = division.place(lent.owner)
                 if lent.tied and there[1] == rank and stage in (owner[0], there[0]):
                     names.setdefault((owner[0], there[0]), []).append(lent.piece.name)
-        # one order for all, so that no two wait for each other
+        # one order for all workers, so that no two wait for each other
         self._pairs = [(pair, [parameters[name] for name in names[pair]]) for pair in sorted(names)]
         whole = {
             lent.piece.name
@@ -46,13 +46,13 @@ class Share:
             if not lent.tied
         }
         self.whole = [(entry.name, parameters[entry.name]) for entry in division.layout.entries if entry.name in whole]
-        self._whole = [p for _, p in self.whole]  # what each tensor rank of this stage holds all of
+        self._whole = [p for _, p in self.whole]  # parameters that each tensor rank of this stage holds whole
         self._stage, self._rank = stage, rank
         self._rings = rings
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Have the owners' current values. Raises LinkError."""
+        """Receive the owners' current values. Raises LinkError."""
         for (owner, borrower), params in self._pairs:
             if owner == self._stage:
                 self._rings["stage"].send(_packed(params), borrower, TAG)
@@ -66,7 +66,10 @@ class Share:
 
     @torch.no_grad()
     def give_back(self) -> None:
-        """Add the gradients of tied weights to their owner's; one that nobody made stays none. Raises LinkError."""
+        """Add the gradients of tied weights to their owners'; a gradient that no stage computed stays None.
+
+        Raises LinkError.
+        """
         for (owner, borrower), params in self._pairs:
             marks = torch.tensor([p.grad is not None for p in params]).to(params[0])
             if borrower == self._stage:

@@ -1,1 +1,1 @@
-"""A model cut into stages: schedules as data (pure), and what runs them."""
+"""A model cut into stages, and the engine that runs them by a schedule."""

@@ -1,7 +1,7 @@
-"""How a model is cut into layers, and the layers into parts.
+"""Cut a model into layers, and the layers into parts.
 
-A model can be cut when it is its layers, one called on what the one before gave: an nn.Sequential (those within it are
-taken apart too), or a model whose method `layers()` lists them.
+A model can be cut if it is a chain of layers, each called on the output of the one before: an nn.Sequential (nested
+ones are flattened), or a model whose method `layers()` lists them.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Layer(NamedTuple):
 
 
 def layers(model: nn.Module) -> list[Layer]:
-    """The layers of a model, in order.
+    """Return the layers of a model, in order.
 
     Raises:
-        WorkloadError: the model cannot be cut, or its skip connections do not fit together.
+        WorkloadError: the model cannot be cut, or its skip connections are inconsistent.
     """
     listed = getattr(model, "layers", None)
     if inspect.ismethod(listed):
@@ -61,11 +61,11 @@ def _listed(model: nn.Module, method: Callable[[], Sequence[nn.Module]]) -> list
         given = method()
     names = {id(module): name for name, module in model.named_modules()}
     if not isinstance(given, (list, tuple, nn.ModuleList)) or not all(isinstance(m, nn.Module) for m in given):
-        raise WorkloadError(f"layers() of {_kind(model)} must give a list of modules", model=_kind(model))
+        raise WorkloadError(f"layers() of {_kind(model)} must return a list of modules", model=_kind(model))
     strange = [i for i, module in enumerate(given) if id(module) not in names]
     if strange:
         raise WorkloadError(
-            f"layers() of {_kind(model)} gives {_kind(given[strange[0]])} as number {strange[0]}, which is no part of "
+            f"layers() of {_kind(model)} returns {_kind(given[strange[0]])} as number {strange[0]}, not a part of "
             "the model: make it an attribute in __init__",
             model=_kind(model),
         )
@@ -95,7 +95,7 @@ def _kind(module: nn.Module) -> str:
 
 
 def spans(boundaries: Sequence[int], count: int) -> list[tuple[int, int]]:
-    """The layers (from, to) of each part of a model of `count` layers. Raises ConfigError."""
+    """Return the layers (from, to) of each part of a model of `count` layers. Raises ConfigError."""
     at = [0, *boundaries, count]
     if any(low >= high for low, high in pairwise(at)):
         raise ConfigError(
@@ -107,9 +107,9 @@ def spans(boundaries: Sequence[int], count: int) -> list[tuple[int, int]]:
 
 
 def shares(costs: Sequence[float], parts: int) -> tuple[int, ...]:
-    """Boundaries of contiguous parts, none empty, of which the most costly is as cheap as can be.
+    """Return boundaries of contiguous parts, none empty, with the least cost of the most costly part.
 
-    Among such cuts, the one whose squared costs add up to the least: the other parts are alike too.
+    Among such cuts, the one with the least sum of squared costs, so that the other parts are similar too.
 
     Raises:
         ConfigError: there are more parts than layers.
@@ -150,10 +150,10 @@ def shares(costs: Sequence[float], parts: int) -> tuple[int, ...]:
 
 
 def measure(found: Sequence[Layer], args: Sequence[Nested], kwargs: Mapping[str, Nested] | None = None) -> list[float]:
-    """Seconds of each layer's forward and backward pass on a sample of the model's input; the median of a few.
+    """Return seconds of each layer's forward and backward pass on a sample of the model's input; the median of a few.
 
     Raises:
-        WorkloadError: a layer fails on what the one before gave.
+        WorkloadError: a layer fails on the output of the one before.
     """
     took: list[list[float]] = [[] for _ in found]
     state = torch.get_rng_state()
@@ -178,11 +178,11 @@ def measure(found: Sequence[Layer], args: Sequence[Nested], kwargs: Mapping[str,
 def check(
     model: nn.Module, found: Sequence[Layer], args: Sequence[Nested], kwargs: Mapping[str, Nested] | None = None
 ) -> None:
-    """Whether the layers, each on its own, are the model: they are run apart, as copies, on a sample of its input.
+    """Check that the layers, run one by one as copies on a sample, compute what the model computes.
 
-    Raises:
-        WorkloadError: it names the first layer where a cut would change what the model computes, such as by a skip
-            connection or an attribute that two layers share.
+    Raises: WorkloadError: it names the first layer where a cut would change what the model computes, such as by a skip
+    connection
+            or an attribute that two layers share.
     """
     training = [module for module in model.modules() if module.training]
     state = torch.get_rng_state()
@@ -197,7 +197,7 @@ def check(
 
 
 def _compare(model: nn.Module, found: Sequence[Layer], args: Sequence[Nested], kwargs: Mapping[str, Nested]) -> None:
-    apart = [copy.deepcopy(layer.module) for layer in found]  # before the model runs and leaves traces in them
+    apart = [copy.deepcopy(layer.module) for layer in found]  # copy before the model runs, which may change them
     whole, calls = _watched(model, found, args, kwargs)
     order = [number for number, _ in calls]
     modules = [layer.module for layer in found]
@@ -205,7 +205,7 @@ def _compare(model: nn.Module, found: Sequence[Layer], args: Sequence[Nested], k
         same = next(i for i, module in enumerate(modules) if module is layer.module)
         times, listed = order.count(same), sum(module is layer.module for module in modules)
         if times != listed:
-            raise _broken(layer.name, f"the model calls it {times} times, and as a layer it is there {listed} times")
+            raise _broken(layer.name, f"the model calls it {times} times, and it is listed as a layer {listed} times")
         if order[number] != same:
             raise _broken(layer.name, f"the model calls {found[order[number]].name!r} in its place")
     value: Nested = None
@@ -213,11 +213,11 @@ def _compare(model: nn.Module, found: Sequence[Layer], args: Sequence[Nested], k
         given = calls[number][1]
         if number and not _same(given, value):
             before = found[number - 1].name
-            raise _broken(layer.name, f"the model gives it something else than what {before!r} returned")
+            raise _broken(layer.name, f"the model calls it on something else than the output of {before!r}")
         alone = apart[number]
         try:
             value = alone(*args, **kwargs) if number == 0 else alone(value)
-        except Exception as error:  # the user's code: whatever it raises is the reason
+        except Exception as error:  # the user's code may raise anything
             raise _broken(layer.name, f"on its own it raises {type(error).__name__}: {error}") from error
     if not _same(whole, value):
         last = found[-1].name
@@ -227,7 +227,7 @@ def _compare(model: nn.Module, found: Sequence[Layer], args: Sequence[Nested], k
 def _watched(
     model: nn.Module, found: Sequence[Layer], args: Sequence[Nested], kwargs: Mapping[str, Nested]
 ) -> tuple[Nested, list[tuple[int, Nested]]]:
-    """What the model returns, and the layers as it called them: (number, what each was given)."""
+    """Return the model's output, and the layers as it called them: (number, input)."""
     calls: list[tuple[int, Nested]] = []
     first = {id(layer.module): number for number, layer in reversed(list(enumerate(found)))}
 
@@ -246,7 +246,7 @@ def _watched(
 def _broken(name: str, why: str) -> WorkloadError:
     return WorkloadError(
         f"a cut at layer {name!r} would break the model: {why}\n"
-        "give layers only what the one before returned (a tuple may carry more), join layers that share something into "
+        "call each layer only on the output of the one before (or a tuple), join layers with shared state into "
         "one module, or use rayps.parallel.pipeline.skip.Stash and Unstash for a skip connection",
         layer=name,
     )

@@ -1,7 +1,7 @@
-"""One stage of a pipeline at work: it goes through its row of the schedule's table, once for each batch.
+"""Run one stage of a pipeline: execute its row of the schedule's table, once for each batch.
 
-Only what must be is kept between a micro-batch's forward and backward pass; outputs leave as they are made, and
-nobody waits but for what comes from another stage. The gradient is the mean over the batch, exactly.
+Only what backward needs is stored between a micro-batch's forward and backward pass. Outputs are sent as they are
+computed, and a stage waits only for tensors of other stages. The gradient is the mean over the batch, exactly.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from rayps.parallel.pipeline.stage_messages import StageMessage, StageMessages
 
 
 class ActionTime(NamedTuple):
-    """When an action was at work, in seconds since the batch began; waiting before it is left out."""
+    """The time of an action, in seconds since the start of the batch, without the wait before it."""
 
     action: Action
     start: float
@@ -52,13 +52,13 @@ class _Live(NamedTuple):
     """A chunk on a micro-batch, between its forward and its backward pass."""
 
     tapes: list[Tape]  # by segment
-    halves: list[WeightBackward]  # what is left to do for the weights
-    scale: list[Tensor]  # the gradient of the loss, where the chunk ends in it
+    halves: list[WeightBackward]  # deferred gradients of the weights
+    scale: list[Tensor]  # the gradient of the loss, if the chunk ends in it
 
 
 @dataclass(slots=True)
 class StepStatistics:
-    """What one call of an engine took."""
+    """Measurements of one call of an engine."""
 
     began: float = field(default_factory=time.perf_counter)
     bytes: int = 0  # sent
@@ -84,9 +84,11 @@ class PipelineEngine:
         data: int = 0,
         device: str | torch.device = "cpu",
     ) -> None:
-        """`layers` are the whole model's, of which this worker's must be there; `actions` are its row of the table.
+        """Prepare; `layers` are the whole model's, of which this worker's must have memory.
 
-        `boundaries` cut the layers into chunks; chunk c is on rank c % stages of `ring` (none for one stage). `routes`
+        `actions` are its row of the table.
+
+        `boundaries` cut the layers into chunks; chunk c is on rank c % stages of `ring` (None for one stage). `routes`
         are the skip connections between chunks. Random numbers depend on `seed`, `data` (the replica's number) and the
         step.
         """
@@ -117,7 +119,7 @@ class PipelineEngine:
             else self._segments
         )
         self._live: dict[tuple[int, int], _Live] = {}
-        self.last = StepStatistics()  # of the latest call
+        self.last = StepStatistics()  # of the last call
 
     def _cut(self, layers: Mapping[int, Layer], chunk: int, whole: bool) -> list[LayerSegment]:
         takes = {route.name for route in self._routes if route.target == chunk}
@@ -128,7 +130,7 @@ class PipelineEngine:
             found.append(LayerSegment.of(some, takes, ships, self._noise.at))
         return found
 
-    # What is called
+    # Public methods
 
     def backward(
         self,
@@ -137,15 +139,15 @@ class PipelineEngine:
         inputs: Callable[[int], Call],
         losses: Callable[[int, Nested], Tensor],
     ) -> float | None:
-        """Forward and backward of a batch: adds its gradient to the `.grad` of this worker's parameters.
+        """Run forward and backward of a batch: add its gradient to the `.grad` of this worker's parameters.
 
-        `weights` are the micro-batches' shares of the samples; those with 0 are left out. `inputs(micro)` is how the
-        model is called (asked for on the first chunk's worker only), `losses(micro, output)` the mean loss (on the
-        last's only). Gives the loss where the last chunk is, else None.
+        `weights` are the micro-batches' shares of the samples; those with 0 are skipped. `inputs(micro)` returns the
+        arguments of the model (called on the first chunk's worker only), `losses(micro, output)` the mean loss (on the
+        last's only). Returns the loss on the worker of the last chunk, else None.
 
         Raises:
-            PeerLost, PeerTimeout: another stage died, failed or is silent.
-            WorkloadError: the user's model or loss failed; the other stages see this one as lost.
+            PeerLost, PeerTimeout: another stage died, failed or does not answer.
+            WorkloadError: the user's model or loss failed; the other stages get PeerLost.
         """
         total: list[tuple[Tensor, float]] = []
 
@@ -165,7 +167,10 @@ class PipelineEngine:
     def evaluate(
         self, weights: Sequence[float], inputs: Callable[[int], Call], done: Callable[[int, Nested], None]
     ) -> None:
-        """Forward only: `done(micro, output)` is called where the last chunk is. Otherwise as `backward`."""
+        """Run forward only: `done(micro, output)` is called on the worker of the last chunk.
+
+        Otherwise as `backward`.
+        """
         with self._run(weights, -1), torch.no_grad():
             for action in self._actions:
                 if action.kind == "F" and weights[action.micro]:
@@ -177,7 +182,7 @@ class PipelineEngine:
             self._post.settle()
 
     def close(self) -> None:
-        """Forget what is under way; the ring is its owner's."""
+        """Drop unfinished work; the ring belongs to the caller."""
         self._live.clear()
         self._post.clear()
 
@@ -236,7 +241,7 @@ class PipelineEngine:
             self.last.peak = max(self.last.peak, len(self._live))
         for segment in segments:
             value, aside, leaves = segment.forward(micro, given, call, extra, train)
-            ends = chunk == self._end and segment is segments[-1]  # in the loss, not in a value for others
+            ends = chunk == self._end and segment is segments[-1]  # ends in the loss, not in a value for other stages
             parcel = None if ends else parcel_of(value, segment.last)
             for name in segment.ships:
                 shipped[name] = parcel_of(aside[name], segment.last)
@@ -276,7 +281,7 @@ class PipelineEngine:
         self._note(action, start)
 
     def _grads_from_elsewhere(self, action: Action, live: _Live) -> tuple[Grads, dict[str, Grads]]:
-        """The gradient of what the chunk gave, and of what it put aside for other chunks."""
+        """Receive the gradients of the chunk's output, and of the values that it stashed for other chunks."""
         _, chunk, micro = action
         out: Grads = list(live.scale)
         if chunk < self._end:
@@ -298,7 +303,7 @@ class PipelineEngine:
     def _give_grads(
         self, chunk: int, sort: StageMessage, index: int, micro: int, grads: Grads, leaves: list[Tensor | None]
     ) -> None:
-        """Of what wants a gradient; nothing is sent where nothing does."""
+        """Send the gradients of tensors that want one; nothing is sent where there is none."""
         wanted = [grad for grad, leaf in zip(grads, leaves, strict=True) if leaf is not None]
         if wanted:
             self._post.give_grads(chunk, sort, index, micro, wanted)
@@ -306,7 +311,7 @@ class PipelineEngine:
     def _take_grads(
         self, chunk: int, sort: StageMessage, index: int, micro: int, edges: Sequence[GradientEdge | None]
     ) -> Grads:
-        """As given, with none for what wants none."""
+        """Return the gradients as received, with None for tensors that want none."""
         if all(edge is None for edge in edges):
             return [None] * len(edges)
         came = iter(self._post.take_grads(chunk, sort, index, micro))
@@ -316,7 +321,7 @@ class PipelineEngine:
         return t if t is None or self._device.type == "cpu" else t.to(self._device)
 
     def _near(self, parcel: TensorMessage) -> TensorMessage:
-        """What came, on this worker's device."""
+        """Return received tensors on this worker's device."""
         if self._device.type == "cpu":
             return parcel
         return parcel._replace(tensors=[t.to(self._device) for t in parcel.tensors])
@@ -328,7 +333,7 @@ class PipelineEngine:
 
     @contextmanager
     def _run(self, weights: Sequence[float], step: int) -> Iterator[None]:
-        """Counts, seeds; an error here is told to the other stages."""
+        """Run a call with counters and seeds; an error here is sent to the other stages."""
         if len(weights) < self._micros:
             raise ConfigError(f"{len(weights)} micro-batches were given, and the schedule has {self._micros}")
         before = self._post.counts
@@ -339,7 +344,7 @@ class PipelineEngine:
         except LinkError:
             self.close()
             raise
-        except BaseException:  # the others wait for this stage: they are told at once, and the error stays here
+        except BaseException:  # other stages wait for this one: abort at once, and raise the error here
             self.close()
             if self._ring is not None:
                 self._ring.abort()

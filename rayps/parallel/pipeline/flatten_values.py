@@ -1,4 +1,4 @@
-"""Values between layers as a flat list of tensors and a word on their structure: what a parcel can carry."""
+"""Values between layers as a flat list of tensors and a description of their structure, as one message."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from rayps.core.errors import WorkloadError
 from rayps.core.values import Json
 from rayps.data.base import Nested
 
-ALONE = ""  # the form of one tensor by itself
+ALONE = ""  # the form of a single tensor
 
 
 def packed(value: Nested, layer: str) -> tuple[list[Tensor], str]:
-    """The tensors in a value, and its form.
+    """Return the tensors in a value, and its form.
 
-    Raises:
-        WorkloadError: `layer` gave something that is not tensors, numbers, strings, None, or tuples, lists, dicts of
-            them.
+    Raises: WorkloadError: `layer` returned something other than tensors, numbers, strings, None, or tuples, lists,
+    dicts of them.
     """
     if isinstance(value, Tensor):
         return [value], ALONE
@@ -29,7 +28,7 @@ def packed(value: Nested, layer: str) -> tuple[list[Tensor], str]:
 
 
 def unpacked(tensors: list[Tensor], form: str) -> Nested:
-    """The value again."""
+    """Rebuild the value."""
     return tensors[0] if form == ALONE else _value(json.loads(form), iter(tensors))
 
 
@@ -44,7 +43,7 @@ def _form(value: Nested, found: list[Tensor], layer: str) -> Json:
     if isinstance(value, dict) and type(value) is dict and all(isinstance(key, str) for key in value):
         return [3, list(value), *(_form(item, found, layer) for item in value.values())]
     raise WorkloadError(
-        f"layer {layer!r} gives a {type(value).__name__}, which cannot go to another stage: give tensors, or tuples, "
+        f"layer {layer!r} returns a {type(value).__name__}, which cannot be sent: return tensors, or tuples, "
         "lists or dicts of them",
         layer=layer,
     )

@@ -1,8 +1,8 @@
-"""A run of layers that autograd sees as one: its forward pass, and its backward pass whole or in two halves.
+"""A run of layers that autograd treats as one: its forward pass, and its backward pass whole or split.
 
-A backward pass in two halves (Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024) gives the gradient of the input
-first, and that of the weights later. Each layer is then a segment of its own, so that the second half only computes
-gradients of weights, from the gradient of the layer's output that the first half has found.
+A split backward pass (Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024) computes the gradient of the input
+first, and that of the weights later. Each layer is then a segment of its own, so that the second half computes only
+gradients of weights, from the gradient of the layer's output that the first half computed.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from rayps.parallel.pipeline.skip import Stash, Unstash, aside
 Grads = list[Tensor | None]
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
 _NOTHING = nullcontext()
-_IN_PLACE = "a leaf Variable that requires grad"  # how torch refuses to change one in place
+_IN_PLACE = "a leaf Variable that requires grad"  # torch's error for changing a leaf in place
 
 
 class Tape(NamedTuple):
-    """What a backward pass needs of a forward pass, by port: of each tensor that wants a gradient, None for others."""
+    """What a backward pass needs of a forward pass, by port: for each tensor that wants a gradient; None for others."""
 
-    leaves: list[list[Tensor | None]]  # of the input, then of each stashed value that came from elsewhere
-    edges: list[list[GradientEdge | None]]  # of the output, then of each value that was put aside for elsewhere
+    leaves: list[list[Tensor | None]]  # of the input, then of each stashed value received from other chunks
+    edges: list[list[GradientEdge | None]]  # of the output, then of each value stashed for other chunks
 
 
 class WeightBackward(NamedTuple):
-    """What is left to do for the gradients of a segment's weights."""
+    """The deferred computation of the gradients of a segment's weights."""
 
     edges: list[GradientEdge]
     grads: list[Tensor]
@@ -45,7 +45,7 @@ class WeightBackward(NamedTuple):
 
 
 class LayerSegment:
-    """Layers `numbers` of the model, which take the stashed values `takes` and put aside `ships` for elsewhere."""
+    """Layers `numbers` of the model, which receive the stashed values `takes` and stash `ships` for other chunks."""
 
     def __init__(
         self, layers: Mapping[int, Layer], takes: Sequence[str], ships: Sequence[str], seed: Callable[[int, int], None]
@@ -54,14 +54,14 @@ class LayerSegment:
         self.takes, self.ships = list(takes), list(ships)
         self._skips = any(_skip(part) for layer in layers.values() for part in layer.module.modules())
         self._seed = seed
-        self._copies = False  # whether the first layer changes its input in place
+        self._copies = False  # the first layer changes its input in place
         self._at = ""
 
     @classmethod
     def of(
         cls, layers: Mapping[int, Layer], takes: set[str], ships: set[str], seed: Callable[[int, int], None]
     ) -> LayerSegment:
-        """Of the skip connections that cross the chunk's border, those that begin or end in `layers`."""
+        """Return a segment with those skip connections of the chunk that begin or end in `layers`."""
         ends = {
             (type(part), part.name)
             for layer in layers.values()
@@ -83,7 +83,7 @@ class LayerSegment:
         extra: Mapping[str, TensorMessage],
         train: bool,
     ) -> tuple[Nested, dict[str, Nested], list[list[Tensor | None]]]:
-        """What the layers give, what they put aside for elsewhere, and the leaves of what came, by port.
+        """Return the layers' output, the stashed values, and the leaves of the inputs, by port.
 
         `given` is the input where there is a layer before, else `call` is how the model was called.
         """
@@ -96,7 +96,7 @@ class LayerSegment:
                 self._copies = True
             return self._forward(micro, given, call, extra, train)
         except (Exception, SystemExit, KeyboardInterrupt):
-            with user_code(f"layer {self._at}"):  # it names the layer that was under way
+            with user_code(f"layer {self._at}"):  # it names the layer that was running
                 raise
 
     def _forward(
@@ -141,24 +141,27 @@ class LayerSegment:
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """The parameters that learn."""
+        """The parameters that are trained."""
         found = {id(p): p for layer in self.layers.values() for p in layer.module.parameters() if p.requires_grad}
         return list(found.values())
 
 
 def edge_of(t: Tensor) -> GradientEdge | None:
-    """Where the gradient of `t` goes; None where it wants none. It does not keep the tensor's memory."""
+    """Return the autograd edge of `t`'s gradient; None if it wants none.
+
+    It holds no reference to the tensor's memory.
+    """
     return get_gradient_edge(t) if t.requires_grad else None
 
 
 def parcel_of(value: Nested, layer: str) -> TensorMessage:
-    """What a layer gave, as it travels."""
+    """Return a layer's output as a message."""
     tensors, form = packed(value, layer)
     return TensorMessage(tensors, [t.requires_grad for t in tensors], form)
 
 
 def backward(tape: Tape, grads: list[Grads]) -> list[Grads]:
-    """The whole backward pass: adds to the `.grad` of every parameter, gives the gradient of every leaf."""
+    """Run the whole backward pass: add to the `.grad` of every parameter, return the gradient of every leaf."""
     edges, given = _paired(tape, grads)
     if edges:  # as torch.autograd.backward, whose checks of shapes take longer than a small layer's gradient
         _run_backward(tuple(edges), tuple(given), False, False, (), allow_unreachable=True, accumulate_grad=True)
@@ -166,7 +169,7 @@ def backward(tape: Tape, grads: list[Grads]) -> list[Grads]:
 
 
 def input_half(segment: LayerSegment, tape: Tape, grads: list[Grads]) -> tuple[list[Grads], WeightBackward | None]:
-    """The gradient of every leaf; and what is left to do for the weights."""
+    """Return the gradient of every leaf, and the deferred computation for the weights."""
     edges, given = _paired(tape, grads)
     params = segment.params if edges else []
     leaves = [leaf for port in tape.leaves for leaf in port if leaf is not None]
@@ -179,19 +182,19 @@ def input_half(segment: LayerSegment, tape: Tape, grads: list[Grads]) -> tuple[l
 
 
 def _paired(tape: Tape, grads: list[Grads]) -> tuple[list[GradientEdge], list[Tensor]]:
-    """The edges for which a gradient came, and the gradients."""
+    """Return the edges for which a gradient was received, and the gradients."""
     flat = [edge for port in tape.edges for edge in port], [grad for port in grads for grad in port]
     both = [(e, g) for e, g in zip(*flat, strict=True) if e is not None and g is not None]
     return [e for e, _ in both], [g for _, g in both]
 
 
 def weight_half(half: WeightBackward) -> None:
-    """Adds to the `.grad` of the segment's parameters."""
+    """Add to the `.grad` of the segment's parameters."""
     torch.autograd.backward(half.edges, half.grads, inputs=half.params)
 
 
 def split(layers: Mapping[int, Layer], crossing: set[str]) -> list[list[int]]:
-    """Numbers of layers by segment, for backward passes in halves: one each where possible.
+    """Return numbers of layers by segment, for split backward passes: one each where possible.
 
     Layers between a Stash and its Unstash stay together unless that skip connection leaves the chunk (`crossing`), and
     a layer that changes its input in place stays with the one before, whose output that is.

@@ -1,7 +1,7 @@
-"""What the user's loss is called with in a pipeline, where no worker has the whole model.
+"""Call the user's loss in a pipeline, where no worker has the whole model.
 
-On the first stage a model that only listens: the loss runs until it calls the model, and what it calls it with is the
-micro-batch's input. On the last stage a model that returns what the stages made of it.
+On the first stage the model is a recorder: the loss runs until it calls the model, and the arguments are the
+micro-batch's input. On the last stage the model returns the output of the stages.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ class Losses(Protocol):
     """The part of a Workload that is needed here."""
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The mean loss over the batch."""
+        """Return the mean loss over the batch."""
 
     def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, float | Tensor]:
-        """Named means over the batch."""
+        """Return named means over the batch."""
 
 
 def parts(batch: Batch, micro_batches: int) -> list[Batch]:
-    """The batch in micro-batches, whose sizes differ by one at most; of a small batch some are empty.
+    """Cut the batch into micro-batches, whose sizes differ by at most one; of a small batch some are empty.
 
     Raises:
-        WorkloadError: something in the batch is not one entry per row.
+        WorkloadError: a tensor of the batch does not have one entry per row.
     """
     cuts = list(slices(batch.size, micro_batches))
     return [
@@ -43,7 +43,7 @@ def parts(batch: Batch, micro_batches: int) -> list[Batch]:
 
 
 def weights(batches: list[Batch]) -> list[float]:
-    """Each micro-batch's share of the samples."""
+    """Return each micro-batch's share of the samples."""
     total = sum(batch.size for batch in batches)
     return [batch.size / total if total else 0.0 for batch in batches]
 
@@ -60,20 +60,20 @@ def _tensor_rows(t: Tensor, size: int, cut: slice) -> Tensor:
     if t.shape[0] != size:
         raise WorkloadError(
             f"a batch of {size} rows holds a tensor of shape {tuple(t.shape)}: for micro-batches its first dimension "
-            "must be the rows (pad what is ragged)"
+            "must be the rows (pad ragged tensors)"
         )
     return t[cut]
 
 
 class _Called(BaseException):
-    """The model was called: the rest of the loss is not run here. No Exception, so that nobody catches it."""
+    """The model was called: the rest of the loss is not run. Not an Exception, so that user code does not catch it."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
 
 
 class _Model(nn.Module):
-    """What stands for the model. It has nothing of the model's but a call."""
+    """A stand-in for the model. It has no attributes of the model, only a call."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise _unseen(name)
@@ -94,7 +94,7 @@ setattr(_Model, "state_dict", _refused("state_dict"))  # noqa: B010
 def _unseen(name: str) -> WorkloadError:
     return WorkloadError(
         f"loss() or evaluate() uses model.{name}, and in a pipeline no worker has the whole model: call the model once "
-        "and work on what it returns (a penalty on weights can be the optimizer's weight_decay)"
+        "and use its output (a penalty on weights can be the optimizer's weight_decay)"
     )
 
 
@@ -121,7 +121,7 @@ class _Returns(_Model):
 
 
 def inputs(workload: Losses, batch: Batch, *, training: bool = True) -> Call:
-    """What the loss calls the model with, on a micro-batch. Raises WorkloadError."""
+    """Return the arguments with which the loss calls the model, on a micro-batch. Raises WorkloadError."""
     call = _listen("loss", workload, batch, training)
     if call is None:
         raise WorkloadError("loss(model, batch) did not call the model: a pipeline takes its input from that call")
@@ -129,8 +129,8 @@ def inputs(workload: Losses, batch: Batch, *, training: bool = True) -> Call:
         other = _listen("evaluate", workload, batch, training)
         if other is not None and not _alike(call, other):
             raise WorkloadError(
-                "evaluate() calls the model with something else than loss() does, and a pipeline runs "
-                "it once for both: give both the same input"
+                "evaluate() calls the model with other arguments than loss() does, and a pipeline runs "
+                "it once for both: use the same input in both"
             )
     return call
 
@@ -155,7 +155,7 @@ def _alike(a: Nested, b: Nested) -> bool:
 
 
 def loss(workload: Losses, batch: Batch, output: Nested, *, training: bool = True) -> Tensor:
-    """The user's loss of a micro-batch, given what the model returned. Raises WorkloadError."""
+    """Return the user's loss of a micro-batch, for the model's output. Raises WorkloadError."""
     with user_code("loss"):
         found = workload.loss(_Returns(output).train(training), batch)
     if not isinstance(found, Tensor) or found.numel() != 1:
@@ -167,6 +167,6 @@ def loss(workload: Losses, batch: Batch, output: Nested, *, training: bool = Tru
 
 
 def metrics(workload: Losses, batch: Batch, output: Nested) -> dict[str, float | Tensor]:
-    """The user's metrics of a micro-batch, given what the model returned. Raises WorkloadError."""
+    """Return the user's metrics of a micro-batch, for the model's output. Raises WorkloadError."""
     with user_code("evaluate"):
         return workload.evaluate(_Returns(output).train(False), batch)

@@ -1,7 +1,7 @@
-"""Random numbers that do not depend on how a model is cut: each layer's, for each micro-batch, begin anew.
+"""Random numbers that do not depend on how a model is cut: reseeded for each layer and micro-batch.
 
-A layer that draws (dropout) draws from torch's own generators, which are seeded before the layer is called: about a
-microsecond, less than finding out which layers draw.
+A layer that draws (dropout) uses torch's own generators, which are seeded before the layer is called. That takes about
+a microsecond, less than finding out which layers draw.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class LayerRandomState:
             self._generators.append(torch.cuda.default_generators[place.index or 0])
 
     def at(self, micro: int, layer: int) -> None:
-        """What is drawn from here on is that of `layer` for the micro-batch `micro`."""
+        """Seed the generators for `layer` on the micro-batch `micro`."""
         seed = _mixed(self._base + (micro << 32) + layer)
         for generator in self._generators:
             generator.manual_seed(seed)
 
     @contextmanager
     def of(self, step: int) -> Iterator[None]:
-        """One step; afterwards the generators are as they were."""
+        """Set the step; afterwards the generators are restored."""
         words = hashlib.blake2b(repr((*self._job, step)).encode(), digest_size=8).digest()
         self._base = int.from_bytes(words, "little")
         before = [generator.get_state() for generator in self._generators]
@@ -47,12 +47,12 @@ class LayerRandomState:
 
 
 def put_back(generator: torch.Generator, state: torch.Tensor) -> None:
-    """Let a generator go on from where it was."""
+    """Restore a generator's state."""
     generator.set_state(state)
 
 
 def _mixed(x: int) -> int:
-    """The finaliser of splitmix64: near numbers become far ones."""
+    """Apply the finaliser of splitmix64: similar numbers become unrelated ones."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK
     return x ^ (x >> 31)

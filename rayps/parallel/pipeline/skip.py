@@ -1,7 +1,7 @@
-"""Skip connections that may cross the stages of a pipeline: `Stash` puts a value aside, `Unstash` merges it in again.
+"""Skip connections that may cross the stages of a pipeline: `Stash` stores a value, `Unstash` merges it in again.
 
-In one process they are what they look like. In a pipeline the value goes straight from the stage of the Stash to the
-stage of its Unstash, and its gradient back.
+In one process they act as an ordinary skip connection. In a pipeline the value is sent directly from the stage of the
+Stash to the stage of its Unstash, and its gradient back.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rayps.data.base import Nested
 
 
 class _Aside(threading.local):
-    """What is put aside, by name; each thread has its own."""
+    """The stashed values, by name; each thread has its own."""
 
     def __init__(self) -> None:
         self.values: dict[str, Nested] = {}
@@ -29,24 +29,24 @@ _aside = _Aside()
 
 
 class Stash(nn.Module):
-    """Gives its input on, and puts it aside for the `Unstash` of the same name."""
+    """Return the input unchanged, and store it for the `Unstash` of the same name."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
 
     def forward(self, x: Nested) -> Nested:
-        """x, as it is."""
+        """Return x unchanged."""
         _aside.values[self.name] = x
         return x
 
     def extra_repr(self) -> str:
-        """Its name."""
+        """Return its name."""
         return repr(self.name)
 
 
 class Unstash(nn.Module):
-    """`merge(x, stashed)`, with what the `Stash` of the same name has put aside; by default their sum."""
+    """Return `merge(x, stashed)` of the value that the `Stash` of the same name stored; by default their sum."""
 
     def __init__(self, name: str, merge: Callable[..., Nested] = torch.add) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Unstash(nn.Module):
         self.merge = merge
 
     def forward(self, x: Nested) -> Nested:
-        """The merged value. Raises WorkloadError where nothing was put aside."""
+        """Return the merged value. Raises WorkloadError: nothing was stashed."""
         if self.name not in _aside.values:
             raise WorkloadError(
                 f"Unstash({self.name!r}) found nothing: put Stash({self.name!r}) on a layer before it", name=self.name
@@ -62,13 +62,13 @@ class Unstash(nn.Module):
         return self.merge(x, _aside.values.pop(self.name))
 
     def extra_repr(self) -> str:
-        """Its name."""
+        """Return its name."""
         return repr(self.name)
 
 
 @contextmanager
 def aside(values: dict[str, Nested]) -> Iterator[None]:
-    """Let what is stashed on this thread go to, and come from, `values`."""
+    """Store what is stashed on this thread in `values`, and read it from there."""
     before, _aside.values = _aside.values, values
     try:
         yield
@@ -85,10 +85,10 @@ class Route(NamedTuple):
 
 
 def places(modules: Sequence[nn.Module]) -> dict[str, tuple[int, int]]:
-    """By name: the numbers of the layers that hold the Stash and the Unstash.
+    """Return by name the numbers of the layers that hold the Stash and the Unstash.
 
     Raises:
-        WorkloadError: one of the two is missing, is there twice, or they are the wrong way round.
+        WorkloadError: one of the two is missing or occurs twice, or they are in the wrong order.
     """
     found: dict[str, dict[type[nn.Module], list[int]]] = {}
     for number, module in enumerate(modules):
@@ -107,14 +107,14 @@ def places(modules: Sequence[nn.Module]) -> dict[str, tuple[int, int]]:
         if where[Stash][0] > where[Unstash][0]:
             raise WorkloadError(
                 f"Unstash({name!r}) in layer {where[Unstash][0]} comes before its Stash in layer {where[Stash][0]}: "
-                "a value is put aside first",
+                "a value must be stashed first",
                 name=name,
             )
     return {name: (where[Stash][0], where[Unstash][0]) for name, where in found.items()}
 
 
 def routes(modules: Sequence[nn.Module], boundaries: Sequence[int]) -> tuple[Route, ...]:
-    """The skip connections that a cut at `boundaries` sends from chunk to chunk. Raises as `places`."""
+    """Return the skip connections that a cut at `boundaries` sends from chunk to chunk. Raises as `places`."""
 
     def chunk(layer: int) -> int:
         return sum(layer >= boundary for boundary in boundaries)

@@ -1,4 +1,4 @@
-"""What a stage sends to the others and waits for: outputs, their gradients, stashed values and theirs."""
+"""Messages between stages: outputs, stashed values, and the gradients of both."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rayps.comm.ring.p2p import TensorMessage
 from rayps.core.errors import LinkError
 from rayps.core.user_code import peers_awaited
 
-_NO_GRADIENT = "0"  # marks, in a parcel's form, a tensor whose gradient is none
+_NO_GRADIENT = "0"  # marks, in a message's form, a tensor whose gradient is None
 
 
 class StageMessage(enum.IntEnum):
-    """What a parcel is."""
+    """Kinds of messages."""
 
     OUTPUT = 0  # of a chunk
     GRADIENT = 1  # of a chunk's output
@@ -24,7 +24,7 @@ class StageMessage(enum.IntEnum):
 
     @property
     def words(self) -> str:
-        """For an error."""
+        """Describe it for an error."""
         return {
             0: "the output",
             1: "the gradient of the output",
@@ -34,7 +34,7 @@ class StageMessage(enum.IntEnum):
 
 
 class StageMessages:
-    """Between chunks, wherever they are: over the ring, or within this worker where both are here."""
+    """Send and receive between chunks: over the ring, or within this worker where both are here."""
 
     def __init__(self, ring: Ring | None) -> None:
         self._parcels = None if ring is None or ring.size == 1 else ring.parcels
@@ -43,7 +43,7 @@ class StageMessages:
         self._here: dict[tuple[int, int, int], TensorMessage] = {}
 
     def give(self, chunk: int, sort: StageMessage, index: int, micro: int, parcel: TensorMessage) -> None:
-        """Send to where `chunk` is. Raises LinkError."""
+        """Send to the worker of `chunk`. Raises LinkError."""
         to = chunk % self.stages
         if to == self.rank:
             self._here[sort, index, micro] = parcel
@@ -52,7 +52,7 @@ class StageMessages:
             self._parcels.give(to, _tag(sort, index, micro), parcel.tensors, parcel.form)
 
     def take(self, chunk: int, sort: StageMessage, index: int, micro: int) -> TensorMessage:
-        """Wait for what comes from where `chunk` is. Raises LinkError."""
+        """Receive from the worker of `chunk`. Raises LinkError."""
         frm = chunk % self.stages
         if frm == self.rank:
             return self._here.pop((sort, index, micro))
@@ -69,13 +69,13 @@ class StageMessages:
         return found
 
     def give_grads(self, chunk: int, sort: StageMessage, index: int, micro: int, grads: list[Tensor | None]) -> None:
-        """Send gradients, of which some may be none: nothing has come of that tensor."""
+        """Send gradients, some of which may be None: the tensor was not used."""
         there = [g for g in grads if g is not None]
         form = "".join(_NO_GRADIENT if g is None else "1" for g in grads) if len(there) < len(grads) else ""
         self.give(chunk, sort, index, micro, TensorMessage(there, [False] * len(there), form))
 
     def take_grads(self, chunk: int, sort: StageMessage, index: int, micro: int) -> list[Tensor | None]:
-        """The same gradients."""
+        """Receive these gradients."""
         parcel = self.take(chunk, sort, index, micro)
         if not parcel.form:
             return list(parcel.tensors)
@@ -83,17 +83,17 @@ class StageMessages:
         return [None if mark == _NO_GRADIENT else next(there) for mark in parcel.form]
 
     def settle(self) -> None:
-        """Return once all has left. Raises LinkError."""
+        """Return once all messages have been sent. Raises LinkError."""
         if self._parcels is not None:
             self._parcels.settle()
 
     def clear(self) -> None:
-        """Forget what was left here."""
+        """Drop the messages stored here."""
         self._here.clear()
 
     @property
     def counts(self) -> tuple[int, int, float]:
-        """Bytes and messages that have been sent, and seconds spent waiting, ever."""
+        """Return the total bytes and messages sent, and seconds spent waiting."""
         return (
             (0, 0, 0.0)
             if self._parcels is None

@@ -1,4 +1,4 @@
-"""A plan applied: which part of each parameter a worker holds, and the model with split layers in place."""
+"""Apply a plan: which part of each parameter a worker holds, and the model with split layers."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from rayps.parallel.tensor.layers import (
 
 
 def pieces(model: nn.Module, plan: Plan, size: int, index: int) -> dict[str, Cut]:
-    """Of each split parameter of the whole model: the dimension, and the ranges (lo, hi) that worker `index` holds.
+    """Return for each split parameter of the whole model the dimension, and the ranges (lo, hi) of worker `index`.
 
-    Names are those of `model.named_parameters()`; parameters that are not in it are whole on every worker. `model`
-    may be on the meta device, and may lack layers of the plan.
+    Names are those of `model.named_parameters()`; other parameters are whole on every worker. `model` may be on the
+    meta device, and may lack layers of the plan.
     """
     layers = dict(model.named_modules(remove_duplicate=False))
     known = {name for name, _ in model.named_parameters()}
@@ -43,15 +43,15 @@ def pieces(model: nn.Module, plan: Plan, size: int, index: int) -> dict[str, Cut
 
 
 def split(model: nn.Module, plan: Plan, index: int, size: int, ring: Ring | TensorCommunicator | None) -> nn.Module:
-    """Put worker `index`'s part of each layer of the plan into its place; returns the model.
+    """Replace each layer of the plan by worker `index`'s part of it; return the model.
 
-    Parameters keep their names, dtype, device and ties, and lose their values' other parts; a model on the meta
-    device is filled later. Layers of the plan that the model lacks (another stage's) are passed over. `ring` joins the
-    workers of the group; a `TensorCommunicator` around it counts; None is for shapes only.
+    Parameters keep their names, dtype, device and ties, and lose the values of other parts; a model on the meta device
+    is filled later. Layers of the plan that the model lacks (another stage's) are skipped. `ring` connects the workers
+    of the group, or is a `TensorCommunicator`, which counts; None is for shapes only.
     """
     if size == 1 or not plan:
         return model
-    seat = TensorRank(ring if isinstance(ring, TensorCommunicator) else TensorCommunicator(ring), size, index)
+    group = TensorRank(ring if isinstance(ring, TensorCommunicator) else TensorCommunicator(ring), size, index)
     layers = dict(model.named_modules())
     regions: dict[str, Region] = {}
     made: Made = {}
@@ -59,8 +59,8 @@ def split(model: nn.Module, plan: Plan, index: int, size: int, ring: Ring | Tens
     for name, way in plan.items():
         layer = layers.get(name)
         if layer is not None and _there(layer):
-            region = regions.setdefault(way.region, Region(seat)) if way.region else None
-            twins[id(layer)] = _twin(name, layer, way, seat, made, region)
+            region = regions.setdefault(way.region, Region(group)) if way.region else None
+            twins[id(layer)] = _twin(name, layer, way, group, made, region)
     for each in list(model.modules()):
         for child, layer in each._modules.items():
             if layer is not None and id(layer) in twins:
@@ -75,15 +75,15 @@ def _there(layer: nn.Module | None) -> bool:
 
 
 def _twin(
-    name: str, layer: nn.Module, way: LayerSplit, seat: TensorRank, made: Made, region: Region | None
+    name: str, layer: nn.Module, way: LayerSplit, group: TensorRank, made: Made, region: Region | None
 ) -> nn.Module:
     makers: dict[tuple[str, type[nn.Module]], Callable[[], nn.Module]] = {
-        ("out", nn.Linear): lambda: OutLinear(layer, way, seat, made, region),  # type: ignore[arg-type]
-        ("in", nn.Linear): lambda: InLinear(layer, way, seat, made, region),  # type: ignore[arg-type]
-        ("rows", nn.Embedding): lambda: RowsEmbedding(layer, way, seat, made),  # type: ignore[arg-type]
-        ("out", nn.Embedding): lambda: OutEmbedding(layer, way, seat, made),  # type: ignore[arg-type]
-        ("heads", nn.MultiheadAttention): lambda: SplitAttention(layer, way, seat, made),  # type: ignore[arg-type]
-        ("dropout", nn.Dropout): lambda: SliceDropout(layer.p, way, seat),  # type: ignore[arg-type]
+        ("out", nn.Linear): lambda: OutLinear(layer, way, group, made, region),  # type: ignore[arg-type]
+        ("in", nn.Linear): lambda: InLinear(layer, way, group, made, region),  # type: ignore[arg-type]
+        ("rows", nn.Embedding): lambda: RowsEmbedding(layer, way, group, made),  # type: ignore[arg-type]
+        ("out", nn.Embedding): lambda: OutEmbedding(layer, way, group, made),  # type: ignore[arg-type]
+        ("heads", nn.MultiheadAttention): lambda: SplitAttention(layer, way, group, made),  # type: ignore[arg-type]
+        ("dropout", nn.Dropout): lambda: SliceDropout(layer.p, way, group),  # type: ignore[arg-type]
     }
     for (split_by, kind), make in makers.items():
         if way.split == split_by and isinstance(layer, kind):
@@ -92,9 +92,9 @@ def _twin(
 
 
 def _keep_to_forward(layer: nn.Module) -> None:
-    """Keep torch's transformer layers from the fused path of evaluation, which reads whole weights past the layers."""
+    """Disable the fused evaluation path of torch's transformer layers, which reads whole weights around the layers."""
     held = any(isinstance(each, (OutLinear, InLinear, SplitAttention)) for each in layer.modules())
     if held and isinstance(layer, nn.TransformerEncoderLayer):
-        layer.activation_relu_or_gelu = 0  # asked for by that path only
+        layer.activation_relu_or_gelu = 0  # read by that path only
     if held and isinstance(layer, nn.TransformerEncoder):
         layer.use_nested_tensor = False

@@ -1,7 +1,7 @@
-"""nn.MultiheadAttention of which every worker of a tensor group holds some of the heads.
+"""nn.MultiheadAttention with its heads divided among the workers of a tensor group.
 
-Shoeybi et al., "Megatron-LM", 2019, part 3: q, k and v are split by `out`, head by head, the projection behind them by
-`in`; one sum forwards and one backwards for each different input. Heads need not divide evenly.
+Shoeybi et al., "Megatron-LM", 2019, part 3: q, k and v are split by `out`, head by head, the projection after them by
+`in`; one sum forward, and one backward for each different input. The number of heads need not be divisible.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _HELD = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_
 class SplitAttention(nn.Module):
     """Some heads of an attention layer; called like nn.MultiheadAttention, and returns the same.
 
-    `need_weights` works, averaged over all heads or not, for one more exchange of the weights' size: pass
-    need_weights=False where they are not looked at.
+    `need_weights` works, averaged over all heads or not, with one more exchange of the weights' size: pass
+    need_weights=False where they are not used.
     """
 
     in_proj_weight: nn.Parameter | None
@@ -35,21 +35,21 @@ class SplitAttention(nn.Module):
     bias_k: nn.Parameter | None
     bias_v: nn.Parameter | None
 
-    def __init__(self, layer: nn.MultiheadAttention, way: LayerSplit, seat: TensorRank, made: Made) -> None:
+    def __init__(self, layer: nn.MultiheadAttention, way: LayerSplit, group: TensorRank, made: Made) -> None:
         super().__init__()
-        known = cuts(layer, way, seat.size, seat.index)
+        known = cuts(layer, way, group.size, group.index)
         for name in dict.fromkeys((*layer._parameters, *_HELD)):  # in the unsplit layer's order
             whole = getattr(layer, name)
             self.register_parameter(name, None if whole is None else local(whole, known.get(name), made))
         inner = LayerSplit("in", way.width, way.unit, kept=True)
-        self.out_proj = InLinear(layer.out_proj, inner, seat, made)
-        ((lo, hi),) = way.ranges(seat.size, seat.index)
+        self.out_proj = InLinear(layer.out_proj, inner, group, made)
+        ((lo, hi),) = way.ranges(group.size, group.index)
         self.embed_dim, self.head_dim, self.all_heads = way.width, way.unit, way.units
         self.heads = (lo // way.unit, hi // way.unit)
         self.dropout, self.batch_first, self.add_zero_attn = layer.dropout, layer.batch_first, layer.add_zero_attn
-        self._counts = [width // way.unit for width in way.widths(seat.size)]
-        self._seat = seat
-        self._qkv_same_embed_dim = False  # nn.TransformerEncoderLayer asks before it takes a path around this forward
+        self._counts = [width // way.unit for width in way.widths(group.size)]
+        self._group = group
+        self._qkv_same_embed_dim = False  # nn.TransformerEncoderLayer checks it before it bypasses this forward
 
     @property
     def num_heads(self) -> int:
@@ -67,7 +67,7 @@ class SplitAttention(nn.Module):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """See nn.MultiheadAttention. `is_causal` is a hint beside `attn_mask`, which is what counts."""
+        """See nn.MultiheadAttention. `is_causal` is only a hint: `attn_mask` is applied."""
         if is_causal and attn_mask is None:
             raise WorkloadError("is_causal is a hint: give attention the causal mask too, as attn_mask")
         batched = query.dim() == 3
@@ -81,7 +81,7 @@ class SplitAttention(nn.Module):
             seen, weights = self._attend(q, k, v, mask, drop)
         else:
             seen, weights = F.scaled_dot_product_attention(q, k, v, mask), None
-        # [batch, head, target, head_dim] to [target, batch, features]: the strides too are as the unsplit layer's,
+        # [batch, head, target, head_dim] to [target, batch, features], with the strides of the unsplit layer,
         # because dropout draws in their order
         made = self.out_proj(seen.permute(2, 0, 1, 3).flatten(2))
         shown = self._show(weights, average_attn_weights) if need_weights and weights is not None else None
@@ -91,9 +91,9 @@ class SplitAttention(nn.Module):
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor, turn: bool, lone: bool) -> tuple[Tensor, ...]:
         """Return this worker's q, k, v as [batch, head, length, head_dim]."""
-        talk, width = self._seat.talk, self.num_heads * self.head_dim
+        communicator, width = self._group.communicator, self.num_heads * self.head_dim
         if self.in_proj_weight is not None and query is key and key is value:
-            packed = F.linear(functions.spread(query, talk), self.in_proj_weight, self.in_proj_bias)
+            packed = F.linear(functions.spread(query, communicator), self.in_proj_weight, self.in_proj_bias)
             parts = list(torch.split(packed, width, -1))
         else:
             if self.in_proj_weight is not None:
@@ -104,7 +104,7 @@ class SplitAttention(nn.Module):
             shared: dict[int, Tensor] = {}
             for each in (query, key, value):
                 if id(each) not in shared:
-                    shared[id(each)] = functions.spread(each, talk)
+                    shared[id(each)] = functions.spread(each, communicator)
             parts = [
                 F.linear(shared[id(each)], w, b)
                 for each, w, b in zip((query, key, value), matrices, biases, strict=True)
@@ -116,7 +116,7 @@ class SplitAttention(nn.Module):
         return tuple(each.view(*each.shape[:2], -1, self.head_dim).transpose(1, 2) for each in parts)
 
     def _lengthen(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
-        """With the extra keys and values that the layer adds, and their number."""
+        """Return k, v with the extra keys and values that the layer adds, and their number."""
         extra = 0
         if self.bias_k is not None and self.bias_v is not None:
             added = (self.bias_k, self.bias_v)
@@ -129,7 +129,7 @@ class SplitAttention(nn.Module):
         return k, v, extra
 
     def _mask(self, attn: Tensor | None, padding: Tensor | None, q: Tensor, extra: int) -> Tensor | None:
-        """What is added to the scores, [batch or 1, this worker's heads or 1, target, source]; None = nothing."""
+        """Return the summand of the scores, [batch or 1, this worker's heads or 1, target, source]; None = nothing."""
         whole: Tensor | None = None
         if attn is not None:
             whole = _additive(attn, q.dtype)
@@ -150,8 +150,8 @@ class SplitAttention(nn.Module):
 
     def _show(self, weights: Tensor, average: bool) -> Tensor:
         if average:
-            return functions.total(weights.sum(1) / self.all_heads, self._seat.talk)
-        return functions.gather(weights, self._seat.talk, 1, self._counts, self._seat.index)
+            return functions.total(weights.sum(1) / self.all_heads, self._group.communicator)
+        return functions.gather(weights, self._group.communicator, 1, self._counts, self._group.index)
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

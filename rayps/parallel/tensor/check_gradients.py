@@ -1,4 +1,4 @@
-"""A check of what cannot be seen before a run: that what every worker holds whole has the same gradient everywhere."""
+"""Check during a run that parameters which every worker holds whole have the same gradient everywhere."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from torch import Tensor
 from rayps.comm.ring import Ring
 from rayps.core.errors import WorkloadError
 
-_TOLERANCE = 1e-3  # of the norm: the same sums in the same order differ in no bit, a missing part by far more
+_TOLERANCE = (
+    1e-3  # relative to the norm: equal sums in the same order have equal bits, a missing part differs by far more
+)
 
 
 def agree(named: Iterable[tuple[str, Tensor]], ring: Ring) -> None:
     """Compare the gradients of unsplit parameters over the tensor ring: one exchange of two numbers for each.
 
-    They differ where a layer with parameters of its own is used on slices, between one split by `out` and one by
-    `in`: its gradient then lacks the other workers' slices. All workers must call it alike, once, after a first
-    backward. Raises WorkloadError, on all of them.
+    They differ where a layer with parameters works on slices, between one split by `out` and one by `in`: its gradient
+    then lacks the other workers' slices. All workers must call it, once, after a first backward. Raises WorkloadError,
+    on all of them.
     """
     known = list(named)
     zero = torch.zeros((), dtype=torch.float64)

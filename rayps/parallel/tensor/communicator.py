@@ -1,4 +1,4 @@
-"""The ring of the workers that share layers, and the count of what goes through it."""
+"""The ring of the workers that divide layers, with counters."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from rayps.core.user_code import peers_awaited
 class TensorCommunicator:
     """One worker's side of its tensor group. Every worker of the group must make the same calls in the same order.
 
-    `collectives` and `bytes` grow by one exchange and by the bytes of the whole tensor that it is about: the sum of
-    an all-reduce, the concatenation of an all-gather. What that costs on the wire is the ring's choice
-    (`ring.bytes_sent`); the least is 2 (N-1)/N of the bytes for a sum, (N-1)/N for a gather, from each of N workers.
+    `collectives` and `bytes` grow by one exchange and by the bytes of its whole tensor: the sum of an all-reduce, the
+    concatenation of an all-gather. The bytes sent are the ring's choice (`ring.bytes_sent`); the least is 2 (N-1)/N of
+    the bytes for a sum, (N-1)/N for a gather, from each of N workers.
     """
 
     def __init__(self, ring: Ring | None) -> None:
@@ -29,26 +29,26 @@ class TensorCommunicator:
         self._last: tuple[weakref.ref[Tensor], Tensor, int] | None = None
 
     def __deepcopy__(self, memo: dict[int, Self]) -> Self:
-        return self  # a copy of a layer talks through the same ring
+        return self  # a copy of a layer uses the same ring
 
     def add(self, t: Tensor) -> Tensor:
-        """The sum of everyone's tensors, in place: `t` must be contiguous and nobody else's."""
+        """Sum all workers' tensors, in place: `t` must be contiguous and not shared."""
         self.collectives += 1
         self.bytes += t.nbytes
         with peers_awaited():
             return self._open().sum(t)
 
     def gather(self, t: Tensor, dim: int, widths: Sequence[int]) -> Tensor:
-        """Everyone's tensors side by side along `dim`, where rank i's is `widths[i]` wide."""
+        """Concatenate all workers' tensors along `dim`, where rank i's is `widths[i]` wide."""
         ring = self._open()
         if t.shape[dim] != widths[ring.rank]:
             raise ConfigError(f"this worker's slice is {t.shape[dim]} wide along {dim}, expected {widths[ring.rank]}")
         shape = list(t.shape)
         shape[dim] = sum(widths)
-        one = t.numel() // max(1, widths[ring.rank])  # elements of a slice that is one wide
+        one = t.numel() // max(1, widths[ring.rank])  # elements of a slice of width one
         self.collectives += 1
         self.bytes += one * shape[dim] * t.element_size()
-        flat = t.new_zeros(one * max(widths))  # a ring gathers equal parts: the narrow ones are filled up
+        flat = t.new_zeros(one * max(widths))  # a ring gathers equal parts: narrow ones are padded
         flat[: t.numel()] = t.reshape(-1)
         parts: list[Tensor] = []
         with peers_awaited():
@@ -59,19 +59,19 @@ class TensorCommunicator:
         return torch.cat(parts, dim)
 
     def remembered(self, x: Tensor) -> Tensor | None:
-        """What was last made of this very tensor, so that layers that share an input share its gradient's sum."""
+        """Return the last result for this tensor, so that layers with the same input share its gradient's sum."""
         if self._last is None:
             return None
         source, made, version = self._last
         return made if source() is x and x._version == version else None
 
     def remember(self, x: Tensor, made: Tensor) -> Tensor:
-        """Keep `made`, as long as `x` lives and until backward, for the next layer that takes `x`."""
+        """Store `made`, while `x` lives and until backward, for the next layer that takes `x`."""
         self._last = (weakref.ref(x, self.forget), made, x._version)
         return made
 
     def forget(self, source: weakref.ref[Tensor] | None = None) -> None:
-        """Keep no tensor, or not the one that was made of `source`."""
+        """Drop the stored tensor, if any, or if it was computed from `source`."""
         if self._last is not None and (source is None or self._last[0] is source):
             self._last = None
 

@@ -1,15 +1,15 @@
-"""What workers that share a layer tell each other, forwards and backwards. Each function's backward is its transpose.
+"""Exchanges between workers that divide a layer. Each function's backward is its transpose.
 
 | function      | forward                     | backward                    |                              |
 |---------------|-----------------------------|-----------------------------|------------------------------|
-| `spread`      | as it is                    | sum over the workers        | Megatron's f                 |
-| `total`       | sum over the workers        | as it is                    | Megatron's g                 |
-| `gather`      | slices side by side         | this worker's slice         | after a layer split by `out` |
-| `own`         | this worker's slice         | slices side by side         | before one split by `in`     |
-| `scatter_sum` | this worker's slice of the sum | slices side by side      | sum and own in one           |
+| `spread`      | identity                    | sum over the workers        | Megatron's f                 |
+| `total`       | sum over the workers        | identity                    | Megatron's g                 |
+| `gather`      | concatenation of slices     | this worker's slice         | after a layer split by `out` |
+| `own`         | this worker's slice         | concatenation of slices     | before one split by `in`     |
+| `scatter_sum` | this worker's slice of the sum | concatenation of slices  | sum and own in one           |
 
-Shoeybi et al., "Megatron-LM", 2019, part 3. `gather` and `own` take and give what is the same on every worker, so a
-gradient that arrives from outside is whole and equal everywhere, and only the slice of it counts here.
+Shoeybi et al., "Megatron-LM", 2019, part 3. `gather` and `own` connect to tensors that are equal on every worker, so a
+gradient from outside is whole and equal everywhere, and only this worker's slice of it is used.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Grads = tuple[Tensor | None, ...]
 
 
 class _Context(FunctionCtx):
-    """What a forward keeps for its backward."""
+    """What a forward stores for its backward."""
 
-    talk: TensorCommunicator
+    communicator: TensorCommunicator
     dim: int
     lo: int
     width: int
@@ -39,23 +39,23 @@ class _Context(FunctionCtx):
 
 class _Spread(Function):
     @staticmethod
-    def forward(ctx: _Context, x: Tensor, talk: TensorCommunicator) -> Tensor:
-        ctx.talk = talk
+    def forward(ctx: _Context, x: Tensor, communicator: TensorCommunicator) -> Tensor:
+        ctx.communicator = communicator
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: _Context, *grads: Tensor) -> Grads:
-        ctx.talk.forget()
-        return ctx.talk.add(_copy(grads[0])), None  # a gradient may be held elsewhere too
+        ctx.communicator.forget()
+        return ctx.communicator.add(_copy(grads[0])), None  # the gradient may be used elsewhere too
 
 
 class _Total(Function):
     @staticmethod
-    def forward(ctx: _Context, x: Tensor, talk: TensorCommunicator, ours: bool) -> Tensor:
+    def forward(ctx: _Context, x: Tensor, communicator: TensorCommunicator, ours: bool) -> Tensor:
         if ours and x.is_contiguous():
             ctx.mark_dirty(x)
-            return talk.add(x)
-        return talk.add(_copy(x))
+            return communicator.add(x)
+        return communicator.add(_copy(x))
 
     @staticmethod
     def backward(ctx: _Context, *grads: Tensor) -> Grads:
@@ -65,10 +65,10 @@ class _Total(Function):
 class _Gather(Function):
     @staticmethod
     def forward(
-        ctx: _Context, x: Tensor, talk: TensorCommunicator, dim: int, widths: Sequence[int], rank: int
+        ctx: _Context, x: Tensor, communicator: TensorCommunicator, dim: int, widths: Sequence[int], rank: int
     ) -> Tensor:
         ctx.dim, ctx.lo, ctx.width = dim, sum(widths[:rank]), widths[rank]
-        return talk.gather(x, dim, widths)
+        return communicator.gather(x, dim, widths)
 
     @staticmethod
     def backward(ctx: _Context, *grads: Tensor) -> Grads:
@@ -78,75 +78,75 @@ class _Gather(Function):
 class _Own(Function):
     @staticmethod
     def forward(
-        ctx: _Context, x: Tensor, talk: TensorCommunicator, dim: int, widths: Sequence[int], rank: int
+        ctx: _Context, x: Tensor, communicator: TensorCommunicator, dim: int, widths: Sequence[int], rank: int
     ) -> Tensor:
-        ctx.talk, ctx.dim, ctx.widths = talk, dim, widths
+        ctx.communicator, ctx.dim, ctx.widths = communicator, dim, widths
         return x.narrow(dim, sum(widths[:rank]), widths[rank])
 
     @staticmethod
     def backward(ctx: _Context, *grads: Tensor) -> Grads:
-        return ctx.talk.gather(grads[0], ctx.dim, ctx.widths), None, None, None, None
+        return ctx.communicator.gather(grads[0], ctx.dim, ctx.widths), None, None, None, None
 
 
 class _ScatterSum(Function):
     @staticmethod
     def forward(
-        ctx: _Context, x: Tensor, talk: TensorCommunicator, dim: int, widths: Sequence[int], rank: int
+        ctx: _Context, x: Tensor, communicator: TensorCommunicator, dim: int, widths: Sequence[int], rank: int
     ) -> Tensor:
-        ctx.talk, ctx.dim, ctx.widths = talk, dim, widths
-        return talk.add(_copy(x)).narrow(dim, sum(widths[:rank]), widths[rank]).contiguous()
+        ctx.communicator, ctx.dim, ctx.widths = communicator, dim, widths
+        return communicator.add(_copy(x)).narrow(dim, sum(widths[:rank]), widths[rank]).contiguous()
 
     @staticmethod
     def backward(ctx: _Context, *grads: Tensor) -> Grads:
-        return ctx.talk.gather(grads[0], ctx.dim, ctx.widths), None, None, None, None
+        return ctx.communicator.gather(grads[0], ctx.dim, ctx.widths), None, None, None, None
 
 
-def spread(x: Tensor, talk: TensorCommunicator) -> Tensor:
-    """`x`, the same on every worker, where each goes on with it in its own way: its gradient is everyone's sum.
+def spread(x: Tensor, communicator: TensorCommunicator) -> Tensor:
+    """Return `x`, equal on every worker, for different uses on each: its gradient is the sum over the workers.
 
     Layers that take the same tensor one after another share one sum.
     """
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
-    known = talk.remembered(x)
+    known = communicator.remembered(x)
     if known is not None:
         return known
-    made: Tensor = _Spread.apply(x, talk)  # type: ignore[no-untyped-call]
-    return talk.remember(x, made)
+    made: Tensor = _Spread.apply(x, communicator)  # type: ignore[no-untyped-call]
+    return communicator.remember(x, made)
 
 
-def total(x: Tensor, talk: TensorCommunicator, *, ours: bool = False) -> Tensor:
-    """The sum of everyone's `x`; what follows is the same on every worker.
+def total(x: Tensor, communicator: TensorCommunicator, *, ours: bool = False) -> Tensor:
+    """Return the sum of all workers' `x`; later operations are equal on every worker.
 
-    With `ours`, nobody else needs `x`, and it is summed where it lies.
+    With `ours`, `x` is not used elsewhere, and is summed in place.
     """
-    made: Tensor = _Total.apply(x, talk, ours)  # type: ignore[no-untyped-call]
+    made: Tensor = _Total.apply(x, communicator, ours)  # type: ignore[no-untyped-call]
     return made
 
 
-def gather(x: Tensor, talk: TensorCommunicator, dim: int, widths: Sequence[int], rank: int) -> Tensor:
-    """Everyone's slices side by side along `dim`; `widths` has the slices' widths, in the order of ranks."""
-    made: Tensor = _Gather.apply(x, talk, dim, widths, rank)  # type: ignore[no-untyped-call]
+def gather(x: Tensor, communicator: TensorCommunicator, dim: int, widths: Sequence[int], rank: int) -> Tensor:
+    """Return all workers' slices concatenated along `dim`; `widths` are the slices' widths, in the order of ranks."""
+    made: Tensor = _Gather.apply(x, communicator, dim, widths, rank)  # type: ignore[no-untyped-call]
     return made
 
 
-def own(x: Tensor, talk: TensorCommunicator, dim: int, widths: Sequence[int], rank: int) -> Tensor:
+def own(x: Tensor, communicator: TensorCommunicator, dim: int, widths: Sequence[int], rank: int) -> Tensor:
     """Return this worker's slice of an `x` that is equal on every worker. Backward: gather all slices."""
-    made: Tensor = _Own.apply(x, talk, dim, widths, rank)  # type: ignore[no-untyped-call]
+    made: Tensor = _Own.apply(x, communicator, dim, widths, rank)  # type: ignore[no-untyped-call]
     return made
 
 
-def scatter_sum(x: Tensor, talk: TensorCommunicator, dim: int, widths: Sequence[int], rank: int) -> Tensor:
+def scatter_sum(x: Tensor, communicator: TensorCommunicator, dim: int, widths: Sequence[int], rank: int) -> Tensor:
     """Return this worker's slice, along `dim`, of the sum of all workers' `x`. Backward: gather all slices."""
-    made: Tensor = _ScatterSum.apply(x, talk, dim, widths, rank)  # type: ignore[no-untyped-call]
+    made: Tensor = _ScatterSum.apply(x, communicator, dim, widths, rank)  # type: ignore[no-untyped-call]
     return made
 
 
 def dropout(x: Tensor, p: float, dim: int, whole: int, ranges: Sequence[Range]) -> Tensor:
-    """Dropout of a slice as the unsplit layer has it: the `ranges` along `dim` of a mask that is `whole` wide.
+    """Apply the unsplit layer's dropout to a slice: the `ranges` along `dim` of a mask that is `whole` wide.
 
-    Every worker draws the whole mask. So all draw the same amount of random numbers, and what is dropped later, where
-    the workers hold the same tensors, is the same on all of them.
+    Every worker draws the whole mask. So all draw the same number of random numbers, and later dropout on tensors that
+    are equal on all workers is equal too.
     """
     if p == 0.0:
         return x
@@ -159,7 +159,7 @@ def dropout(x: Tensor, p: float, dim: int, whole: int, ranges: Sequence[Range]) 
 
 
 def take(t: Tensor, dim: int, ranges: Sequence[Range]) -> Tensor:
-    """The slices `ranges` of `t` along `dim`, one behind another."""
+    """Return the slices `ranges` of `t` along `dim`, concatenated."""
     parts = [t.narrow(dim, lo, hi - lo) for lo, hi in ranges]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 

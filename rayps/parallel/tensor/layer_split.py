@@ -1,4 +1,4 @@
-"""How one layer is split, as plain data: made once by the driver, the same on every worker."""
+"""How one layer is split, as plain data: computed once by the driver, equal on every worker."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Range = tuple[int, int]
 class LayerSplit:
     """How a layer is split.
 
-    `split` is out, in, heads, rows, or dropout (a layer without parameters that drops out of slices). `width` elements
-    are shared out in whole units of `unit` (a head); `blocks` lie behind one another and are each shared out (a
-    packed q, k, v). With `kept`, the wide side stays in slices: an `out` layer's output is not gathered, an `in`
-    layer's input arrives in slices. `region` names the layers between which a forward of the user's own runs.
+    `split` is out, in, heads, rows, or dropout (a layer without parameters that drops elements of slices). `width`
+    elements are divided in units of `unit` (a head); `blocks` follow each other and each is divided (a packed q, k, v).
+    With `kept`, the wide side stays in slices: an `out` layer's output is not gathered, an `in` layer's input arrives
+    in slices. `region` names the layers between which a user's own forward runs.
     """
 
     split: str
@@ -28,18 +28,18 @@ class LayerSplit:
 
     @property
     def units(self) -> int:
-        """How many workers can have a part at most."""
+        """The most workers that can have a part."""
         return self.width // self.blocks // self.unit
 
     def ranges(self, size: int, index: int) -> tuple[Range, ...]:
-        """What worker `index` of `size` holds of the width: one range in each block."""
+        """Return the part of the width that worker `index` of `size` holds: one range in each block."""
         lo, hi = part(self.units, size, index)
         block = self.width // self.blocks
         return tuple((b * block + lo * self.unit, b * block + hi * self.unit) for b in range(self.blocks))
 
     def widths(self, size: int) -> tuple[int, ...]:
-        """How wide everyone's part is, in the order of workers."""
+        """Return the widths of all workers' parts, in the order of workers."""
         return tuple(sum(hi - lo for lo, hi in self.ranges(size, i)) for i in range(size))
 
 
-Plan = dict[str, LayerSplit]  # by a layer's name; layers that are not named stay whole
+Plan = dict[str, LayerSplit]  # by a layer's name; other layers stay whole

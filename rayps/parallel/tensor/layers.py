@@ -1,8 +1,8 @@
-"""Layers of which every worker of a tensor group holds a part. Parameters keep the names of the unsplit layer.
+"""Layers divided among the workers of a tensor group. Parameters keep the names of the unsplit layer.
 
-Shoeybi et al., "Megatron-LM", 2019, part 3. With y = x W^T + b and W [out, in]: split by `out`, a worker makes its
-slice of y from the whole x, and backwards the gradients of x are added; split by `in`, it makes a partial sum of y from
-its slice of x, the sums are added, and the bias is added once, behind the sum. See `rayps.parallel.tensor` for the
+Shoeybi et al., "Megatron-LM", 2019, part 3. With y = x W^T + b and W [out, in]: split by `out`, a worker computes its
+slice of y from the whole x, and backward the gradients of x are summed; split by `in`, it computes a partial sum of y
+from its slice of x, the sums are added, and the bias is added once, after the sum. See `rayps.parallel.tensor` for the
 names.
 """
 
@@ -19,14 +19,14 @@ from rayps.parallel.tensor.communicator import TensorCommunicator
 from rayps.parallel.tensor.functions import take
 from rayps.parallel.tensor.layer_split import LayerSplit, Range
 
-Cut = tuple[int, tuple[Range, ...]]  # of a parameter: the dimension, and what of it this worker holds
+Cut = tuple[int, tuple[Range, ...]]  # of a parameter: the dimension, and this worker's ranges of it
 
 
 @dataclass(slots=True)
 class TensorRank:
-    """One worker's place in the group."""
+    """One worker's rank in the group."""
 
-    talk: TensorCommunicator
+    communicator: TensorCommunicator
     size: int
     index: int
 
@@ -34,30 +34,30 @@ class TensorRank:
 class Region:
     """Random numbers between layers whose forward is the user's own, where workers may draw different amounts.
 
-    Inside, each worker draws from a stream of its own; behind it all go on from the same state.
+    Inside, each worker draws from its own stream; after it all continue from the same state.
     """
 
-    def __init__(self, seat: TensorRank) -> None:
-        self._seat = seat
+    def __init__(self, group: TensorRank) -> None:
+        self._group = group
         self._outside: Tensor | None = None
 
     def enter(self) -> None:
-        """The first layer that makes slices has been called."""
+        """Start the region, at the first layer that computes slices."""
         if self._outside is None:
             generator = torch.default_generator
             seed = int(torch.randint(1 << 62, (), generator=generator))
             self._outside = generator.get_state()
-            generator.manual_seed(seed + self._seat.index)
+            generator.manual_seed(seed + self._group.index)
 
     def leave(self) -> None:
-        """The layer that adds up has been called."""
+        """End the region, at the layer that sums."""
         if self._outside is not None:
             torch.default_generator.set_state(self._outside)
             self._outside = None
 
 
 def cuts(layer: nn.Module, way: LayerSplit, size: int, index: int) -> dict[str, Cut]:
-    """Which of the unsplit layer's parameters are split, and how; the others are whole on every worker."""
+    """Return which of the unsplit layer's parameters are split, and how; the others are whole on every worker."""
     mine = way.ranges(size, index)
     if way.split == "heads":
         return _head_cuts(layer, way.width, mine)
@@ -95,7 +95,7 @@ def local(whole: Tensor, cut: Cut | None, made: Made) -> nn.Parameter:
         assert isinstance(whole, nn.Parameter)
         return whole
     if id(whole) not in made:
-        # contiguous_format: a part must be a vector, whatever it was cut from
+        # contiguous_format: a part must become a contiguous vector
         part = take(whole.detach(), *cut).clone(memory_format=torch.contiguous_format)
         made[id(whole)] = nn.Parameter(part, requires_grad=whole.requires_grad)
     return made[id(whole)]
@@ -108,15 +108,15 @@ class SplitLinear(nn.Module):
     bias: nn.Parameter | None
 
     def __init__(
-        self, layer: nn.Linear, way: LayerSplit, seat: TensorRank, made: Made, region: Region | None = None
+        self, layer: nn.Linear, way: LayerSplit, group: TensorRank, made: Made, region: Region | None = None
     ) -> None:
         super().__init__()
-        known = cuts(layer, way, seat.size, seat.index)
+        known = cuts(layer, way, group.size, group.index)
         self.weight = local(layer.weight, known.get("weight"), made)
         self.register_parameter("bias", None if layer.bias is None else local(layer.bias, known.get("bias"), made))
         self.out_features, self.in_features = self.weight.shape
-        self._way, self._seat, self._region = way, seat, region
-        self._widths = way.widths(seat.size)
+        self._way, self._group, self._region = way, group, region
+        self._widths = way.widths(group.size)
         self._region = region
 
     def extra_repr(self) -> str:
@@ -131,10 +131,10 @@ class OutLinear(SplitLinear):
         """Return x Wᵀ + b: [..., in] to [..., out], or this worker's slice of the outputs."""
         if self._region is not None and self.training:
             self._region.enter()
-        y = F.linear(functions.spread(x, self._seat.talk), self.weight, self.bias)
+        y = F.linear(functions.spread(x, self._group.communicator), self.weight, self.bias)
         if self._way.kept:
             return y
-        return functions.gather(y, self._seat.talk, -1, self._widths, self._seat.index)
+        return functions.gather(y, self._group.communicator, -1, self._widths, self._group.index)
 
 
 class InLinear(SplitLinear):
@@ -143,8 +143,8 @@ class InLinear(SplitLinear):
     def forward(self, x: Tensor) -> Tensor:
         """Return x Wᵀ + b: [..., in], or this worker's slice of the inputs, to [..., out]."""
         if not self._way.kept:
-            x = functions.own(x, self._seat.talk, -1, self._widths, self._seat.index)
-        y = functions.total(F.linear(x, self.weight), self._seat.talk, ours=True)
+            x = functions.own(x, self._group.communicator, -1, self._widths, self._group.index)
+        y = functions.total(F.linear(x, self.weight), self._group.communicator, ours=True)
         if self._region is not None:
             self._region.leave()
         return y if self.bias is None else y.add_(self.bias)
@@ -153,11 +153,11 @@ class InLinear(SplitLinear):
 class RowsEmbedding(nn.Module):
     """Hold a range of an embedding's rows. The ids of other ranges give zeros; the workers' outputs are summed."""
 
-    def __init__(self, layer: nn.Embedding, way: LayerSplit, seat: TensorRank, made: Made) -> None:
+    def __init__(self, layer: nn.Embedding, way: LayerSplit, group: TensorRank, made: Made) -> None:
         super().__init__()
-        self.weight = local(layer.weight, cuts(layer, way, seat.size, seat.index)["weight"], made)
-        ((self._lo, self._hi),) = way.ranges(seat.size, seat.index)
-        self._seat, self._rows = seat, way.width
+        self.weight = local(layer.weight, cuts(layer, way, group.size, group.index)["weight"], made)
+        ((self._lo, self._hi),) = way.ranges(group.size, group.index)
+        self._group, self._rows = group, way.width
         padding = layer.padding_idx
         self._padding = None if padding is None or not self._lo <= padding < self._hi else padding - self._lo
         self.num_embeddings, self.embedding_dim = self.weight.shape
@@ -168,32 +168,32 @@ class RowsEmbedding(nn.Module):
             raise IndexError(f"index out of range: ids from {int(ids.min())} to {int(ids.max())} of {self._rows} rows")
         outside = (ids < self._lo) | (ids >= self._hi)
         rows = F.embedding((ids - self._lo).masked_fill_(outside, 0), self.weight, self._padding)
-        return functions.total(rows.masked_fill(outside.unsqueeze(-1), 0), self._seat.talk, ours=True)
+        return functions.total(rows.masked_fill(outside.unsqueeze(-1), 0), self._group.communicator, ours=True)
 
 
 class OutEmbedding(nn.Module):
     """Hold a slice of every row of an embedding; the workers' slices are gathered."""
 
-    def __init__(self, layer: nn.Embedding, way: LayerSplit, seat: TensorRank, made: Made) -> None:
+    def __init__(self, layer: nn.Embedding, way: LayerSplit, group: TensorRank, made: Made) -> None:
         super().__init__()
-        self.weight = local(layer.weight, cuts(layer, way, seat.size, seat.index)["weight"], made)
-        self._seat, self._widths = seat, way.widths(seat.size)
+        self.weight = local(layer.weight, cuts(layer, way, group.size, group.index)["weight"], made)
+        self._group, self._widths = group, way.widths(group.size)
         self._options = (layer.padding_idx, None, 2.0, layer.scale_grad_by_freq, layer.sparse)
         self.num_embeddings, self.embedding_dim = self.weight.shape
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the rows of `ids`: [...] to [..., embedding_dim]."""
         rows = F.embedding(ids, self.weight, *self._options)
-        return functions.gather(rows, self._seat.talk, -1, self._widths, self._seat.index)
+        return functions.gather(rows, self._group.communicator, -1, self._widths, self._group.index)
 
 
 class SliceDropout(nn.Module):
     """Drop what the unsplit layer drops, from the same random state, between two layers that exchange slices."""
 
-    def __init__(self, p: float, way: LayerSplit, seat: TensorRank) -> None:
+    def __init__(self, p: float, way: LayerSplit, group: TensorRank) -> None:
         super().__init__()
         self.p = p
-        self._whole, self._ranges = way.width, way.ranges(seat.size, seat.index)
+        self._whole, self._ranges = way.width, way.ranges(group.size, group.index)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this worker's slice with elements dropped; `x` itself in evaluation."""

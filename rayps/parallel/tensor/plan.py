@@ -1,9 +1,9 @@
-"""Which layers of a model are split among `size` workers, and how. Pure: models on the meta device will do.
+"""Plan which layers of a model are split among `size` workers, and how. Pure: works on the meta device.
 
-Automatically, as in Shoeybi et al., "Megatron-LM", 2019, part 3: of linear layers one behind another in a Sequential
-(activations and dropout between them) pairs, the first by `out`, the second by `in`; heads of attention; the two
-linear layers of nn.TransformerEncoderLayer and DecoderLayer; rows of big embeddings, with the linear layer that is
-tied to one by `out`. The rest stays whole. Or by names, which are all that is split then.
+Automatic, as in Shoeybi et al., "Megatron-LM", 2019, part 3: pairs of successive linear layers in a Sequential
+(activations and dropout between them), the first by `out`, the second by `in`; heads of attention; the two linear
+layers of nn.TransformerEncoderLayer and DecoderLayer; rows of large embeddings, with a linear layer tied to one by
+`out`. All other layers stay whole. A plan by names splits the named layers only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rayps.parallel.tensor.layer_split import LayerSplit, Plan
 from rayps.parallel.tensor.layers import cuts
 from rayps.parallel.tensor.user_plan import UserSplit, resolve, splits
 
-BIG = 1 << 20  # elements from which on an embedding is split by itself: below, an exchange costs more than it saves
+BIG = 1 << 20  # least elements of an embedding for an automatic split: below, the exchange costs more than it saves
 _DROPOUTS = (nn.Dropout,)
 _ELEMENTWISE = (
     nn.ReLU,
@@ -48,10 +48,10 @@ Named = list[tuple[str, nn.Module]]
 
 
 def plan(model: nn.Module, size: int, given: dict[str, str] | None = None) -> Plan:
-    """How each layer is split: automatically, or as `given` by layer name (see `given.read`), the others whole.
+    """Return how each layer is split: automatically, or as `given` by layer name (see `given.read`), the others whole.
 
     Empty for one worker. Raises ConfigError and WorkloadError: a name that matches nothing, a layer that cannot be
-    split or has fewer heads, rows or features than there are workers, tied weights of which one is split and one not.
+    split or has fewer heads, rows or features than there are workers, tied weights of which only one is split.
     """
     wishes = _automatic(model, size) if given is None else resolve(model, given)
     if size == 1:
@@ -68,18 +68,18 @@ def plan(model: nn.Module, size: int, given: dict[str, str] | None = None) -> Pl
 
 
 def _none_by_itself(model: nn.Module, size: int) -> WorkloadError:
-    """Names a layer of this model that `plan` could take, if there is one."""
+    """Return the error if no layer is split automatically, with names that `plan` could take."""
     could = next((name for name, each in model.named_modules() if splits(each) and name), None)
     tied = " (layers that share weights are left whole)" if any(len(n) > 1 for n in _holders(model).values()) else ""
     way_out = "use pipeline instead" if could is None else f"name some in plan, e.g. plan={{{could!r}: 'out'}}"
     return WorkloadError(
-        f"no layer can be split among {size} workers by itself{tied}: {way_out}; automatic are pairs of Linear in a "
-        "Sequential, attention, transformer layers and big embeddings"
+        f"no layer can be split among {size} workers automatically{tied}: {way_out}; splits are found for pairs of "
+        "Linear in a Sequential, attention, transformer layers and big embeddings"
     )
 
 
 def chains(model: nn.Module) -> Iterator[Named]:
-    """The layers of each Sequential in their order; a Sequential within one is a part of it."""
+    """Return the layers of each Sequential in order; a nested Sequential is flattened."""
     inner = {id(layer) for each in model.modules() if _plain(each) for layer in each.children() if _plain(layer)}
     for name, each in model.named_modules():
         if _plain(each) and id(each) not in inner:
@@ -98,7 +98,7 @@ def _leaves(name: str, layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield from _leaves(f"{name}.{inner}" if name else inner, each)
 
 
-# What is split by itself
+# Automatic splits
 
 
 def _automatic(model: nn.Module, size: int) -> dict[str, UserSplit]:
@@ -135,7 +135,7 @@ def _pair_up(chain: Named, free: set[str], size: int, wishes: dict[str, UserSpli
 
 
 def _usual(layer: nn.Module) -> bool:
-    """Whether the block's two linear layers have only an activation and dropout between them."""
+    """Return whether the block's two linear layers have only an activation and dropout between them."""
     base = next(kind for kind in _BLOCKS if isinstance(layer, kind))
     act = layer.activation
     known = act in (F.relu, F.gelu, F.silu) or isinstance(act, _ELEMENTWISE)
@@ -157,11 +157,11 @@ def _big_embeddings(
             wishes.update({name: UserSplit("rows"), **dict.fromkeys(others, UserSplit("out"))})
 
 
-# From wishes to ways
+# From requests to splits
 
 
 def _join(model: nn.Module, wishes: dict[str, UserSplit]) -> Plan:
-    """The ways, with layers that follow one another joined: slices stay slices between them."""
+    """Return the splits, with successive layers joined: slices stay slices between them."""
     layers = dict(model.named_modules())
     ways = {name: _way(name, layers[name], wish) for name, wish in wishes.items()}
     for chain in chains(model):
@@ -187,7 +187,7 @@ def _way(name: str, layer: nn.Module, wish: UserSplit) -> LayerSplit:
     if width % (wish.unit * wish.blocks):
         raise ConfigError(
             f"plan splits the layer {name!r} into {wish.blocks} x units of {wish.unit}, and its {width} "
-            f"{wish.split}puts are no whole number of these",
+            f"{wish.split}puts are not a multiple of these",
             field="plan",
         )
     return LayerSplit(wish.split, width, wish.unit, wish.blocks)
@@ -212,7 +212,7 @@ def _join_chain(chain: Named, ways: Plan) -> None:
 
 
 def _join_children(prefix: str, parent: nn.Module, ways: Plan) -> None:
-    """In a forward of the user's own: linear layers by `out`, and the next one by `in`, which takes their slices."""
+    """Join, in a user's own forward, linear layers by `out` and the next one by `in`, which takes their slices."""
     outs: list[str] = []
     for child, layer in parent.named_children():
         name = prefix + child
@@ -234,14 +234,14 @@ def _must_fit(outs: list[str], last: str, ways: Plan) -> None:
     many = ways[name].width // width
     hint = f"; if it holds {many} blocks (a packed q, k, v), give 'out*{many}'" if many > 1 else ""
     raise ConfigError(
-        f"plan splits {name!r} by its {ways[name].width} outputs and {last!r}, behind it, by its {width} inputs: "
+        f"plan splits {name!r} by its {ways[name].width} outputs and {last!r}, after it, by its {width} inputs: "
         f"the slices do not fit{hint}",
         field="plan",
     )
 
 
 def _keep(ways: Plan, outs: list[str], last: str, drops: Named, region: str = "") -> None:
-    """Let the outputs of `outs` stay in slices up to `last`, which takes them as they were cut."""
+    """Keep the outputs of `outs` in slices up to `last`, which takes them as they were cut."""
     lead = next(ways[name] for name in outs if ways[name].width == ways[last].width * ways[name].blocks)
     for name in outs:
         way = ways[name]
@@ -252,11 +252,11 @@ def _keep(ways: Plan, outs: list[str], last: str, drops: Named, region: str = ""
             ways[name] = LayerSplit("dropout", ways[last].width, lead.unit, 1, True)
 
 
-# What cannot be
+# Refusals
 
 
 def _holders(model: nn.Module) -> dict[int, list[str]]:
-    """By the id of a parameter: every name that it has."""
+    """Return by the id of a parameter every name that it has."""
     found: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(parameter), []).append(name)

@@ -1,4 +1,4 @@
-"""A plan by a user: how one layer is to be split, in words, and which layers a name means."""
+"""A user's plan: how one layer is to be split, as text, and which layers a name matches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CAN = "rayps splits Linear (out, in), Embedding (rows, out) and MultiheadAttent
 
 
 class UserSplit(NamedTuple):
-    """One layer's split as it was asked for: `out*3:64` is three blocks, each shared out in units of 64."""
+    """One layer's requested split: `out*3:64` is three blocks, each divided in units of 64."""
 
     split: str
     blocks: int = 1
@@ -26,7 +26,7 @@ class UserSplit(NamedTuple):
 
 
 def read(name: str, words: str) -> UserSplit:
-    """Understand `out`, `in`, `heads`, `rows`, `none`, `out:UNIT`, `out*BLOCKS` and `out*BLOCKS:UNIT`.
+    """Parse `out`, `in`, `heads`, `rows`, `none`, `out:UNIT`, `out*BLOCKS` and `out*BLOCKS:UNIT`.
 
     Raises:
         ConfigError: it is none of them.
@@ -49,11 +49,11 @@ def read(name: str, words: str) -> UserSplit:
 
 
 def resolve(model: nn.Module, given: dict[str, str]) -> dict[str, UserSplit]:
-    """Which layer is split how. A name may hold `*`; of two that match, an exact one wins, then the longer.
+    """Return which layer is split how. A name may hold `*`; of two that match, an exact one wins, then the longer.
 
     Raises:
-        ConfigError: a name matches no layer, or only such as cannot be split so.
-        WorkloadError: a layer that is named cannot be split.
+        ConfigError: a name matches no layer, or only layers that cannot be split so.
+        WorkloadError: a named layer cannot be split.
     """
     layers = dict(model.named_modules())
     chosen: dict[str, tuple[tuple[bool, int], UserSplit]] = {}
@@ -73,11 +73,11 @@ def resolve(model: nn.Module, given: dict[str, str]) -> dict[str, UserSplit]:
 
 
 def splits(layer: nn.Module) -> tuple[str, ...]:
-    """How a layer can be split; () = it cannot. Subclasses and hooks may do what a split layer would not."""
+    """Return how a layer can be split; () = it cannot. Subclasses and hooks may do what a split layer would not."""
     if type(layer).__name__.startswith("Parametrized") or layer._forward_pre_hooks or layer._forward_hooks:
         return ()
     if isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear):
-        return ()  # attention's own: it reads the weights and never calls the layer
+        return ()  # part of attention, which reads the weights and never calls the layer
     if isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward:
         return ("out", "in")
     if isinstance(layer, nn.Embedding) and type(layer).forward is nn.Embedding.forward:

@@ -1,8 +1,8 @@
-"""What a plan exchanges, as a formula: elements and collectives of one forward and backward pass. Pure.
+"""What a plan exchanges, by formula: elements and collectives of one forward and backward pass. Pure.
 
 For one row of a layer's input (a token, a sample), the split linear layer [o, i] and N workers:
 
-| layer                    | forwards         | backwards        |
+| layer                    | forward          | backward         |
 |--------------------------|------------------|------------------|
 | `out` then `in` (o_last) | sum of o_last    | sum of i_first   |
 | `out` alone              | gather of o      | sum of i         |
@@ -10,7 +10,7 @@ For one row of a layer's input (a token, a sample), the split linear layer [o, i
 | heads (E features)       | sum of E         | sum of E (for each different input) |
 | embedding, rows or `out` | sum, gather of E | nothing          |
 
-A sum of n elements costs each worker at least 2 n (N-1)/N elements on the wire, a gather n (N-1)/N.
+A sum of n elements makes each worker send at least 2 n (N-1)/N elements, a gather n (N-1)/N.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rayps.parallel.tensor.layer_split import Plan
 
 @dataclass(frozen=True, slots=True)
 class Volume:
-    """Per row: whole tensors' elements, and how many exchanges there are in one pass."""
+    """Per row: whole tensors' elements, and the number of exchanges in one pass."""
 
     forward: int = 0
     backward: int = 0
@@ -50,7 +50,7 @@ def volume(model: nn.Module, plan: Plan) -> Volume:
 
 
 def by_layer(model: nn.Module, plan: Plan) -> dict[str, Volume]:
-    """The same of each layer. Of several `out` layers on one input the first has the backward part."""
+    """Return the volume of each layer. Of several `out` layers on one input the first has the backward part."""
     layers = dict(model.named_modules())
     seen: set[str] = set()
     found: dict[str, Volume] = {}
