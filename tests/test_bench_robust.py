@@ -51,7 +51,7 @@ def test_digits_as_they_are_published(tmp_path):
     [
         ({"scenes": ["moon"]}, "moon"),
         ({"rules": ["krum(f=9)"]}, "2f"),
-        ({"rules": ["krum(f=3)"]}, "bears 3"),
+        ({"rules": ["krum(f=3)"]}, "tolerates 3"),
         ({"rounds": 0}, "0 rounds"),
     ],
 )
