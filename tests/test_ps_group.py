@@ -17,7 +17,7 @@ from rayps.core.user_module import pack
 from rayps.ps import group as elastic
 from rayps.ps.client.client import GroupServer
 from rayps.ps.client.session import Session
-from rayps.ps.manager import group_state
+from rayps.ps.manager import launcher
 from rayps.ps.manager.balance import Balance, skew
 from rayps.ps.manager.launcher import actor_name
 from rayps.ps.own_space import OwnSpace, cut
@@ -200,7 +200,7 @@ def test_a_private_group_ends_with_its_manager(cluster):
 
 
 def test_servers_that_do_not_come_are_said(cluster, monkeypatch):
-    monkeypatch.setattr(group_state, "RETRY_SECONDS", 0.2)
+    monkeypatch.setattr(launcher, "RETRY_SECONDS", 0.2)
 
     def refuse(target, *args, **more):
         if "ServerActor" in target:

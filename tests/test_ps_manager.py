@@ -404,7 +404,7 @@ def test_without_copies_a_dead_servers_segments_are_lost_and_said_to_be(make):
 
 
 def test_a_server_that_cannot_be_started_is_tried_again(make, monkeypatch):
-    monkeypatch.setattr(group_state, "RETRY_SECONDS", 0.2)
+    monkeypatch.setattr(launcher, "RETRY_SECONDS", 0.2)
     manager = make(2)
     spawn, tries = make.cluster.spawn, []
 
@@ -446,7 +446,7 @@ def test_servers_that_come_on_top_start_gently_one_after_the_other_and_one_that_
 
 
 def test_a_gentle_start_that_does_not_come_in_time_is_done_again_at_once(make, monkeypatch):
-    monkeypatch.setattr(group_state, "START_SECONDS", 0.3)
+    monkeypatch.setattr(launcher, "START_SECONDS", 0.3)
     manager = make(2)
     spawn, ordered = make.cluster.spawn, []
 

@@ -90,6 +90,26 @@ class Balance:
             of[coldest] += loads[best]
 
 
+class Rebalancer:
+    """Applies a `Balance` once each `every` seconds; None = never."""
+
+    def __init__(self, balance: Balance | None) -> None:
+        self._balance, self._heat, self._looked = balance, Heat(), 0.0
+
+    def due(self, now: float) -> bool:
+        """Whether it is time to look again; then the next look is `every` seconds later."""
+        if self._balance is None or now - self._looked < self._balance.every:
+            return False
+        self._looked = now
+        return True
+
+    def shed(
+        self, loads: Mapping[SeatId, float], at: Mapping[SeatId, str], servers: Sequence[str], now: float
+    ) -> dict[SeatId, str]:
+        """See `Balance.shed`."""
+        return {} if self._balance is None else self._balance.shed(loads, at, servers, self._heat, now)
+
+
 def skew(loads: Sequence[float]) -> float:
     """The largest load over the mean; 1 = even."""
     total = sum(loads)

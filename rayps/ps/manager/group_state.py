@@ -8,14 +8,13 @@ that a manager which begins again would not know.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
 from rayps.ps.manager.assignment import SeatId, SegmentAssignment, ServerState, hear
-from rayps.ps.manager.balance import Balance, Heat
+from rayps.ps.manager.balance import Balance, Rebalancer
 from rayps.ps.manager.connections import ManagerConnection
 from rayps.ps.manager.decide import (
     Decision,
@@ -33,7 +32,7 @@ from rayps.ps.manager.decide import (
     decide,
     settled,
 )
-from rayps.ps.manager.launcher import START_SECONDS, Launcher
+from rayps.ps.manager.launcher import Launcher, PendingServers
 from rayps.ps.manager.publisher import Publisher
 from rayps.ps.manager.record import GroupRecord, RecordFile, SentOrder
 from rayps.ps.manager.servers import ServerMember
@@ -45,7 +44,6 @@ BROKEN_SECONDS = 1.0  # a server whose connection broke may connect again within
 SILENT_SECONDS = 10.0  # one that says nothing may speak again within this; until then only it has what has no copy
 AWAY_SECONDS = 5.0  # after a manager began again, for the servers to find it
 GATHER_SECONDS = 30.0  # how long moves wait for servers that were ordered together
-RETRY_SECONDS = 2.0  # between two tries to start a server
 APART_SECONDS = 1.0  # until a copy that could not be made is tried again
 EVENTS = 200
 
@@ -63,23 +61,20 @@ class GroupState:
         silence: float,
     ):
         self.record, self.crew, self.tongue = record, crew, tongue
-        self._book, self._balance, self._silence = book, balance, silence
+        self._book, self._balance, self._silence = book, Rebalancer(balance), silence
         self.members: dict[str, ServerMember] = {}
         self.seats: dict[SeatId, SegmentAssignment] = {
             seat.id: seat for seats in record.seats.values() for seat in seats
         }
-        self.starting: dict[str, float] = {}  # servers on their way, and when that is over
+        self.pending = PendingServers()
         self.begun: dict[tuple[SeatId, str], float] = {}  # when a copy, or a handing over, began
         self.events: deque[dict[str, Any]] = deque(maxlen=EVENTS)
         self.departed: deque[tuple[float, ServerMember]] = deque(maxlen=16)
         self.changed = False  # something is to be written, and told
         self._apart: dict[tuple[str, str], float] = {}
         self._gather_until = 0.0
-        self._orders: deque[tuple[str, dict[str, Any]]] = deque()  # servers to start, and how
-        self._coming = ""  # the one that was begun last
-        self._hasty = False  # a server did not come in time: the next one is not started gently
         self._sizes: dict[SeatId, int] = {}  # as its primary, whoever it was, said last
-        self._heat, self._looked, self._ticked = Heat(), 0.0, time.monotonic()
+        self._ticked = time.monotonic()
         for name, told in record.servers.items():
             member = ServerMember(name, ServerState.AWAY, told.address, told.host, told.pid, leaving=told.leaving)
             member.become(ServerState.AWAY)
@@ -99,13 +94,13 @@ class GroupState:
         silent = any(
             member.state == ServerState.SILENT for member in self.members.values()
         )  # it comes back, or is replaced
-        expected = bool(self.starting) or silent
+        expected = bool(self.pending) or silent
         return GroupFacts(
             tuple(member.server for member in self.members.values()),
             tuple(self.seats.values()),
             self.record.wanted,
             self.record.replicas,
-            len(self.starting),
+            len(self.pending),
             expected and time.monotonic() < self._gather_until,
             self.record.placed_by_load,
             frozenset(self._apart),
@@ -113,7 +108,7 @@ class GroupState:
 
     def settled(self) -> bool:
         """See `rayps.ps.manager.decide.settled`."""
-        return not self.starting and settled(self.view())
+        return not self.pending and settled(self.view())
 
     # ---- what is heard
 
@@ -121,7 +116,7 @@ class GroupState:
         """A server is here, for the first time or again; False = it is not one of ours (any more)."""
         name = str(told["name"])
         member = self.members.get(name)
-        if self.starting.pop(name, None) is not None:
+        if self.pending.registered(name):
             member = self.members[name] = ServerMember(name, ServerState.ALIVE)
             self.members = dict(sorted(self.members.items(), key=lambda item: _age(item[0])))  # the oldest first
             self.event("server_joined", f"{name} is there, on {told.get('host') or 'this host'}", server=name)
@@ -227,23 +222,20 @@ class GroupState:
             elif member.state == ServerState.SILENT and since > (BROKEN_SECONDS if member.broken else SILENT_SECONDS):
                 self._bury(member)
         self._order_next()
-        for name in [name for name, until in self.starting.items() if until < now]:
-            del self.starting[name]
+        for name in self.pending.late(now):
             self.crew.end(name)
-            self._hasty = self.changed = True
+            self.changed = True
         if self._gather_until and now > self._gather_until:
             self._gather_until, self.changed = 0.0, True
         for pair in [pair for pair, until in self._apart.items() if until < now]:
             del self._apart[pair]
             self.changed = True
-        if self._balance is not None and now - self._looked >= self._balance.every:
-            self._looked = now
-            self._rebalance(self._balance, now)
+        if self._balance.due(now):
+            self._rebalance(now)
 
     def start_failed(self, name: str, reason: str) -> None:
         """A server could not be started: another one is tried a little later."""
-        if name in self.starting:
-            self.starting[name] = time.monotonic() + RETRY_SECONDS
+        if self.pending.failed(name):
             self.event("server_not_started", f"{name} could not be started: {reason}", server=name)
 
     def _bury(self, member: ServerMember) -> None:
@@ -256,14 +248,14 @@ class GroupState:
         self.gather()
         self.changed = True
 
-    def _rebalance(self, balance: Balance, now: float) -> None:
+    def _rebalance(self, now: float) -> None:
         if self.record.resizing is not None:
             return  # a server that has just come has no load because nothing has moved to it yet
         servers = [member.name for member in self.members.values() if member.state == ServerState.ALIVE]
         at = {seat.id: seat.primary for seat in self.seats.values() if seat.primary in servers}
         loads = {seat: self.members[server].rate(*seat) for seat, server in at.items() if server is not None}
         named = {seat: server for seat, server in at.items() if server is not None}
-        for seat, server in balance.shed(loads, named, servers, self._heat, now).items():
+        for seat, server in self._balance.shed(loads, named, servers, now).items():
             self.record.placed_by_load[seat] = server
             self.event(
                 "hot_segment",
@@ -292,7 +284,8 @@ class GroupState:
             log.error("%s: decisions do not come to an end: %s", self.record.name, decisions[:3])
         if self.record.resizing is not None and self.settled():
             was, now = self.record.resizing
-            self.record.resizing, self._hasty = None, False
+            self.record.resizing = None
+            self.pending.settled()
             self.event("resized", f"resized from {was} to {now} servers", servers=now)
         self.commit()
 
@@ -325,24 +318,20 @@ class GroupState:
     def _start(self, count: int) -> None:
         # one that replaces another is wanted at once; one that comes on top does not disturb whoever trains there
         gently = self.record.resizing is not None and all(member.there for member in self.members.values())
-        more = {"gently": True} if gently and not self._hasty else {}
         for _ in range(count):
             name = f"server-{self.record.next_server}"
             self.record.next_server += 1
-            self.starting[name] = math.inf  # its time begins with its order
-            (self._orders.append if more else self._orders.appendleft)((name, more))
+            self.pending.add(name, gently=gently)
         self._order_next()
 
     def _order_next(self) -> None:
         """Begin the servers that are to start; those that start gently one after the other."""
-        while self._orders and not (self._orders[0][1] and self._coming in self.starting):
-            name, more = self._orders.popleft()
-            if name in self.starting:
-                self.starting[name] = time.monotonic() + START_SECONDS
-                self._coming = name
-                if more:
-                    self.gather()
-                self.crew.start(name, self.record.name, self.record.secret, self.tongue.address, **more)
+        for name, gently in self.pending.due():
+            more = {}
+            if gently:
+                more["gently"] = True
+                self.gather()
+            self.crew.start(name, self.record.name, self.record.secret, self.tongue.address, **more)
 
     def leave(self, name: str) -> None:
         """A server is to be emptied, then ended."""

@@ -1,10 +1,13 @@
-"""The processes of a group's servers: started and ended by a thread, for a cluster may take its time over either."""
+"""Starts and ends the processes of a group's servers, in a thread, as a cluster may be slow."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +16,68 @@ from rayps.core.errors import RaypsError
 
 HOST = "rayps.ps.server.server_actor:ServerActor"
 START_SECONDS = 90.0  # from the order to a server's first word
+RETRY_SECONDS = 2.0  # between two tries to start a server
+
+
+class PendingServers:
+    """Servers that are to start and have not registered. Those that start gently do so one after the other. Pure."""
+
+    def __init__(self) -> None:
+        self._until: dict[str, float] = {}  # by server: when it is late; infinite before its start
+        self._queue: deque[tuple[str, bool]] = deque()  # servers not started yet, and whether gently
+        self._last = ""  # the one that was started last
+        self._hurried = False  # a server was late: the next one is not started gently
+
+    def __len__(self) -> int:
+        return len(self._until)
+
+    @property
+    def names(self) -> list[str]:
+        """All of them."""
+        return list(self._until)
+
+    def add(self, name: str, *, gently: bool) -> None:
+        """A server is to start; gently: after those that start gently before it, without disturbing the workers."""
+        gently = gently and not self._hurried
+        self._until[name] = math.inf
+        if gently:
+            self._queue.append((name, True))
+        else:
+            self._queue.appendleft((name, False))
+
+    def due(self) -> list[tuple[str, bool]]:
+        """The servers to start now, and whether gently; their time begins."""
+        found: list[tuple[str, bool]] = []
+        while self._queue and not (self._queue[0][1] and self._last in self._until):
+            name, gently = self._queue.popleft()
+            if name in self._until:
+                self._until[name] = time.monotonic() + START_SECONDS
+                self._last = name
+                found.append((name, gently))
+        return found
+
+    def registered(self, name: str) -> bool:
+        """A server has registered; False where it is not one of these."""
+        return self._until.pop(name, None) is not None
+
+    def failed(self, name: str) -> bool:
+        """A start has failed: another server is tried after RETRY_SECONDS. False where it is not one of these."""
+        if name not in self._until:
+            return False
+        self._until[name] = time.monotonic() + RETRY_SECONDS
+        return True
+
+    def late(self, now: float) -> list[str]:
+        """The servers that have not registered in time, which are given up."""
+        found = [name for name, until in self._until.items() if until < now]
+        for name in found:
+            del self._until[name]
+            self._hurried = True
+        return found
+
+    def settled(self) -> None:
+        """The resize has ended."""
+        self._hurried = False
 
 
 class Launcher:

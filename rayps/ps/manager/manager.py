@@ -218,7 +218,7 @@ class Manager:
         """End the group: its servers, its spaces, its record."""
         with self._lock:
             self._keeper.record.wanted = 0
-            names = [*self._keeper.members, *self._keeper.starting]
+            names = [*self._keeper.members, *self._keeper.pending.names]
         self._end()
         for name in names:
             self._crew.end(name)

@@ -51,8 +51,8 @@ def _status(keeper: GroupState) -> str:
 
 def _starts(keeper: GroupState) -> bool:
     """Whether its first servers are on their way: nothing is healed where nothing was hurt."""
-    record, first = keeper.record, len(keeper.members) + len(keeper.starting) == keeper.record.next_server
-    return bool(keeper.starting) and first and record.resizing is None and not record.counts.get("deaths")
+    record, first = keeper.record, len(keeper.members) + len(keeper.pending) == keeper.record.next_server
+    return bool(keeper.pending) and first and record.resizing is None and not record.counts.get("deaths")
 
 
 def _servers(keeper: GroupState) -> list[dict[str, Any]]:
