@@ -304,7 +304,7 @@ class _LocalReservation:
         return ["here"] * self._count
 
     def release(self) -> None:
-        """Nothing was held."""
+        """Do nothing: nothing was reserved."""
 
 
 def _local_cluster(cluster: list[LocalCluster] = []) -> LocalCluster:  # noqa: B006  one per process, made late

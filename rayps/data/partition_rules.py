@@ -170,7 +170,9 @@ class ByQuantity(PartitionRule):
         if isinstance(self.clients, tuple):
             sizes = np.array(self.clients, dtype=np.int64)
             if sizes.sum() != rows:
-                raise ConfigError(f"{self}: they add up to {sizes.sum()}, and there are {rows} rows", field="client")
+                raise ConfigError(
+                    f"{self}: the sizes add up to {sizes.sum()}, and there are {rows} rows", field="client"
+                )
         else:
             _enough(rows, self.clients)
             k = self.clients

@@ -149,7 +149,7 @@ class Mender:
             self._loss = None
             self.journal.event(
                 "warning",
-                f"{decision.reason}: no other worker has its state (a backup exists after the first round), "
+                f"{decision.reason}: no other worker has its state (backups exist after the first round); "
                 "all workers return to the snapshot",
                 lost=list(decision.lost),
             )

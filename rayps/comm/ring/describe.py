@@ -27,7 +27,10 @@ class RingChoices(TypedDict, total=False):
 
 
 def in_words(choices: RingChoices) -> str:
-    """`all-reduce between 4 ranks over shm: one_shot up to 262 KB, two_shot above; measured ...`."""
+    """Describe the choices: `all-reduce between 4 ranks over shm: one_shot up to 262 KB, two_shot above.
+
+    Measured ...`.
+    """
     over = choices["transport"]
     if "tcp" in over and "streams" in choices:
         over += f" ({choices['streams']} stream{'s' if choices['streams'] > 1 else ''} between two ranks)"
