@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -302,7 +301,7 @@ class Trainer:
                 return
             for members, rate in self._plain:
                 held = [i for i in members if self.parameters[i].grad is not None]
-                grads: Any = [self.parameters[i].grad for i in held]
+                grads = [g for i in held if (g := self.parameters[i].grad) is not None]
                 torch._foreach_add_([self._values[i] for i in held], grads, alpha=rate)
             return
         vector = grad.vector if isinstance(grad, Grad) else grad
