@@ -171,6 +171,27 @@ def test_a_group_that_a_job_uses_is_not_stopped_without_force(
     group.wait(10)
 
 
+def test_the_spaces_of_a_divided_job_are_told_apart(
+    site: Site, client: Client, place: ThreadPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a job has the spaces JOB and JOB/1."""
+    monkeypatch.setattr(drivers_module, "DRIVER", DRIVER)
+    group = client.start_servers("shared").wait(10)
+    job = site.add(server_group="shared", strategy="parameter_server")
+    for name in (job, f"{job}/1", "left", "left/1"):
+        place.threads.find(actor("shared")).actor.open_space(name)  # type: ignore[union-attr]
+    until(lambda: len(group.refresh().data["spaces"]) == 4, "the spaces")
+    for name, operations in ((job[:8].lower(), 50), (f"{job}/1", 60)):
+        group.set_quota(name, operations=operations)
+    quotas = {space["name"]: space["quota"]["operations"] for space in group.refresh().data["spaces"]}
+    assert quotas == {job: 50, f"{job}/1": 60, "left": None, "left/1": None}
+    for name in (job, f"{job}/1"):
+        with pytest.raises(Conflict, match="has not ended"):
+            group.drop(name)
+    group.drop("left/1")
+    until(lambda: "left/1" not in [space["name"] for space in group.refresh().data["spaces"]], "its end")
+
+
 def test_a_service_that_is_started_again_finds_its_group(tmp_path: Path, place: ThreadPlace) -> None:
     first = Site(tmp_path, place=place)
     with Client(first.url, first.token) as client:
