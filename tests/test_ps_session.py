@@ -241,7 +241,7 @@ def test_a_hang_up_reaches_who_pulls_ahead(make):
     group.parks = True
     tables = Prefetcher({"users": Client()}, talk, lambda batch: {"users": batch}, pulls=True)
     tables.begin(0)
-    tables.tell(torch.arange(3).numpy())
+    tables.announce(torch.arange(3).numpy())
     assert until(lambda: tables._reader is not None, 60)
     later(0.1, talk.hang_up)
     with pytest.raises(PeerLost, match="ended on this side"):

@@ -78,8 +78,8 @@ class GroupServer:
 
         They land in `out` where given (a contiguous CPU tensor of as many elements), else in a new tensor. With
         `consistent` they are of one moment: every push is in all of them or in none (in step that is so anyway, out of
-        step pushes wait on the servers for it, which takes four turns instead of one). Without, each segment is of one
-        version.
+        step pushes wait on the servers for it, which takes four turns instead of one). Without, segments answer
+        independently, and one of this host may step while it is read.
 
         Raises:
             PeerTimeout: the slowest worker, or a server, was silent past the deadline.
@@ -271,7 +271,8 @@ class GroupServer:
         posted, together = self._posted, self._together(consistent)
         if kind is GroupMessage.PULL and whole and posted is not None and not together:
             self._posted = None
-            found = self.talk.turn(posted.step, posted.weight, posted.pieces, places)
+            torn = not (self.consistent if consistent is None else consistent)
+            found = self.talk.turn(posted.step, posted.weight, posted.pieces, places, torn=torn)
             answers = found or self.talk.exchange(
                 GroupMessage.PUSH_PULL, posted.pieces, step=posted.step, weight=posted.weight, landing=places
             )

@@ -108,7 +108,7 @@ class RequestHandler(PendingReplies):
 
     def _pull_whole(self, guest: ServerPeer, tag: int, push: WholePush) -> None:
         """Answer such a pull with the values of now."""
-        for index, slice_ in push.slices:
+        for index, slice_ in push.unknown({} if guest.box is None else guest.box.offered):
             self._mouth.offer(guest, index, slice_)
         self._mouth.answer(guest, tag, *push.pulled())
 

@@ -7,7 +7,7 @@ and nothing has changed.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
 
 from torch import Tensor
 
@@ -18,14 +18,8 @@ from rayps.ps.server.dense_segment import DenseSegment
 from rayps.ps.server.mailboxes import MailboxHead
 from rayps.ps.server.replicated_shard import PUSHED, ReplicatedShard
 
-
-class _Target(NamedTuple):
-    """One segment and what is pushed to it."""
-
-    holding: AssignedSegment
-    segment: DenseSegment
-    shard: ReplicatedShard
-    value: Tensor
+# one segment and what is pushed to it; a plain tuple, as one is made for each segment of each request
+_Target = tuple[AssignedSegment, DenseSegment, ReplicatedShard, Tensor]
 
 
 class WholePush:
@@ -53,7 +47,7 @@ class WholePush:
             mark = shard.ledger.marks.get(rank)
             if mark is None or (step - mark >= WINDOW and not shard.spans):
                 return None
-            targets.append(_Target(holding, segment, shard, value))
+            targets.append((holding, segment, shard, value))
         return cls(rank, step, targets)
 
     def apply(self, weight: float) -> None:
@@ -76,18 +70,24 @@ class WholePush:
     @property
     def touched(self) -> list[AssignedSegment]:
         """The segments."""
-        return [target.holding for target in self._targets]
+        return [holding for holding, _, _, _ in self._targets]
 
-    @property
-    def slices(self) -> list[tuple[int, SharedSlice]]:
-        """The segments' memory, by index, as it is now."""
-        return [(target.holding.index, target.shard.slice) for target in self._targets]
+    def unknown(self, offered: Mapping[int, object]) -> list[tuple[int, SharedSlice]]:
+        """The segments whose memory, as it is now, is not among what was offered, by index; and that memory."""
+        return [
+            (holding.index, shard.slice)
+            for holding, _, shard, _ in self._targets
+            if offered.get(holding.index) is not shard.slice
+        ]
 
     @property
     def may_pull(self) -> bool:
         """Whether the clocks of all segments allow the pull."""
         rank, step = self._rank, self._step
-        return all(shard.ledger.marks[rank] > step and shard.may_pull(rank) for _, _, shard, _ in self._targets)
+        for _, _, shard, _ in self._targets:
+            if shard.ledger.marks[rank] <= step or not shard.may_pull(rank):
+                return False
+        return True
 
     def pulled(self) -> tuple[int, int, int]:
         """Count the pull; the least version, the lead in rounds, and the step below which all pushes are durable.
