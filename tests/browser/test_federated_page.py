@@ -108,7 +108,7 @@ def test_what_clients_hold_is_a_map(tab: Tab, fake: Fake) -> None:
     said = first.locator("svg").get_attribute("aria-label")
     assert re.fullmatch(r"By label, \d: 250, \d: 250", said)
     assert re.search(r"counted in \d+ rounds?", first.locator("canvas").get_attribute("aria-label"))
-    assert "commonest label is 50%" in page.inner_text("#clients")
+    assert "most frequent label has 50%" in page.inner_text("#clients")
     many = job_page(tab, url, "writers-fedbuff")
     until("the first clients", lambda: many.locator("#clients tbody tr").count() == 60)
     assert "1,000 clients" in many.inner_text("#clients .card-note")

@@ -108,7 +108,7 @@ def test_a_resize_asks_first_and_its_moves_are_followed(tab: Tab, fake: Fake) ->
     page.click("text=Resize")
     assert page.locator("dialog[open] .button-primary").is_disabled()
     page.click("[aria-label='One server more']")
-    assert "about 25% of what is held moves" in page.inner_text("dialog[open]")
+    assert "about 25% of the data moves" in page.inner_text("dialog[open]")
     page.click("text=Resize to 4")
     page.wait_for_selector(".job-head [data-status=resizing]")
     page.wait_for_selector("#moves .moves li")
