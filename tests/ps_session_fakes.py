@@ -16,8 +16,7 @@ from rayps.comm.link import Listener, Message
 from rayps.core.errors import LinkError, PeerTimeout
 from rayps.ps.client.client import GroupServer
 from rayps.ps.client.session import Session
-from rayps.ps.fixed.messages import refusal
-from rayps.ps.protocol.messages import GroupMessage, SegmentPayload, numbers, pack, unpack
+from rayps.ps.protocol.messages import GroupMessage, SegmentPayload, numbers, pack, refusal, unpack
 from rayps.ps.protocol.pieces import Extent
 from rayps.ps.protocol.segment_map import SegmentHolders, SpaceMap
 from rayps.ps.protocol.space import Space

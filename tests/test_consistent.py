@@ -8,9 +8,9 @@ import torch
 from test_server import START, N, every, house  # noqa: F401  (a fixture)
 from torch.optim import SGD
 
-from rayps.core.errors import PeerLost, PeerTimeout
-from rayps.ps.fixed import Server
-from rayps.ps.fixed.messages import ShardMessage
+from rayps.core.errors import PeerTimeout
+from rayps.ps.protocol.messages import GroupMessage
+from rayps.ps.server.requests import RequestHandler
 
 ONES = torch.ones(N, dtype=torch.float64)
 
@@ -20,15 +20,8 @@ def plain(params):
 
 
 def joined(one, rank, **options):
-    """A worker whose shards step independently of each other."""
-    server = one.join(rank)
-    server.close()
-    links = [one.link(i, rank) for i in range(len(one.ranges))]
-    server = Server(
-        rank, torch.float64, one.ranges, links, timeout=options.pop("timeout", 5.0), independent=True, **options
-    )
-    one.servers.append(server)
-    return server
+    """A worker whose pulls are of one moment of all shards."""
+    return one.join(rank, **{"timeout": 5.0, "consistent": True} | options)
 
 
 def moved(pulled):
@@ -58,12 +51,10 @@ def test_out_of_step_a_consistent_pull_is_never_torn(house, staleness, shards, r
 
 def test_in_step_a_pull_is_never_torn_and_shards_are_not_held(house, monkeypatch):  # noqa: F811
     one = house(3, 3, 0, plain)
-    kinds = []
-    for loop in one.loops:
-        own = loop._hold
-        monkeypatch.setitem(
-            loop._answers, ShardMessage.HOLD, lambda request, own=own: (kinds.append(request), own(request))
-        )
+    kinds, own = [], RequestHandler.answer
+    monkeypatch.setattr(
+        RequestHandler, "answer", lambda self, held, request: (kinds.append(request.kind), own(self, held, request))
+    )
 
     servers = [one.join(rank) for rank in range(3)]
 
@@ -75,21 +66,23 @@ def test_in_step_a_pull_is_never_torn_and_shards_are_not_held(house, monkeypatch
             server.push(ONES)
 
     every(work, 3)
-    assert not kinds
+    assert kinds and GroupMessage.HOLD not in kinds
 
 
 def test_a_reader_that_vanishes_or_stays_too_long_lets_the_shards_go(house):  # noqa: F811
     one = house(2, 2, None, plain)
     reader, pusher = joined(one, 0, timeout=0.5), joined(one, 1)
     began = time.monotonic()
-    with reader._turns._held():
-        pusher.push(ONES)
-        assert time.monotonic() - began >= 0.3  # held back until the reader's time was over
+    pusher.settle()
+    reader.talk._hold()
+    pusher.push(ONES)
+    pusher.settle()
+    assert time.monotonic() - began >= 0.3  # held back until the reader's time was over
     again = joined(one, 0, timeout=600)
-    with pytest.raises(PeerLost), again._turns._held():
-        again.close()  # dies while it holds them
-        pusher.push(ONES)
-        raise PeerLost("as its process would", peer="worker-0")
+    again.talk._hold()
+    again.close()  # dies while it holds them
+    pusher.push(ONES)
+    pusher.settle()
     assert torch.allclose(one.join(0).read(), START - 1.0, atol=1e-9)
 
 
@@ -97,9 +90,9 @@ def test_a_push_cut_off_between_shards_is_named_by_who_waits_for_it(house):  # n
     one = house(2, 2, None, plain)
     reader = joined(one, 0, timeout=0.7)
     joined(one, 1)
-    with one.loops[0]._lock:  # what the first shard has heard of rank 1, and the second has not
-        one.loops[0].shard.push(1, 0, torch.ones(one.ranges[0][1], dtype=torch.float64), 1.0)
-    with pytest.raises(PeerTimeout, match="push of rank 1 that another shard has and shard-1 has not"):
+    # what the first shard has heard of rank 1, and the second has not
+    one.loops[0].do(lambda shard: shard.push(1, 0, torch.ones(one.ranges[0][1], dtype=torch.float64), 1.0))
+    with pytest.raises(PeerTimeout, match="push of rank 1 that another server has"):
         reader.pull()
     found = moved(reader.pull(consistent=False))
     assert found.tolist() == [0.5] * one.ranges[0][1] + [0.0] * (N - one.ranges[0][1])
@@ -112,20 +105,20 @@ def test_a_push_cut_off_between_shards_is_named_by_who_waits_for_it(house):  # n
 
 def test_a_shard_that_was_replaced_while_it_was_held_is_held_again(house, monkeypatch):  # noqa: F811
     one = house(2, 2, None, plain)
-    reader = joined(one, 0)
-    joined(one, 1)
-    first, second = one.loops
-    aim, tries = second._answers[ShardMessage.AIM], []
+    reader = joined(one, 0, relink=True, timeout=20.0)
+    late = joined(one, 1, relink=True, keep=10**6)
+    late.push(ONES)
+    late.settle()
+    own, tries = reader.talk.exchange, []
 
-    def forgetful(request):
-        if not tries:
-            second._readers._let_go()  # a replacement knows of no reader
-        tries.append(request)
-        second.shard.push(1, 0, torch.ones(N - one.ranges[0][1], dtype=torch.float64), 1.0)  # and is told what it lacks
-        aim(request)
+    def exchange(kind, *arguments, **more):
+        if kind == GroupMessage.PULL:
+            tries.append(kind)
+            if len(tries) == 1:
+                one.restart(1)  # the replacement knows of no reader, and lacks what was pushed
+                late.talk.catch_up()
+        return own(kind, *arguments, **more)
 
-    monkeypatch.setitem(second._answers, ShardMessage.AIM, forgetful)
-    with first._lock:
-        first.shard.push(1, 0, torch.ones(one.ranges[0][1], dtype=torch.float64), 1.0)
+    monkeypatch.setattr(reader.talk, "exchange", exchange)
     assert (moved(reader.pull()) == 0.5).all()
-    assert len(tries) == 1  # by the second try both had come as far
+    assert len(tries) == 2  # by the second try both had come as far

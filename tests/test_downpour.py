@@ -4,8 +4,10 @@ import importlib
 import random
 import threading
 import time
+from contextlib import closing
 
 import pytest
+import static_servers
 import torch
 from process_cluster import ProcessCluster
 from small_work import OPTIMIZERS, Small, Watched, distance, kinds, plain, train
@@ -14,15 +16,10 @@ from torch import nn
 
 import rayps
 from rayps import AllReduce, Downpour, ParameterServer, Pipeline, TensorParallel
-from rayps.comm.link import Listener, connect
-from rayps.core.calendar import Boundary
 from rayps.core.errors import ConfigError, PeerTimeout
 from rayps.core.ledger import Ledger
 from rayps.core.metrics import Rounds
 from rayps.core.strategy import Phase
-from rayps.ps.fixed import Server
-from rayps.ps.fixed.loop import ShardLoop
-from rayps.ps.fixed.shard import Shard
 from rayps.ps.group import start
 from rayps.runtime.preflight import preflight
 from rayps.strategies.catalogue import parse
@@ -195,11 +192,11 @@ PLACES = [
     (kind, place)
     for kind, places in {
         "ShardActor": [
-            "shard: applied, not acknowledged",
-            "shard: acknowledged, not saved",
-            "shard: saved, not collected",
+            "host: applied, not forwarded",
+            "host: acknowledged, not saved",
+            "host: state kept, not collected",
         ],
-        "WorkerActor": ["worker: between shards", "worker: pushed, not heard", "worker: acknowledged"],
+        "WorkerActor": ["talk: between servers", "talk: pushed, not heard", "talk: acknowledged"],
     }.items()
     for place in places
 ]
@@ -210,7 +207,7 @@ PLACES = [
 @pytest.mark.parametrize(("kind", "place"), PLACES)
 def test_a_death_leaves_every_gradient_in_once(kind, place, n_push):
     """A worker's replacement repeats the steps that were not pushed; a shard's hears the pushes again."""
-    visit = 2 if "saved, not collected" in place else 5
+    visit = 2 if "kept, not collected" in place else 5
     result, slots = tally(Downpour(n_push=n_push, n_fetch=2, shards=2), {(kind, 1): f"{place}={visit}"})
     assert [event["lost"] for event in died(result)] == [[f"{kind[:-5].lower()}-1"]]
     assert "restarted" not in kinds(result)
@@ -229,9 +226,9 @@ def test_several_deaths(round_):
     arm = {
         (kind, i): f"{place}={chance.randint(2, 9)}"
         for kind, i, place in (
-            ("ShardActor", 0, "shard: applied, not acknowledged"),
-            ("ShardActor", 1, "shard: acknowledged, not saved"),
-            ("WorkerActor", chance.randrange(3), "worker: pushed, not heard"),
+            ("ShardActor", 0, "host: applied, not forwarded"),
+            ("ShardActor", 1, "host: acknowledged, not saved"),
+            ("WorkerActor", chance.randrange(3), "talk: pushed, not heard"),
         )
     }
     result, slots = tally(Downpour(n_push=chance.choice([1, 2, 3]), n_fetch=chance.choice([1, 2]), shards=2), arm)
@@ -434,32 +431,18 @@ def test_a_warm_start_whose_replica_dies_goes_on():
 
 
 def test_who_waits_for_a_silent_replica_says_whom():
-    layout = rayps.tensors.flat.Layout.of([("w", torch.empty(6, dtype=torch.float64))])
-    with Listener("shard-0", b"s" * 32, 1) as listener:
-        loop = ShardLoop(
-            Shard(
-                0,
-                layout,
-                0,
-                6,
-                params=torch.zeros(6, dtype=torch.float64),
-                factory=lambda p: torch.optim.SGD(p, lr=1.0),
-                strategy=Downpour(warm_start=4),
-                start=[0, 0],
-                boundary=Boundary(0, -1),
-            ),
-            listener,
+    layout = static_servers.vector_layout(6)
+    with closing(
+        static_servers.House(
+            layout,
+            torch.zeros(6, dtype=torch.float64),
+            1,
+            2,
+            Downpour(warm_start=4),
+            lambda p: torch.optim.SGD(p, lr=1.0),
         )
-        servers = [
-            Server(
-                rank,
-                torch.float64,
-                [(0, 6)],
-                [connect(listener.address, name=f"worker-{rank}", secret=b"s" * 32, generation=1, timeout=60)],
-                timeout=0.3,
-            )
-            for rank in range(2)
-        ]
+    ) as house:
+        servers = [house.join(rank, timeout=0.3) for rank in range(2)]
         done = []
         waiter = threading.Thread(target=lambda: (servers[1].wait(0, 4), done.append(servers[1].pull())))
         waiter.start()
@@ -472,9 +455,6 @@ def test_who_waits_for_a_silent_replica_says_whom():
         with pytest.raises(PeerTimeout, match=r"worker-0 has pushed 4 of the 9 rounds.*timeout") as caught:
             servers[1].wait(0, 9)
         assert caught.value.data["peer"] == "worker-0"
-        for server in servers:
-            server.close()
-        loop.close()
 
 
 # ------------------------------------------------------------------------------------------- what is refused or said

@@ -66,8 +66,8 @@ def tally(strategy, arm, epochs=2, every=3):
 
 
 PLACES = {
-    "ShardActor": ["shard: applied, not acknowledged", "shard: acknowledged, not saved", "shard: saved, not collected"],
-    "WorkerActor": ["worker: between shards", "worker: pushed, not heard", "worker: acknowledged"],
+    "ShardActor": ["host: applied, not forwarded", "host: acknowledged, not saved", "host: state kept, not collected"],
+    "WorkerActor": ["talk: between servers", "talk: pushed, not heard", "talk: acknowledged"],
 }
 
 
@@ -79,7 +79,7 @@ def died(result):
 @pytest.mark.parametrize("staleness", [0, 1, None])
 @pytest.mark.parametrize(("kind", "place"), [(kind, place) for kind, places in PLACES.items() for place in places])
 def test_a_death_at_a_named_place(kind, place, staleness):
-    visit = 2 if "saved, not collected" in place else 7
+    visit = 2 if "kept, not collected" in place else 7
     result, slots = tally(ParameterServer(shards=SHARDS, staleness=staleness), {(kind, 1): f"{place}={visit}"})
     assert [event["lost"] for event in died(result)] == [[f"{kind[:-5].lower()}-1"]]
     assert torch.equal(slots, torch.full_like(slots, 2.0)), slots  # two epochs

@@ -15,9 +15,9 @@ from rayps import ADMM, AllReduce, DiLoCo, Downpour, FedAvg, Hogwild, LocalSGD, 
 from rayps.cluster.local import LocalCluster
 from rayps.core.calendar import Boundary
 from rayps.core.errors import WorkloadError
-from rayps.ps.fixed.shard import Shard
 from rayps.ps.protocol.space import Space, SparseTable
 from rayps.ps.server.dense_segment import DenseSegment
+from rayps.ps.server.shard import Shard
 from rayps.ps.tables.row_optimizers import Scheduled
 from rayps.ps.tables.table_segment import TableSegment
 from rayps.ps.tables.wire_format import encode_push

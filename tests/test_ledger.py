@@ -15,10 +15,8 @@ from rayps.core.calendar import Boundary
 from rayps.core.errors import CheckpointError
 from rayps.core.failpoint import VARIABLE, parse
 from rayps.core.ledger import WINDOW, Ledger, anywhere
-from rayps.ps.fixed.messages import ShardMessage
-from rayps.ps.fixed.replay_buffer import FixedReplayBuffer
-from rayps.ps.fixed.shard import Shard
-from rayps.ps.fixed.transport import ShardCall
+from rayps.ps.client.replay_buffer import ReplayBuffer
+from rayps.ps.server.shard import Shard
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.tensors.flat import Layout
 
@@ -105,25 +103,24 @@ def test_what_is_no_ledger_is_refused(data):
         Ledger.from_json(data)
 
 
-def said(step):
-    return [ShardCall(0, ShardMessage.PUSH, step, 0)]
+PIECE = memoryview(bytes(10))
 
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 9)), max_size=30), st.integers(0, 120))
 def test_what_is_kept_is_bounded_and_has_no_holes(durable, limit):
-    kept, marks = FixedReplayBuffer(2, limit), [0, 0]
+    kept, marks = ReplayBuffer(limit), [0, 0]
     for step in range(10):
-        for shard in (0, 1):
-            kept.keep(shard, step, said(step), 10)
+        kept.keep(step, 1.0, {0: PIECE, 1: PIECE})
         for shard, mark in durable[3 * step : 3 * step + 3]:
             marks[shard] = max(marks[shard], min(mark, step + 1))
-            kept.durable(shard, mark if mark <= step else step + 1)
+            kept.durable([shard], mark if mark <= step else step + 1)
         assert kept.bytes <= limit
         for shard in (0, 1):
-            first = kept.first(shard, step + 1)
+            held = kept.first(shard)
+            first = step + 1 if held is None else held
             assert first >= marks[shard]
-            assert [s for s, _ in kept.since(shard, 0)] == list(range(first, step + 1))
-            assert [s for s, _ in kept.since(shard, first + 1)] == list(range(first + 1, step + 1))
+            assert [push.step for push in kept.of([shard])] == list(range(first, step + 1))
+            assert [push.step for push in kept.of([shard], {shard: first + 1})] == list(range(first + 1, step + 1))
     if limit >= 200:
         assert kept.dropped == 0
 
@@ -167,7 +164,7 @@ class World:
     def __init__(self):
         self.saved = [(torch.zeros(SLOTS, dtype=torch.float64), Ledger([0] * RANKS)) for _ in range(2)]
         self.shards = [self.restored(i) for i in range(2)]
-        self.kept = [FixedReplayBuffer(2, 10**9) for _ in range(RANKS)]
+        self.kept = [ReplayBuffer(10**9) for _ in range(RANKS)]
         self.step = [0] * RANKS
         self.flying = []  # (shard, its life, rank, step)
         self.lives = [0, 0]
@@ -193,7 +190,7 @@ class World:
         if step < STEPS:
             self.step[rank] += 1
             for i in range(2):
-                self.kept[rank].keep(i, step, [ShardCall(i, ShardMessage.PUSH, step, 0)], 8)
+                self.kept[rank].keep(step, 1.0, {i: PIECE})
                 self.flying.append((i, self.lives[i], rank, step))
 
     def deliver(self, n, keep):
@@ -212,25 +209,26 @@ class World:
 
     def again(self, rank, i):
         mark = self.shards[i].ledger.marks[rank]
-        self.flying += [(i, self.lives[i], rank, step) for step, _ in self.kept[rank].since(i, mark)]
+        self.flying += [(i, self.lives[i], rank, push.step) for push in self.kept[rank].of([i], {i: mark})]
 
     def save(self, i):
         self.saved[i] = self.shards[i].params.clone(), self.shards[i].ledger.copy()
         for rank in range(RANKS):
-            self.kept[rank].durable(i, self.saved[i][1].marks[rank])
+            self.kept[rank].durable([i], self.saved[i][1].marks[rank])
 
     def kill_shard(self, i):
         self.lives[i] += 1
         self.lost[i] += self.shards[i].lost
         self.shards[i] = self.restored(i)
         for rank in range(RANKS):
-            self.shards[i].skip(rank, self.kept[rank].first(i, self.step[rank]))
+            held = self.kept[rank].first(i)
+            self.shards[i].skip(rank, self.step[rank] if held is None else held)
             self.again(rank, i)
 
     def kill_worker(self, rank):
         self.flying = [message for message in self.flying if message[2] != rank]  # its links are fenced
         self.step[rank] = min(shard.ledger.marks[rank] for shard in self.shards)
-        self.kept[rank] = FixedReplayBuffer(2, 10**9)
+        self.kept[rank] = ReplayBuffer(10**9)
 
     def check(self):
         for i, shard in enumerate(self.shards):

@@ -8,8 +8,8 @@ import torch
 from test_consistent import joined
 from test_server import START, N, every, house  # noqa: F401  (a fixture)
 
-from rayps.ps.fixed.messages import ShardMessage
-from rayps.ps.fixed.transport import ShardCall
+from rayps.cluster.local import until
+from rayps.ps.protocol.messages import GroupMessage
 from rayps.tensors.flat import Layout
 from rayps.tensors.packing import flat_bytes
 
@@ -18,13 +18,14 @@ TABLE = Layout.of([("w", torch.empty(N, 1, dtype=torch.float64))])
 
 
 def keeps(one, rank, keep=10**6, **options):
-    return joined(one, rank, keep=keep, relink=lambda i: one.link(i, rank), consistent=False, **options)
+    return joined(one, rank, keep=keep, relink=True, **{"consistent": False, "timeout": 60.0} | options)
 
 
 def restart(one, i):
     """A shard dies, and begins anew from the beginning."""
-    one.loops[i].close()
-    one.loops[i] = one.loop(i)
+    for server in one.servers:
+        server.settle()
+    one.restart(i)
 
 
 @pytest.mark.parametrize("resident", [True, False])
@@ -47,13 +48,17 @@ def test_what_is_durable_is_not_kept(house):  # noqa: F811
     server = keeps(one, 0)
     for _ in range(4):
         server.push(ONES)
-    assert server._turns._kept.bytes == 4 * N * 8
+    server.settle()
+    assert server.talk.kept.bytes == 4 * N * 8
     for loop in one.loops:
-        with loop._lock:
-            loop.shard._snapshot(4)
-        loop.saved(4)
+        loop.do(lambda shard: shard.wanted.add(5))
+    server.push(ONES)
+    server.settle()
+    for loop in one.loops:
+        loop.actor.saved(5)
     server.push(ONES)  # its acknowledgement says so
-    assert server._turns._kept.bytes == N * 8
+    server.settle()
+    assert server.talk.kept.bytes == N * 8
 
 
 def test_what_was_not_kept_is_lost_and_counted(house):  # noqa: F811
@@ -74,7 +79,7 @@ def test_what_was_not_kept_is_lost_and_counted(house):  # noqa: F811
 def test_rows_are_said_again_with_their_ids(house, monkeypatch):  # noqa: F811
     monkeypatch.setattr("test_server.LAYOUT", TABLE)
     one = house(2, 1, None)
-    server = keeps(one, 0, layout=TABLE)
+    server = keeps(one, 0)
     for ids in ([0, 9], [3, 1, 3], [0, 9], [10]):
         server.push_rows(torch.tensor(ids), torch.ones(len(ids), 1, dtype=torch.float64))
     before = server.pull()
@@ -100,26 +105,35 @@ def test_a_shard_is_told_by_another_thread_while_the_worker_waits_elsewhere(hous
     waits.start()
     waits.join(0.3)
     assert waits.is_alive()
-    first.replay(1, lambda: one.link(1, 0), lambda: True)
-    assert one.loops[1].facts().reached == 0  # of rank 0 all is there, rank 1 has not asked yet
-    assert one.loops[1].shard.ledger.marks[0] == 3
-    first.replay(1, lambda: pytest.fail("nobody wants it"), lambda: False)
+    assert until(lambda: one.loops[1].shard.ledger.marks[0] == 3, 60)  # of rank 0 all is there
+    assert one.loops[1].facts().reached == 0  # rank 1 has not asked yet
     second.push(ONES)
     waits.join(60)
     assert not waits.is_alive()
     assert torch.allclose(second.read(), START - 5 * 0.1 / 2, atol=1e-12)
 
 
+def test_a_finished_worker_tells_a_restored_shard_what_it_lacks(house):  # noqa: F811
+    one = house(2, 1, None)
+    server = keeps(one, 0)
+    for _ in range(3):
+        server.push(ONES)
+    restart(one, 1)
+    assert one.loops[1].shard.ledger.marks[0] == 0
+    server.talk.catch_up()  # as `rewire` lets another thread do
+    assert one.loops[1].shard.ledger.marks[0] == 3
+    assert torch.allclose(server.read(), START - 3 * 0.1, atol=1e-12)
+
+
 @pytest.mark.parametrize("resident", [True, False])
 def test_a_retried_push_pull_counts_once_and_still_pulls(house, resident):  # noqa: F811
     one = house(1, 1, None)
     server = joined(one, 0, resident=resident)
-    piece = server._turns.pieces[0] if resident else ONES
-    piece.copy_(ONES)
-    found = torch.empty(N, dtype=torch.float64)
+    piece, found = np.ones(N), torch.empty(N, dtype=torch.float64)
     for _ in range(3):
         found.zero_()
-        server._turns.exchange([ShardCall(0, ShardMessage.PUSH_PULL, 0, 0, 1.0, N, piece, flat_bytes(found))])
+        places = {0: flat_bytes(found)}
+        server.talk.exchange(GroupMessage.PUSH_PULL, {0: piece.data.cast("B")}, step=0, weight=1.0, landing=places)
         assert np.array_equal(found.numpy(), (START - 0.1).numpy())
 
 

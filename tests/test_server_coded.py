@@ -1,65 +1,39 @@
 """Encoded pushes: their slow twin is one process that encodes, decodes and steps; and several lines at once."""
 
-import socket
+import threading
 import time
 
 import pytest
+import static_servers
 import torch
 from small_work import Small, distance, plain, train
-from test_server import SECRET, every
+from test_server import every
 from torch.optim import SGD
 
 from rayps import AllReduce, ParameterServer
-from rayps.cluster.local import LocalCluster
+from rayps.cluster.local import LocalCluster, until
 from rayps.comm.compress import ErrorFeedback, codec
-from rayps.comm.link import Listener, Message, connect
-from rayps.core.calendar import Boundary
-from rayps.core.errors import ConfigError, PeerLost
-from rayps.core.partition import slices
+from rayps.core.errors import ConfigError, LinkError, PeerLost
 from rayps.ps.client.compressed import compress
-from rayps.ps.fixed import Server, ShardLoop
-from rayps.ps.fixed.coded import coded, value_of
-from rayps.ps.fixed.messages import ShardMessage
-from rayps.ps.fixed.shard import Shard
+from rayps.ps.protocol.messages import GroupMessage
+from rayps.ps.protocol.pieces import Extent, coded_piece
 from rayps.ps.server_group import ServerGroup
-from rayps.tensors.flat import Gradient, Layout
+from rayps.tensors.flat import Gradient
 
 N = 3001
 NAMES = ["fp16", "bf16", "int8", "top_k:0.05"]
 
 
-class House:
+class House(static_servers.House):
     """Shards of N zeros, and workers whose pushes may be encoded."""
 
     def __init__(self, shards, workers, staleness, dtype=torch.float32, prefer="auto", n=N):
-        self.ranges = [(cut.start, cut.stop) for cut in slices(n, shards)]
-        self.dtype, self.prefer = dtype, prefer
-        layout = Layout.of([("w", torch.empty(n, dtype=dtype))])
-        self.listeners = [Listener(f"shard-{i}", SECRET, 1) for i in range(shards)]
-        self.loops = [
-            ShardLoop(
-                Shard(
-                    i,
-                    layout,
-                    lo,
-                    hi,
-                    params=torch.zeros(hi - lo, dtype=dtype),
-                    factory=lambda p: SGD(p, lr=1.0),
-                    strategy=ParameterServer(shards, staleness),
-                    start=[0] * workers,
-                    boundary=Boundary(0, -1),
-                ),
-                listener,
-            )
-            for i, ((lo, hi), listener) in enumerate(zip(self.ranges, self.listeners, strict=True))
-        ]
+        self.prefer = prefer
+        layout, strategy = static_servers.vector_layout(n, dtype), ParameterServer(shards, staleness)
+        super().__init__(layout, torch.zeros(n, dtype=dtype), shards, workers, strategy, lambda p: SGD(p, lr=1.0))
 
     def join(self, rank, name=None, **options):
-        links = [
-            connect(door.address, name=f"worker-{rank}", secret=SECRET, generation=1, timeout=60.0, prefer=self.prefer)
-            for door in self.listeners
-        ]
-        server = Server(rank, self.dtype, self.ranges, links, timeout=60.0, **options)
+        server = super().join(rank, prefer=self.prefer, **options)
         if name is not None:
             compress(server, name)
         return server
@@ -68,10 +42,7 @@ class House:
         return self
 
     def __exit__(self, *_):
-        for loop in self.loops:
-            loop.close()
-        for listener in self.listeners:
-            listener.close()
+        self.close()
 
 
 def gradient(rank, step, dtype=torch.float32, n=N):
@@ -182,22 +153,20 @@ def test_a_repeated_push_is_applied_once_and_the_same_bytes():
 
 
 def test_payloads_that_are_wrong_are_refused():
-    memory = ErrorFeedback(codec("fp16"), 4, torch.float32)
-    whole = coded(memory, torch.ones(4), 0, 1.0)
-    assert torch.equal(value_of(memoryview(whole.numpy()), torch.float32), torch.ones(4))
-    with pytest.raises(ValueError, match="10 bytes"):
-        value_of(bytearray(10), torch.float32)
-    with pytest.raises(ConfigError, match="do not hold"):
-        value_of(bytearray(whole[:-1].numpy().tobytes()), torch.float32)
+    memory, layout = ErrorFeedback(codec("fp16"), 4, torch.float32), static_servers.vector_layout(4, torch.float32)
+    extent, whole = Extent(layout, 0, 4), bytes(coded_piece(memory, torch.ones(4), 0, 0, 1.0, 16))
+    assert torch.equal(extent.read_push(memoryview(whole)).value, torch.ones(4))
+    with pytest.raises(ValueError):
+        extent.read_push(memoryview(bytes(10)))
+    with pytest.raises((ConfigError, ValueError)):
+        extent.read_push(memoryview(whole[:-2]))
     with pytest.raises(ConfigError, match="unknown code 77"):
-        value_of(bytearray((77).to_bytes(8, "little") + bytes(8)), torch.float32)
-    with House(1, 1, None) as house:
-        link = connect(house.listeners[0].address, name="worker-0", secret=SECRET, generation=1, timeout=60.0)
-        link.send(Message(ShardMessage.JOIN, tag=1, a=0, b=-1, weight=5.0), timeout=60.0)
-        assert link.recv(timeout=60.0).kind == ShardMessage.ACK
-        link.send(Message(ShardMessage.PUSH_CODED, tag=2, a=0, weight=1.0), whole.numpy()[:-1], timeout=60.0)
-        assert link.recv(timeout=60.0).kind == ShardMessage.ERROR
-        link.close()
+        extent.read_push(memoryview(whole[:24] + (77).to_bytes(8, "little") + whole[32:]))
+    with House(1, 1, None, n=4) as house:
+        server = house.join(0)
+        with pytest.raises(LinkError):
+            server.talk.exchange(GroupMessage.PUSH, {0: whole[:-2]}, step=0, weight=1.0)
+        assert torch.equal(server.read(), torch.zeros(4))
 
 
 def test_auto_leaves_pushes_as_they_are_where_shards_read_them_in_shared_memory():
@@ -261,22 +230,17 @@ def test_all_lines_move_while_one_is_slow():
     """A shard that reads slowly keeps the others' requests from nobody: they are served meanwhile."""
     with House(2, 1, None, prefer="tcp", n=4_000_000) as house:
         server = house.join(0)
-        for way in server._turns._ways:
-            way.link._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
-        slow, versions = server._turns._ways[0], []
-        advance = slow.advance
-
-        def late(tag, into):
-            versions.append(house.loops[1].facts().version)
-            if len(versions) < 200 and not versions[-1]:
-                time.sleep(0.01)
-                return False
-            return advance(tag, into)
-
-        slow.advance = late
-        server.push(torch.ones(4_000_000))
-        assert versions[-1] == 1  # the second shard had its push whole before the first line moved on
-        server.close()
+        free = threading.Event()
+        busy = threading.Thread(target=lambda: house.loops[0].do(lambda _: free.wait(60)))
+        busy.start()  # its socket takes what it can, and no more
+        pushes = threading.Thread(target=lambda: server.push(torch.ones(4_000_000)))
+        pushes.start()
+        assert until(lambda: house.loops[1].facts().version == 1, 60)
+        assert pushes.is_alive()
+        free.set()
+        for thread in (busy, pushes):
+            thread.join(60)
+        assert house.loops[0].facts().version == 1
 
 
 # ---- training

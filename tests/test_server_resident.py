@@ -1,6 +1,7 @@
 """Workers and shards that share memory: the same bits as by message, no torn pull, nobody spoils what counts."""
 
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -12,87 +13,41 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
+import static_servers
 import torch
 from torch.optim import SGD, Adam
 
 from rayps.cluster.local import until
-from rayps.comm.link import Listener, connect
 from rayps.comm.link.memory import Memory
-from rayps.core.calendar import Boundary
-from rayps.core.errors import LinkError, PeerLost, PeerTimeout, StaleGeneration
-from rayps.core.partition import slices
-from rayps.ps.fixed import Server
-from rayps.ps.fixed.loop import ShardLoop
-from rayps.ps.fixed.messages import ShardMessage
-from rayps.ps.fixed.shard import Shard
-from rayps.ps.fixed.transport import MemoryTransport, MessageTransport
+from rayps.core.errors import PeerLost, PeerTimeout, StaleGeneration
+from rayps.ps.client.turn import TurnPart
 from rayps.ps.protocol import shared_memory
+from rayps.ps.protocol.messages import GroupMessage
+from rayps.ps.server.dense_segment import DenseSegment
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.tensors.flat import Layout
 
-SECRET = b"s" * 32
 pytestmark = pytest.mark.skipif(not shared_memory.AVAILABLE, reason="memory is shared on Linux on x86 only")
 
 
-class House:
+class House(static_servers.House):
     """Some shards of n elements, and the ways to them."""
 
     def __init__(self, n, shards=2, workers=2, staleness=None, dtype=torch.float32, factory=None, strategy=None):
-        self.n, self.dtype, self.workers = n, dtype, workers
-        self.ranges = [(cut.start, cut.stop) for cut in slices(n, shards)]
-        self.strategy = strategy or ParameterServer(shards=shards, staleness=staleness)
-        self.factory = factory or (lambda p: SGD(p, lr=0.5))
-        self.layout = Layout.of([("a", torch.empty(n // 3, dtype=dtype)), ("b", torch.empty(n - n // 3, dtype=dtype))])
-        self.start = torch.arange(n).remainder(64).to(dtype)
-        self.listeners = [Listener(f"shard-{i}", SECRET, 1) for i in range(shards)]
-        self.loops = [self.loop(i) for i in range(shards)]
-        self.servers = []
-
-    def loop(self, i):
-        lo, hi = self.ranges[i]
-        shard = Shard(
-            i,
-            self.layout,
-            lo,
-            hi,
-            params=self.start[lo:hi],
-            factory=self.factory,
-            strategy=self.strategy,
-            start=[0] * self.workers,
-            boundary=Boundary(0, -1),
-        )
-        return ShardLoop(shard, self.listeners[i])
-
-    def link(self, i, rank, prefer="auto"):
-        return connect(
-            self.listeners[i].address, name=f"worker-{rank}", secret=SECRET, generation=1, timeout=60.0, prefer=prefer
+        self.n, self.dtype = n, dtype
+        layout = Layout.of([("a", torch.empty(n // 3, dtype=dtype)), ("b", torch.empty(n - n // 3, dtype=dtype))])
+        super().__init__(
+            layout,
+            torch.arange(n).remainder(64).to(dtype),
+            shards,
+            workers,
+            strategy or ParameterServer(shards=shards, staleness=staleness),
+            factory or (lambda p: SGD(p, lr=0.5)),
         )
 
-    def join(self, rank, *, resident=True, timeout=60.0, defer=True, prefer="auto", relink=False, consistent=True):
-        links = [self.link(i, rank, prefer) for i in range(len(self.ranges))]
-        server = Server(
-            rank,
-            self.dtype,
-            self.ranges,
-            links,
-            timeout=timeout,
-            defer=defer,
-            resident=resident,
-            consistent=consistent,
-            relink=(lambda i: self.link(i, rank, prefer)) if relink else None,
-        )
-        self.servers.append(server)
-        return server
-
-    def close(self):
-        for server in self.servers:
-            server.close()
-        for loop in self.loops:
-            loop.close()
-        for listener in self.listeners:
-            listener.close()
+    def join(self, rank, **options):
+        return super().join(rank, **{"defer": True, "consistent": True} | options)
 
 
 @pytest.fixture
@@ -112,7 +67,7 @@ def numbers(seed, n, dtype=torch.float32):
 
 
 def ways(server):
-    return server._turns._ways
+    return list(static_servers.lines(server).values())
 
 
 # ---- the slow twin: messages
@@ -169,7 +124,7 @@ def test_memory_and_messages_show_the_same_bits(house, dtype, staleness, shards)
         for shared in (True, False):
             one = house(101, shards, 1, staleness, dtype, factory)
             server = one.join(0, resident=shared)
-            assert all(isinstance(way, MemoryTransport if shared else MessageTransport) for way in ways(server))
+            assert server.shares_memory is shared
             found.append(play(server, one.n, dtype, seed))
         assert len(found[0]) == len(found[1])
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
@@ -216,18 +171,23 @@ def test_a_gradient_of_another_kind_is_converted_and_one_that_needs_a_gradient_i
 # ---- no copy where none is needed
 
 
-def test_what_lies_in_the_buffer_is_not_copied(house):
+def test_what_lies_in_the_buffer_is_not_copied(house, monkeypatch):
     one = house(1000, 2, 1)
     server = one.join(0)
     mine = server.buffer(1001, torch.float32)
     assert torch.equal(mine, torch.zeros(1001))
-    assert one.loops[1].shard.params.data_ptr() != 0
-    boxes = [loop._boxes[0].box for loop in one.loops]
+    lent, own = [], DenseSegment.push
+    monkeypatch.setattr(
+        DenseSegment,
+        "push",
+        lambda self, rank, step, weight, data: (lent.append(data), own(self, rank, step, weight, data))[1],
+    )
     mine[:1000] = 3.0
-    assert all((box.gradient == 3.0).all() for box in boxes)  # both shards see it before it is pushed
     server.push(mine[:1000])
     assert torch.equal(server.pull(), one.start - 1.5)
     assert torch.equal(mine[:1000], torch.full((1000,), 3.0))  # the shards only read it
+    mine[:1000] = 5.0
+    assert len(lent) == 2 and all((piece == 5.0).all() for piece in lent)  # they were given the memory itself
 
 
 def test_a_buffer_of_another_kind_is_ordinary_memory(house):
@@ -235,7 +195,7 @@ def test_a_buffer_of_another_kind_is_ordinary_memory(house):
     server, far = one.join(0), one.join(0, resident=False)
     for given in (server.buffer(12, torch.float32), server.buffer(4, torch.float64), far.buffer(10, torch.float32)):
         assert (given == 0).all()
-        assert not server._turns.desk.holds(given, 0)
+        assert not server.talk.gradients().holds(given, 0)
     assert far.buffer(10, torch.float32).data_ptr() != server.buffer(10, torch.float32).data_ptr()
 
 
@@ -265,10 +225,13 @@ def descriptors():
 
 def test_a_worker_cannot_write_the_parameters(house):
     one = house(10, 1, 1)
-    way = ways(one.join(0))[0]
-    assert not way._params.flags.writeable
+    server = one.join(0)
+    server.push(torch.ones(10))
+    server.pull()
+    words, params = ways(server)[0].mailbox.slice(0)
+    assert not params.flags.writeable
     with pytest.raises((TypeError, ValueError)):
-        way._slice[0] = 1
+        words[0] = 1
     with pytest.raises(PermissionError):
         Memory.attach(os.dup(one.loops[0].shard.slice.memory.fd), 4096)
 
@@ -297,7 +260,7 @@ def tear(one, readers, seconds=1.5, **options):
         server, out, mixed, count = one.join(rank, **options), torch.empty(one.n), 0, 0
         while time.monotonic() < until_then:
             server.pull(out=out)
-            mixed += any(out[lo:hi].min() != out[lo:hi].max() for lo, hi in one.ranges)
+            mixed += bool(out.min() != out.max())
             count += 1
         return mixed, count
 
@@ -310,19 +273,14 @@ def tear(one, readers, seconds=1.5, **options):
     return sum(mixed for mixed, _ in found), sum(count for _, count in found)
 
 
-class Loose(ParameterServer):
-    """The writer of these tests is ahead without end, its readers never push."""
-
-
 def alternating(house, staleness):
     one = house(2400, 2, 3, staleness, factory=lambda p: Alternates(p, lr=0.1))
-    one.start.zero_()
     for loop in one.loops:
-        loop.shard.params.zero_()
+        loop.do(lambda shard: shard.params.zero_())
     return one
 
 
-def test_no_consistent_pull_mixes_two_versions_of_a_shard(house):
+def test_no_consistent_pull_mixes_two_versions(house):
     one = alternating(house, None)
     mixed, count = tear(one, 2, consistent=True)
     assert mixed == 0 and count > 5
@@ -343,15 +301,15 @@ def test_out_of_step_with_a_bound_no_pull_mixes(house):
 def test_a_read_that_the_shard_always_steps_in_the_middle_of_comes_by_message(house, monkeypatch):
     one = house(100, 1, 1)
     server = one.join(0)
-    way = ways(server)[0]
-    asked = []
-    monkeypatch.setattr(way, "_copy", lambda ask, place: False)  # as if every try had been mixed
-    ask = way._messages.ask
-    monkeypatch.setattr(way._messages, "ask", lambda tag, request: (asked.append(request.kind), ask(tag, request)))
+    line, asked = ways(server)[0], []
+    monkeypatch.setattr(TurnPart, "take", lambda *_: None)
+    monkeypatch.setattr(line.mailbox, "read", lambda *_, **more: False)  # as if every try had been mixed
+    say = line.say
+    monkeypatch.setattr(line, "say", lambda message, payload: (asked.append(message.kind), say(message, payload)))
     server.push(torch.ones(100))
     assert torch.equal(server.pull(), one.start - 0.5)
-    assert torch.equal(server.pull(10, 20), one.start[10:20] - 0.5)
-    assert asked == [ShardMessage.READ, ShardMessage.READ]
+    assert torch.equal(server.pull(), one.start - 0.5)
+    assert asked == [GroupMessage.READ, GroupMessage.READ]
 
 
 # ---- whose memory it is, and until when
@@ -407,32 +365,17 @@ def test_a_vanished_workers_last_push_counts_in_the_round(house):
     one = house(100, 1, 2, staleness=0)
     gone, other = one.join(0), one.join(1)
     gone.push(torch.full((100,), 1.0))
+    memory = gone.buffer(100, torch.float32)
     waits = threading.Thread(target=lambda: error_of(gone.pull))
     waits.start()
     assert until(lambda: one.loops[0].shard.clock.done[0] == 1, 60)
-    ways(gone)[0].link.close()
+    gone.hang_up()
     waits.join(60)
-    assert until(lambda: len(one.loops[0]._boxes) == 1, 60)
-    gone._turns.desk.gradient.fill_(1000.0)
+    gone.close()
+    assert until(lambda: len(one.loops[0].boxes()) == 1, 60)
+    memory.fill_(1000.0)
     other.push(torch.full((100,), 3.0))
     assert torch.equal(other.pull(), one.start - 0.5 * 2)
-
-
-def test_the_memory_of_an_unanswered_push_is_not_written_again(house):
-    """A shard that is frozen may still read it: whoever pushes again waits, and hears of the deadline."""
-    one = house(100, 1, 1)
-    server = one.join(0, timeout=0.2)
-    for way in ways(server):
-        way._timeout = -4.6  # with the grace, less than half a second
-    with one.loops[0]._lock:
-        frozen = threading.Event()
-        one.loops[0].shard.push, real = (lambda *_: frozen.wait(20)), one.loops[0].shard.push
-    server.push(torch.full((100,), 1.0))
-    assert isinstance(error_of(server.pull), PeerTimeout)
-    assert isinstance(error_of(lambda: server.push(torch.full((100,), 7.0))), PeerTimeout)
-    assert torch.equal(server._turns.desk.whole, torch.full((100,), 1.0))
-    one.loops[0].shard.push = real
-    frozen.set()
 
 
 class Keeps(ParameterServer):
@@ -490,24 +433,23 @@ def test_a_lost_shard_is_found_again_and_memory_is_shared_again(house):
     for _ in range(3):
         server.push(torch.ones(100))
     server.settle()
-    one.loops[1].close()
-    one.loops[1] = one.loop(1)
+    one.restart(1)
     server.push(torch.ones(100))
     found = server.pull()
     assert torch.equal(found[:50], one.start[:50] - 2.0)
     assert torch.equal(found[50:], one.start[50:] - 0.5)
-    assert all(isinstance(way, MemoryTransport) for way in ways(server))
+    assert server.shares_memory
 
 
 WORKER = """
-import os, sys, torch
+import pickle, sys, torch
 sys.path.insert(0, {root!r})
-from rayps.comm.link import connect
-from rayps.ps.fixed import Server
-from dataclasses import replace
-from dataclasses import replace
-links = [connect({address!r}, name="worker-1", secret=b"s" * 32, generation=1, timeout=60.0)]
-server = Server(1, torch.float32, [(0, {n})], links, timeout=60.0, defer=True, consistent=False)
+from rayps.ps.client.client import GroupServer
+from rayps.ps.client.connections import take_seat
+from rayps.ps.client.session import Session
+found, space = pickle.loads(bytes.fromhex({door!r}))
+talk = Session(found, space, 1, incarnation=take_seat(found, space, 1, 60.0), timeout=60.0, keep=0)
+server = GroupServer(talk, consistent=False)
 mine = server.buffer({n}, torch.float32)
 mine.fill_(1.0)
 print("ready", flush=True)
@@ -519,7 +461,7 @@ while True:
 
 def spawned(one):
     root = str(Path(__file__).resolve().parent.parent)
-    code = WORKER.format(root=root, address=one.listeners[0].address, n=one.n)
+    code = WORKER.format(root=root, door=pickle.dumps((one.map(final=True), one.space)).hex(), n=one.n)
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert process.stdout.readline() == b"ready\n"
     return process
@@ -534,9 +476,8 @@ def test_a_worker_killed_while_its_gradient_is_read_leaves_whole_steps(house):
         process.kill()
         process.wait()
         process.stdout.close()
-        assert until(lambda: not one.loops[0]._boxes, 60)
-    with one.loops[0]._lock:
-        version, params = one.loops[0].shard.version, one.loops[0].shard.params.clone()
+        assert until(lambda: not one.loops[0].boxes(), 60)
+    version, params = one.loops[0].do(lambda shard: (shard.version, shard.params.clone()))
     assert torch.equal(params, one.start - 0.25 * version)  # 0.5 / 2 workers for each push, all of ones
     assert one.join(1).step == version  # each push that counts is one step of that rank
 
@@ -569,9 +510,10 @@ def test_many_joins_leave_no_descriptor_and_no_memory(house):
         server.pull()
         server.close()
         one.servers.clear()
+        one.maps.clear()
 
     come_and_go()
-    assert until(lambda: not one.loops[0]._boxes and not one.loops[1]._boxes, 60)
+    assert until(lambda: not one.loops[0].boxes() and not one.loops[1].boxes(), 60)
     before = descriptors()
     for _ in range(50):
         come_and_go()
@@ -579,23 +521,9 @@ def test_many_joins_leave_no_descriptor_and_no_memory(house):
     assert len(descriptors()) <= len(before), descriptors()
 
 
-def test_a_link_that_is_closed_on_this_side_is_an_error_at_once(house):
-    server = house(10, 1, 1).join(0)
+def test_a_link_that_is_closed_on_this_side_is_made_again(house):
+    one = house(10, 1, 1)
+    server = one.join(0)
     ways(server)[0].link.close()
     server.push(torch.ones(10))
-    error = error_of(server.pull)
-    assert isinstance(error, LinkError) and not isinstance(error, PeerTimeout)
-
-
-def test_numbers_of_requests_survive_the_box():
-    """The words of a box are where both sides look for them."""
-    view = memoryview(bytearray(shared_memory.PAGE))
-    shared_memory.REQUEST.pack_into(view, shared_memory.REQUEST_AT, 8, 2**40, 7, 9, 0.25)
-    words = view.cast("q")
-    assert words[shared_memory.ASKED] == 0
-    assert words[shared_memory.ASKED + 1 : shared_memory.ASKED + 5].tolist() == [8, 2**40, 7, 9]
-    assert np.frombuffer(view, np.float64)[shared_memory.ASKED + 5] == 0.25
-    shared_memory.ANSWER.pack_into(view, shared_memory.ANSWER_AT, 1, 2, 3, shared_memory.BY_MESSAGE)
-    assert words[shared_memory.ANSWERED] == 0
-    assert [words[at] for at in (shared_memory.LEAD, shared_memory.VERSION)] == [1, 2]
-    assert {words[at] for at in (shared_memory.DURABLE, shared_memory.SAYS)} == {3, shared_memory.BY_MESSAGE}
+    assert torch.equal(server.pull(), one.start - 0.5)

@@ -10,7 +10,6 @@ from torch.optim import SGD, Adagrad
 import rayps
 from rayps.cluster.local import LocalCluster
 from rayps.core.errors import ConfigError
-from rayps.ps.fixed.loop import ShardLoop
 
 ROWS, WIDTH = 64, 3
 F64 = torch.float64
@@ -110,22 +109,6 @@ def test_push_pull_of_rows(servers):
         ids, rows = batch(3)
         before = one.pull()["table"]
         assert torch.allclose(one.push_pull(ids, rows), (before - 0.1 * dense(ids, rows)["table"])[ids], atol=1e-12)
-
-
-@pytest.mark.parametrize("resident", [True, False])
-def test_ids_that_come_again_are_not_sent_again(monkeypatch, resident):
-    heard = []
-    own = ShardLoop._ids
-    monkeypatch.setattr(ShardLoop, "_ids", lambda self, request: (heard.append(request.a), own(self, request)))
-    with group(shards=2, staleness=None) as shared:
-        one = shared.join(0, resident=resident)
-        ids, rows = batch(1)
-        for _ in range(5):
-            one.push(ids.clone(), rows)
-            one.pull(ids)
-        assert heard == [0, 0]  # once to each shard
-        one.push(*batch(2))
-        assert heard == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ from torch.optim import SGD, Adam
 
 from rayps.core.calendar import Boundary
 from rayps.core.ledger import WINDOW
-from rayps.ps.fixed.shard import Shard
+from rayps.ps.server.dense_segment import part_of
+from rayps.ps.server.replicated_shard import ReplicatedShard
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.tensors.flat import Layout
 
@@ -21,7 +22,7 @@ FACTORIES = {
 
 def shard(staleness=0, workers=2, factory="sgd", boundary=None, lo=0, hi=N, start=None):
     params = torch.arange(float(N), dtype=torch.float64)[lo:hi]
-    return Shard(
+    return ReplicatedShard(
         0,
         LAYOUT,
         lo,
@@ -152,6 +153,11 @@ def test_a_range_leaves_all_else_as_it_was(staleness, factory, lo, length):
         assert torch.equal(values[lo:hi], flat_state(law)[key][lo:hi] if lo < hi else values[:0])
 
 
+def parts(one):
+    """What is kept of a shard's states, by round."""
+    return {rounds: part_of(state, rounds, one.lo) for rounds, state in sorted(one.kept.items())}
+
+
 def flat_state(one):
     """The elementwise optimizer state as vectors over the shard."""
     found = {}
@@ -219,8 +225,8 @@ def test_snapshots_are_of_the_boundary_although_others_went_on():
         one.push(0, step, grad(step), 1.0)
         one.push(1, step, grad(50 + step), 1.0)
         kept[step + 1] = (one.params.clone(), one._optimizer.moments())
-    assert sorted(one.parts) == [4, 5]
-    for rounds, part in one.parts.items():
+    assert sorted(parts(one)) == [4, 5]
+    for rounds, part in parts(one).items():
         assert part.round == rounds
         assert part.done == {0: rounds, 1: rounds}
         assert torch.equal(part.params, kept[rounds][0])
@@ -231,10 +237,10 @@ def test_out_of_step_a_snapshot_tells_how_far_everyone_was():
     one = shard(None, 2, "sgd", Boundary(2, 9))
     for step in range(7):
         one.push(0, step, grad(step), 1.0)
-    assert one.parts == {}
+    assert parts(one) == {}
     one.push(1, 0, grad(9), 1.0)
     one.push(1, 1, grad(9), 1.0)
-    assert {r: p.done for r, p in one.parts.items()} == {2: {0: 7, 1: 2}}
+    assert {r: p.done for r, p in parts(one).items()} == {2: {0: 7, 1: 2}}
 
 
 def test_a_shard_that_begins_later_goes_on_counting():
@@ -243,4 +249,4 @@ def test_a_shard_that_begins_later_goes_on_counting():
     for step in (4, 5):
         one.push(0, step, grad(0), 1.0)
         one.push(1, step, grad(0), 1.0)
-    assert sorted(one.parts) == [6]
+    assert sorted(parts(one)) == [6]

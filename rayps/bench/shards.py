@@ -22,9 +22,8 @@ import torch
 
 from rayps.bench.netns import Hosts, NamespaceActor, bits
 from rayps.bench.together import together
-from rayps.comm.link import Listener
 from rayps.core.errors import ConfigError
-from rayps.ps.fixed.shard_actor import ShardActor, ShardPlan
+from rayps.ps.server.shard_actor import ShardActor, ShardPlan
 from rayps.ps.server_group import ServerGroup, SharedParameters
 from rayps.tensors.snapshot import Snapshot
 
@@ -52,9 +51,7 @@ class HostShard(ShardActor):
     """A shard that listens on its host's address."""
 
     def __init__(self, address: str, index: int, secret: bytes, factory: bytes) -> None:
-        super().__init__(index, secret, factory, threads=1)
-        self._listener.close()
-        self._listener = Listener(f"shard-{index}", secret, host=address)
+        super().__init__(index, secret, factory, threads=1, host=address)
         warm = torch.nn.Parameter(torch.zeros(1))
         warm.grad = torch.ones(1)
         _sgd([warm]).step()  # loads the optimizer's modules, which do not count as the parameters' memory

@@ -119,7 +119,7 @@ class StepBench:
             evaluated=1 << 62,
             timeout=60.0,
         )
-        peers = WorkerConnections([], [])
+        peers = WorkerConnections(None)
         peers.ring = ring
         loop = SyncGradients(self._work, plan, peers)
         loop.load_state_dict(Snapshot(flat.layout, flat.vector))

@@ -23,14 +23,14 @@ from torch.nn import functional
 
 import rayps
 from rayps.cluster.local import Cluster
-from rayps.comm.link import Link, Message, connect
 from rayps.core.calendar import Boundary
 from rayps.core.errors import ConfigError, TrainingError
 from rayps.core.records import Point
 from rayps.core.user_module import pack
 from rayps.data import Batch, Data, parquet
 from rayps.data.base import random_of
-from rayps.ps.fixed.messages import ShardMessage
+from rayps.ps.client.session import Session
+from rayps.ps.protocol.messages import GroupMessage
 from rayps.runtime.worker_group import WorkerGroup
 from rayps.strategies.catalogue import parse
 from rayps.tensors.flat import FlatModel
@@ -189,18 +189,18 @@ class _Stage:
         strategy = parse({"name": "parameter_server", "shards": 1, "staleness": staleness})[0].strategy
         boundary, end = Boundary(0, -1), 1_000_000
         self._group.begin(Orders(self._generation, strategy, seed, end, boundary, False, 60.0), self._start)
-        link = self._watcher()
+        watcher = self._group.reader()
         points: list[Point] = []
         began = time.monotonic()
         try:
-            while (looked := self._look(link))[0] < target:
+            while (looked := self._look(watcher))[0] < target:
                 if time.monotonic() - began > limit:
                     raise TrainingError(f"accuracy {target} was not reached within {limit:g} s under {strategy}")
                 points += self._poll()
                 time.sleep(LOOK_SECONDS)
             seconds = time.monotonic() - began
         finally:
-            link.close()
+            watcher.close()
         for _ in range(3):  # the last metric points are still in transit
             time.sleep(LOOK_SECONDS)
             points += self._poll()
@@ -220,22 +220,13 @@ class _Stage:
                 raise TrainingError(f"{member.name} failed: {member.dead or error}")
         return [point for point in points if point["kind"] == "round"]
 
-    def _watcher(self) -> Link:
-        place = self._group.shards[0].place
-        if place is None:
-            raise TrainingError(f"shard-0 did not start: {self._group.shards[0].dead}")
-        return connect(
-            place.address, name="watcher", secret=self._group.secret, generation=self._generation, timeout=60.0
-        )
-
-    def _look(self, link: Link) -> tuple[float, int]:
+    def _look(self, watcher: Session) -> tuple[float, int]:
         """Return the accuracy of the shard's current parameters, and its optimizer's number of steps."""
-        link.send(Message(ShardMessage.READ, a=0, b=self._start.layout.size), timeout=60.0)
-        reply = link.recv(timeout=60.0)
-        self._flat.vector.copy_(torch.frombuffer(bytearray(reply.payload), dtype=self._start.layout.dtype))
+        found = watcher.exchange(GroupMessage.READ, {0: b""})
+        self._flat.vector.copy_(torch.frombuffer(bytearray(found.pieces[0]), dtype=self._start.layout.dtype))
         with torch.no_grad():
             told = self._flat.model(self._test.x).argmax(dim=1)
-        return float((told == self._test.y).float().mean()), reply.a
+        return float((told == self._test.y).float().mean()), found.version
 
 
 def _take_turns(stage: _Stage, repeats: int, target: float, limit: float) -> dict[int | None, list[_Run]]:

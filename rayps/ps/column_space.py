@@ -18,11 +18,11 @@ from rayps.core.errors import LinkError, RaypsError
 from rayps.core.retained_parts import RetainedParts
 from rayps.ps import job_tables
 from rayps.ps.client.session import Session
-from rayps.ps.fixed.shard import ShardPart
 from rayps.ps.group import ManagerClient
 from rayps.ps.protocol.messages import GroupMessage
 from rayps.ps.protocol.space import Space, SpaceRank
 from rayps.ps.server.dense_segment import part_of, state_of
+from rayps.ps.server.shard import ShardPart
 from rayps.ps.tables.table_segment import TableSegment
 from rayps.tensors.snapshot import Snapshot
 

@@ -23,13 +23,13 @@ from rayps.core.topology import servers_of
 from rayps.core.user_module import pack, unpack
 from rayps.ps import job_tables
 from rayps.ps.column_space import ColumnSpace
-from rayps.ps.fixed.shard import ShardPart
 from rayps.ps.group import ManagerClient
 from rayps.ps.group_watch import Facts, GroupWatch, spaces_of
 from rayps.ps.own_space import cut
 from rayps.ps.protocol.messages import GroupMessage
 from rayps.ps.protocol.space import Quota, Space, SpaceRank, SparseTable
 from rayps.ps.server.dense_segment import part_of
+from rayps.ps.server.shard import ShardPart
 from rayps.tensors import optim
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import Ticks

@@ -11,26 +11,26 @@ from __future__ import annotations
 
 import logging
 import secrets
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rayps.cluster.local import ActorHandle, Cluster, surrounding
-from rayps.comm.link import connect
-from rayps.core.calendar import Boundary
 from rayps.core.errors import ConfigError
 from rayps.core.server_updates import PlainServers, plain_servers
 from rayps.core.user_module import pack
 from rayps.ps import group as elastic
 from rayps.ps.client.client import GroupServer
 from rayps.ps.client.compressed import compress
-from rayps.ps.fixed import Server
-from rayps.ps.fixed.parameters import SharedParameters
-from rayps.ps.fixed.shard_actor import ShardPlan
+from rayps.ps.client.connections import take_seat
+from rayps.ps.client.parameters import SharedParameters
+from rayps.ps.client.session import Session
 from rayps.ps.own_space import OwnSpace, cut
 from rayps.ps.protocol.rows import cuts
 from rayps.ps.protocol.space import Quota, Space
+from rayps.ps.protocol.static_map import StaticMap
+from rayps.ps.server.shard_actor import ShardPlan
 from rayps.tensors import optim
 from rayps.tensors.flat import Layout
 from rayps.tensors.snapshot import Snapshot
@@ -38,8 +38,6 @@ from rayps.tensors.snapshot import Snapshot
 log = logging.getLogger(__name__)
 
 START_SECONDS = 180.0
-
-S = TypeVar("S", Server, GroupServer)
 
 
 class ServerGroup:
@@ -99,9 +97,8 @@ class ServerGroup:
             )
         named = _named(params)
         self.layout = Layout.of(named.items())
-        self.workers, self.timeout, self.generation = workers, timeout, 1
+        self.workers, self.timeout = workers, timeout
         self._as_dict = not isinstance(params, Tensor)
-        self._consistent, self._independent = staleness is not None, not servers.in_step
         self._compression = compression
         self._secret = secrets.token_bytes(32)
         factory = optimizer or _sgd
@@ -112,7 +109,7 @@ class ServerGroup:
         vector = torch.cat([value.detach().reshape(-1).cpu() for value in named.values()])
         self._cluster: Cluster | None = cluster or surrounding()
         self._handles: list[ActorHandle] = []
-        self._addresses: list[str] = []
+        self._static: tuple[StaticMap, Space] | None = None
         self._own: OwnSpace | None = None
         if is_elastic:
             space = Space(
@@ -127,9 +124,9 @@ class ServerGroup:
             )
             self._own = self._opened(group, space, vector)
             return
-        self._ranges = cuts(self.layout, shards)
+        space = Space("shared", 1, workers, strategy, self.layout, tuple(cuts(self.layout, shards)))
         snapshot = Snapshot(self.layout, vector, positions=[0] * workers)
-        self._addresses = self._start(factory, strategy, snapshot)
+        self._static = self._start(factory, space, snapshot), space
 
     def _opened(self, group: str | elastic.ManagerClient | None, space: Space, vector: Tensor) -> OwnSpace:
         """The space on the group that was named, or on one that is started for it."""
@@ -153,22 +150,21 @@ class ServerGroup:
                 group.stop()
             raise
 
-    def _start(self, factory: optim.Factory, strategy: PlainServers, snapshot: Snapshot) -> list[str]:
+    def _start(self, factory: optim.Factory, space: Space, snapshot: Snapshot) -> StaticMap:
+        """Servers with a static map, one for each segment: there is no manager, and nothing moves."""
         assert self._cluster is not None
         packed, shared = pack(factory), self._cluster.share(snapshot)
-        for index in range(len(self._ranges)):
+        for index in range(len(space.cuts)):
             handle = self._cluster.spawn(
-                "rayps.ps.fixed.shard_actor:ShardActor", index, self._secret, packed, threads=1
+                "rayps.ps.server.shard_actor:ShardActor", index, self._secret, packed, threads=1
             )
             self._handles.append(handle)
         try:
-            plans = [
-                ShardPlan(self.generation, i, lo, hi, strategy, Boundary(0, -1))
-                for i, (lo, hi) in enumerate(self._ranges)
-            ]
-            for begun in [h.call("begin", plan, shared) for h, plan in zip(self._handles, plans, strict=True)]:
-                begun.result(START_SECONDS)
-            return [place.result(START_SECONDS).address for place in [h.call("place") for h in self._handles]]
+            begun = [h.call("begin", ShardPlan(space, i), shared) for i, h in enumerate(self._handles)]
+            for reply in begun:
+                reply.result(START_SECONDS)
+            places = [place.result(START_SECONDS) for place in [h.call("place") for h in self._handles]]
+            return StaticMap.of({f"shard-{i}": place.address for i, place in enumerate(places)}, self._secret)
         except BaseException:
             self.close()
             raise
@@ -184,7 +180,7 @@ class ServerGroup:
         """
         return SharedParameters(self.server(rank, resident=resident), self.layout, self._as_dict)
 
-    def server(self, rank: int, *, resident: bool = True) -> Server | GroupServer:
+    def server(self, rank: int, *, resident: bool = True) -> GroupServer:
         """As `join`, with the parameters as one flat vector."""
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.workers:
             raise ConfigError(
@@ -192,27 +188,17 @@ class ServerGroup:
             )
         if self._own is not None:
             return self._coded(self._own.server(rank))
-        links = [
-            connect(
-                address, name=f"worker-{rank}", secret=self._secret, generation=self.generation, timeout=self.timeout
-            )
-            for address in self._addresses
-        ]
-        server = Server(
-            rank,
-            self.layout.dtype,
-            self._ranges,
-            links,
-            timeout=self.timeout,
-            defer=True,
-            consistent=self._consistent,
-            resident=resident,
-            independent=self._independent,
-            layout=self.layout,
-        )
-        return self._coded(server)
+        assert self._static is not None, "it has one or the other"
+        found, space = self._static
+        incarnation = take_seat(found, space, rank, self.timeout)
+        talk = Session(found, space, rank, incarnation=incarnation, timeout=self.timeout, keep=0, resident=resident)
+        try:
+            return self._coded(GroupServer(talk))
+        except BaseException:
+            talk.close()
+            raise
 
-    def _coded(self, server: S) -> S:
+    def _coded(self, server: GroupServer) -> GroupServer:
         """The server, whose pushes travel as `compression` says."""
         if self._compression is not None:
             log.info(compress(server, self._compression)["message"])

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from rayps.cluster.local import ActorReply, Cluster
 from rayps.cluster.members import GroupMember, place, settle
 from rayps.core.strategy import StrategyView
-from rayps.core.topology import group_of, servers_of
+from rayps.core.topology import group_of, runs_in_step, servers_of
 from rayps.core.user_module import pack
 from rayps.parallel.division.division import shares
-from rayps.ps.fixed.shard import ShardFacts, ShardPart
-from rayps.ps.fixed.shard_actor import ShardPlan
 from rayps.ps.group import find, start
 from rayps.ps.job_space import JobSpace
 from rayps.ps.protocol.rows import cuts
-from rayps.ps.protocol.space import Quota, SpaceRank, SparseTable
+from rayps.ps.protocol.segment_map import SpaceMap
+from rayps.ps.protocol.space import Quota, Space, SpaceRank, SparseTable
+from rayps.ps.protocol.static_map import StaticMap
+from rayps.ps.server.shard import ShardFacts, ShardPart
+from rayps.ps.server.shard_actor import ShardPlan
 from rayps.strategies.job import JobSpec
 from rayps.tensors.learning_rate import Recipe
 from rayps.tensors.optim import Factory
@@ -30,9 +33,6 @@ class JobServers(Protocol):
 
     def serves(self, strategy: StrategyView) -> bool:
         """Return whether a generation under this strategy needs the servers."""
-
-    def seat(self, rank: int) -> SpaceRank | None:
-        """Return a worker's new membership of the space, which fences the previous one; None if it needs none."""
 
     def poll(self, orders: Orders, wanted: int) -> None:
         """Poll all servers, without waiting; they retain their parts of round `wanted`."""
@@ -60,13 +60,18 @@ class JobServers(Protocol):
 
 
 class FixedServers:
-    """Fixed shards: one actor for each slice of the vector, for one job."""
+    """Servers with a static map: one actor for each segment of the vector, of this job alone.
+
+    The driver publishes the map of each column of a model that is divided, and again when it has replaced a server.
+    """
 
     def __init__(self, cluster: Cluster, packed: bytes, secret: bytes, working_dir: str | None) -> None:
         self.members: list[GroupMember] = []
         self._cluster, self._packed, self._secret, self._working_dir = cluster, packed, secret, working_dir
         self._orders: Orders | None = None
-        self._ranges: list[list[tuple[int, int]]] = []  # slices of each column's shards, in the column's vector
+        self._spaces: list[Space] = []  # of each column
+        self._maps: list[StaticMap] = []
+        self._incarnations: Counter[tuple[int, int]] = Counter()  # by column and data rank: how often it has begun
 
     def prepare(self, wanted: int) -> list[GroupMember]:
         """Ensure `wanted` living shards, or fewer processes; return the new ones that have not reported an address."""
@@ -80,7 +85,23 @@ class FixedServers:
         """Hold a state in a new generation: `parts` by column, and the same as actors take them. After `prepare`."""
         self._orders = orders
         counts = shares(len(self.members), [part.layout.size for part in parts]) if self.members else []
-        self._ranges = [cuts(part.layout, count) for part, count in zip(parts, counts, strict=bool(counts))]
+        self._spaces, self._maps = [], []
+        for part, count in zip(parts, counts, strict=bool(counts)):
+            before = sum(len(space.cuts) for space in self._spaces)
+            members = self.members[before : before + count]
+            self._spaces.append(
+                Space(
+                    f"generation-{orders.generation}",
+                    orders.generation,
+                    len(part.positions),
+                    orders.strategy,
+                    part.layout,
+                    tuple(cuts(part.layout, count)),
+                    ticks=orders.ticks,
+                )
+            )
+            addresses = {member.name: member.address for member in members}
+            self._maps.append(StaticMap.of(addresses, self._secret, final=runs_in_step(orders.strategy)))
         settle(
             [m.handle.call("begin", self._plan(i), shared[self.column(i)[0]]) for i, m in enumerate(self.members)],
             self.members,
@@ -88,44 +109,44 @@ class FixedServers:
 
     def column(self, index: int) -> tuple[int, int]:
         """Return the column of a shard, and its number there."""
-        for column, ranges in enumerate(self._ranges):
-            if index < len(ranges):
+        for column, space in enumerate(self._spaces):
+            if index < len(space.cuts):
                 return column, index
-            index -= len(ranges)
+            index -= len(space.cuts)
         raise IndexError(f"there are only {len(self.members)} shards")
 
     def of(self, column: int) -> range:
         """Return the numbers of a column's shards."""
-        before = sum(len(ranges) for ranges in self._ranges[:column])
-        return range(before, before + (len(self._ranges[column]) if self._ranges else 0))
+        before = sum(len(space.cuts) for space in self._spaces[:column])
+        return range(before, before + (len(self._spaces[column].cuts) if self._spaces else 0))
 
     def serves(self, strategy: StrategyView) -> bool:
         """See JobServers."""
         return servers_of(strategy) is not None
 
-    def seat(self, rank: int) -> None:
-        """See JobServers."""
-        return
+    def seat(self, column: int, rank: int) -> SpaceRank | None:
+        """Return a new seat for a worker of a column; `rank` is its data rank."""
+        if not self._spaces:
+            return None
+        self._incarnations[column, rank] += 1
+        return SpaceRank(self._maps[column], self._spaces[column], self._incarnations[column, rank])
 
-    def replace(self, index: int, snapshot: Snapshot) -> str | None:
-        """Restore a shard from a snapshot; return its new address, or None if it died again."""
+    def replace(self, index: int, snapshot: Snapshot) -> SpaceMap | None:
+        """Restore a shard from a snapshot; return its column's new map, or None if it died again."""
         self._cluster.kill(self.members[index].handle)
         self.members[index] = shard = self._spawn(index)
         place([shard])
         if shard.dead:
             return None
         assert self._orders is not None, "begin() comes first"
-        division = self._orders.division
-        part = snapshot if division is None else division.cut(snapshot, self.column(index)[0])
-        settle([shard.handle.call("begin", self._plan(index), self._cluster.share(part))], [shard])
-        return shard.address
-
-    def doors(self, column: int) -> list[tuple[str, int, int]]:
-        """Return, for workers of a column, each shard's address and slice."""
-        return [
-            (self.members[i].address, lo, hi)
-            for i, (lo, hi) in zip(self.of(column), self._ranges[column] if self._ranges else [], strict=True)
-        ]
+        column, number = self.column(index)
+        division, source = self._orders.division, self._maps[column]
+        part = snapshot if division is None else division.cut(snapshot, column)
+        found = source.moved(number, shard.address)
+        plan = self._plan(index, found.holdings[number].generation)
+        settle([shard.handle.call("begin", plan, self._cluster.share(part))], [shard])
+        source.publish(found)
+        return found
 
     def poll(self, orders: Orders, wanted: int) -> None:
         """See JobServers."""
@@ -154,7 +175,7 @@ class FixedServers:
 
     def _spawn(self, index: int) -> GroupMember:
         handle = self._cluster.spawn(
-            "rayps.ps.fixed.shard_actor:ShardActor",
+            "rayps.ps.server.shard_actor:ShardActor",
             index,
             self._secret,
             self._packed,
@@ -163,13 +184,12 @@ class FixedServers:
         )
         return GroupMember(f"shard-{index}", handle)
 
-    def _plan(self, index: int) -> ShardPlan:
+    def _plan(self, index: int, generation: int = 1) -> ShardPlan:
         orders = self._orders
         assert orders is not None, "begin() comes first"
         column, number = self.column(index)
-        lo, hi = self._ranges[column][number]
         whole = None if orders.division is None else orders.division.layout
-        return ShardPlan(orders.generation, index, lo, hi, orders.strategy, orders.boundary, whole, orders.ticks)
+        return ShardPlan(self._spaces[column], number, generation, orders.boundary, whole)
 
 
 def _waiting(replies: Sequence[ActorReply]) -> Callable[[float], list[ShardPart | None]]:

@@ -35,7 +35,6 @@ from rayps.core.user_code import placed, user_code
 from rayps.core.user_module import pack, unpack
 from rayps.core.values import Buffer, Json
 from rayps.ps.client.client import GroupServer
-from rayps.ps.fixed import Server
 from rayps.ps.server_group import ServerGroup
 from rayps.runtime.display import Display
 from rayps.strategies.catalogue import StrategySpec, for_a_loop
@@ -439,9 +438,7 @@ def wrap(
     return model, optimizer
 
 
-def _leave(
-    turns: _Turns, ring: Ring, server: Server | GroupServer | None, group: ServerGroup | None, failed: bool
-) -> None:
+def _leave(turns: _Turns, ring: Ring, server: GroupServer | None, group: ServerGroup | None, failed: bool) -> None:
     if failed:
         ring.abort()  # the other ranks must not wait for this one
     turns.close()
@@ -548,7 +545,7 @@ class _Turns:
         own_step: _Stepper,
         here: World,
         ring: Ring | CompressedRing,
-        server: Server | GroupServer | None,
+        server: GroupServer | None,
     ) -> None:
         self.rank, self.size, self.ring, self.server = here.rank, here.size, ring, server
         self._strategy, self._flat, self._own_step = strategy, flat, own_step

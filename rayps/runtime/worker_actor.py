@@ -24,6 +24,7 @@ from rayps.core.logs import LogBuffer
 from rayps.core.records import Point
 from rayps.core.user_code import Call, lacks_memory, too_large, under_way
 from rayps.core.user_module import unpack
+from rayps.ps.protocol.segment_map import SpaceMap
 from rayps.recovery.backup_assignment import HeldRounds
 from rayps.recovery.worker_backup import WorkerBackup
 from rayps.tensors.local_state import LocalState
@@ -167,10 +168,10 @@ class WorkerActor:
         """Return this worker's part of the checkpoint after `rounds`, or its newest one; None if it is not retained."""
         return None if self._current is None else self._current.part(rounds)
 
-    def rewire(self, shard: int, address: str) -> None:
-        """Connect to a replaced shard at its new address; this worker's pushes that it lacks are sent again."""
+    def rewire(self, found: SpaceMap) -> None:
+        """Take over the map in which a shard is replaced; this worker's pushes that it lacks are sent again."""
         if self._current is not None:
-            self._current.rewire(shard, address)
+            self._current.rewire(found)
 
     def evaluate(self, vector: Tensor | None, buffers: dict[str, Tensor]) -> dict[str, tuple[float, int]]:
         """Return sums and sample counts of every metric over this worker's share, at the given parameters."""

@@ -22,7 +22,9 @@ from rayps.core.time_limit import START_SECONDS, overdue
 from rayps.core.topology import runs_in_step, servers_of
 from rayps.federated.client_states_backup import ClientStatesBackup
 from rayps.federated.view import keeper_of
-from rayps.ps.fixed.shard import ShardPart
+from rayps.ps.client.session import Session
+from rayps.ps.protocol.space import SpaceRank
+from rayps.ps.server.shard import ShardPart
 from rayps.recovery.backup_assignment import Mending
 from rayps.runtime.job_servers import FixedServers, JobServers
 from rayps.runtime.mending import PeerStates
@@ -234,6 +236,18 @@ class WorkerGroup:
             replies.append(worker.handle.call("begin", plan, shared[self._column(rank)], *own))
         settle(replies, self.workers)
 
+    def reader(self) -> Session:
+        """Read the parameters on servers outside the clock, of a model that fits on one worker. To be closed."""
+        seat = self._seat(0)
+        assert seat is not None, "the strategy keeps parameters on servers"
+        return Session(seat.door, seat.space, -1, timeout=self._known().timeout, name="reader", resident=False)
+
+    def _seat(self, rank: int) -> SpaceRank | None:
+        """A worker's place with the servers, which fences the holder before; None where it needs none."""
+        if self.space is not None and self._spaced:
+            return self.space.seat(rank)
+        return self._fixed.seat(self._column(rank), self.grid.at(rank).data)
+
     def _column(self, rank: int) -> int:
         return self.grid.column(rank) if self._known().division is not None else 0
 
@@ -259,25 +273,24 @@ class WorkerGroup:
 
     def replace_shard(self, index: int, snapshot: Snapshot) -> None:
         """Restore a shard from a snapshot; workers then send again what they pushed to it since."""
-        address = self._fixed.replace(index, snapshot)
-        if address is not None:
-            column, number = self._fixed.column(index)
+        found = self._fixed.replace(index, snapshot)
+        if found is not None:
+            column, _ = self._fixed.column(index)
             for rank, worker in enumerate(self.workers):
                 if not worker.dead and self._column(rank) == column:
-                    worker.heard(worker.handle.call("rewire", number, address))
+                    worker.heard(worker.handle.call("rewire", found))
 
     def _addresses(self, axis: str, rank: int) -> list[str]:
         return [self.workers[other].address for other in self.grid.along(axis, rank)]
 
     def _worker_plan(self, rank: int, start: int) -> WorkerPlan:
-        orders, shards = self._known(), self._fixed.doors(self._column(rank)) if self._fixed.members else []
+        orders = self._known()
         within = {"stage": self.grid.stage, "tensor": self.grid.tensor}
         bonds = self._peers.bonds
         peers = PeerAddresses(
             self.secret,
             [] if servers_of(orders.strategy) is not None else self._addresses("data", rank),
-            shards,
-            self.space.seat(rank) if self.space is not None and self._spaced else None,
+            self._seat(rank),
             {axis: self._addresses(axis, rank) for axis, length in within.items() if length > 1},
             self._attempts,
         )

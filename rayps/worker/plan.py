@@ -43,8 +43,7 @@ class PeerAddresses:
 
     secret: bytes = b""
     ring: list[str] = field(default_factory=list)  # of the column's workers, in the order of data ranks
-    shards: list[tuple[str, int, int]] = field(default_factory=list)  # of the column's fixed servers: address, lo, hi
-    seat: SpaceRank | None = None  # membership of a space on a server group
+    seat: SpaceRank | None = None  # the place in a space on servers
     axes: dict[str, list[str]] = field(default_factory=dict)  # along each axis within the replica
     attempt: int = 0  # starts of this replica in this generation; calls of another attempt are refused
 

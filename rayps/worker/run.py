@@ -13,6 +13,7 @@ from rayps.core.errors import RaypsError, StaleGeneration, UserError
 from rayps.core.records import Point
 from rayps.core.retained_parts import RetainedParts
 from rayps.core.user_code import Call, lacks_memory, placed, too_large, under_way
+from rayps.ps.protocol.segment_map import SpaceMap
 from rayps.recovery.worker_backup import WorkerBackup
 from rayps.tensors.snapshot import Snapshot
 from rayps.worker.connections import WorkerConnections
@@ -43,8 +44,7 @@ class GenerationRun:
         self._parts: RetainedParts[WorkerPart] = RetainedParts()
         self._backup, self._lock = backup, lock
         self._stop = threading.Event()
-        shards = plan.peers.shards
-        self._connections = WorkerConnections([address for address, _, _ in shards], [(lo, hi) for _, lo, hi in shards])
+        self._connections = WorkerConnections(plan.peers.seat)
         self._thread: threading.Thread | None = None
         self._run: PlanRun | None = None
 
@@ -106,9 +106,9 @@ class GenerationRun:
         with self._lock:
             return self._parts.get(max(self._parts, default=0) if rounds is None else rounds)
 
-    def rewire(self, shard: int, address: str) -> None:
-        """Connect to a shard's replacement."""
-        self._connections.rewire(shard, address)
+    def rewire(self, found: SpaceMap) -> None:
+        """Connect to a shard's replacement, which this map names."""
+        self._connections.rewire(found)
 
     def evaluate(self, vector: Tensor | None, buffers: dict[str, Tensor]) -> dict[str, tuple[float, int]]:
         """Evaluate: metric -> (sum, samples) over this worker's share, at the given parameters and buffers.

@@ -5,18 +5,20 @@ from __future__ import annotations
 import select
 import struct
 import time
+from collections.abc import Callable
 
 from rayps.comm.link import Link, Message, connect
 from rayps.comm.link.memory import Fence
 from rayps.core.errors import LinkError, PeerLost, PeerTimeout
 from rayps.core.failpoint import passing
 from rayps.ps.client.connection import ServerConnection
-from rayps.ps.client.map_subscription import Door, MapSubscription
+from rayps.ps.client.map_subscription import Door, subscribe
 from rayps.ps.protocol.mailbox import WAITS, WorkerMemory, mailbox
-from rayps.ps.protocol.messages import GroupMessage
+from rayps.ps.protocol.messages import GroupMessage, error_of, read_numbers
 from rayps.ps.protocol.segment_map import SpaceMap
 from rayps.ps.protocol.shared_memory import AVAILABLE
 from rayps.ps.protocol.space import Space
+from rayps.ps.protocol.static_map import StaticMap
 
 CALL_SECONDS = (0.1, 2.0)  # first and longest try to reach a server; it may be dead, and the map not say so yet
 PROBE_SECONDS = 0.002  # to find out whether a server that was lost listens at all
@@ -39,11 +41,23 @@ class ServerConnections:
     """By server, the links of one holder of a rank, and the map that says whom to ask."""
 
     def __init__(
-        self, door: Door, space: Space, rank: int, incarnation: int, name: str, timeout: float, *, resident: bool = True
+        self,
+        door: Door,
+        space: Space,
+        rank: int,
+        incarnation: int,
+        name: str,
+        timeout: float,
+        *,
+        resident: bool = True,
+        first: Callable[[str], int] | None = None,
     ) -> None:
-        """`resident`: share memory with servers of this host."""
+        """With `resident`, share memory with servers of this host.
+
+        `first(server)` gives the first step that can be pushed again to a server, which gives up the steps below.
+        """
         self.space, self.rank, self.name, self.timeout = space, rank, name, timeout
-        self.watch = MapSubscription(door, space.number, name, timeout)
+        self.watch = subscribe(door, space.number, name, timeout)
         self.map: SpaceMap = self.watch.map
         self.open: dict[str, ServerConnection] = {}
         self.ended = False
@@ -52,7 +66,7 @@ class ServerConnections:
         self.deadline = 0.0
         self.memory = WorkerMemory() if resident and AVAILABLE else None
         self.fence = Fence()
-        self._incarnation = incarnation
+        self._incarnation, self._first = incarnation, first
         self._troubles: dict[str, _Trouble] = {}
         self._joins = 0
 
@@ -69,6 +83,9 @@ class ServerConnections:
             if (a.primary, a.generation) != (b.primary, b.generation)
         }
         self.breaks += bool(changed)
+        for line in list(self.open.values()):
+            if found.addresses.get(line.server) != old.addresses.get(line.server):  # another process has its name
+                self.lose(line)
         return changed
 
     def line(self, server: str) -> ServerConnection | None:
@@ -82,7 +99,10 @@ class ServerConnections:
         address = self.map.addresses.get(server)
         if address is None or self.ended:
             return None
-        link = self._call(address, trouble or self._trouble(server), known_trouble=trouble is not None)
+        try:
+            link = self._call(address, trouble or self._trouble(server), known_trouble=trouble is not None)
+        except LinkError as error:
+            raise PeerLost(f"{server!r} closed the connection or died: {error}", peer=server) from error
         if link is None:
             return None
         self.changes += 1
@@ -91,7 +111,10 @@ class ServerConnections:
         return self.open.get(server)
 
     def _call(self, address: str, trouble: _Trouble, known_trouble: bool) -> Link | None:
-        """A link to a server, or None. One that does not listen takes no time: a newer map may come meanwhile."""
+        """A link to a server, or None. One that does not listen takes no time: a newer map may come meanwhile.
+
+        Raises LinkError: it does not listen, and will not be replaced.
+        """
         patience = min(trouble.call, max(0.001, self.deadline - time.monotonic()))
         for seconds in (PROBE_SECONDS, patience) if known_trouble else (patience,):
             try:
@@ -99,6 +122,8 @@ class ServerConnections:
             except PeerTimeout:
                 continue  # it listens, and is slow
             except LinkError:
+                if self.watch.final:
+                    raise
                 break
         trouble.call = min(2 * trouble.call, CALL_SECONDS[1])
         trouble.again()
@@ -109,10 +134,9 @@ class ServerConnections:
         self._joins -= 1
         line.joined, line.joining = False, self._joins
         try:
-            patience = struct.pack("<d", self.timeout)
+            more = struct.pack("<dq", self.timeout, -1 if self._first is None else self._first(line.server))
             line.say(
-                Message(GroupMessage.JOIN, line.joining, self.space.number, self.rank, float(self._incarnation)),
-                patience,
+                Message(GroupMessage.JOIN, line.joining, self.space.number, self.rank, float(self._incarnation)), more
             )
         except LinkError:
             self.lose(line)
@@ -207,6 +231,25 @@ class ServerConnections:
             seconds=self.timeout,
             segments=segments,
         )
+
+
+def take_seat(door: StaticMap, space: Space, rank: int, timeout: float) -> int:
+    """Become the next holder of a rank where there is no manager: the server of segment 0 counts the incarnations.
+
+    Raises:
+        PeerTimeout, PeerLost: it does not answer.
+    """
+    found = door.map
+    server = str(found.holdings[0].primary)
+    link = connect(found.addresses[server], name=f"worker-{rank}", secret=door.secret, generation=0, timeout=timeout)
+    try:
+        link.send(Message(GroupMessage.SEAT, 1, space.number, rank), timeout=timeout)
+        reply = link.recv(timeout)
+    finally:
+        link.close()
+    if reply.kind == GroupMessage.ERROR:
+        raise error_of(reply)
+    return read_numbers(reply.payload)[0]
 
 
 def named(segments: list[int]) -> str:

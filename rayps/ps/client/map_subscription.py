@@ -14,11 +14,12 @@ from typing import Any
 
 from rayps.comm.link import Link, Message, connect
 from rayps.core.errors import LinkError, PeerTimeout
-from rayps.ps.fixed.messages import error_of
-from rayps.ps.protocol.messages import GroupMessage
+from rayps.ps.protocol.messages import GroupMessage, error_of
 from rayps.ps.protocol.segment_map import SpaceMap
+from rayps.ps.protocol.static_map import StaticMap, StaticSubscription
 
-Door = dict[str, Any] | Callable[[], dict[str, Any]]  # {"address", "secret"} of a manager, or what finds it again
+ManagerDoor = dict[str, Any] | Callable[[], dict[str, Any]]  # {"address", "secret"} of a manager, or what finds it
+Door = ManagerDoor | StaticMap  # where the map of a space comes from
 
 RETRY_SECONDS = 0.2  # between two tries to find a manager that was lost
 CALL_SECONDS = 0.25  # that one such try may take
@@ -32,7 +33,9 @@ class MapSubscription:
         NotFound: it knows no such space.
     """
 
-    def __init__(self, door: Door, space: int, name: str, timeout: float) -> None:
+    final = False  # the manager may replace a server that dies
+
+    def __init__(self, door: ManagerDoor, space: int, name: str, timeout: float) -> None:
         self.door: dict[str, Any] = door() if callable(door) else door
         self._find = door if callable(door) else None
         self._space, self._name = space, name
@@ -111,6 +114,13 @@ class MapSubscription:
         if self._link is not None:
             self._link.close()
             self._link = None
+
+
+def subscribe(door: Door, space: int, name: str, timeout: float) -> MapSubscription | StaticSubscription:
+    """Follow the map of a space. Raises as `MapSubscription`."""
+    if isinstance(door, StaticMap):
+        return door.subscribe()
+    return MapSubscription(door, space, name, timeout)
 
 
 def _map_of(message: Message, known: SpaceMap | None) -> SpaceMap | None:

@@ -31,11 +31,17 @@ class ReplayBuffer:
         self.dropped = 0  # pushes that were forgotten before they were durable
         self.since = 0  # those below this step
         self._by_segment: dict[int, deque[tuple[int, float, memoryview]]] = {}
+        self._before: dict[int, int] = {}  # by segment: the step after the last one that is not kept
 
-    def keep(self, step: int, weight: float, pieces: dict[int, memoryview]) -> None:
-        """Keep a push; all of one step is one push. Forgets the oldest where it is too much."""
+    def keep(self, step: int, weight: float, pieces: dict[int, memoryview], first: int | None = None) -> None:
+        """Keep a push; all of one step is one push. Forgets the oldest where it is too much.
+
+        A push that stands for several steps is named by the last of them, `step`; `first` is the first of them.
+        """
         for index, piece in pieces.items():
             held = self._by_segment.setdefault(index, deque())
+            if not held:
+                self._before[index] = step if first is None else first
             if not held or held[-1][0] < step:
                 held.append((step, weight, piece))
             elif all(known != step for known, _, _ in held):
@@ -53,11 +59,16 @@ class ReplayBuffer:
         for index in segments:
             held = self._by_segment.get(index)
             while held and held[0][0] < mark:
+                self._before[index] = held[0][0] + 1
                 self.bytes -= len(held.popleft()[2])
 
     def among(self, segments: Collection[int]) -> set[int]:
         """Those of these segments that something is kept of."""
         return {index for index in segments if self._by_segment.get(index)}
+
+    def first(self, segment: int) -> int | None:
+        """The earliest step that is kept of a segment, also as the first one of a push; None: nothing is kept."""
+        return self._before[segment] if self._by_segment.get(segment) else None
 
     def of(self, segments: Collection[int], marks: Mapping[int, int] | None = None) -> list[StepPush]:
         """What is to be said again of these segments, in order; with `marks`, from this step of the segment on."""

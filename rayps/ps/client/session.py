@@ -7,6 +7,7 @@ knew (`rayps.ps.client.replay_buffer`); the segments' ledgers drop what they hav
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -32,13 +33,13 @@ from rayps.ps.client.connections import ServerConnections, named
 from rayps.ps.client.map_subscription import Door
 from rayps.ps.client.replay_buffer import ReplayBuffer
 from rayps.ps.client.turn import Turn, TurnPart
-from rayps.ps.fixed.messages import error_of
 from rayps.ps.protocol.consistent_cut import furthest
 from rayps.ps.protocol.mailbox import ROWS, array_of, head_of
-from rayps.ps.protocol.messages import GroupMessage, SegmentPayload, numbers, read_numbers, unpack
+from rayps.ps.protocol.messages import GroupMessage, SegmentPayload, error_of, numbers, read_numbers, unpack
 from rayps.ps.protocol.segment_map import SpaceMap
 from rayps.ps.protocol.shared_memory import GradientBuffer
 from rayps.ps.protocol.space import Space
+from rayps.ps.protocol.static_map import StaticMap
 from rayps.tensors.packing import flat_bytes
 
 GRACE_SECONDS = 5.0  # a server answers what waits too long itself, naming the slowest rank: it gets time to
@@ -63,8 +64,8 @@ class SegmentReplies(NamedTuple):
 class Session:
     """One rank's links to the servers and the manager. For one thread; another uses a `reader()` of its own.
 
-    `door` is a manager's {"address", "secret"}, or a function that finds them again. `incarnation` is the manager's
-    number for this holder of the rank (`Group.join`); a later one fences this one. `timeout` is in seconds. `keep` is
+    `door` is a manager's {"address", "secret"}, or a function that finds them again, or a `StaticMap`. `incarnation`
+    numbers the holders of the rank (`Group.join`); a later one fences this one. `timeout` is in seconds. `keep` is
     how many bytes of pushes are kept until they are durable. `lost` says which segments are lost for good: without it
     they are waited for, as somebody may load them again. Rank -1 loads and reads, and never pushes. `resident=False`
     shares no memory with servers of this host.
@@ -91,7 +92,11 @@ class Session:
         self.kept = ReplayBuffer(keep)
         self._door, self._incarnation, self._lost = door, incarnation, lost
         name = name or (f"worker-{rank}" if rank >= 0 else "opener")
-        self._lines = ServerConnections(door, space, rank, incarnation, name, timeout, resident=resident)
+        self._replaces = isinstance(door, StaticMap) and not door.final  # dead servers: by what a snapshot held
+        first = self._first if self._replaces else None
+        self._lines = ServerConnections(door, space, rank, incarnation, name, timeout, resident=resident, first=first)
+        self._turns = threading.RLock()  # one thread at a time: see `catch_up`
+        self._next: dict[int, int] = {}  # by segment: the step after the last one that was acknowledged
         self._pool = BufferPool()
         self._readers: weakref.WeakSet[Session] = weakref.WeakSet()
         self._asks: list[SegmentRequest] = []  # what is under way, in the order to be said
@@ -281,6 +286,12 @@ class Session:
 
         None where it must be an `exchange`: a server does not share memory, or something is under way. Raises as that.
         """
+        with self._turns:
+            return self._turn_alone(step, weight, pieces, landing, torn=torn)
+
+    def _turn_alone(
+        self, step: int, weight: float, pieces: Mapping[int, Any], landing: Mapping[int, Any], *, torn: bool
+    ) -> SegmentReplies | None:
         lines, plan = self._lines, self._turn
         if plan is None or not plan.good(lines):
             plan = self._turn = Turn.of(lines, self.space) if lines.open else None
@@ -326,11 +337,12 @@ class Session:
         self, segments: Collection[int], mark: int, step: int, weight: float, pieces: Mapping[int, Any]
     ) -> None:
         """A push by mailbox has had its effect: keep copies of what is not durable, as its memory is used again."""
-        if self.kept.limit:
+        if self._replaces or self.kept.limit:
+            first = self._pushed(segments, step)
             self.kept.durable(segments, mark)
-            if mark <= step:
+            if mark <= step and self.kept.limit:
                 copies = {index: memoryview(bytes(as_bytes(pieces[index]))) for index in segments}
-                self.kept.keep(step, weight, copies)
+                self.kept.keep(step, weight, copies, first)
 
     def tell(self, kind: GroupMessage, number: int) -> None:
         """Say what has no answer (SAVED) to all servers that are joined; that one is lost is found out later."""
@@ -346,7 +358,8 @@ class Session:
         Raises:
             PeerTimeout, PeerLost: as `exchange`.
         """
-        self.exchange(GroupMessage.FLUSH, dict.fromkeys(range(self.space.segments), EMPTY))
+        if not isinstance(self._door, StaticMap):  # there acknowledged is all there is
+            self.exchange(GroupMessage.FLUSH, dict.fromkeys(range(self.space.segments), EMPTY))
 
     def hang_up(self) -> None:
         """End what another thread waits for in here, as lost; that thread is to `close`. Any thread may call it."""
@@ -365,7 +378,23 @@ class Session:
         self._lines.deadline = now + self.timeout + GRACE_SECONDS
         self._ask_lost = now + ASK_SECONDS
 
+    def catch_up(self) -> None:
+        """Push again what a server lacks that has just replaced another, if no exchange has done so.
+
+        Any thread: it waits for the exchange under way, and the next one waits for it.
+
+        Raises:
+            PeerTimeout, PeerLost: as `exchange`.
+        """
+        with self._turns:
+            if not self._lines.ended:
+                self._run([])
+
     def _run(self, asks: list[SegmentRequest]) -> None:
+        with self._turns:
+            self._run_alone(asks)
+
+    def _run_alone(self, asks: list[SegmentRequest]) -> None:
         began = time.monotonic()
         self._begin()
         self._asks += asks
@@ -408,9 +437,24 @@ class Session:
     def _again(self, segments: Collection[int], marks: Mapping[int, int] | None = None) -> list[SegmentRequest]:
         """What is kept of these segments, to be said again; with `marks`, what lies above them."""
         return [
-            SegmentRequest(GroupMessage.PUSH, p.step, p.weight, p.pieces, kept=True)
+            SegmentRequest(GroupMessage.PUSH, p.step, p.weight, p.pieces, kept=True, by_message=True)  # in their order
             for p in self.kept.of(segments, marks)
         ]
+
+    def _pushed(self, segments: Collection[int], step: int) -> int:
+        """A push up to `step` was acknowledged; the first step that it stands for."""
+        first = min((self._next.get(index, step) for index in segments), default=step)
+        self._next.update(dict.fromkeys(segments, step + 1))
+        return min(first, step)
+
+    def _first(self, server: str) -> int:
+        """The first step that can be pushed again to a server; -1: nothing was pushed to it."""
+        found = []
+        for index, held in enumerate(self.map.holdings):
+            if held.primary == server:
+                kept = self.kept.first(index)
+                found.append(self._next.get(index, -1) if kept is None else kept)
+        return min(found, default=-1)
 
     def _ask_marks(self) -> None:
         """Ask new primaries how far this rank's pushes got there; JOINED says it (`_joined`)."""
@@ -425,6 +469,8 @@ class Session:
         pairs = read_numbers(message.payload)
         line.marks = dict(zip(pairs[::2], pairs[1::2], strict=True))
         line.joined = True
+        for index, mark in line.marks.items():
+            self._next.setdefault(index, mark)
         asked = [index for index, other in self._unsure.items() if other is line]
         known = [index for index in asked if index in line.marks]
         for index in known:
@@ -437,13 +483,12 @@ class Session:
     def _say_all(self) -> None:
         if self._unsure:
             self._ask_marks()
+        behind = set(self._unsure)  # segments whose server lacks earlier pushes: they come first
         for ask in list(self._asks):
-            ready = list(ask.unsaid)
-            if (
-                self._unsure and ask.kind in PUSHES
-            ):  # what a new primary lacks goes first: a segment has its pushes in order
-                ready = [index for index in ready if index not in self._unsure]
-            if ready:
+            if ask.kept:
+                behind.update(index for index in ask.pieces if index not in ask.answers)
+            if ask.unsaid:
+                ready = [index for index in ask.unsaid if ask.kept or index not in behind]
                 for server, segments in self.map.by_server(ready).items():
                     line = None if server is None else self._lines.line(server)
                     if line is not None:
@@ -628,11 +673,12 @@ class Session:
         self._lines.answered(line.server)
         mark = int(message.weight)
         self.kept.durable(segments, mark)
+        first = self._pushed(segments, ask.step) if ask.kind in PUSHES and not ask.kept else ask.step
         if ask.kind in PUSHES and mark <= ask.step and not ask.kept and self.kept.limit:
             pieces = {index: ask.pieces[index] for index in segments}
             if flight.by_mailbox:  # its memory is used again
                 pieces = {index: memoryview(bytes(as_bytes(piece))) for index, piece in pieces.items()}
-            self.kept.keep(ask.step, ask.weight, pieces)
+            self.kept.keep(ask.step, ask.weight, pieces, first)
             ask.buffers.clear()
         ask.open -= len(segments)
         ask.durable = mark if ask.durable is None else min(mark, ask.durable)

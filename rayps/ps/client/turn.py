@@ -51,7 +51,7 @@ class TurnPart:
         if where != BY_MEMORY or (box.link.offers_taken < offers and not box.readable):
             return None
         if self._landing is not landing or self._offers != box.link.offers_taken:
-            self._reads = [box.place_of(index, landing[index]) for index in self.segments]
+            self._reads = [box.place_of(index, landing[index]) for index in self.segments if index in landing]
             self._landing, self._offers = landing, box.link.offers_taken
         for words, values, place in self._reads:
             before = words[STEPS]

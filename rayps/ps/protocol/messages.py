@@ -8,16 +8,22 @@ a generation is not the server's, none of it, and the answer is STALE. An answer
 from __future__ import annotations
 
 import enum
+import json
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from rayps.comm.link import Message
+from rayps.core import errors
+from rayps.core.errors import LinkError, RaypsError
 
 
 class GroupMessage(enum.IntEnum):
     """What a message says. Fields: a, b, weight, payload. Answers carry the tag of what they answer."""
 
     # worker -> server (one link for each worker, server and space)
+    # JOIN: payload = seconds that pulls may wait; behind it the first step that this rank can push again, or -1
     JOIN = 1  # a = space, b = rank (-1: the opener, a reader), weight = incarnation -> JOINED
     PUSH = 2  # a = step, weight = samples, payload = head + pieces  -> ACK
     PULL = 3  # payload = head + pieces (which rows, for a table)    -> VALUE, once the clock of all of them allows
@@ -32,12 +38,13 @@ class GroupMessage(enum.IntEnum):
     HOLD = 12  # a = 1: once the clock lets this rank pull; payload = head -> VALUE, int64: steps by rank. Pushes wait
     AIM = 13  # payload = head + int64: steps by rank            -> ACK once all of these are applied
     RELEASE = 14  # pushes that wait are applied; no answer
+    SEAT = 15  # a = space, b = rank: where no manager counts -> ACK, payload = int64: the incarnation of the next JOIN
     # server -> worker. Every answer: weight = step of this rank below which all pushes to these segments are durable
     JOINED = 20  # payload = int64 pairs: segment, this rank's next step there; of all segments that it is primary of
     ACK = 21
     VALUE = 22  # a = version (steps taken, the least of the segments), b = lead in rounds, payload = pieces
     STALE = 23  # payload = int64: the segments that are not here in that generation; nothing was applied
-    ERROR = 24  # as `rayps.ps.fixed.messages.refusal`
+    ERROR = 24  # as `refusal`
     # primary -> copy, answered by COPIED in the order of sending
     STATE = 40  # a = space, b = segment, weight = generation, payload = Segment.dump(): begin a copy with it
     FORWARD = 41  # a = space, b = segment, weight = generation, payload = what `Segment.push` gave: apply it
@@ -73,6 +80,20 @@ class Event(enum.StrEnum):
     HANDED = "handed"  # LEAVING, and all copies have everything
     COPY_LOST = "copy lost"  # the link to copy `name` failed; answers wait until ORDERS leave it out
     ASKED = "asked"  # a COPY that heard nothing, or a gap: it needs a new STATE
+
+
+def refusal(tag: int, error: Exception) -> tuple[Message, bytes]:
+    """An error as the answer to a request."""
+    body = {"kind": type(error).__name__, "message": str(error), "data": getattr(error, "data", {})}
+    return Message(GroupMessage.ERROR, tag=tag), json.dumps(body).encode()
+
+
+def error_of(reply: Message) -> RaypsError:
+    """The error that an ERROR message carries."""
+    body = json.loads(bytes(reply.payload))
+    kind = getattr(errors, body["kind"], LinkError)
+    found: RaypsError = kind(body["message"], **body["data"])
+    return found
 
 
 class SegmentPayload(NamedTuple):

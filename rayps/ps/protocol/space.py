@@ -19,6 +19,7 @@ from rayps.core.errors import ConfigError
 from rayps.core.server_updates import PlainServers
 from rayps.core.strategy import ServerHalf
 from rayps.core.topology import Servers, servers_of
+from rayps.ps.protocol.static_map import StaticMap
 from rayps.tensors.flat import Entry, Layout
 from rayps.tensors.learning_rate import Recipe, Ticks
 from rayps.tensors.optim import Factory
@@ -238,6 +239,6 @@ def _plain(value: Any, table: SparseTable) -> Any:
 class SpaceRank:
     """A rank's place in a space on an elastic server group; a later incarnation of the rank fences this one."""
 
-    door: dict[str, Any]  # the manager's address and the group's secret
+    door: dict[str, Any] | StaticMap  # the manager's address and the group's secret, or where the segments are
     space: Space
     incarnation: int

@@ -94,6 +94,7 @@ class AssignedSpace:
 
     def __init__(self, space: Space) -> None:
         self.space = space
+        self.static = False  # it has no manager, no copies, and no server that takes over
         self.holdings: dict[int, AssignedSegment] = {}
         self.incarnations: dict[int, int] = {}  # by rank: the highest seen
         self.parked: list[Any] = []  # requests that wait for the clock
@@ -178,6 +179,14 @@ class Assignments:
         else:
             held.space = space
         return held
+
+    def hold(self, space: Space, index: int, generation: int, segment: ServedSegment) -> AssignedSegment:
+        """Be the primary of a segment that has its state already, where there is no manager to order it."""
+        held = self.learn(space)
+        held.static = True
+        found = AssignedSegment(held, index, Role.PRIMARY, generation, segment, line=generation, since=_now())
+        held.holdings[index] = found
+        return found
 
     def forget(self, number: int) -> None:
         """A space is closed."""

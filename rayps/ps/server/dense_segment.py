@@ -1,4 +1,4 @@
-"""A segment of the dense vector: a `rayps.ps.fixed.shard.Shard` that says what its copies must apply, and can be one.
+"""A segment of the dense vector: a `rayps.ps.server.shard.Shard` that says what its copies must apply, and can be one.
 
 What a change is depends on the strategy. Where each push has effect at once, a change is a push. Where a round gathers
 all pushes, a change is the close of a round: their weighted mean where the strategy says that only this matters (its
@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rayps.core.calendar import Boundary
 from rayps.core.errors import CheckpointError, ConfigError
 from rayps.core.ledger import WINDOW, Ledger
 from rayps.core.topology import servers_of
-from rayps.ps.fixed.shard import ShardPart
 from rayps.ps.protocol.pieces import DensePiece, Extent
 from rayps.ps.protocol.rows import ShardRows
 from rayps.ps.protocol.shared_memory import SharedSlice
 from rayps.ps.protocol.space import Space
 from rayps.ps.server.replicated_shard import CHANGE, MEAN, NEVER, ONE, PUSHED, VALUES, ReplicatedShard, changes_by
+from rayps.ps.server.shard import ShardFacts, ShardPart
 from rayps.tensors.flat import Layout
 from rayps.tensors.optim import Factory, Moments
 from rayps.tensors.optim import cut as cut_moments
@@ -40,6 +42,7 @@ class DenseSegment:
         self.layout: Layout = space.layout
         self.lo, self.hi = space.cuts[index]
         self.rows = self.hi - self.lo
+        self.boundary = NEVER  # rounds after which a state is kept unasked
         self.operations = 0
         self.copied = True  # whether changes go to copies; where not, they come back empty
         self.by = changes_by(space.strategy)
@@ -65,7 +68,7 @@ class DenseSegment:
             factory=self.factory,
             strategy=self.space.strategy,
             start=ledger,
-            boundary=NEVER,
+            boundary=self.boundary,
             private=not self._shared,
             ticks=self.space.ticks,
         )
@@ -287,6 +290,25 @@ class DenseSegment:
         self._part_from_branches()
         self._settle(params.clone(), ledger)
         self._shard.restore(head, tensors)
+
+    def begin(self, params: Tensor, ledger: Ledger, moments: Moments, boundary: Boundary) -> None:
+        """Become a part of a snapshot, whose moments are of whole parameters; keep states at `boundary` from now on."""
+        self._part_from_branches()
+        self.boundary = boundary
+        self._settle(params.clone(), ledger.copy())
+        self._shard.load(moments, self.layout)
+
+    def facts(self, index: int, wanted: int) -> ShardFacts:
+        """What the owner of a static map asks shard `index` while it runs; the state after round `wanted` is kept."""
+        shard = self._own()
+        shard.kept.wanted = wanted
+        if wanted > shard.closed:
+            shard.wanted = {wanted}
+        return replace(shard.facts(), index=index, snapshots=sorted(shard.kept))
+
+    def skip(self, rank: int, step: int) -> None:
+        """Give up a rank's pushes below `step`: nobody has them any more."""
+        self._own().skip(rank, step)
 
     def keep(self, rounds: Sequence[int]) -> None:
         """After which rounds to keep a state."""

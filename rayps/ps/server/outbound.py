@@ -33,19 +33,20 @@ class Outbound:
         self,
         name: str,
         secret: bytes,
-        manager: Address,
+        manager: Address | None,
         poll: select.poll,
         later: Later,
         copies: Replication,
         command: ManagerSession,
     ) -> None:
-        """`later(work)` lets the loop do something; `poll` is the loop's."""
+        """`later(work)` lets the loop do something; `poll` is the loop's. Without a manager none is looked for."""
         self._name, self._secret, self._manager = name, secret, manager
         self._poll, self._later, self._copies, self._command = poll, later, copies, command
         self._peers: dict[int, Peer] = {}
         self._closing = threading.Event()
-        self._look_for_manager()
-        threading.Thread(target=self._beat, name=f"{name}-heart", daemon=True).start()
+        if manager is not None:
+            self._look_for_manager()
+            threading.Thread(target=self._beat, name=f"{name}-heart", daemon=True).start()
 
     def _beat(self) -> None:
         while not self._closing.wait(self._command.every):
@@ -146,9 +147,9 @@ class Outbound:
 
     def _look_for_manager(self) -> None:
         def search() -> None:
-            while not self._closing.is_set():
+            while not self._closing.is_set() and (manager := self._manager) is not None:
                 try:
-                    link = self._call(self._manager if isinstance(self._manager, str) else self._manager())
+                    link = self._call(manager if isinstance(manager, str) else manager())
                 except Exception as error:  # whoever is asked for the address may fail in ways of its own
                     log.info("%s: no manager yet: %s", self._name, error)
                     self._closing.wait(AGAIN_SECONDS)

@@ -10,8 +10,7 @@ from typing import Any, Protocol
 from rayps.comm.link import Message
 from rayps.core.errors import ConfigError, PeerTimeout, RaypsError
 from rayps.core.failpoint import passing
-from rayps.ps.fixed.messages import refusal
-from rayps.ps.protocol.messages import GroupMessage, numbers, read_numbers
+from rayps.ps.protocol.messages import GroupMessage, numbers, read_numbers, refusal
 from rayps.ps.protocol.segment import ServedSegment
 from rayps.ps.protocol.shared_memory import SharedSlice
 from rayps.ps.server.assignments import AssignedSegment, AssignedSpace
@@ -46,7 +45,7 @@ class PendingReplies:
         """Tell who asked what went wrong; a fault of ours too, and the server goes on."""
         if not isinstance(error, (ValueError, RaypsError)):
             log.error("a request of kind %d failed", request.kind, exc_info=error)
-            error = RaypsError(f"a server failed: {type(error).__name__}: {error}")
+            error = RaypsError(f"{self._name} failed: {type(error).__name__}: {error}")
         if held is not None and isinstance(error, ConfigError):
             held.rejected += 1
         release(request)
@@ -140,12 +139,15 @@ class PendingReplies:
                 }
             )
             names = ", ".join(f"rank {rank}" for rank in behind) or "nobody"
+            marks = [mark for p in request.pieces if (h := held.holdings.get(p.segment)) for mark in h.marks().values()]
             self.fail(
                 held,
                 request,
                 PeerTimeout(
-                    f"{request.guest.link.peer} waited too long on {self._name} for {names} (the knob is `timeout`)",
-                    peer=names,
+                    f"{request.guest.link.peer} waited {request.guest.patience:g} s on {self._name} for {names} to "
+                    f"push step {min(marks, default=0)}: raise timeout if a step may take longer",
+                    peer=f"worker-{behind[0]}" if behind else "server",
+                    seconds=request.guest.patience,
                     ranks=behind,
                     server=self._name,
                 ),

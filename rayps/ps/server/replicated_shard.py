@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from rayps.core.calendar import Boundary
+from rayps.core.failpoint import passing
 from rayps.core.retained_parts import RetainedParts
 from rayps.core.server_updates import weighted_mean
 from rayps.core.strategy import ServerHalf
 from rayps.core.topology import servers_of
-from rayps.ps.fixed.shard import Shard, padded
 from rayps.ps.protocol.pieces import DensePiece, Extent, area_piece
 from rayps.ps.protocol.rows import Area
+from rayps.ps.server.shard import Shard, padded
 from rayps.tensors.optim import Moments
 from rayps.tensors.packing import flat_bytes, full_moments, pack_state, plain_moments, tensor_of
 
@@ -113,9 +114,9 @@ class ReplicatedShard(Shard):
         self._finish()
 
     def _keep(self, rounds: int) -> None:
-        if rounds in self.wanted:
-            self.kept.wanted = rounds
+        if rounds in self.wanted or rounds in self._boundary:
             self.kept.keep(rounds, self.state(parts=False))
+            passing("host: state kept, not collected")
             self.wanted = {wanted for wanted in self.wanted if wanted > rounds}
 
     def state(self, parts: bool = True) -> bytes:

@@ -30,7 +30,7 @@ from rayps.ps.tables.table_segment import TableSegment
 
 READER = -1
 OPERATIONS = frozenset({GroupMessage.PUSH, GroupMessage.PULL, GroupMessage.PUSH_PULL, GroupMessage.READ})
-_SECONDS = struct.Struct("<d")
+_JOIN = struct.Struct("<dq")
 
 
 class RequestHandler(PendingReplies):
@@ -58,8 +58,8 @@ class RequestHandler(PendingReplies):
     def answer(self, held: AssignedSpace, request: PeerRequest) -> None:
         """Serve one request, or park it."""
         try:
-            if request.kind == GroupMessage.JOIN:
-                self._join(held, request)
+            if request.kind in (GroupMessage.JOIN, GroupMessage.SEAT):
+                (self._join if request.kind == GroupMessage.JOIN else self._seat)(held, request)
                 return
             handler = self._answers.get(request.kind)
             if handler is None:
@@ -96,10 +96,12 @@ class RequestHandler(PendingReplies):
                 self.wake(held)
             if push.may_pull:
                 self._pull_whole(guest, call.tag, push)
+                passing("host: acknowledged, not saved")
                 return True
             request = request_of(guest, call, head)
             request.kind, request.a, request.lent, request.whole = GroupMessage.PULL, call.step + 1, push.touched, push
             self._wait(held, request)
+            passing("host: acknowledged, not saved")
         except Exception as error:
             request = request or request_of(guest, call, head)
             request.lent = push.touched
@@ -130,11 +132,27 @@ class RequestHandler(PendingReplies):
             held.incarnations[rank] = incarnation
             self._fence(held, rank, incarnation)
         guest.space, guest.rank, guest.incarnation = held.number, rank, incarnation
-        if len(request.payload) == _SECONDS.size:
-            (guest.patience,) = _SECONDS.unpack(request.payload)
-        mine = [holding for holding in held.primaries() if holding.usable]
-        pairs = [] if rank == READER else [v for h in mine for v in (h.index, segment_of(h).durable(rank))]
+        mine, first = [holding for holding in held.primaries() if holding.usable], -1
+        if len(request.payload) == _JOIN.size:
+            guest.patience, first = _JOIN.unpack(request.payload)
+        if first >= 0 and rank != READER:
+            for holding in mine:
+                if isinstance(holding.segment, DenseSegment):
+                    holding.segment.skip(rank, first)
+            self.wake(held)
+        pairs: list[int] = []
+        for holding in mine if rank != READER else []:
+            segment = segment_of(holding)  # a push that copies do not have is said again, lest a death loses it
+            pairs += [holding.index, segment.marks()[rank] if held.static else segment.durable(rank)]
         self.reply(request, GroupMessage.JOINED, mine, payload=numbers(pairs))
+
+    def _seat(self, held: AssignedSpace, request: PeerRequest) -> None:
+        rank = request.b
+        if not 0 <= rank < held.space.workers:
+            raise ValueError(f"rank {rank} is not one of {held.space.workers} workers (0 to {held.space.workers - 1})")
+        held.incarnations[rank] = incarnation = held.incarnations.get(rank, 0) + 1
+        self._fence(held, rank, incarnation)
+        self.reply(request, GroupMessage.ACK, [], payload=numbers([incarnation]))
 
     def _fence(self, held: AssignedSpace, rank: int, incarnation: int) -> None:
         """What an older worker of this rank waits for, it hears no more."""
@@ -169,6 +187,7 @@ class RequestHandler(PendingReplies):
         if not self._admits(held, request):
             return
         self.reply(request, GroupMessage.ACK, self._apply(held, request))
+        passing("host: acknowledged, not saved")
 
     def _push_pull(self, held: AssignedSpace, request: PeerRequest) -> None:
         if not self._admits(held, request):
@@ -179,6 +198,7 @@ class RequestHandler(PendingReplies):
         if request.payload is not None:
             request.pieces = [SegmentPayload(piece.segment, piece.generation, b"") for piece in request.pieces]
         self._wait(held, request)
+        passing("host: acknowledged, not saved")
 
     def _apply(self, held: AssignedSpace, request: PeerRequest) -> list[AssignedSegment]:
         rank, step, weight = request.guest.rank, request.a, request.weight

@@ -16,13 +16,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import torch
 
 from rayps.comm.link import Listener, Message
 from rayps.core.errors import LinkError, NotFound, StaleGeneration
 from rayps.ps.protocol.messages import GroupMessage, numbers
+from rayps.ps.protocol.segment import ServedSegment
 from rayps.ps.protocol.shared_memory import SharedSlice
 from rayps.ps.protocol.space import Space
 from rayps.ps.server import replica
@@ -42,6 +44,7 @@ NAP_SECONDS = 0.05  # how long the loop may sleep before it looks at its deadlin
 TEND_SECONDS = 0.01  # between two looks at deadlines, links and the manager, while only mailboxes are served
 TURN_SECONDS = 0.002  # how long it serves before it looks who else has come
 STRANGE_SECONDS = 5.0  # how long a request waits for its space to be heard of
+T = TypeVar("T")
 FROM_SERVERS = frozenset({GroupMessage.STATE, GroupMessage.FORWARD})
 
 
@@ -49,9 +52,19 @@ class GroupServerLoop:
     """Serves until it is closed."""
 
     def __init__(
-        self, name: str, listener: Listener, manager: Address, secret: bytes, *, host: str = "", heartbeat: float = 0.1
+        self,
+        name: str,
+        listener: Listener,
+        manager: Address | None,
+        secret: bytes,
+        *,
+        host: str = "",
+        heartbeat: float = 0.1,
     ) -> None:
-        """`manager` is the address of the manager's listener, or gives the one where it is now."""
+        """Serve under the manager whose listener's address is `manager`, or is given by it.
+
+        None: there is no manager, and `serve` says what is served.
+        """
         warm_up()
         self.name, self.address, self.where = name, listener.address, host or socket.gethostname()
         self._listener, self._secret = listener, secret
@@ -101,6 +114,29 @@ class GroupServerLoop:
             os.eventfd_write(self._bell, 1)
         self._thread.join()
 
+    def serve(self, space: Space, index: int, generation: int, segment: ServedSegment) -> AssignedSegment:
+        """Serve a segment without a manager's orders. Only in the loop: see `do`."""
+        found = self._holdings.hold(space, index, generation, segment)
+        self.learnt(space)
+        return found
+
+    def do(self, work: Callable[[], T], timeout: float = 60.0) -> T:
+        """Let the loop do something between two requests. From another thread.
+
+        Raises:
+            TimeoutError: the loop has ended, or did not come to it.
+        """
+        done: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(work())
+            except BaseException as error:
+                done.set_exception(error)
+
+        self._later(run)
+        return done.result(timeout)
+
     def facts(self) -> dict[str, Any]:
         """Its load: see `rayps.ps.server.load`."""
         fair = self._fair
@@ -123,6 +159,7 @@ class GroupServerLoop:
                 self._boxes.wake()
         except Exception:  # it is dead, and its links say so to everyone
             log.exception("%s failed", self.name)
+            self._listener.close()
         finally:
             for guest in list(self._guests.values()):
                 self._lose(guest, "this server is closing")
@@ -133,8 +170,10 @@ class GroupServerLoop:
         now = time.monotonic()
         if self._again or self._more:
             return 0.0
-        wake = self._fair.wake_at(now)
-        return max(0.0, min(NAP_SECONDS, self._command.next_beat - now, NAP_SECONDS if wake is None else wake - now))
+        wake, beat = self._fair.wake_at(now), NAP_SECONDS
+        if self._command.link is not None:
+            beat = self._command.next_beat - now
+        return max(0.0, min(NAP_SECONDS, beat, NAP_SECONDS if wake is None else wake - now))
 
     def _look(self, seconds: float) -> bool:
         """Read what has come, and wait for it so long; whether it was more than a request in a mailbox."""
@@ -210,7 +249,7 @@ class GroupServerLoop:
     def _queue(self, guest: ServerPeer, m: Message) -> None:
         request = PeerRequest(guest, m.kind, m.tag, m.a, m.b, m.weight, m.payload)
         from_server = m.kind in FROM_SERVERS
-        if m.kind == GroupMessage.JOIN or from_server:
+        if m.kind in (GroupMessage.JOIN, GroupMessage.SEAT) or from_server:
             guest.space = m.a
         number = guest.space
         if number not in self._holdings.spaces and number >= 0 and number not in self._strange:

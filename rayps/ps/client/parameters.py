@@ -1,24 +1,21 @@
-"""What `ServerGroup.join` gives: pull and push of parameters as their owner gave them, over either kind of server."""
+"""What `ServerGroup.join` gives: pull and push of parameters as their owner gave them, over a `GroupServer`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rayps.core.errors import ConfigError
+from rayps.ps.client.client import GroupServer
 from rayps.tensors.flat import Gradient, Layout
-
-if TYPE_CHECKING:
-    from rayps.ps.client.client import GroupServer
-    from rayps.ps.fixed.client import Server
 
 
 class SharedParameters:
     """One worker's view: pull and push, as a tensor or a state dict as it was given, whole, by range or by row."""
 
-    def __init__(self, server: Server | GroupServer, layout: Layout, as_dict: bool) -> None:
+    def __init__(self, server: GroupServer, layout: Layout, as_dict: bool) -> None:
         self._server, self._layout, self._as_dict = server, layout, as_dict
         self._as_vector = not as_dict and len(layout.entries[0].shape) == 1
 
@@ -100,7 +97,7 @@ class SharedParameters:
     def flush(self) -> None:
         """Return once every push is durable: with the copies of an elastic group, whatever server dies then.
 
-        In step that is once the others have pushed as much. Fixed servers have no copies: acknowledged is all there is.
+        In step that is once the others have pushed as much. Without copies acknowledged is all there is.
         """
         self._server.flush()
 

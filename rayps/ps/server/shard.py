@@ -12,20 +12,18 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.optim import Adagrad
 
 from rayps.core.calendar import Boundary
 from rayps.core.clock import Clock
-from rayps.core.failpoint import passing
 from rayps.core.ledger import Ledger
-from rayps.core.retained_parts import RetainedParts
 from rayps.core.server_updates import weighted_mean
 from rayps.core.strategy import ServerHalf
 from rayps.core.topology import Servers, servers_of
-from rayps.ps.fixed.shard_optimizer import chosen
 from rayps.ps.protocol.rows import Area, ShardRows, gathered, step_rows
 from rayps.ps.protocol.shared_memory import STEPS, SharedSlice
 from rayps.tensors.flat import Layout
-from rayps.tensors.learning_rate import Ticks, pace_of
+from rayps.tensors.learning_rate import Ticks, pace_of, within
 from rayps.tensors.optim import Factory, Moments, SlicedOptimizer, fitting
 
 
@@ -88,7 +86,6 @@ class Shard:
         self.slice = SharedSlice(params, private=private)
         self.params = self.slice.params
         self.ledger = start.copy() if isinstance(start, Ledger) else Ledger(start)
-        self.durable = dict(self.ledger.marks)  # by rank: these steps are in a snapshot that is kept elsewhere
         self.lost = 0
         self.size = len(self.ledger.marks)  # workers
         self.rounds = 1  # steps of a worker that the push under way stands for
@@ -101,7 +98,6 @@ class Shard:
         self.staleness: Counter[int] = Counter()
         self.ages: Counter[int] = Counter()
         self._pulled_at: dict[int, int] = {}  # by rank: the version of its last pull
-        self.parts: RetainedParts[ShardPart] = RetainedParts()
         self._boundary = boundary
         factory = chosen(factory, servers.adagrad)
         self._optimizer = SlicedOptimizer(factory, layout, self.params, lo, hi)
@@ -244,8 +240,6 @@ class Shard:
         before, self._slowest = self._slowest, self.clock.slowest
         for finished in range(before, self._slowest):
             self._close(finished)
-            if finished + 1 in self._boundary or finished + 1 == self.parts.wanted:
-                self._snapshot(finished + 1)
 
     def _close(self, finished: int) -> None:
         """Do what the strategy does at the end of a round."""
@@ -278,17 +272,6 @@ class Shard:
         """The elements lo to hi, outside the clock: a view, good until the next push."""
         return self.params[lo:hi]
 
-    def _snapshot(self, rounds: int) -> None:
-        part = ShardPart(rounds, self.lo, self.params.clone(), self._optimizer.moments(), self.ledger.copy())
-        self.parts.keep(rounds, part)
-        passing("shard: saved, not collected")
-
-    def saved(self, rounds: int) -> None:
-        """Note that the snapshot after `rounds` is kept elsewhere: what it holds is durable."""
-        part = self.parts.get(rounds)
-        if part is not None:
-            self.durable = dict(part.ledger.marks)
-
     def facts(self) -> ShardFacts:
         """What the driver and the dashboard ask for."""
         return ShardFacts(
@@ -300,10 +283,17 @@ class Shard:
             dict(self.staleness),
             self.clock.laggards(),
             self.clock.slowest,
-            sorted(self.parts),
-            dict(self.ages),
-            self.lost,
+            ages=dict(self.ages),
+            lost=self.lost,
         )
+
+
+def chosen(factory: Factory, adagrad: float | None) -> Factory:
+    """The workload's own; where a rate is given, Adagrad: Duchi, Hazan, Singer, JMLR 2011. Its schedule stays."""
+    if adagrad is None:
+        return factory
+    # a group: a part of a model may own nothing
+    return within(factory, lambda _: lambda params: Adagrad([{"params": params}], lr=adagrad))
 
 
 def _elements(area: Area) -> int:

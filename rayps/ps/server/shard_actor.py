@@ -1,0 +1,116 @@
+"""A server of a static map: one process that serves one segment, which its owner starts, orders, asks and ends.
+
+There is no manager: the owner (a job's driver, or whoever made a `rayps.ServerGroup`) begins each generation here, and
+tells the workers where the segment is (`rayps.ps.protocol.static_map`).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass, field
+
+import torch
+
+from rayps.cluster.actor_host import ActorHost, enter
+from rayps.cluster.local import host_address
+from rayps.comm.link import Listener
+from rayps.core.calendar import Boundary
+from rayps.core.user_module import unpack
+from rayps.ps.protocol.space import Space
+from rayps.ps.server.assignments import AssignedSegment
+from rayps.ps.server.dense_segment import DenseSegment, part_of
+from rayps.ps.server.server import GroupServerLoop
+from rayps.ps.server.shard import ShardFacts, ShardPart
+from rayps.tensors.flat import Layout
+from rayps.tensors.learning_rate import recipe_of
+from rayps.tensors.optim import Factory
+from rayps.tensors.snapshot import Snapshot
+from rayps.tensors.subset_optimizer import of_some
+from rayps.workload.base import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPlan:
+    """One generation's orders to one shard: serve segment `segment` of `space`, in this generation of the segment."""
+
+    space: Space
+    segment: int
+    generation: int = 1
+    boundary: Boundary = field(default_factory=lambda: Boundary(0, -1))
+    whole: Layout | None = None  # of the whole model, where the space is of one column of a replica
+
+
+class ShardActor:
+    """One server's process: serves its segment of the parameters over links."""
+
+    def __init__(
+        self,
+        index: int,
+        secret: bytes,
+        factory: bytes,
+        *,
+        working_dir: str | None = None,
+        threads: int | None = None,
+        host: str | None = None,
+    ) -> None:
+        """Listen at `host`, or at this machine's address; `factory` is a packed workload or optimizer factory."""
+        if threads is not None:
+            torch.set_num_threads(threads)
+        enter(working_dir)
+        self._packed, self._index, self._secret = factory, index, secret
+        self._listener = Listener(f"shard-{index}", secret, host=host or host_address())
+        self._loop: GroupServerLoop | None = None
+        self._held: AssignedSegment | None = None
+
+    def place(self) -> ActorHost:
+        """Where this shard runs and how workers reach it."""
+        return ActorHost(socket.gethostname(), os.getpid(), self._listener.address)
+
+    def begin(self, plan: ShardPlan, snapshot: Snapshot) -> None:
+        """Serve this plan's segment, as it is in the snapshot, from now on. Raises WorkloadError."""
+        if self._loop is not None:
+            self._loop.close()
+        found, space = unpack(self._packed), plan.space
+        factory: Factory = recipe_of(found) if isinstance(found, Workload) else found
+        if plan.whole is not None:
+            factory = of_some(factory, plan.whole, [entry.name for entry in snapshot.layout.entries])
+        segment = DenseSegment(space, plan.segment, factory)
+        segment.copied = False
+        segment.share()
+        lo, hi = space.cuts[plan.segment]
+        segment.begin(snapshot.params[lo:hi], snapshot.ledger(lo, hi), snapshot.moments, plan.boundary)
+        self._loop = loop = GroupServerLoop(f"shard-{self._index}", self._listener, None, self._secret)
+        self._held = loop.do(lambda: loop.serve(space, plan.segment, plan.generation, segment))
+
+    def poll(self, wanted: int) -> ShardFacts | None:
+        """What the shard is asked about while it runs; None before it began. The state of `wanted` is kept."""
+        segment = self._segment
+        if self._loop is None or segment is None:
+            return None
+        return self._loop.do(lambda: segment.facts(self._index, wanted))
+
+    def part(self, rounds: int) -> ShardPart | None:
+        """Return the shard's share of the checkpoint after `rounds`, if it is still kept."""
+        segment = self._segment
+        if self._loop is None or segment is None:
+            return None
+        state = self._loop.do(lambda: segment.part(rounds))
+        return None if state is None else part_of(state, rounds, segment.lo)
+
+    def saved(self, rounds: int) -> None:
+        """Note that the snapshot after `rounds` is kept elsewhere: what it holds is durable."""
+        part, held = self.part(rounds), self._held
+        if part is not None and held is not None:
+            held.saved = dict(part.ledger.marks)  # one assignment: the loop reads the old marks or the new ones
+
+    def close(self) -> None:
+        """Stop serving."""
+        if self._loop is not None:
+            self._loop.close()
+        self._listener.close()
+
+    @property
+    def _segment(self) -> DenseSegment | None:
+        found = None if self._held is None else self._held.segment
+        return found if isinstance(found, DenseSegment) else None
