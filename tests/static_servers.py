@@ -13,8 +13,8 @@ from rayps.core.user_module import pack
 from rayps.ps.client import connections
 from rayps.ps.client.client import GroupServer
 from rayps.ps.client.session import Session
+from rayps.ps.protocol.segment_map import StaticMap
 from rayps.ps.protocol.space import Space
-from rayps.ps.protocol.static_map import StaticMap
 from rayps.ps.server.shard_actor import ShardActor, ShardPlan
 from rayps.tensors.flat import Layout
 from rayps.tensors.snapshot import Snapshot

@@ -53,14 +53,14 @@ ACTOR = "an actor's class: its process imports it"
 FAMILY = "a job imports the loop of its own family only"
 NAMED = {  # (module, what it names as "module:Name"): why
     ("federated.client_states", "federated.client_states:DealtStates"): "what a worker keeps for one family",
-    ("ps.group", "ps.manager.manager_actor:ManagerActor"): ACTOR,
+    ("ps.group", "ps.manager.manager:ManagerActor"): ACTOR,
     ("ps.manager.launcher", "ps.server.server_actor:ServerActor"): ACTOR,
     ("ps.server_group", "ps.server.shard_actor:ShardActor"): ACTOR,
     ("runtime.job_servers", "ps.server.shard_actor:ShardActor"): ACTOR,
     ("runtime.loop", "runtime.loop:LoopActor"): ACTOR,
     ("runtime.worker_group", "runtime.worker_actor:WorkerActor"): ACTOR,
     ("service.drivers", "runtime.driver_actor:DriverActor"): ACTOR,
-    ("service.groups", "ps.manager.manager_actor:ManagerActor"): ACTOR,
+    ("service.groups", "ps.manager.manager:ManagerActor"): ACTOR,
     ("service.ray_process", "cluster.ray_cluster:RayCluster"): "the service needs no Ray",
     ("worker.families", "parallel.division.model_slice:ModelSlice"): "only models that are divided need it",
     ("worker.families", "ps.tables.embedding:bind"): "only models with sparse tables need it",

@@ -20,8 +20,9 @@ from rayps.cluster.local import LocalCluster, until
 from rayps.core.errors import ActorDied, PeerLost
 from rayps.core.user_module import pack
 from rayps.ps import group as elastic
-from rayps.ps.own_space import OwnSpace, cut
+from rayps.ps.protocol.rows import cut
 from rayps.ps.protocol.space import Space
+from rayps.ps.server_group import OwnSpace
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.tensors.flat import Layout
 

@@ -18,10 +18,11 @@ from rayps.ps import group as elastic
 from rayps.ps.client.client import GroupServer
 from rayps.ps.client.session import Session
 from rayps.ps.manager import launcher
-from rayps.ps.manager.balance import Balance, skew
+from rayps.ps.manager.decide import Balance, skew
 from rayps.ps.manager.launcher import actor_name
-from rayps.ps.own_space import OwnSpace, cut
+from rayps.ps.protocol.rows import cut
 from rayps.ps.protocol.space import Space, SparseTable
+from rayps.ps.server_group import OwnSpace
 from rayps.ps.tables.client import TableClient
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.tensors.flat import Layout

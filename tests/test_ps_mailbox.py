@@ -16,16 +16,14 @@ from rayps.core.user_module import pack
 from rayps.ps import group as elastic
 from rayps.ps.client import session as client_session
 from rayps.ps.client.client import GroupServer
-from rayps.ps.client.connection import SegmentRequest
+from rayps.ps.client.connections import SegmentRequest
 from rayps.ps.client.session import Session
-from rayps.ps.own_space import cut
-from rayps.ps.protocol.mailbox import CHUNK_BYTES, WorkerMailbox, WorkerMemory
+from rayps.ps.protocol.mailbox import AVAILABLE, CHUNK_BYTES, WorkerMailbox, WorkerMemory
 from rayps.ps.protocol.messages import GroupMessage, read_numbers
-from rayps.ps.protocol.shared_memory import AVAILABLE
+from rayps.ps.protocol.rows import cut
 from rayps.ps.protocol.space import Space, SparseTable
 from rayps.ps.server.dense_segment import state_of
-from rayps.ps.server.mailboxes import Mailboxes
-from rayps.ps.server.whole_push import WholePush
+from rayps.ps.server.mailboxes import Mailboxes, WholePush
 from rayps.ps.tables.client import TableClient, Tables
 from rayps.strategies.downpour import Downpour
 from rayps.strategies.parameter_server import ParameterServer

@@ -11,9 +11,9 @@ from ps_fakes import HOSTS, FakeHost
 from rayps.cluster.local import LocalCluster, until
 from rayps.comm.link import Message, connect, parse_address
 from rayps.core.errors import ConfigError, Conflict, NotFound
+from rayps.ps.manager import assignment as servers_module
 from rayps.ps.manager import group_state, launcher
-from rayps.ps.manager import servers as servers_module
-from rayps.ps.manager.balance import Balance
+from rayps.ps.manager.decide import Balance
 from rayps.ps.manager.manager import Manager
 from rayps.ps.protocol.messages import Event, GroupMessage, Role
 from rayps.ps.protocol.segment_map import SpaceMap

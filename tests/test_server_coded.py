@@ -14,7 +14,7 @@ from rayps import AllReduce, ParameterServer
 from rayps.cluster.local import LocalCluster, until
 from rayps.comm.compress import ErrorFeedback, codec
 from rayps.core.errors import ConfigError, LinkError, PeerLost
-from rayps.ps.client.compressed import compress
+from rayps.ps.client.client import compress
 from rayps.ps.protocol.messages import GroupMessage
 from rayps.ps.protocol.pieces import Extent, coded_piece
 from rayps.ps.server_group import ServerGroup

@@ -22,13 +22,13 @@ from rayps.cluster.local import until
 from rayps.comm.link.memory import Memory
 from rayps.core.errors import PeerLost, PeerTimeout, StaleGeneration
 from rayps.ps.client.turn import TurnPart
-from rayps.ps.protocol import shared_memory
+from rayps.ps.protocol import mailbox
 from rayps.ps.protocol.messages import GroupMessage
 from rayps.ps.server.dense_segment import DenseSegment
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.tensors.flat import Layout
 
-pytestmark = pytest.mark.skipif(not shared_memory.AVAILABLE, reason="memory is shared on Linux on x86 only")
+pytestmark = pytest.mark.skipif(not mailbox.AVAILABLE, reason="memory is shared on Linux on x86 only")
 
 
 class House(static_servers.House):

@@ -7,7 +7,7 @@ from torch.optim import SGD, Adam
 from rayps.core.calendar import Boundary
 from rayps.core.ledger import WINDOW
 from rayps.ps.server.dense_segment import part_of
-from rayps.ps.server.replicated_shard import ReplicatedShard
+from rayps.ps.server.shard import ReplicatedShard
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.tensors.flat import Layout
 

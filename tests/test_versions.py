@@ -19,7 +19,7 @@ from rayps.cluster import ray_cluster
 from rayps.cluster.local import FIRST_PROTOCOL, PROTOCOL, surrounding
 from rayps.core.errors import ClusterError
 from rayps.core.job import Status
-from rayps.ps.manager.manager_actor import ManagerActor
+from rayps.ps.manager.manager import ManagerActor
 from rayps.runtime import driver_actor
 from rayps.runtime.driver_actor import DriverActor
 from rayps.service import groups as groups_module

@@ -13,7 +13,7 @@ from typing import Any
 from rayps.cluster.local import ActorHandle, Cluster, LocalCluster, rendezvous, surrounding
 from rayps.core.errors import ActorDied, ConfigError, Conflict, PeerTimeout
 from rayps.ps.follow import Follower
-from rayps.ps.manager.balance import Balance
+from rayps.ps.manager.decide import Balance
 from rayps.ps.manager.manager import BALANCE, SILENCE, check_size
 from rayps.ps.protocol.registry import actor_of, listed
 from rayps.ps.protocol.segment_map import SpaceMap
@@ -203,7 +203,7 @@ def start(
         )
     more: dict[str, Any] = {} if given is None else {"cluster": given}
     handle = home.spawn(
-        "rayps.ps.manager.manager_actor:ManagerActor",
+        "rayps.ps.manager.manager:ManagerActor",
         name,
         servers,
         replicas,

@@ -25,8 +25,8 @@ from rayps.ps import job_tables
 from rayps.ps.column_space import ColumnSpace
 from rayps.ps.group import ManagerClient
 from rayps.ps.group_watch import Facts, GroupWatch, spaces_of
-from rayps.ps.own_space import cut
 from rayps.ps.protocol.messages import GroupMessage
+from rayps.ps.protocol.rows import cut
 from rayps.ps.protocol.space import Quota, Space, SpaceRank, SparseTable
 from rayps.ps.server.dense_segment import part_of
 from rayps.ps.server.shard import ShardPart

@@ -4,32 +4,35 @@ group = rayps.ServerGroup(params, shards=2, optimizer=lambda p: torch.optim.SGD(
 server = group.join(rank)            # in each actor, which was given `group` as an argument
 server.push(grad); params = server.pull()
 
-With `replicas` or `group` the servers are elastic: they may die, and `group.resize(4)` while pushes and pulls go on.
+With `replicas` or `group` the servers are elastic: they may die, and `group.resize(4)` while pushes and pulls continue.
+Else their map is static: one segment for each server, for as long as all of them live.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rayps.cluster.local import ActorHandle, Cluster, surrounding
-from rayps.core.errors import ConfigError
+from rayps.core.errors import ConfigError, RaypsError
 from rayps.core.server_updates import PlainServers, plain_servers
 from rayps.core.user_module import pack
 from rayps.ps import group as elastic
-from rayps.ps.client.client import GroupServer
-from rayps.ps.client.compressed import compress
+from rayps.ps.client.client import GroupServer, compress
 from rayps.ps.client.connections import take_seat
 from rayps.ps.client.parameters import SharedParameters
-from rayps.ps.client.session import Session
-from rayps.ps.own_space import OwnSpace, cut
-from rayps.ps.protocol.rows import cuts
+from rayps.ps.client.session import KEEP_BYTES, Session
+from rayps.ps.group import ManagerClient
+from rayps.ps.protocol.messages import GroupMessage
+from rayps.ps.protocol.rows import cut, cuts
+from rayps.ps.protocol.segment_map import StaticMap
 from rayps.ps.protocol.space import Quota, Space
-from rayps.ps.protocol.static_map import StaticMap
+from rayps.ps.server.dense_segment import state_of
 from rayps.ps.server.shard_actor import ShardPlan
 from rayps.tensors import optim
 from rayps.tensors.flat import Layout
@@ -305,3 +308,87 @@ def _sgd(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 
 
 __all__ = ["ServerGroup", "SharedParameters"]
+
+
+class OwnSpace:
+    """One space on a group, as whoever opened it holds it. Pickled, it can be joined, and not ended."""
+
+    def __init__(self, group: ManagerClient, space: Space, timeout: float, *, private: bool, replicas: int) -> None:
+        """`private`: the group ends with the space."""
+        self.group, self.space, self.timeout = group, space, timeout
+        self._private, self._replicas, self._mine = private, replicas, True
+
+    @classmethod
+    def open(
+        cls, group: ManagerClient, space: Space, vector: Tensor, timeout: float, *, private: bool, marks: Sequence[int]
+    ) -> OwnSpace:
+        """Open a space, and give it its first values.
+
+        Raises:
+            Conflict: a space of that name is open.
+            PeerTimeout, PeerLost: the group does not answer.
+        """
+        opened = group.open(space)
+        found = cls(group, opened, timeout, private=private, replicas=int(group.facts()["replicas"]))
+        talk = Session(group.door(), opened, -1, timeout=timeout)
+        try:
+            assert opened.layout is not None
+            states = {i: state_of(vector[a:b], opened.layout, a, marks=marks) for i, (a, b) in enumerate(opened.cuts)}
+            talk.exchange(GroupMessage.LOAD, states)
+            if gone := found.lost():  # a server died meanwhile
+                talk.exchange(GroupMessage.LOAD, {i: states[i] for i in gone})
+                group.restored(opened.number, gone)
+        finally:
+            talk.close()
+        return found
+
+    def server(self, rank: int) -> GroupServer:
+        """Become worker `rank`; a former holder of the rank is fenced. Raises as `GroupServer`."""
+        incarnation = self.group.join(self.space.number, rank)
+        keep = KEEP_BYTES if self._replicas else 0  # without copies nobody could be told them again
+        talk = Session(
+            self.group.door(),
+            self.space,
+            rank,
+            incarnation=incarnation,
+            timeout=self.timeout,
+            keep=keep,
+            lost=self.lost,
+        )
+        try:
+            return GroupServer(talk)
+        except BaseException:
+            talk.close()
+            raise
+
+    def facts(self) -> dict[str, Any]:
+        """The group's facts; `spaces` has this one among others."""
+        return self.group.facts()
+
+    def lost(self) -> list[int]:
+        """The segments that nobody holds any more."""
+        for space in self.facts()["spaces"]:
+            if space["number"] == self.space.number:
+                return [each["index"] for each in space["segments"] if each["state"] == "lost"]
+        return []
+
+    def branch(self, name: str, quota: Quota | None) -> OwnSpace:
+        """Another space that begins with these values; memory is shared until they differ."""
+        space = self.group.branch(self.space.name, name, quota)
+        return OwnSpace(self.group, space, self.timeout, private=False, replicas=self._replicas)
+
+    def close(self) -> None:
+        """Drop the space, and with a private group all of it. Only where it was opened; elsewhere it does nothing."""
+        if not self._mine:
+            return
+        self._mine = False
+        if self._private:
+            self.group.stop()
+            return
+        try:
+            self.group.drop(self.space.name)
+        except RaypsError as error:  # the group may be gone, and the space with it
+            log.info("space %s could not be dropped: %s", self.space.name, str(error))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_mine": False}

@@ -16,9 +16,8 @@ from rayps.parallel.division.division import shares
 from rayps.ps.group import find, start
 from rayps.ps.job_space import JobSpace
 from rayps.ps.protocol.rows import cuts
-from rayps.ps.protocol.segment_map import SpaceMap
+from rayps.ps.protocol.segment_map import SpaceMap, StaticMap
 from rayps.ps.protocol.space import Quota, Space, SpaceRank, SparseTable
-from rayps.ps.protocol.static_map import StaticMap
 from rayps.ps.server.shard import ShardFacts, ShardPart
 from rayps.ps.server.shard_actor import ShardPlan
 from rayps.strategies.job import JobSpec

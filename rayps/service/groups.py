@@ -30,7 +30,7 @@ from rayps.strategies.job import JobSpec
 
 log = logging.getLogger(__name__)
 
-MANAGER = "rayps.ps.manager.manager_actor:ManagerActor"
+MANAGER = "rayps.ps.manager.manager:ManagerActor"
 NAME = r"^[A-Za-z0-9]([A-Za-z0-9_-]{0,38}[A-Za-z0-9])?$"
 MOST_SERVERS, MOST_REPLICAS = 1000, 8
 SILENCE, LEAST_SILENCE, MOST_SILENCE = 10.0, 0.5, 3600.0  # seconds; a dead process is seen at once, by its connection

@@ -11,9 +11,8 @@ from rayps.core.errors import RaypsError
 from rayps.core.topology import servers_of
 from rayps.ps.client.client import GroupServer
 from rayps.ps.client.session import Session
-from rayps.ps.protocol.segment_map import SpaceMap
+from rayps.ps.protocol.segment_map import SpaceMap, StaticMap
 from rayps.ps.protocol.space import SpaceRank
-from rayps.ps.protocol.static_map import StaticMap
 from rayps.tensors.flat import Layout
 from rayps.tensors.snapshot import Snapshot
 from rayps.worker.plan import WorkerPlan

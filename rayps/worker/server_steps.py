@@ -12,8 +12,7 @@ from torch import Tensor
 from rayps.core.topology import runs_in_step, servers_of
 from rayps.data import Batch
 from rayps.parallel.division.agree import agreed
-from rayps.ps.client.client import GroupServer
-from rayps.ps.client.compressed import compress
+from rayps.ps.client.client import GroupServer, compress
 from rayps.tensors.flat import Gradient, square_of
 from rayps.tensors.local_state import LocalState
 from rayps.tensors.snapshot import Snapshot

@@ -15,8 +15,7 @@ from typing import Any
 from rayps.comm.link import Link, Message, connect
 from rayps.core.errors import LinkError, PeerTimeout
 from rayps.ps.protocol.messages import GroupMessage, error_of
-from rayps.ps.protocol.segment_map import SpaceMap
-from rayps.ps.protocol.static_map import StaticMap, StaticSubscription
+from rayps.ps.protocol.segment_map import SpaceMap, StaticMap, StaticSubscription
 
 ManagerDoor = dict[str, Any] | Callable[[], dict[str, Any]]  # {"address", "secret"} of a manager, or what finds it
 Door = ManagerDoor | StaticMap  # where the map of a space comes from

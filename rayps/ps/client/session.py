@@ -1,8 +1,8 @@
-"""Talk to the servers of a group about one space: what is asked of segments finds whoever holds them.
+"""A worker's session with the servers of a group about one space: requests reach the present holder of each segment.
 
-One request for each server and exchange, said to all before any is heard. When a server dies, or a segment moves, what
-is not answered is said again to whoever holds the segment by then, and so are the pushes that only the former holder
-knew (`rayps.ps.client.replay_buffer`); the segments' ledgers drop what they have. Li et al., OSDI 2014, section 4.1.
+An exchange sends one request to each server before it reads any answer. When a server dies, or a segment moves, what is
+not answered is sent again to the segment's new holder, and so are the pushes that only the former holder had
+(`rayps.ps.client.replay_buffer`); the segments' ledgers drop what they have. Li et al., OSDI 2014, section 4.1.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rayps.comm.link import Message
 from rayps.comm.link.socket_link import EMPTY, as_bytes
 from rayps.core.errors import LinkError, PeerLost, PeerTimeout
 from rayps.core.failpoint import passing
-from rayps.ps.client.connection import (
+from rayps.ps.client.connections import (
     BY_MAILBOX,
     PATIENT,
     PUSHES,
@@ -27,19 +27,18 @@ from rayps.ps.client.connection import (
     InFlight,
     SegmentRequest,
     ServerConnection,
+    ServerConnections,
     gather,
+    named,
 )
-from rayps.ps.client.connections import ServerConnections, named
 from rayps.ps.client.map_subscription import Door
 from rayps.ps.client.replay_buffer import ReplayBuffer
 from rayps.ps.client.turn import Turn, TurnPart
 from rayps.ps.protocol.consistent_cut import furthest
-from rayps.ps.protocol.mailbox import ROWS, array_of, head_of
+from rayps.ps.protocol.mailbox import ROWS, GradientBuffer, array_of, head_of
 from rayps.ps.protocol.messages import GroupMessage, SegmentPayload, error_of, numbers, read_numbers, unpack
-from rayps.ps.protocol.segment_map import SpaceMap
-from rayps.ps.protocol.shared_memory import GradientBuffer
+from rayps.ps.protocol.segment_map import SpaceMap, StaticMap
 from rayps.ps.protocol.space import Space
-from rayps.ps.protocol.static_map import StaticMap
 from rayps.tensors.packing import flat_bytes
 
 GRACE_SECONDS = 5.0  # a server answers what waits too long itself, naming the slowest rank: it gets time to

@@ -9,21 +9,21 @@ from typing import Any
 
 import numpy as np
 
-from rayps.ps.client.connection import ServerConnection
-from rayps.ps.client.connections import ServerConnections
+from rayps.ps.client.connections import ServerConnection, ServerConnections
 from rayps.ps.protocol.mailbox import (
     BY_MEMORY,
     OFFSET_BITS,
     ROWS,
+    STEPS,
     WAITS,
     Bytes,
+    GradientBuffer,
     WorkerMailbox,
     WorkerMemory,
     copy_whole,
     head_of,
 )
 from rayps.ps.protocol.segment_map import SpaceMap
-from rayps.ps.protocol.shared_memory import STEPS, GradientBuffer
 from rayps.ps.protocol.space import Space
 
 LOOK_SECONDS = 1.0  # between two looks at the deadline

@@ -13,10 +13,10 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
-from rayps.ps.manager.assignment import SeatId, SegmentAssignment, ServerState, hear
-from rayps.ps.manager.balance import Balance, Rebalancer
+from rayps.ps.manager.assignment import SeatId, SegmentAssignment, ServerMember, ServerState, hear
 from rayps.ps.manager.connections import ManagerConnection
 from rayps.ps.manager.decide import (
+    Balance,
     Decision,
     DropCopy,
     GroupFacts,
@@ -25,6 +25,7 @@ from rayps.ps.manager.decide import (
     OfSeat,
     PlaceSegment,
     Promote,
+    Rebalancer,
     RetireServer,
     StartCopy,
     StartServers,
@@ -35,7 +36,6 @@ from rayps.ps.manager.decide import (
 from rayps.ps.manager.launcher import Launcher, PendingServers
 from rayps.ps.manager.publisher import Publisher
 from rayps.ps.manager.record import GroupRecord, RecordFile, SentOrder
-from rayps.ps.manager.servers import ServerMember
 from rayps.ps.protocol.messages import Event
 
 log = logging.getLogger(__name__)

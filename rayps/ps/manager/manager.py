@@ -1,8 +1,8 @@
 """The manager of a server group: one thread that listens, and the calls that users make.
 
 Servers register, send heartbeats and reports, and are given orders; workers watch the maps of their spaces. A manager
-that is made with the folder of one that died goes on where that one was: servers and workers find it at the same port.
-Pushes and pulls do not pass through it, and go on while it is away.
+that is made with the folder of one that died continues from its record: servers and workers find it at the same port.
+Pushes and pulls do not pass through it, and continue while it is away. `ManagerActor` is its process.
 """
 
 from __future__ import annotations
@@ -10,25 +10,27 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import secrets
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
-from rayps.cluster.local import Cluster, host_address, surrounding
+from rayps.cluster.local import Cluster, host_address, rendezvous, surrounding
 from rayps.comm.link import Listener, Message, parse_address
 from rayps.core.errors import ClusterError, ConfigError, Conflict, LinkError, NotFound
 from rayps.ps.manager import spaces
 from rayps.ps.manager.assignment import ServerState
-from rayps.ps.manager.balance import Balance
 from rayps.ps.manager.connections import ManagerConnection, ManagerConnections
+from rayps.ps.manager.decide import Balance
 from rayps.ps.manager.group_state import GroupState
 from rayps.ps.manager.launcher import Launcher
 from rayps.ps.manager.publisher import Publisher
 from rayps.ps.manager.record import GroupRecord, RecordFile
 from rayps.ps.manager.status import facts_of
 from rayps.ps.protocol.messages import GroupMessage
+from rayps.ps.protocol.registry import enlist, key_of, strike
 from rayps.ps.protocol.segment_map import SpaceMap
 from rayps.ps.protocol.space import Quota, Space
 
@@ -365,3 +367,33 @@ def _listen(name: str, record: GroupRecord) -> Listener:
         with contextlib.suppress(LinkError):  # somebody took it meanwhile: servers look the new one up
             return Listener(name, record.secret, host=host_address(), port=record.port)
     return Listener(name, record.secret, host=host_address())
+
+
+class ManagerActor(Manager):
+    """`Manager` as an actor, to be found by its group's name."""
+
+    def __init__(
+        self,
+        name: str,
+        servers: int = 2,
+        replicas: int = 1,
+        folder: str | Path | None = None,
+        *,
+        cluster: Cluster | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        """`options` are further arguments of Manager: detached, cpus, silence, balance."""
+        super().__init__(name, servers, replicas, folder, cluster=cluster, **(options or {}))
+        self._name = name
+        values = rendezvous()
+        enlist(values, name)
+        values.put(key_of(name), self.door()["address"].encode())
+
+    def ping(self) -> int:
+        """The process id: a sign of life."""
+        return os.getpid()
+
+    def stop(self) -> None:
+        """See Manager."""
+        strike(rendezvous(), self._name)
+        super().stop()

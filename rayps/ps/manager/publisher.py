@@ -9,10 +9,9 @@ from typing import Any
 
 from rayps.comm.link import Message
 from rayps.core.errors import NotFound
-from rayps.ps.manager.assignment import SeatId, SegmentAssignment, ServerState
+from rayps.ps.manager.assignment import Order, SeatId, SegmentAssignment, ServerMember, ServerState
 from rayps.ps.manager.connections import ManagerConnection, ManagerConnections
 from rayps.ps.manager.record import GroupRecord
-from rayps.ps.manager.servers import Order, ServerMember
 from rayps.ps.protocol.messages import GroupMessage, Role
 from rayps.ps.protocol.segment_map import SegmentHolders, SpaceMap
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from rayps.ps.manager.assignment import SegmentAssignment, ServerState
+from rayps.ps.manager.assignment import SegmentAssignment, ServerMember, ServerState
 from rayps.ps.manager.group_state import GroupState
-from rayps.ps.manager.servers import ServerMember
 from rayps.ps.protocol.space import Space
 
 DEAD_SHOWN_SECONDS = 60.0  # how long a dead server is listed after nothing refers to it any more

@@ -1,1 +1,1 @@
-"""protocol."""
+"""Values and messages that workers, servers and the manager of a server group exchange."""

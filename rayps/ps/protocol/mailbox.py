@@ -3,7 +3,7 @@
 A mailbox holds one request at a time: its kind, step and weight, and a *head* with a row for each segment: segment,
 generation, place and bytes of its piece, place and bytes of its answer. A place is a number of one of the worker's
 memories and an offset in it. The pieces lie there, and the server writes the rows of tables there too; the values of a
-dense segment are read out of the server's own memory (`rayps.ps.protocol.shared_memory.SharedSlice`). What else there
+dense segment are read out of the server's own memory (`rayps.ps.protocol.mailbox.SharedSlice`). What else there
 is to say (an error, STALE) comes as a message, and the answer in the mailbox says so.
 
 A wakeup descriptor (an eventfd) is written only where the other side sleeps: who goes to sleep says so first and then
@@ -25,10 +25,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rayps.comm.link import memory as link_memory
 from rayps.comm.link.memory import Memory
 from rayps.comm.link.shared_memory_link import SharedLink
 from rayps.core.errors import LinkError
-from rayps.ps.protocol.shared_memory import AVAILABLE, PAGE, STEPS, GradientBuffer
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
@@ -405,3 +405,74 @@ def offered(link: object) -> bool:
 def head_of(rows: Sequence[Sequence[int]]) -> bytes:
     """The head of a request."""
     return np.array(rows, np.int64).tobytes()
+
+
+# The words below are read in the order in which they are written; where that is not so, messages do the work.
+AVAILABLE = link_memory.AVAILABLE and link_memory.ORDERED
+
+PAGE = 4096
+SMALL = 1 << 18  # elements
+# words (int64) of a slice's first page
+STEPS = 0  # twice the number of steps, plus one while one is being taken
+
+
+class SharedSlice:
+    """A shard's parameters, in memory that workers of this host can read where there is such memory.
+
+    With `private` they stay in the memory in which they are given, and nobody else reads it.
+    """
+
+    def __init__(self, params: Tensor, *, private: bool = False) -> None:
+        params = params.detach().reshape(-1)
+        size = params.numel() * params.element_size()
+        self.memory = None
+        if private:
+            self.words, self.params = memoryview(bytearray(8 * (STEPS + 1))).cast("q"), params
+            return
+        self.memory = Memory.create(PAGE + size) if AVAILABLE else None
+        if self.memory is None:
+            self.words = memoryview(bytearray(PAGE)).cast("q")
+            self.params = params.clone()
+            return
+        self.words = self.memory.view[:PAGE].cast("q")
+        self.params = tensor_in(self.memory, params.dtype, params.numel(), at=PAGE)
+        self.params.copy_(params)
+        self.memory.seal_writes()
+
+
+def tensor_in(memory: Memory, dtype: torch.dtype, count: int, at: int = 0) -> Tensor:
+    """`count` elements of a shared segment, from byte `at`."""
+    if count == 0:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(memory.view, dtype=dtype, count=count, offset=at)
+
+
+class GradientBuffer:
+    """A worker's own: the gradient that servers of this host read where it lies."""
+
+    def __init__(self, size: int, dtype: torch.dtype) -> None:
+        self.memory = Memory.create((size + 1) * dtype.itemsize)  # pages are taken when they are first touched
+        self.gradient = tensor_in(self.memory, dtype, size + 1)  # one more: a ring's gradients have it for the samples
+        self.whole = self.gradient[:size]
+        # numpy is the shorter way for a few elements, and has no bfloat16; torch copies many in several threads
+        self._array = self.whole.numpy() if size <= SMALL and dtype != torch.bfloat16 else None
+        self._start = self.gradient.data_ptr()
+
+    def holds(self, vector: Tensor, lo: int) -> bool:
+        """Whether a vector lies in the gradient's memory already, at element `lo`."""
+        return (
+            vector.data_ptr() == self._start + lo * self.gradient.element_size()
+            and vector.dtype == self.gradient.dtype
+            and vector.is_contiguous()
+        )
+
+    def lay(self, vector: Tensor, mine: Tensor) -> None:
+        """Copy a gradient into `mine`, which is `whole` or a part of the gradient's memory."""
+        if self._array is not None and mine is self.whole and vector.dtype == mine.dtype and vector.is_cpu:
+            np.copyto(self._array, vector.numpy().reshape(-1))
+        else:
+            mine.copy_(vector if vector.dim() == 1 else vector.reshape(-1))
+
+    def close(self) -> None:
+        """Give up the memory; what was given out as a tensor stays good."""
+        self.memory.close()

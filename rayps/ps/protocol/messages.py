@@ -52,7 +52,7 @@ class GroupMessage(enum.IntEnum):
     # server <-> manager. Payloads are JSON, unless said otherwise
     REGISTER = 60  # {"name", "address", "host", "pid"} -> WELCOME
     WELCOME = 61  # {"heartbeat": seconds}
-    HEARTBEAT = 62  # load: see `rayps.ps.server.load`; tag counts up
+    HEARTBEAT = 62  # load: see `rayps.ps.server.orders`; tag counts up
     SPACE = 63  # payload = a pickled Space: a server that is to hold some of it learns it first
     ORDERS = 64  # {"space", "holdings": [[segment, role, generation, {copy: address}], ...]}; see `Role`
     REPORT = 65  # {"space", "events": [[what, segment, generation, name], ...]}; see `Event`

@@ -23,6 +23,8 @@ from rayps.tensors.flat import Layout
 from rayps.tensors.optim import SlicedOptimizer
 
 KEPT_LISTS = 4  # of each worker on each shard, e.g. those of the batch under way and of the one before
+SEGMENTS = 32  # of a large vector
+SEGMENT_BYTES = 1 << 17  # each costs a request some 30 microseconds, whatever its size
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,25 @@ def cuts(layout: Layout, shards: int, most: float = 1 / 16) -> list[tuple[int, i
     widest = int(layout.size // shards * most)
     bounds = [_row_begin(layout, cut.stop, widest) for cut in slices(layout.size, shards)]
     return list(zip([0, *bounds[:-1]], bounds, strict=True))
+
+
+def cut(layout: Layout, segments: int | None = None) -> tuple[tuple[int, int], ...]:
+    """The elements [lo, hi) of each segment; by default 32 of them, and fewer, but 8, where the vector is small.
+
+    A column of a model may own nothing: it has one empty segment, whose clock counts the column's pushes.
+
+    Raises:
+        ConfigError: there are to be fewer than one.
+    """
+    if segments is None:
+        if not layout.size:
+            return ((0, 0),)
+        segments = min(SEGMENTS, max(8, layout.size * layout.dtype.itemsize // SEGMENT_BYTES), layout.size)
+    if isinstance(segments, bool) or not isinstance(segments, int) or not 1 <= segments <= layout.size:
+        raise ConfigError(
+            f"segments is {segments!r}: give a whole number from 1 to the {layout.size} elements", field="segments"
+        )
+    return tuple(cuts(layout, segments, 1 / 2))  # a server has many of them, so that they need not be equal
 
 
 def _row_begin(layout: Layout, bound: int, widest: int) -> int:

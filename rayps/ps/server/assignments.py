@@ -13,8 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from rayps.core.errors import WorkloadError
 from rayps.ps.protocol.messages import Event, Role
-from rayps.ps.protocol.segment import ServedSegment
-from rayps.ps.protocol.space import Space
+from rayps.ps.protocol.space import ServedSegment, Space
 from rayps.ps.server.dense_segment import DenseSegment
 from rayps.ps.tables.row_optimizers import Scheduled
 from rayps.ps.tables.table_segment import TableSegment

@@ -13,7 +13,7 @@ from rayps.ps.server.assignments import AssignedSegment
 from rayps.ps.server.replication import Peer
 
 if TYPE_CHECKING:
-    from rayps.ps.server.whole_push import WholePush
+    from rayps.ps.server.mailboxes import WholePush
 
 PATIENCE = 60.0  # seconds that a pull may wait where its worker does not say
 NOBODY = -2  # no rank yet, or fenced

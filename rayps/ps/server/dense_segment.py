@@ -19,12 +19,22 @@ from rayps.core.calendar import Boundary
 from rayps.core.errors import CheckpointError, ConfigError
 from rayps.core.ledger import WINDOW, Ledger
 from rayps.core.topology import servers_of
+from rayps.ps.protocol.mailbox import SharedSlice
 from rayps.ps.protocol.pieces import DensePiece, Extent
 from rayps.ps.protocol.rows import ShardRows
-from rayps.ps.protocol.shared_memory import SharedSlice
 from rayps.ps.protocol.space import Space
-from rayps.ps.server.replicated_shard import CHANGE, MEAN, NEVER, ONE, PUSHED, VALUES, ReplicatedShard, changes_by
-from rayps.ps.server.shard import ShardFacts, ShardPart
+from rayps.ps.server.shard import (
+    CHANGE,
+    MEAN,
+    NEVER,
+    ONE,
+    PUSHED,
+    VALUES,
+    ReplicatedShard,
+    ShardFacts,
+    ShardPart,
+    changes_by,
+)
 from rayps.tensors.flat import Layout
 from rayps.tensors.optim import Factory, Moments
 from rayps.tensors.optim import cut as cut_moments
@@ -32,7 +42,7 @@ from rayps.tensors.packing import flat_bytes, full_moments, pack_state, plain_mo
 
 
 class DenseSegment:
-    """Elements lo to hi of a space's dense vector. Implements `rayps.ps.protocol.segment.ServedSegment`."""
+    """Elements lo to hi of a space's dense vector. Implements `rayps.ps.protocol.space.ServedSegment`."""
 
     def __init__(self, space: Space, index: int, factory: Factory, *, base: DenseSegment | None = None) -> None:
         """Zeros, until a state is loaded; or what `base` holds, in its memory, until one of the two steps."""

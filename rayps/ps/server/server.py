@@ -1,7 +1,7 @@
-"""A server of an elastic group: one thread that serves segments of many spaces, and keeps copies of them elsewhere.
+"""A server of a group: one thread that serves segments of many spaces, and keeps copies of them on other servers.
 
-The loop reads what is there, lets the spaces take turns (`fair`), answers (`serving`), and obeys the manager
-(`command`). Whatever waits, such as a connection, is another thread's business.
+The loop reads what has arrived, lets the spaces take turns (`fair_queue`), answers (`requests`), and follows the
+manager's orders (`orders`). Work that waits, such as a connection, is done in another thread.
 """
 
 from __future__ import annotations
@@ -23,17 +23,15 @@ import torch
 
 from rayps.comm.link import Listener, Message
 from rayps.core.errors import LinkError, NotFound, StaleGeneration
+from rayps.ps.protocol.mailbox import SharedSlice
 from rayps.ps.protocol.messages import GroupMessage, numbers
-from rayps.ps.protocol.segment import ServedSegment
-from rayps.ps.protocol.shared_memory import SharedSlice
-from rayps.ps.protocol.space import Space
+from rayps.ps.protocol.space import ServedSegment, Space
 from rayps.ps.server import replica
 from rayps.ps.server.assignments import AssignedSegment, AssignedSpace, Assignments, SegmentReport
 from rayps.ps.server.connection import PeerRequest, ServerPeer
 from rayps.ps.server.fair_queue import FairQueue
-from rayps.ps.server.load import Load
 from rayps.ps.server.mailboxes import Mailboxes, request_of
-from rayps.ps.server.orders import Address, ManagerSession
+from rayps.ps.server.orders import Address, Load, ManagerSession
 from rayps.ps.server.outbound import Outbound
 from rayps.ps.server.replication import Peer, Replication
 from rayps.ps.server.requests import OPERATIONS, RequestHandler
@@ -138,7 +136,7 @@ class GroupServerLoop:
         return done.result(timeout)
 
     def facts(self) -> dict[str, Any]:
-        """Its load: see `rayps.ps.server.load`."""
+        """Its load: see `rayps.ps.server.orders`."""
         fair = self._fair
         return self._load.now(self._holdings, len(self._guests), lambda n: (fair.throttled(n), fair.queued(n)))
 

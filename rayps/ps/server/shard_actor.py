@@ -1,7 +1,7 @@
 """A server of a static map: one process that serves one segment, which its owner starts, orders, asks and ends.
 
 There is no manager: the owner (a job's driver, or whoever made a `rayps.ServerGroup`) begins each generation here, and
-tells the workers where the segment is (`rayps.ps.protocol.static_map`).
+tells the workers where the segment is (`rayps.ps.protocol.segment_map`).
 """
 
 from __future__ import annotations

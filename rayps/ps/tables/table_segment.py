@@ -1,4 +1,4 @@
-"""One segment of a table, as its primary and as a backup: a `rayps.ps.protocol.segment.ServedSegment`.
+"""One segment of a table, as its primary and as a backup: a `rayps.ps.protocol.space.ServedSegment`.
 
 No sockets, no threads. A push is applied once: the ledger drops repeated ones. If the strategy does not gather, each
 push is applied on arrival by the strategy's `on_push` and forwarded to the backups as it is. If it gathers, the pushes
