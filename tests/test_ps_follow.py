@@ -85,6 +85,6 @@ def test_a_table_is_followed_through_moves_and_deaths(group):
 
 def test_a_table_that_cannot_be_is_refused_when_its_space_is_opened(group):
     wrong = SparseTable("users", 2, policy={"evict": "lru"})
-    with pytest.raises(ConfigError, match="'users': evict is 'lru' and there is no limit: give capacity"):
+    with pytest.raises(ConfigError, match="'users': evict is 'lru', and capacity is missing: give capacity"):
         group.open(Space("job", 0, 1, ParameterServer(staleness=None), tables=(wrong,)))
     assert group.facts()["spaces"] == []

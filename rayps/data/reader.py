@@ -417,15 +417,15 @@ def parquet(
     """Read rows of a Parquet file, a directory of them, or a list of both; memory is bounded by `window_mb`.
 
     - `features`: one column of lists of numbers, or several columns of numbers: x is [rows, numbers], as `dtype` and
-    times
-      `scale` (give 1 / 255 for pixels; by default values are not scaled).
-    - `label`: a column of numbers: whole ones become int64, others float32, unless `label_dtype` is given. -
-    `filesystem`: any pyarrow or fsspec one; otherwise from the path ("s3://...", or this machine's). - `on_invalid`:
-    "fail" at a null, NaN or infinite value, or "drop" the row from its batch: the number of batches stays, and
-      the smaller batch has less weight.
-    - `window_mb`: megabytes of rows that a worker holds, and shuffles among, at a time. - `client`: the client of each
-    row, for federated strategies: a column of whole numbers or text (client="writer"), a rule such as
-    rayps.data.shards(2, clients=20), or an id for each row. Rows that on_invalid="drop" drops belong to no client.
+      times `scale` (give 1 / 255 for pixels; by default values are not scaled).
+    - `label`: a column of numbers: whole ones become int64, others float32, unless `label_dtype` is given.
+    - `filesystem`: any pyarrow or fsspec one; otherwise from the path ("s3://...", or this machine's).
+    - `on_invalid`: "fail" at a null, NaN or infinite value, or "drop" the row from its batch: the number of batches
+      stays, and the smaller batch has less weight.
+    - `window_mb`: megabytes of rows that a worker holds, and shuffles among, at a time.
+    - `client`: the client of each row, for federated strategies: a column of whole numbers or text (client="writer"), a
+      rule such as rayps.data.shards(2, clients=20), or an id for each row. Rows that on_invalid="drop" drops belong to
+      no client.
 
     Raises:
         DataError: an empty list of paths; check() finds what is wrong in the files.
