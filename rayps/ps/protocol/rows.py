@@ -206,14 +206,6 @@ class ShardRows:
         return ShardRows(self.entry, 0, self.width, torch.searchsorted(wider.ids, self.ids))
 
 
-def take_rows(rows: ShardRows, params: Any, place: Any, item: int) -> None:
-    """Rows out of a shard's bytes into a place for them, both numpy arrays of uint8; an element has `item` bytes."""
-    start, width = rows.start * item, rows.width * item
-    row = np.dtype((np.void, width))
-    table = params[start : start + (len(params) - start) // width * width].view(row)
-    np.take(table, rows.ids.numpy(), out=place.view(row), mode="clip")
-
-
 def _cells(rows: Tensor) -> Any:
     """Rows [n, width] as n cells of bytes, in the same memory: numpy moves these several times as fast as torch."""
     if not rows.numel():
