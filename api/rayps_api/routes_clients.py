@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,7 +27,7 @@ from rayps.federated.remote.signed_orders import order_text
 from rayps.service.client_tokens import Grant
 from rayps.service.store import JobRecord
 from rayps.strategies.catalogue import own_names, parse
-from rayps_api.schemas import problems
+from rayps_api.schemas import problems, timestamp
 from rayps_api.schemas_clients import (
     ClientsOut,
     JoinIn,
@@ -389,7 +388,7 @@ def _client(mailbox: Mailbox, member: JoinedClient, order: RoundOrder | None) ->
         "name": member.name,
         "state": mailbox.state(member.number),
         "samples": member.samples,
-        "joined_at": _stamp(member.joined_at),
+        "joined_at": timestamp(member.joined_at),
         "seen_seconds": seen if seen < float("inf") else None,
         "doing": doing,
     }
@@ -400,15 +399,7 @@ def _token(grant: Grant) -> dict[str, Any]:
         "id": grant.id,
         "job": grant.job,
         "name": grant.name,
-        "created_at": _stamp(grant.created_at),
-        "expires_at": _stamp(grant.expires_at),
-        "revoked_at": _stamp(grant.revoked_at),
+        "created_at": timestamp(grant.created_at),
+        "expires_at": timestamp(grant.expires_at),
+        "revoked_at": timestamp(grant.revoked_at),
     }
-
-
-def _stamp(at: float | None) -> str | None:
-    return (
-        None
-        if at is None
-        else datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-    )

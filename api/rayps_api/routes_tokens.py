@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, HTTPException, Path, Request
 
 from rayps.service.user_tokens import UserToken
-from rayps_api.schemas import problems
+from rayps_api.schemas import problems, timestamp
 from rayps_api.schemas_tokens import NewUserToken, UserTokenIn, UserTokenOut, UserTokensOut
 from rayps_api.service import Known, Service
 
@@ -60,15 +59,7 @@ def _shown(token: UserToken) -> dict[str, Any]:
     return {
         "id": token.id,
         "name": token.name,
-        "created_at": _stamp(token.created_at),
-        "expires_at": _stamp(token.expires_at),
-        "revoked_at": _stamp(token.revoked_at),
+        "created_at": timestamp(token.created_at),
+        "expires_at": timestamp(token.expires_at),
+        "revoked_at": timestamp(token.revoked_at),
     }
-
-
-def _stamp(at: float | None) -> str | None:
-    return (
-        None
-        if at is None
-        else datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-    )

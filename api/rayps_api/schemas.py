@@ -274,9 +274,9 @@ def job_out(record: JobRecord, progress: dict[str, Any] | None) -> dict[str, Any
         "reason": record.reason,
         "spec": spec_out(record.spec),
         "attempt": record.attempt,
-        "created_at": _stamp(record.created_at),
-        "started_at": _stamp(record.started_at),
-        "finished_at": _stamp(record.finished_at),
+        "created_at": timestamp(record.created_at),
+        "started_at": timestamp(record.started_at),
+        "finished_at": timestamp(record.finished_at),
         "progress": progress,
         "metrics": finite(record.metrics),
         "checkpoint": record.checkpoint,
@@ -296,7 +296,7 @@ def group_out(group: dict[str, Any], live: list[JobRecord]) -> dict[str, Any]:
         for job in live
         if job.spec.server_group == group["name"]
     ]
-    return {**group, "created_at": _stamp(group["created_at"]), "jobs": jobs}
+    return {**group, "created_at": timestamp(group["created_at"]), "jobs": jobs}
 
 
 def group_row(group: dict[str, Any]) -> dict[str, Any]:
@@ -324,7 +324,8 @@ def finite(value: Any) -> Any:
     return value
 
 
-def _stamp(at: float | None) -> str | None:
+def timestamp(at: float | None) -> str | None:
+    """Write a time (seconds since 1970) as in all answers: UTC, milliseconds, "Z"; None stays None."""
     return (
         None
         if at is None
