@@ -1,11 +1,17 @@
-"""Types of values that many modules exchange: JSON data and byte buffers."""
+"""Types of values that many modules exchange, JSON data and byte buffers, and a check of one."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
 JsonObject: TypeAlias = dict[str, Json]
 Keywords: TypeAlias = dict[str, Any]  # arguments by name, for a call that types and checks them itself
 Buffer: TypeAlias = bytes | bytearray | memoryview  # contiguous memory; of a numpy array: `array.data`
+
+
+def is_number(value: Json) -> TypeGuard[float]:
+    """Return whether it is a finite number; True and False are none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

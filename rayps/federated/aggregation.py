@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rayps.core.errors import ConfigError
-from rayps.core.values import Json
+from rayps.core.values import Json, is_number
 from rayps.federated.population import options
-from rayps.federated.population.option_text import is_number
 from rayps.federated.robust_rules import AggregationRule, rule_of
 
 

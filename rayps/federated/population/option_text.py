@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeAlias, TypeGuard
+from typing import Any, NamedTuple, TypeAlias
 
 from rayps.core.errors import ConfigError
 from rayps.core.spelling import near
 from rayps.core.text import form, nested
-from rayps.core.values import Json
+from rayps.core.values import Json, is_number
 
 REQUIRED = "required"  # the default of an option that must be given
 
@@ -63,11 +62,6 @@ def shown(name: str, options: Mapping[str, float | None]) -> str:
     """Return the text form; options that are None are left out."""
     inside = ",".join(f"{key}={value:g}" for key, value in options.items() if value is not None)
     return f"{name}({inside})" if inside else name
-
-
-def is_number(value: Json) -> TypeGuard[float]:
-    """Return whether it is a finite number."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _check(field: str, what: str, option: Option, value: Json) -> None:

@@ -18,14 +18,12 @@ An availability is
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TypeGuard
 
 from rayps.core.errors import ConfigError
 from rayps.core.text import form
-from rayps.core.values import Json, JsonObject
+from rayps.core.values import Json, JsonObject, is_number
 from rayps.federated.population.attack_spec import AttackSpec, attack_of
 from rayps.federated.population.option_text import CheckedForm
 
@@ -127,12 +125,12 @@ class PopulationSpec:
     available: Json = None
 
     def __post_init__(self) -> None:
-        if not _is_number(self.dropout) or not 0 <= self.dropout < 1:
+        if not is_number(self.dropout) or not 0 <= self.dropout < 1:
             raise ConfigError(
                 f"dropout is {self.dropout!r}: give the share of the asked clients that never reply, from 0 to below 1",
                 field="dropout",
             )
-        if self.deadline is not None and not (_is_number(self.deadline) and 0 < self.deadline <= _LONGEST):
+        if self.deadline is not None and not (is_number(self.deadline) and 0 < self.deadline <= _LONGEST):
             raise ConfigError(
                 f"deadline is {self.deadline!r}: give virtual seconds above 0, or none (a round waits for all)",
                 field="deadline",
@@ -158,7 +156,7 @@ class PopulationSpec:
 
 def check_fraction(fraction: Json) -> None:
     """Raise ConfigError for a fraction that is not a share of the clients."""
-    if not _is_number(fraction) or not 0 < fraction <= 1:
+    if not is_number(fraction) or not 0 < fraction <= 1:
         raise ConfigError(
             f"fraction is {fraction!r}: give the share of the clients that each round asks, above 0 and up to 1",
             field="fraction",
@@ -167,7 +165,7 @@ def check_fraction(fraction: Json) -> None:
 
 def check_replies(min_replies: int, enough: int | None, over_selection: float) -> None:
     """Raise ConfigError for invalid numbers of replies, or numbers under which no round would count."""
-    if not _is_number(over_selection) or not 0 <= over_selection <= 10:
+    if not is_number(over_selection) or not 0 <= over_selection <= 10:
         raise ConfigError(
             f"over_selection is {over_selection!r}: give how many clients beyond the needed ones to ask, as a share of "
             "them from 0 to 10 (0.3 asks 13 where 10 are needed)",
@@ -237,14 +235,10 @@ def _one_of(field: str, found: CheckedForm, first: str, second: str) -> None:
 def _number(
     field: str, key: str, value: Json, *, least: float, most: float = _LONGEST, positive: bool = False
 ) -> float:
-    if not _is_number(value) or not least <= value <= most or (positive and not value):
+    if not is_number(value) or not least <= value <= most or (positive and not value):
         raise ConfigError(
             f"{field}: {key} is {value!r}: give a number {'above' if positive else 'of at least'} {least:g} "
             f"and up to {most:g}",
             field=field,
         )
     return float(value)
-
-
-def _is_number(value: Json) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

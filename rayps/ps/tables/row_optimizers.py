@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, TypeGuard
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rayps.core.errors import ConfigError, WorkloadError
-from rayps.core.values import Json
+from rayps.core.values import Json, is_number
 from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables.pages import Field
 from rayps.tensors.learning_rate import Rates, Recipe, Ticks
@@ -214,9 +214,5 @@ def _torch_optimizer(table: SparseTable, rule: RowRule) -> Optimizer:
 
 def _fits(key: str, value: Json) -> bool:
     if key == "betas":
-        return isinstance(value, (list, tuple)) and len(value) == 2 and all(_number(b) and 0 <= b < 1 for b in value)
-    return _number(value) and value >= 0
-
-
-def _number(value: Json) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        return isinstance(value, (list, tuple)) and len(value) == 2 and all(is_number(b) and 0 <= b < 1 for b in value)
+    return is_number(value) and value >= 0
