@@ -12,10 +12,10 @@ from typing import Annotated, Any
 from fastapi import Depends, Request
 
 from rayps.core.errors import Unauthorized
+from rayps.core.records import read_json
 from rayps.federated.remote.mailbox import FOLDER, Mailbox
 from rayps.service.client_tokens import ClientTokens
 from rayps.service.groups import Groups
-from rayps.service.job_folders import read_json
 from rayps.service.scheduler import Scheduler
 from rayps.service.settings import Settings
 from rayps.service.store import JobRecord, Store

@@ -6,6 +6,8 @@ others are closed. The fields are the keys of the JSON data.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any, NotRequired, TypeAlias, TypedDict
 
 Point: TypeAlias = dict[str, Any]  # `kind`, `round`, `rank` or none of it, and numbers by the names of metrics
@@ -87,3 +89,15 @@ class AttemptRecord(TypedDict, total=False):
     pid: int
     started: int  # when the process began, as the system counts it
     crash: str | None
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON object from a file that is replaced as a whole; None if there is none, or it is no JSON object.
+
+    The caller names the type of the record.
+    """
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None

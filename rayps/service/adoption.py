@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from rayps.core.errors import ConfigError
 from rayps.core.job import Status
-from rayps.core.records import OutcomeRecord
+from rayps.core.records import OutcomeRecord, read_json
 from rayps.service import job_folders, processes
 from rayps.service.job_folders import JobRow
 from rayps.service.plan import OpenJob, Seal, plan
@@ -68,12 +68,12 @@ def trace(folder: Path) -> FolderRow:
     attempts = [job_folders.read_attempt(folder / name).get("attempt") for name in ("driver.json", "launch.json")]
     begun = any((folder / name).exists() for name in ("events.jsonl", "progress.json", "outcome.json"))
     attempt = max([each for each in attempts if isinstance(each, int)], default=int(begun))
-    failures = (job_folders.read_json(folder / "progress.json") or {}).get("failures", 0)
+    failures = (read_json(folder / "progress.json") or {}).get("failures", 0)
     return FolderRow(
         job_folders.read(folder),
         attempt,
         failures if isinstance(failures, int) else 0,
-        job_folders.read_json(folder / "outcome.json"),
+        read_json(folder / "outcome.json"),
     )
 
 

@@ -20,9 +20,8 @@ from pathlib import Path
 
 from rayps.cluster.local import FIRST_PROTOCOL, PROTOCOL, ActorHandle, Actors
 from rayps.core.errors import ActorDied, ClusterError, ConfigError, Conflict, NotFound, RaypsError
-from rayps.core.records import GroupFacts
+from rayps.core.records import GroupFacts, read_json
 from rayps.core.values import Json
-from rayps.service.job_folders import read_json
 from rayps.service.scheduler import Scheduler
 from rayps.service.settings import private_write
 from rayps.service.store import FEWEST_LETTERS

@@ -15,9 +15,9 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
-from rayps.core.records import AttemptRecord
+from rayps.core.records import AttemptRecord, read_json
 from rayps.core.values import JsonObject
 
 log = logging.getLogger(__name__)
@@ -69,18 +69,6 @@ def read(folder: Path) -> JobRow | None:
         return None
     row: JobRow = found
     return row
-
-
-def read_json(path: Path) -> Any:
-    """Read a JSON object from a file that is replaced atomically; None if the file does not exist.
-
-    The caller names the type of the record.
-    """
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def read_attempt(path: Path) -> AttemptRecord:

@@ -19,10 +19,10 @@ from rayps.cluster.local import Actors, Bundle
 from rayps.core.errors import ClusterError, ConfigError, Conflict, NotFound, RaypsError
 from rayps.core.failpoint import passing
 from rayps.core.job import Status, may_move
-from rayps.core.records import AttemptRecord, ProgressRecord
+from rayps.core.records import AttemptRecord, ProgressRecord, read_json
 from rayps.federated.remote.mailbox import FOLDER, Mailbox
 from rayps.service.drivers import BEGUN, LAUNCHED, Drivers, DriverView, RayHome, foreign
-from rayps.service.job_folders import read_attempt, read_json
+from rayps.service.job_folders import read_attempt
 from rayps.service.liveness import QuietTimes
 from rayps.service.open_jobs import OpenJobs
 from rayps.service.plan import (

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Literal
 
 from rayps.core.errors import Conflict, NotFound, Unauthorized
+from rayps.core.records import read_json
 from rayps.core.values import Keywords
 from rayps.federated.remote.signed_orders import OrderFacts
 
@@ -102,12 +103,12 @@ class Mailbox:
 
     def members(self) -> list[JoinedClient]:
         """Return all clients that have ever joined, by number."""
-        found = [_read(path) for path in sorted((self.folder / "members").glob("*.json"))]
+        found = [read_json(path) for path in sorted((self.folder / "members").glob("*.json"))]
         return [JoinedClient(**facts) for facts in found if facts is not None]
 
     def member(self, number: int, key: str) -> JoinedClient:
         """Return the member of a number, checked by its key. Raises Unauthorized."""
-        facts = _read(self._member(number))
+        facts = read_json(self._member(number))
         hashed = hashlib.sha256(key.encode()).hexdigest()
         if facts is None or not secrets.compare_digest(str(facts["key"]), hashed):
             raise Unauthorized("no client of that number and key has joined this job: join first", status=401)
@@ -142,7 +143,7 @@ class Mailbox:
     def newest(self) -> RoundOrder | None:
         """Return the newest round, open or closed."""
         serials = self._serials()
-        facts = _read(self._round(serials[-1]) / "order.json") if serials else None
+        facts = read_json(self._round(serials[-1]) / "order.json") if serials else None
         return None if facts is None else _order(facts)
 
     def is_open(self, serial: int) -> bool:
@@ -187,7 +188,7 @@ class Mailbox:
 
     def verdict(self, serial: int, number: int) -> str | None:
         """Return why the client's update of a closed round did not count; None = it did, or nothing is known of it."""
-        found = (_read(self._round(serial) / "verdicts.json") or {}).get(str(number))
+        found = (read_json(self._round(serial) / "verdicts.json") or {}).get(str(number))
         return None if found is None else str(found)
 
     def withdraw(self, number: int) -> None:
@@ -212,7 +213,7 @@ class Mailbox:
 
     def standing(self) -> str | None:
         """Return which clients the job waits for, as text."""
-        found = _read(self.folder / "standing.json") or {}
+        found = read_json(self.folder / "standing.json") or {}
         return str(found["waits"]) if found.get("waits") else None
 
     # ---- for the driver and the worker
@@ -238,7 +239,7 @@ class Mailbox:
         `first`: add this start.
         """
         path = self.folder / "starts.json"
-        known: list[list[int]] = (_read(path) or {}).get("starts", [])
+        known: list[list[int]] = (read_json(path) or {}).get("starts", [])
         if first:
             before = self.newest()
             goes_on = before is not None and self.is_open(before.serial)
@@ -325,14 +326,6 @@ def _same(one: OrderFacts, other: OrderFacts) -> bool:
 
 def _order(facts: Keywords) -> RoundOrder:
     return RoundOrder(**(facts | {"sampled": {int(number): name for number, name in facts["sampled"].items()}}))
-
-
-def _read(path: Path) -> Keywords | None:
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def _write(path: Path, value: Keywords, new: bool = False) -> bool:
