@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayps.core.ledger import Ledger
-from rayps.ps.protocol.consistent_cut import ConsistentCut, furthest
+from rayps.ps.server.consistent_readers import ConsistentCut
 
 
 class Shard:
@@ -13,7 +13,7 @@ class Shard:
 
     def __init__(self, ranks):
         self.ledger = Ledger([0] * ranks)
-        self.cut = ConsistentCut(self.ledger)
+        self.cut = None  # while a reader holds it
         self.coming = [[] for _ in range(ranks)]
         self.held = []
 
@@ -22,7 +22,7 @@ class Shard:
             self.take(rank, self.coming[rank].pop(0))
 
     def take(self, rank, step):
-        if self.cut.admits(rank, step):
+        if self.cut is None or self.cut.admits(rank, step):
             self.ledger.add(rank, step)
         else:
             self.held.append((rank, step))
@@ -50,9 +50,10 @@ def test_whatever_arrives_when_all_shards_are_read_with_the_same_pushes(shards, 
     stir()
     reached = []
     for shard in several:
-        reached.append(shard.cut.hold("reader", 1.0))
+        shard.cut = ConsistentCut(shard.ledger)
+        reached.append(shard.cut.reached())
         stir()
-    target = furthest(reached)
+    target = [max(steps) for steps in zip(*reached, strict=True)]
     for shard in several:
         shard.cut.aim(target)
         shard.again()
@@ -64,7 +65,7 @@ def test_whatever_arrives_when_all_shards_are_read_with_the_same_pushes(shards, 
     stir()
     assert all(list(shard.ledger.marks.values()) == target for shard in several)  # nothing moves while it is read
     for shard in several:
-        shard.cut.release()
+        shard.cut = None
         shard.again()
         for rank in range(ranks):
             while shard.coming[rank]:
@@ -72,10 +73,10 @@ def test_whatever_arrives_when_all_shards_are_read_with_the_same_pushes(shards, 
         assert list(shard.ledger.marks.values()) == steps  # and nothing was lost by waiting
 
 
-def test_what_was_applied_may_be_said_again_while_the_shard_is_held():
+def test_a_repeated_push_is_admitted_while_the_shard_is_held():
     ledger = Ledger([2, 0])
     cut = ConsistentCut(ledger)
-    assert cut.hold("reader", 1.0) == [2, 0]
+    assert cut.reached() == [2, 0]
     assert cut.admits(0, 1)
     assert not cut.admits(0, 2)
     assert cut.missing() == []

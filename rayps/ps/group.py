@@ -15,8 +15,7 @@ from rayps.core.errors import ActorDied, ConfigError, Conflict, PeerTimeout
 from rayps.ps.follow import Follower
 from rayps.ps.manager.decide import Balance
 from rayps.ps.manager.manager import BALANCE, SILENCE, check_size
-from rayps.ps.protocol.registry import actor_of, listed
-from rayps.ps.protocol.segment_map import SpaceMap
+from rayps.ps.protocol.segment_map import SpaceMap, group_names, manager_actor
 from rayps.ps.protocol.space import Quota, Space
 
 CALL_SECONDS = 90.0  # for a manager to answer; opening waits for servers
@@ -119,7 +118,7 @@ class ManagerClient:
                 raise PeerTimeout(
                     f"server group {self.name!r} is {facts['status']} after {timeout:g} s (the knob is `timeout`): "
                     f"{there} of {facts['wanted']} servers are there, {len(facts['moves'])} segments move",
-                    peer=actor_of(self.name),
+                    peer=manager_actor(self.name),
                     seconds=timeout,
                 )
             time.sleep(PAUSE_SECONDS)
@@ -145,18 +144,18 @@ class ManagerClient:
             except TimeoutError as error:
                 raise PeerTimeout(
                     f"the manager of server group {self.name!r} did not answer {method!r} within {timeout:g} s",
-                    peer=actor_of(self.name),
+                    peer=manager_actor(self.name),
                     seconds=timeout,
                 ) from error
             time.sleep(PAUSE_SECONDS)
 
     def _find(self) -> ActorHandle:
-        found = (self._cluster or surrounding()).find(actor_of(self.name))
+        found = (self._cluster or surrounding()).find(manager_actor(self.name))
         if found is None:
             raise ActorDied(
                 f"server group {self.name!r} has no manager: it was stopped, or died; start it again with the folder "
                 "of its record, and it goes on",
-                actor=actor_of(self.name),
+                actor=manager_actor(self.name),
             )
         return found
 
@@ -197,7 +196,7 @@ def start(
         raise ConfigError(f"{name!r} cannot name a server group: give some characters, without /", field="name")
     check_size(name, servers, replicas)
     home, given = _home(cluster, hosts)
-    if home.find(actor_of(name)) is not None:
+    if home.find(manager_actor(name)) is not None:
         raise Conflict(
             f"there is a server group {name!r} already: give another name, resize it, or stop it first", status=409
         )
@@ -208,7 +207,7 @@ def start(
         servers,
         replicas,
         None if folder is None else str(folder),
-        name=actor_of(name),
+        name=manager_actor(name),
         detached=detached,
         here=folder is not None,
         restarts=0 if folder is None else -1,
@@ -228,7 +227,7 @@ def start(
 def find(cluster: Cluster, name: str) -> ManagerClient:
     """A group that was started. Raises ConfigError, naming those that there are."""
     for home in (cluster, surrounding()):
-        handle = home.find(actor_of(name))
+        handle = home.find(manager_actor(name))
         if handle is not None:
             return ManagerClient(name, handle, home)
     known = ", ".join(repr(other) for other in names(cluster)) or "none"
@@ -241,7 +240,9 @@ def find(cluster: Cluster, name: str) -> ManagerClient:
 def names(cluster: Cluster) -> list[str]:
     """The groups that there are."""
     homes = (cluster, surrounding())
-    return [name for name in listed(rendezvous()) if any(home.find(actor_of(name)) is not None for home in homes)]
+    return [
+        name for name in group_names(rendezvous()) if any(home.find(manager_actor(name)) is not None for home in homes)
+    ]
 
 
 def _home(cluster: Cluster, hosts: Cluster | None) -> tuple[Cluster, Cluster | None]:
@@ -272,7 +273,7 @@ def _await_servers(group: ManagerClient, timeout: float) -> None:
             raise PeerTimeout(
                 f"{len(facts['servers'])} of {facts['wanted']} servers of group {group.name!r} are there after "
                 f"{timeout:g} s (the knob is `timeout`){': ' + said[-1] if said else ''}",
-                peer=actor_of(group.name),
+                peer=manager_actor(group.name),
                 seconds=timeout,
             )
         time.sleep(PAUSE_SECONDS)

@@ -34,7 +34,6 @@ from rayps.ps.client.connections import (
 from rayps.ps.client.map_subscription import Door
 from rayps.ps.client.replay_buffer import ReplayBuffer
 from rayps.ps.client.turn import Turn, TurnPart
-from rayps.ps.protocol.consistent_cut import furthest
 from rayps.ps.protocol.mailbox import ROWS, GradientBuffer, array_of, head_of
 from rayps.ps.protocol.messages import GroupMessage, SegmentPayload, error_of, numbers, read_numbers, unpack
 from rayps.ps.protocol.segment_map import SpaceMap, StaticMap
@@ -243,7 +242,7 @@ class Session:
         if others:
             pieces |= self.exchange(GroupMessage.HOLD, others).pieces
         reached = {i: read_numbers(piece) for i, piece in pieces.items()}
-        target = furthest(list(reached.values()))
+        target = [max(steps) for steps in zip(*reached.values(), strict=True)]
         if len({steps[self.rank] for steps in reached.values()}) > 1:
             return  # a push of this rank was cut off between servers: no moment has it in all, until it is repeated
         late = {i: numbers(target) for i, steps in reached.items() if steps != target}

@@ -30,8 +30,7 @@ from rayps.ps.manager.publisher import Publisher
 from rayps.ps.manager.record import GroupRecord, RecordFile
 from rayps.ps.manager.status import facts_of
 from rayps.ps.protocol.messages import GroupMessage
-from rayps.ps.protocol.registry import enlist, key_of, strike
-from rayps.ps.protocol.segment_map import SpaceMap
+from rayps.ps.protocol.segment_map import SpaceMap, register_group, unregister_group
 from rayps.ps.protocol.space import Quota, Space
 
 log = logging.getLogger(__name__)
@@ -385,9 +384,7 @@ class ManagerActor(Manager):
         """`options` are further arguments of Manager: detached, cpus, silence, balance."""
         super().__init__(name, servers, replicas, folder, cluster=cluster, **(options or {}))
         self._name = name
-        values = rendezvous()
-        enlist(values, name)
-        values.put(key_of(name), self.door()["address"].encode())
+        register_group(rendezvous(), name, self.door()["address"])
 
     def ping(self) -> int:
         """The process id: a sign of life."""
@@ -395,5 +392,5 @@ class ManagerActor(Manager):
 
     def stop(self) -> None:
         """See Manager."""
-        strike(rendezvous(), self._name)
+        unregister_group(rendezvous(), self._name)
         super().stop()

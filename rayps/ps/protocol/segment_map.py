@@ -1,13 +1,15 @@
-"""The map of a space: which server holds which segment. Plain data, sent as JSON.
+"""Where things are: the server of each segment of a space, and the manager of each server group of a cluster.
 
-A space's map is made by the group's manager; where there is none, by the owner of the servers (`StaticMap`), who
-publishes it again when a server is replaced. Workers keep a copy, and name in each request the generation of each
-segment that it touches: a server that holds a segment in another generation, or not at all, refuses the whole request.
+A space's map is made by its group's manager. Where there is no manager, the owner of the servers publishes a
+`StaticMap`, and publishes it again when a server is replaced. Each request of a worker names the generation of each
+segment that it touches. A server that holds a segment in another generation, or not at all, refuses the whole request,
+so a request under an old map has no effect.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import threading
 import weakref
@@ -15,10 +17,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+from rayps.cluster.local import KeyValues
+
 
 @dataclass(frozen=True, slots=True)
 class SegmentHolders:
-    """Who holds one segment. `copies` hold every acknowledged push; a new primary begins a new generation."""
+    """The servers of one segment. `copies`: backups that hold every acknowledged push.
+
+    A new primary begins a new generation.
+    """
 
     primary: str | None  # None: lost, or not placed yet
     copies: tuple[str, ...] = ()
@@ -27,21 +34,24 @@ class SegmentHolders:
 
 @dataclass(frozen=True, slots=True)
 class SpaceMap:
-    """The holdings of one space, by number of segment, and where its servers are. A later map has a higher version."""
+    """The holders of each segment of one space, by number, and the servers' addresses. Plain data, sent as JSON.
+
+    A newer map has a higher version.
+    """
 
     version: int
     holdings: tuple[SegmentHolders, ...]
     addresses: dict[str, str] = field(default_factory=dict)  # server -> address
 
     def by_server(self, segments: Iterable[int]) -> dict[str | None, list[int]]:
-        """These segments by their primaries, in order; under None those that nobody holds."""
+        """Group segments by their primaries, in order; those without a primary are under None."""
         found: dict[str | None, list[int]] = {}
         for index in segments:
             found.setdefault(self.holdings[index].primary, []).append(index)
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return the map as JSON-ready data."""
         return {
             "version": self.version,
             "holdings": [[each.primary, list(each.copies), each.generation] for each in self.holdings],
@@ -50,16 +60,16 @@ class SpaceMap:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
-        """Read back what `to_json` gave."""
+        """Return the map that `to_json` wrote."""
         holdings = tuple(SegmentHolders(primary, tuple(copies), number) for primary, copies, number in data["holdings"])
         return cls(data["version"], holdings, dict(data["addresses"]))
 
 
 class StaticMap:
-    """Where the segments of a space are, and the secret of their servers. May be passed to other processes.
+    """A space's map without a manager, and the secret of its servers. May be passed to other processes.
 
     Any thread may `publish`. `final`: a server that dies is not replaced, so a worker that loses one raises PeerLost at
-    once; else it waits for the next map.
+    once; otherwise it waits for the next map.
     """
 
     def __init__(self, found: SpaceMap, secret: bytes, *, final: bool = True) -> None:
@@ -69,12 +79,12 @@ class StaticMap:
 
     @classmethod
     def of(cls, addresses: dict[str, str], secret: bytes, *, final: bool = True) -> StaticMap:
-        """The first map: one segment on each of these servers, in their order."""
+        """Return the first map: one segment on each of these servers, in their order."""
         holders = tuple(SegmentHolders(server, (), 1) for server in addresses)
         return cls(SpaceMap(1, holders, dict(addresses)), secret, final=final)
 
     def moved(self, segment: int, address: str) -> SpaceMap:
-        """The next map: the server of `segment` is replaced by one at `address`, in a new generation."""
+        """Return the next map: the server of `segment` is replaced by one at `address`, in a new generation."""
         old = self.map
         held = old.holdings[segment]
         holdings = list(old.holdings)
@@ -82,7 +92,7 @@ class StaticMap:
         return SpaceMap(old.version + 1, tuple(holdings), old.addresses | {str(held.primary): address})
 
     def publish(self, found: SpaceMap) -> None:
-        """Tell all subscriptions a newer map; an older one changes nothing."""
+        """Give all subscriptions a newer map; an older one changes nothing."""
         with self._lock:
             if found.version > self.map.version:
                 self.map = found
@@ -90,7 +100,7 @@ class StaticMap:
                     each.wake()
 
     def subscribe(self) -> StaticSubscription:
-        """Follow the map from now on."""
+        """Return a subscription to this map and to each newer one."""
         with self._lock:
             made = StaticSubscription(self)
             self._subscriptions.add(made)
@@ -106,7 +116,7 @@ class StaticMap:
 class StaticSubscription:
     """One session's view of a `StaticMap`: the calls of `rayps.ps.client.map_subscription.MapSubscription`."""
 
-    lost = False  # there is no manager to lose
+    lost = False  # there is no connection to a manager that could be lost
 
     def __init__(self, source: StaticMap) -> None:
         self.map = source.map
@@ -115,7 +125,7 @@ class StaticSubscription:
         self._source = source
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._woken = False
-        self._lock = threading.Lock()  # of the descriptor, against who closes it
+        self._lock = threading.Lock()  # of the descriptor, against a concurrent `close`
 
     def wake(self) -> None:
         """Make `fileno` readable. Any thread."""
@@ -125,9 +135,9 @@ class StaticSubscription:
                 self._woken = True
 
     def look(self) -> SpaceMap | None:
-        """A newer map, if one was published; does not wait."""
+        """Return the newest map if it is newer than the last one returned; does not wait."""
         if self._woken:
-            self._hush()
+            self._clear()
         newer = self._source.map
         if newer.version <= self.map.version:
             return None
@@ -135,25 +145,59 @@ class StaticSubscription:
         return newer
 
     def seek(self) -> None:
-        """Do nothing: the owner publishes."""
+        """Do nothing: there is no manager to connect to; the owner publishes."""
 
     def fileno(self) -> int:
-        """Readable when `look` may find something."""
+        """Return the descriptor that is readable when `look` may find a map."""
         return self._wakeup
 
     def hang_up(self) -> None:
-        """End what waits here. Any thread may call it."""
+        """Wake the thread that waits on `fileno`. Any thread."""
         self.wake()
 
     def close(self) -> None:
-        """Leave. Safe to call twice."""
+        """Close the descriptor. Safe to call twice."""
         with self._lock:
             descriptor, self._wakeup = self._wakeup, -1
             if descriptor >= 0:
                 os.close(descriptor)
 
-    def _hush(self) -> None:
+    def _clear(self) -> None:
         with self._lock, contextlib.suppress(BlockingIOError):
             self._woken = False
             if self._wakeup >= 0:
                 os.eventfd_read(self._wakeup)
+
+
+# ---- the groups of a cluster, in the key-value map that all its actors share
+
+_ALL = "rayps-servers"
+
+
+def address_key(group: str) -> str:
+    """Return the key under which the address of the group's manager is stored."""
+    return f"{_ALL}/{group}"
+
+
+def manager_actor(group: str) -> str:
+    """Return the name of the actor of the group's manager."""
+    return f"{_ALL}-{group}"
+
+
+def group_names(values: KeyValues) -> list[str]:
+    """Return the names of all groups. A name may be out of date: the group exists if its manager's actor does."""
+    found = values.get(_ALL)
+    names: list[str] = json.loads(found) if found else []
+    return names
+
+
+def register_group(values: KeyValues, group: str, address: str) -> None:
+    """Store the group's name, and the address of its manager."""
+    values.put(_ALL, json.dumps(sorted({*group_names(values), group})).encode())
+    values.put(address_key(group), address.encode())
+
+
+def unregister_group(values: KeyValues, group: str) -> None:
+    """Remove the group's name, and its manager's address."""
+    values.put(_ALL, json.dumps(sorted({*group_names(values)} - {group})).encode())
+    values.delete(address_key(group))

@@ -1,18 +1,24 @@
-"""The readers of one space, on one server, who want all of its dense segments as of one moment.
+"""Consistent reads: one version of all dense segments of a space, which step on their own. The server's half.
 
-A reader holds the space: no push is applied meanwhile, except those that other servers have applied already
-(`rayps.ps.protocol.consistent_cut`). The server of the first segment admits one reader at a time. A reader that is
-lost, that holds the space past its deadline, or whose segment moves, lets it go; the reader then tries again.
+1. The reader holds each segment. A held segment reports how many pushes of each rank it has applied, and applies no
+   other.
+2. The reader names the largest of these numbers for each rank. A held segment then applies the pushes below them: each
+   was applied by another segment, so it is in flight to this one. When all are applied, all segments have the same
+   pushes, and the reader reads them.
+
+The server of the first segment admits one reader at a time, so two readers never wait for each other. A hold ends when
+the reader releases it, disconnects, exceeds its deadline, or a held segment moves; the reader then tries again.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from rayps.core.errors import PeerTimeout
-from rayps.ps.protocol.consistent_cut import ConsistentCut
+from rayps.core.ledger import Ledger
 from rayps.ps.protocol.messages import GroupMessage, SegmentPayload, numbers, pack, read_numbers
 from rayps.ps.server.assignments import AssignedSegment, AssignedSpace
 from rayps.ps.server.connection import PeerRequest, ServerPeer
@@ -34,6 +40,38 @@ class ReaderReplies(Protocol):
 
     def redo(self, held: AssignedSpace, request: PeerRequest) -> None:
         """Serve a push that waited."""
+
+
+class ConsistentCut:
+    """Which pushes a segment still applies while a reader holds it. Pure.
+
+    The idea is the consistent cut of Chandy and Lamport, "Distributed snapshots: determining global states of
+    distributed systems", TOCS 1985.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._target: list[int] | None = None
+
+    def reached(self) -> list[int]:
+        """By rank: the number of pushes applied here."""
+        return [self._ledger.reach(rank) for rank in self._ledger.marks]
+
+    def aim(self, target: Sequence[int]) -> None:
+        """Admit pushes until `target` is reached: the most that any segment has applied, by rank. Raises ValueError."""
+        if len(target) != len(self._ledger.marks):
+            raise ValueError(f"a cut names {len(target)} ranks, and there are {len(self._ledger.marks)}")
+        self._target = list(target)
+
+    def admits(self, rank: int, step: int) -> bool:
+        """Whether a push may be applied now; a repeated one always may, because the ledger drops it."""
+        return self._ledger.seen(rank, step) or (self._target is not None and step < self._target[rank])
+
+    def missing(self) -> list[int]:
+        """The ranks of which another segment has applied a push that this one has not."""
+        if self._target is None:
+            return []
+        return [rank for rank, mark in self._ledger.marks.items() if mark < self._target[rank]]
 
 
 @dataclass(slots=True)
@@ -165,8 +203,7 @@ class ConsistentReaders:
                 cuts = {index: ConsistentCut(segment.ledger) for index, segment in segments.items()}
                 self._hold = _Hold(request.guest, deadline, cuts)
                 pieces = [
-                    SegmentPayload(p.segment, p.generation, numbers(cuts[p.segment].hold(request.guest, deadline)))
-                    for p in request.pieces
+                    SegmentPayload(p.segment, p.generation, numbers(cuts[p.segment].reached())) for p in request.pieces
                 ]
                 touched = [self._held.holdings[index] for index in segments]
                 self._replies.reply(request, GroupMessage.VALUE, touched, payload=pack(pieces))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from rayps.cluster.local import LocalCluster, host_address, rendezvous, surrounding
 from rayps.comm.link import Listener
-from rayps.ps.protocol.registry import key_of
+from rayps.ps.protocol.segment_map import address_key
 
 if TYPE_CHECKING:
     from rayps.ps.server.server import GroupServerLoop
@@ -63,7 +63,7 @@ class ServerActor:
 
     def _manager(self) -> str:
         """Where the manager is now: another one may have begun in its place."""
-        found = rendezvous().get(key_of(self._group))
+        found = rendezvous().get(address_key(self._group))
         return self._address if found is None else found.decode()
 
     def _look(self) -> None:
