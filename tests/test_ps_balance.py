@@ -7,7 +7,7 @@ import pytest
 
 from rayps.core.errors import ConfigError
 from rayps.core.partition import place
-from rayps.ps.manager.decide import Balance, Heat, skew
+from rayps.ps.manager.decide import Balance, Rebalancer, skew
 
 SERVERS = [f"server-{i}" for i in range(4)]
 
@@ -31,10 +31,10 @@ def by_server(loads, at):
 
 def run(balance, loads, at, looks=60, noise=0.0):
     """Look again and again; how many segments moved, and when the last one did."""
-    heat, moved, last, rng = Heat(), 0, 0, random.Random(1)
+    rebalancer, moved, last, rng = Rebalancer(balance), 0, 0, random.Random(1)
     for look in range(looks):
         seen = {seat: load * (1 + noise * rng.uniform(-1, 1)) for seat, load in loads.items()}
-        found = balance.shed(seen, at, SERVERS, heat, look * balance.every)
+        found = rebalancer.shed(seen, at, SERVERS, look * balance.every)
         at.update(found)
         if found:
             moved, last = moved + len(found), look
@@ -67,24 +67,28 @@ def test_idle_and_even_groups_do_not_move():
     assert run(Balance(), {seat: load / 10_000 for seat, load in loads.items()}, dict(at)) == (0, 0)
     even = dict.fromkeys(loads, 100.0)
     assert run(Balance(), even, {seat: SERVERS[seat[1] % 4] for seat in even}, noise=0.3) == (0, 0)
-    assert Balance().shed({}, {}, [], Heat(), 0.0) == {}
+    assert Rebalancer(Balance()).shed({}, {}, [], 0.0) == {}
     assert run(Balance(), {(1, 0): 500.0}, {(1, 0): "server-0"}) == (0, 0)  # it would be as hot elsewhere
 
 
 def test_a_moment_is_not_enough_and_what_moved_rests():
     _, at = world()
     loads = {seat: 500.0 if name == "server-1" else 100.0 for seat, name in at.items()}
-    heat, balance = Heat(), Balance(patience=3, at_once=2, rest=10.0)
-    assert [len(balance.shed(loads, at, SERVERS, heat, float(t))) for t in range(3)] == [0, 0, 2]
+    rebalancer = Rebalancer(Balance(patience=3, at_once=2, rest=10.0))
+
+    def shed(loads, now):
+        return rebalancer.shed(loads, at, SERVERS, now)
+
+    assert [len(shed(loads, float(t))) for t in range(2)] == [0, 0]
+    first = shed(loads, 2.0)
+    assert len(first) == 2
     cold = dict.fromkeys(loads, 100.0)
-    assert balance.shed(cold, at, SERVERS, heat, 3.0) == {}
-    assert heat.streak == {}
-    first = set(heat.moved)
-    for t in range(4, 10):
-        assert not first & set(balance.shed(loads, at, SERVERS, heat, float(t)))
-    assert heat.moved.keys() >= first
-    balance.shed(cold, at, SERVERS, heat, 30.0)
-    assert not first & set(heat.moved)
+    assert shed(cold, 3.0) == {}
+    later = [shed(loads, float(t)) for t in range(4, 10)]
+    assert [len(found) for found in later] == [0, 0, 2, 2, 2, 2]  # the streak began again
+    assert not set(first) & {seat for found in later for seat in found}
+    shed(cold, 30.0)
+    assert set(first) & {seat for t in range(31, 40) for seat in shed(loads, float(t))}  # they have rested
 
 
 def test_numbers_that_cannot_be():

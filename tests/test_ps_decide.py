@@ -13,7 +13,6 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from rayps.ps.manager import decide as module
-from rayps.ps.manager.assignment import SegmentAssignment, ServerFacts, ServerState, hear, with_copy
 from rayps.ps.manager.decide import (
     BOUND,
     DropCopy,
@@ -23,9 +22,13 @@ from rayps.ps.manager.decide import (
     PlaceSegment,
     Promote,
     RetireServer,
+    SegmentAssignment,
+    ServerFacts,
+    ServerState,
     StartCopy,
     StartServers,
     apply,
+    apply_report,
     decide,
     settled,
     targets,
@@ -81,7 +84,9 @@ class World:
             decisions = decide(self.facts())
             if not decisions:
                 break
-            assert len({d.seat for d in decisions if hasattr(d, "seat")}) == sum(hasattr(d, "seat") for d in decisions)
+            assert len({d.segment for d in decisions if hasattr(d, "segment")}) == sum(
+                hasattr(d, "segment") for d in decisions
+            )
             for decision in decisions:
                 self.do(decision)
         else:
@@ -100,20 +105,20 @@ class World:
                 assert self.states[name] == ServerState.ALIVE
                 self.states[name] = ServerState.LEAVING
             case RetireServer(name):
-                assert not any(name in (*seat.holders, seat.heir) for seat in self.seats.values()), "not empty"
+                assert not any(name in (*seat.holders, seat.successor) for seat in self.seats.values()), "not empty"
                 del self.states[name]
                 del self.have[name]
             case _:
-                before = self.seats[decision.seat]
+                before = self.seats[decision.segment]
                 if isinstance(decision, Promote) and decision.reason != "back":
                     assert decision.server in before.synced, "promoted although it is not in sync"
                     assert self.states[decision.server] in UP
                 if isinstance(decision, (StartCopy, HandOver, PlaceSegment)):
                     assert self.states[decision.server] in UP
                 if isinstance(decision, PlaceSegment) and decision.lost:
-                    self.lost.add(decision.seat)
-                    self.acked[decision.seat] = 0
-                after = self.seats[decision.seat] = apply(before, decision)
+                    self.lost.add(decision.segment)
+                    self.acked[decision.segment] = 0
+                after = self.seats[decision.segment] = apply(before, decision)
                 if after.primary != before.primary or isinstance(decision, Promote):
                     assert after.generation > before.generation
 
@@ -158,8 +163,8 @@ class World:
             assert seat.synced <= set(seat.copies)
             assert seat.generation >= self.generations[seat.id]
             self.generations[seat.id] = seat.generation
-            if seat.making or seat.heir:
-                busy.update([seat.primary, *seat.making])
+            if seat.unsynced or seat.successor:
+                busy.update([seat.primary, *seat.unsynced])
         self.most_busy = max([self.most_busy, *busy.values()])
 
     # ---- the servers' side
@@ -204,7 +209,7 @@ class World:
             self.report(name, id_, Event.SYNCED, copy)
 
     def report(self, name, id_, event, about=""):
-        self.seats[id_] = hear(self.seats[id_], name, event, self.have[name][id_].generation, about)
+        self.seats[id_] = apply_report(self.seats[id_], name, event, self.have[name][id_].generation, about)
 
     def push(self):
         """A push arrives somewhere, is forwarded to who began, and acknowledged if it may be."""
@@ -317,7 +322,9 @@ def test_one_death_at_any_moment_loses_nothing(number, replicas):
 def test_a_promotion_of_who_is_not_in_sync_would_be_seen(monkeypatch):
     """The world can tell: a decision that takes any copy loses acknowledged pushes."""
     monkeypatch.setattr(
-        module._Seats, "_standing", lambda self, seat: tuple(copy for copy in seat.copies if not self._gone(copy))
+        module._SegmentDecisions,
+        "_in_sync",
+        lambda self, seat: tuple(copy for copy in seat.copies if not self._gone(copy)),
     )
     seen = 0
     for number in range(60):
@@ -362,17 +369,17 @@ def test_with_no_server_nothing_is_decided_but_to_start_some():
 
 
 def one_seat(**more):
-    return SegmentAssignment(1, 0, "job/0", primary="a", generation=3, born=True, ready=True, **more)
+    return SegmentAssignment(1, 0, "job/0", primary="a", generation=3, started=True, ready=True, **more)
 
 
 def of(seat, states, replicas=1, **more):
     servers = tuple(ServerFacts(name, name, state) for name, state in states.items())
     wanted = sum(state != ServerState.DEAD for state in states.values())
-    return [d for d in decide(GroupFacts(servers, (seat,), wanted, replicas, **more)) if hasattr(d, "seat")]
+    return [d for d in decide(GroupFacts(servers, (seat,), wanted, replicas, **more)) if hasattr(d, "segment")]
 
 
 def test_a_dead_primarys_copy_is_promoted_and_a_copy_in_the_making_is_not():
-    seat = with_copy(one_seat(copies=("b",), synced=frozenset("b")), "c")
+    seat = apply(one_seat(copies=("b",), synced=frozenset("b")), StartCopy((1, 0), "c"))
     dead = {"a": ServerState.DEAD, "b": ServerState.ALIVE, "c": ServerState.ALIVE}
     assert of(seat, dead) == [Promote((1, 0), "b", (), "died")]
     assert of(seat, dead | {"a": ServerState.SILENT}) == [Promote((1, 0), "b", (), "died")]
@@ -392,15 +399,15 @@ def test_who_is_gone_is_left_out_of_the_copies_at_once():
 
 
 def test_a_handing_over_ends_with_a_promotion_or_goes_back():
-    seat = one_seat(copies=("b", "c"), synced=frozenset("bc"), heir="b")
+    seat = one_seat(copies=("b", "c"), synced=frozenset("bc"), successor="b")
     up = {"a": ServerState.LEAVING, "b": ServerState.ALIVE, "c": ServerState.ALIVE}
     assert of(seat, up) == []
-    handed = hear(seat, "a", Event.HANDED, 3, "")
+    handed = apply_report(seat, "a", Event.HANDED, 3, "")
     assert of(handed, up) == [Promote((1, 0), "b", ("c",), "moved")]
     assert of(handed, up | {"b": ServerState.DEAD}) == [Promote((1, 0), "a", ("c",), "back")]
     assert of(seat, up | {"b": ServerState.SILENT}) == [Promote((1, 0), "a", ("c",), "back")]
     assert of(seat, up | {"a": ServerState.DEAD})[0].reason == "died"
-    assert hear(seat, "b", Event.HANDED, 3, "") is seat and hear(seat, "a", Event.HANDED, 2, "") is seat
+    assert apply_report(seat, "b", Event.HANDED, 3, "") is seat and apply_report(seat, "a", Event.HANDED, 2, "") is seat
 
 
 def test_a_copy_that_failed_just_now_waits():
@@ -408,18 +415,18 @@ def test_a_copy_that_failed_just_now_waits():
     up = {"a": ServerState.ALIVE, "b": ServerState.ALIVE}
     first = targets(GroupFacts((ServerFacts("a", "a"), ServerFacts("b", "b")), (seat,), 2, 1))[1, 0][0]
     assert of(seat, up) == [StartCopy((1, 0), "b")]
-    assert of(seat, up, apart=frozenset({("a", "b")})) == []
+    assert of(seat, up, failed_copies=frozenset({("a", "b")})) == []
     assert first in ("a", "b")
 
 
-def test_whole_segments_wait_for_servers_that_are_on_their_way():
+def test_whole_segments_wait_for_servers_that_are_on_tsuccessor_way():
     world = World(2, segments=16)
     world.settle()
     facts = world.facts()
     more = (*facts.servers, ServerFacts("server-2", "b"))
-    grown = GroupFacts(more, facts.seats, 4, 1, starting=1)
+    grown = GroupFacts(more, facts.segments, 4, 1, starting=1)
     assert any(isinstance(d, StartCopy) for d in decide(grown))
-    assert decide(GroupFacts(more, facts.seats, 4, 1, starting=1, gathering=True)) == []
+    assert decide(GroupFacts(more, facts.segments, 4, 1, starting=1, gathering=True)) == []
 
 
 def test_reports_that_are_old_change_nothing():
@@ -432,15 +439,16 @@ def test_reports_that_are_old_change_nothing():
         ("a", "nonsense", 3, "b"),
         ("z", Event.ASKED, 3, ""),
     ):
-        assert hear(seat, reporter, event, generation, name) is seat
-    assert hear(seat, "a", Event.SYNCED, 3, "b").synced == {"b"}
+        assert apply_report(seat, reporter, event, generation, name) is seat
+    assert apply_report(seat, "a", Event.SYNCED, 3, "b").synced == {"b"}
 
 
 def test_the_load_may_place_a_primary_elsewhere():
     facts = group(3)
     first = targets(facts)[1, 0]
     other = next(server.name for server in facts.servers if server.name != first[0])
-    moved = targets(GroupFacts(facts.servers, facts.seats, 3, 1, placed_by_load={(1, 0): other, (1, 1): "server-77"}))
+    placed = {(1, 0): other, (1, 1): "server-77"}
+    moved = targets(GroupFacts(facts.servers, facts.segments, 3, 1, placed_by_load=placed))
     assert moved[1, 0][0] == other and len(set(moved[1, 0])) == 2
     assert moved[1, 1] == targets(facts)[1, 1]
 

@@ -11,8 +11,7 @@ from ps_fakes import HOSTS, FakeHost
 from rayps.cluster.local import LocalCluster, until
 from rayps.comm.link import Message, connect, parse_address
 from rayps.core.errors import ConfigError, Conflict, NotFound
-from rayps.ps.manager import assignment as servers_module
-from rayps.ps.manager import group_state, launcher
+from rayps.ps.manager import group_state, launcher, members
 from rayps.ps.manager.decide import Balance
 from rayps.ps.manager.manager import Manager
 from rayps.ps.protocol.messages import Event, GroupMessage, Role
@@ -462,8 +461,8 @@ def test_a_gentle_start_that_does_not_come_in_time_is_done_again_at_once(make, m
 
 def test_load_moves_nothing_while_the_group_is_resized(make, monkeypatch):
     """A server that has just come has no load, because nothing has moved to it yet."""
-    monkeypatch.setattr(servers_module, "RATE_SECONDS", 0.6)
-    monkeypatch.setattr(servers_module, "STEP_SECONDS", 0.1)
+    monkeypatch.setattr(members, "RATE_SECONDS", 0.6)
+    monkeypatch.setattr(members, "STEP_SECONDS", 0.1)
     manager = make(2, balance=Balance(hot=1.2, patience=2, every=0.1, floor=1.0, rest=60.0))
     space = manager.open(a_space())
     spawn, may = make.cluster.spawn, threading.Event()
@@ -541,24 +540,24 @@ def test_reports_of_another_generation_and_nonsense_change_nothing(make):
 
 
 def test_a_rate_is_of_some_seconds():
-    rate = servers_module.Rate()
+    rate = members.Rate()
     for tenth in range(20):
-        rate.see(10.0 * tenth, tenth / 10)
+        rate.observe(10.0 * tenth, tenth / 10)
     assert rate.per_second == pytest.approx(100.0)
     for tenth in range(20, 200):
-        rate.see(1000.0 * (tenth // 10), tenth / 10)  # in bursts
+        rate.observe(1000.0 * (tenth // 10), tenth / 10)  # in bursts
         if tenth > 60:
             assert rate.per_second == pytest.approx(1000.0, rel=0.35)
-    rate.see(5.0, 20.0)  # another process counts
+    rate.observe(5.0, 20.0)  # another process counts
     assert rate.per_second == 0.0
     for tenth in range(1, 30):
-        rate.see(5.0, 20 + tenth / 10)
+        rate.observe(5.0, 20 + tenth / 10)
     assert rate.per_second == 0.0
 
 
 def test_hot_segments_move(make, monkeypatch):
-    monkeypatch.setattr(servers_module, "RATE_SECONDS", 0.6)
-    monkeypatch.setattr(servers_module, "STEP_SECONDS", 0.1)
+    monkeypatch.setattr(members, "RATE_SECONDS", 0.6)
+    monkeypatch.setattr(members, "STEP_SECONDS", 0.1)
     manager = make(2, balance=Balance(hot=1.2, patience=2, every=0.1, floor=1.0, rest=60.0))
     manager.open(a_space())
     settle(manager)

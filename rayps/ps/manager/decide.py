@@ -1,40 +1,132 @@
 """What the manager of a server group does next: pure functions from facts to decisions.
 
-`decide` is level-triggered: it compares the present state with the wanted one, not how it came to be, so a manager that
-begins again from its record continues where the last one was. Its loop is `for decision in decide(facts): apply it`,
-until there is none; what takes time (a copy, a move) is reported by servers and changes the facts. A move is a new
-copy, a promotion and a removal; a recovery is a promotion and a new copy (see `rayps.ps.manager.assignment`).
+`decide` compares the present assignment of segments to servers with the wanted one, whatever led to the present one. So
+a manager that restarts from its record continues where the last one stopped. The manager applies decisions until there
+are none. Copies and moves take time: servers report them, and `apply_report` changes the assignment. A move is a new
+backup, a promotion and a removal; a recovery is a promotion and a new backup.
 
-`Balance` decides which servers give segments away because of their load. Segments are placed by the hash ring, which
-does not know the load: a table whose ids follow Zipf's law makes a few segments hot. The rule: a server that is hot for
-a while gives the segment to the least loaded server that lowers the larger of the two loads the most, until it is cool.
-A segment that alone is hotter than the mean cannot be split, so the others leave it. Below a least load nothing moves,
-and what has moved is measured at its new place before it moves again.
+`Rebalancer` decides which segments move because of load. Segments are placed by the hash ring, which does not know the
+load: a table whose ids follow Zipf's law makes a few segments hot. A server that is hot for a while gives a segment to
+the least loaded server, the one that lowers the larger of the two loads the most, until the server is cool. A segment
+that alone is hotter than the mean stays, and the others leave its server. Below a minimum load nothing moves, and a
+segment that has moved is measured at its new place before it moves again.
 """
 
 from __future__ import annotations
 
-import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from functools import lru_cache
 from itertools import groupby
 
 from rayps.core.errors import ConfigError
 from rayps.core.partition import spots
-from rayps.ps.manager.assignment import (
-    SeatId,
-    SegmentAssignment,
-    ServerFacts,
-    ServerState,
-    handing,
-    placed,
-    promoted,
-    with_copy,
-    without_copy,
-)
+from rayps.ps.protocol.messages import Event, Role
 
-BOUND = 1.25  # no server is given more than this times the mean of a space's segments
+BOUND = 1.25  # no server is given more than this times the mean number of a space's segments
+
+SegmentId = tuple[int, int]  # number of the space, index of the segment
+
+
+class ServerState(StrEnum):
+    """The state of a server, as its manager sees it."""
+
+    ALIVE = "alive"
+    LEAVING = "leaving"  # alive, and to be emptied
+    SILENT = "silent"  # no heartbeat: its backups take over; a segment without a backup waits for it
+    AWAY = "away"  # not connected since the manager restarted
+    DEAD = "dead"
+
+
+UP = frozenset({ServerState.ALIVE, ServerState.LEAVING})
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """A server, as decisions need it."""
+
+    name: str
+    host: str = ""  # the machine
+    state: ServerState = ServerState.ALIVE
+
+    @property
+    def stays(self) -> bool:
+        """Whether segments belong on it. A server that is AWAY is expected back: a manager's restart moves nothing."""
+        return self.state in (ServerState.ALIVE, ServerState.AWAY)
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentAssignment:
+    """The servers of one segment. Backups in `synced` have every acknowledged push; the others are being copied."""
+
+    space: int
+    index: int
+    key: str  # its place on the hash ring
+    primary: str | None = None  # None: not placed yet
+    generation: int = 0
+    copies: tuple[str, ...] = ()
+    synced: frozenset[str] = frozenset()
+    started: bool = False  # a primary has reported READY since the segment was placed
+    ready: bool = False  # the primary of this generation has reported READY
+    successor: str | None = None  # the server that the primary hands over to
+    handed: bool = False  # the primary has reported HANDED: its backups have everything
+    lost: bool = False  # placed empty after its last holder died, and not loaded since
+    parent: SegmentId | None = None  # of a branch: the segment whose values it begins with
+
+    @property
+    def id(self) -> SegmentId:
+        """Space and index."""
+        return self.space, self.index
+
+    @property
+    def unsynced(self) -> tuple[str, ...]:
+        """The backups that are being copied."""
+        return tuple(copy for copy in self.copies if copy not in self.synced)
+
+    @property
+    def holders(self) -> tuple[str, ...]:
+        """The primary and all backups."""
+        return self.copies if self.primary is None else (self.primary, *self.copies)
+
+    def role(self, server: str) -> Role:
+        """The role of a server for this segment."""
+        if server == self.primary:
+            return Role.LEAVING if self.successor is not None else Role.PRIMARY
+        return Role.COPY if server in self.copies else Role.NONE
+
+
+def _without_copy(segment: SegmentAssignment, server: str) -> SegmentAssignment:
+    copies = tuple(copy for copy in segment.copies if copy != server)
+    return replace(segment, copies=copies, synced=segment.synced - {server})
+
+
+def apply_report(
+    segment: SegmentAssignment, reporter: str, event: str, generation: int, name: str
+) -> SegmentAssignment:
+    """Return the assignment after a server's report; the same object where the report changes nothing.
+
+    A report of another generation, or of a server that has no such role, changes nothing. `name`: the backup that the
+    report is about.
+    """
+    if generation != segment.generation:
+        return segment
+    if event == Event.ASKED:  # from a backup, or from a primary that has nothing to begin with
+        if reporter == segment.primary and not segment.started:
+            return replace(segment, primary=None)
+        return _without_copy(segment, reporter) if reporter in segment.copies else segment
+    if reporter != segment.primary:
+        return segment
+    if event == Event.READY:
+        return segment if segment.ready else replace(segment, ready=True, started=True)
+    if event == Event.SYNCED and name in segment.unsynced:
+        return replace(segment, synced=segment.synced | {name})
+    if event == Event.HANDED and segment.successor is not None:
+        return replace(segment, handed=True)
+    if event == Event.COPY_LOST and name in segment.copies:
+        return _without_copy(segment, name)
+    return segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,31 +134,31 @@ class GroupFacts:
     """What the manager knows."""
 
     servers: tuple[ServerFacts, ...]
-    seats: tuple[SegmentAssignment, ...]  # those of a space one after the other
+    segments: tuple[SegmentAssignment, ...]  # those of a space one after the other
     wanted: int  # servers
-    replicas: int  # copies of each segment, where there are servers for them
-    starting: int = 0  # servers that are on their way
-    gathering: bool = False  # they will be here soon: what has its copies waits for them, and moves once, not twice
-    placed_by_load: Mapping[SeatId, str] = field(default_factory=dict)  # primaries that are not where the ring says
-    apart: frozenset[tuple[str, str]] = frozenset()  # a primary and a server that it has just failed to copy to
-    moves: int = 2  # segments that a server may move, or copy, at a time, so that training goes on
-    heals: int = 4  # the same for copies that are missing
+    replicas: int  # backups of each segment, as far as there are servers for them
+    starting: int = 0  # servers that were ordered and have not registered
+    gathering: bool = False  # they will register soon: fully copied segments wait, so that they move once, not twice
+    placed_by_load: Mapping[SegmentId, str] = field(default_factory=dict)  # primaries that load moved off the ring
+    failed_copies: frozenset[tuple[str, str]] = frozenset()  # a primary, and a server that it failed to copy to
+    moves: int = 2  # segments that a server moves at a time, so that training continues
+    heals: int = 4  # missing backups that a server copies at a time
 
 
 @dataclass(frozen=True, slots=True)
 class PlaceSegment:
-    """An empty segment begins on `server`; `lost`: it had a life before, and nobody has it."""
+    """Start an empty segment on `server`; `lost`: it had values, and no server has them."""
 
-    seat: SeatId
+    segment: SegmentId
     server: str
     lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Promote:
-    """A copy that is in sync (or the primary itself, whose heir is gone) goes on in a new generation."""
+    """Start a new generation under a backup in sync, or under the primary itself if its successor is gone."""
 
-    seat: SeatId
+    segment: SegmentId
     server: str
     copies: tuple[str, ...]
     reason: str  # died, moved, back
@@ -74,121 +166,122 @@ class Promote:
 
 @dataclass(frozen=True, slots=True)
 class StartCopy:
-    """The primary begins a copy on `server`."""
+    """Let the primary copy the segment to `server`."""
 
-    seat: SeatId
+    segment: SegmentId
     server: str
 
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """The primary brings the copies up to date and says so, for `server` to be promoted."""
+    """Let the primary refuse requests, and report when the backups have everything, so that `server` is promoted."""
 
-    seat: SeatId
+    segment: SegmentId
     server: str
 
 
 @dataclass(frozen=True, slots=True)
 class DropCopy:
-    """A copy that is gone, or not needed."""
+    """Remove a backup that is gone, or not needed."""
 
-    seat: SeatId
+    segment: SegmentId
     server: str
 
 
 @dataclass(frozen=True, slots=True)
 class StartServers:
-    """More processes."""
+    """Start more server processes."""
 
     count: int
 
 
 @dataclass(frozen=True, slots=True)
 class LeaveServer:
-    """There is one too many: this one is to be emptied."""
+    """Empty a server, because there are more than are wanted."""
 
     server: str
 
 
 @dataclass(frozen=True, slots=True)
 class RetireServer:
-    """Nothing is on it: it may end, or it is dead and nothing refers to it any more."""
+    """End a server that holds nothing, or forget a dead one that no segment refers to."""
 
     server: str
 
 
-OfSeat = PlaceSegment | Promote | StartCopy | HandOver | DropCopy
-Decision = OfSeat | StartServers | LeaveServer | RetireServer
+SegmentDecision = PlaceSegment | Promote | StartCopy | HandOver | DropCopy
+Decision = SegmentDecision | StartServers | LeaveServer | RetireServer
 
 
-def apply(seat: SegmentAssignment, decision: OfSeat) -> SegmentAssignment:
-    """The seat after a decision about it."""
+def apply(segment: SegmentAssignment, decision: SegmentDecision) -> SegmentAssignment:
+    """Return the assignment after a decision about it.
+
+    After a promotion the named backups remain in sync: the new primary answers nothing before they have what it has.
+    """
+    next_one = replace(segment, generation=segment.generation + 1, ready=False, successor=None, handed=False)
     match decision:
         case PlaceSegment(_, server, lost):
-            return placed(seat, server, lost=lost)
+            lost = lost or segment.lost
+            return replace(next_one, primary=server, copies=(), synced=frozenset(), started=False, lost=lost)
         case Promote(_, server, copies, _):
-            return promoted(seat, server, copies)
+            return replace(next_one, primary=server, copies=copies, synced=frozenset(copies))
         case StartCopy(_, server):
-            return with_copy(seat, server)
+            return replace(segment, copies=(*segment.copies, server))
         case DropCopy(_, server):
-            return without_copy(seat, server)
+            return _without_copy(segment, server)
         case HandOver(_, server):
-            return handing(seat, server)
+            return replace(segment, successor=server, handed=False)
 
 
 def decide(facts: GroupFacts) -> list[Decision]:
-    """What to do now; at most one thing for each segment. Nothing: wait for reports, or all is settled."""
-    return [*_of_servers(facts), *_Seats(facts).decide()]
+    """Return what to do now, at most one decision for each segment; empty: wait for reports, or all is settled."""
+    return [*_about_servers(facts), *_SegmentDecisions(facts).decide()]
 
 
 def settled(facts: GroupFacts) -> bool:
-    """Whether each segment is where it belongs with its copies, and as many servers are there as are wanted."""
+    """Return whether each segment and its backups are where they belong, and the wanted number of servers is alive."""
     staying = sum(server.state == ServerState.ALIVE for server in facts.servers)
     return (
-        not decide(dataclasses.replace(facts, apart=frozenset(), gathering=False))
+        not decide(replace(facts, failed_copies=frozenset(), gathering=False))
         and staying == len(facts.servers) == facts.wanted
-        and all(seat.ready and not seat.making and seat.heir is None for seat in facts.seats)
+        and all(each.ready and not each.unsynced and each.successor is None for each in facts.segments)
     )
 
 
-def targets(facts: GroupFacts) -> dict[SeatId, tuple[str, ...]]:
-    """For each segment the servers that are to have it, the primary first; none where no server stays."""
-    # those that are away are expected back: nothing moves because a manager began again
-    staying = tuple((s.name, s.host) for s in facts.servers if s.state in (ServerState.ALIVE, ServerState.AWAY))
-    found: dict[SeatId, tuple[str, ...]] = {}
+def targets(facts: GroupFacts) -> dict[SegmentId, tuple[str, ...]]:
+    """Return the servers that each segment belongs on, the primary first; empty if no server stays."""
+    staying = tuple((server.name, server.host) for server in facts.servers if server.stays)
+    found: dict[SegmentId, tuple[str, ...]] = {}
     if not staying:
         return found
     names = {name for name, _ in staying}
-    for _, group in groupby(facts.seats, lambda seat: seat.space):
-        seats = list(group)
-        places = _spots(tuple(seat.key for seat in seats), staying, facts.replicas + 1)
-        for seat, place in zip(seats, places, strict=True):
-            first = facts.placed_by_load.get(seat.id)
+    for _, group in groupby(facts.segments, lambda segment: segment.space):
+        segments = list(group)
+        places = _spots(tuple(segment.key for segment in segments), staying, facts.replicas + 1)
+        for segment, place in zip(segments, places, strict=True):
+            first = facts.placed_by_load.get(segment.id)
             if first in names:
                 place = (first, *(name for name in place if name != first))
-            found[seat.id] = place[: facts.replicas + 1]
+            found[segment.id] = place[: facts.replicas + 1]
     return found
 
 
 @lru_cache(256)
 def _spots(keys: tuple[str, ...], servers: tuple[tuple[str, str], ...], replicas: int) -> list[tuple[str, ...]]:
     names, hosts = [name for name, _ in servers], [host for _, host in servers]
-    bound = BOUND if len(keys) > len(names) else 1.0  # no server has two where there is one for each segment
+    bound = BOUND if len(keys) > len(names) else 1.0  # one segment a server where there are enough servers
     return [tuple(names[i] for i in found) for found in spots(keys, names, replicas, hosts=hosts, bound=bound)]
 
 
-def _of_servers(facts: GroupFacts) -> list[Decision]:
-    used = {name for seat in facts.seats for name in (*seat.holders, seat.heir)}
+def _about_servers(facts: GroupFacts) -> list[Decision]:
+    used = {name for segment in facts.segments for name in (*segment.holders, segment.successor)}
     found: list[Decision] = []
-    here = [
-        server for server in facts.servers if server.state in (ServerState.ALIVE, ServerState.SILENT, ServerState.AWAY)
-    ]
-    missing = facts.wanted - len(here) - facts.starting
+    alive = [server for server in facts.servers if server.state == ServerState.ALIVE]
+    expected = sum(server.state in (ServerState.SILENT, ServerState.AWAY) for server in facts.servers)
+    missing = facts.wanted - len(alive) - expected - facts.starting
     if missing > 0:
         found.append(StartServers(missing))
-    alive = [server for server in here if server.state == ServerState.ALIVE]
-    if len(alive) > facts.wanted:  # those that are silent do not count here: nobody leaves because of them
-        found += [LeaveServer(server.name) for server in alive[facts.wanted :]]  # the youngest
+    found += [LeaveServer(server.name) for server in alive[facts.wanted :]]  # the youngest; silent ones do not count
     return found + [
         RetireServer(server.name)
         for server in facts.servers
@@ -196,147 +289,138 @@ def _of_servers(facts: GroupFacts) -> list[Decision]:
     ]
 
 
-class _Seats:
-    """One look at all segments."""
+class _SegmentDecisions:
+    """The decisions about all segments, for one set of facts."""
 
     def __init__(self, facts: GroupFacts) -> None:
         self._facts = facts
         self._states = {server.name: server.state for server in facts.servers}
         self._targets = targets(facts)
-        self._seats = {seat.id: seat for seat in facts.seats}
-        self._busy: dict[str, int] = {}  # by server: segments that it copies or hands over
-        self._given: dict[str, int] = {}  # by server: segments that it is promoted for, so that they are spread
-        for seat in facts.seats:
-            if seat.primary is not None:
-                self._given[seat.primary] = self._given.get(seat.primary, 0) + 1
-                if seat.making or seat.heir is not None:
-                    self._occupy(seat.primary, *seat.making)
+        self._segments = {segment.id: segment for segment in facts.segments}
+        self._busy: Counter[str] = Counter()  # by server: segments that it copies or hands over
+        self._primaries: Counter[str] = Counter()  # by server: segments, so that promotions are spread
+        for segment in facts.segments:
+            if segment.primary is not None:
+                self._primaries[segment.primary] += 1
+                if segment.unsynced or segment.successor is not None:
+                    self._busy.update((segment.primary, *segment.unsynced))
 
     def decide(self) -> list[Decision]:
         found: list[Decision] = []
         later: list[tuple[bool, SegmentAssignment]] = []
-        for seat in self._facts.seats:
-            decision = self._urgent(seat)
+        for segment in self._facts.segments:
+            decision = self._at_once(segment)
             if decision is not None:
                 found.append(decision)
-            elif self._can_move(seat):
-                later.append((len(seat.synced) >= self._copies(seat), seat))
-        for whole, seat in sorted(later, key=lambda item: item[0]):  # missing copies first
-            decision = self._unhurried(seat, self._facts.moves if whole else self._facts.heals)
+            elif self._can_move(segment):
+                later.append((self._fully_copied(segment), segment))
+        for copied, segment in sorted(later, key=lambda item: item[0]):  # missing backups first
+            decision = self._limited(segment, copied)
             if decision is not None:
                 found.append(decision)
         return found
 
-    # ---- what cannot wait
+    # ---- decisions that cannot wait
 
-    def _urgent(self, seat: SegmentAssignment) -> OfSeat | None:
-        if seat.primary is None or (not seat.born and self._gone(seat.primary)):
-            return self._begin(seat)
-        if self._gone(seat.primary):
-            return self._recover(seat)
-        if seat.heir is not None and (seat.heir not in seat.synced or self._gone(seat.heir)):
-            return Promote(seat.id, seat.primary, self._standing(seat), "back") if self._up(seat.primary) else None
-        for copy in seat.copies:
+    def _at_once(self, segment: SegmentAssignment) -> SegmentDecision | None:
+        primary, successor = segment.primary, segment.successor
+        if primary is None or (not segment.started and self._gone(primary)):
+            return self._begin(segment)
+        if self._gone(primary):
+            return self._recover(segment)
+        if successor is not None and (successor not in segment.synced or self._gone(successor)):
+            return Promote(segment.id, primary, self._in_sync(segment), "back") if self._up(primary) else None
+        for copy in segment.copies:
             if self._gone(copy):
-                return DropCopy(seat.id, copy)
-        if seat.heir is not None and seat.handed and self._up(seat.heir):
-            # the one who leaves has everything too: it is a copy where one is wanted there
-            stays = seat.primary in self._targets.get(seat.id, ()) and self._up(seat.primary)
-            others = [copy for copy in self._standing(seat) if copy != seat.heir]
-            return Promote(seat.id, seat.heir, (*others, seat.primary) if stays else tuple(others), "moved")
+                return DropCopy(segment.id, copy)
+        if successor is not None and segment.handed and self._up(successor):
+            # the old primary has everything too: it becomes a backup if one belongs there
+            stays = primary in self._targets.get(segment.id, ()) and self._up(primary)
+            others = tuple(copy for copy in self._in_sync(segment) if copy != successor)
+            return Promote(segment.id, successor, (*others, primary) if stays else others, "moved")
         return None
 
-    def _begin(self, seat: SegmentAssignment) -> OfSeat | None:
-        if seat.parent in self._seats:  # a branch begins where its parent is
-            parent = self._seats[seat.parent]
-            usable = parent.ready and parent.heir is None and parent.primary is not None and self._up(parent.primary)
-            return PlaceSegment(seat.id, str(parent.primary)) if usable else None
-        return self._afresh(seat, lost=seat.parent is not None)  # what it was to begin from is closed
+    def _begin(self, segment: SegmentAssignment) -> SegmentDecision | None:
+        if segment.parent not in self._segments:
+            return self._place_empty(segment, lost=segment.parent is not None)  # the parent's space was closed
+        parent = self._segments[segment.parent]  # a branch begins on its parent's server
+        usable = parent.ready and parent.successor is None and parent.primary is not None and self._up(parent.primary)
+        return PlaceSegment(segment.id, str(parent.primary)) if usable else None
 
-    def _recover(self, seat: SegmentAssignment) -> OfSeat | None:
-        heirs = [copy for copy in self._standing(seat) if self._up(copy)]
-        if heirs:
-            first = self._targets.get(seat.id, ("",))[0]
-            best = min(heirs, key=lambda name: (name != first, self._given.get(name, 0), name))
-            self._given[best] = self._given.get(best, 0) + 1
-            return Promote(seat.id, best, tuple(name for name in heirs if name != best), "died")
-        waits = any(self._states.get(copy) in (ServerState.AWAY, ServerState.SILENT) for copy in seat.synced)
-        if self._states.get(str(seat.primary), ServerState.DEAD) != ServerState.DEAD or waits:
-            return None  # it, or who has a copy, may come back
-        return self._afresh(seat, lost=True)
-
-    def _afresh(self, seat: SegmentAssignment, *, lost: bool) -> OfSeat | None:
-        place = [name for name in self._targets.get(seat.id, ()) if self._up(name)]
-        return PlaceSegment(seat.id, place[0], lost) if place else None
-
-    # ---- what a server may do a few of at a time
-
-    def _can_move(self, seat: SegmentAssignment) -> bool:
-        """Nothing about it is under way, and its primary is there."""
-        return seat.ready and seat.heir is None and not seat.making and self._up(str(seat.primary))
-
-    def _unhurried(self, seat: SegmentAssignment, limit: int) -> OfSeat | None:
-        assert seat.primary is not None
-        wanted = self._targets.get(seat.id, ())
-        if not wanted:
+    def _recover(self, segment: SegmentAssignment) -> SegmentDecision | None:
+        candidates = [copy for copy in self._in_sync(segment) if self._up(copy)]
+        if candidates:
+            first = self._targets.get(segment.id, ("",))[0]
+            best = min(candidates, key=lambda name: (name != first, self._primaries[name], name))
+            self._primaries[best] += 1
+            return Promote(segment.id, best, tuple(name for name in candidates if name != best), "died")
+        may_return = (ServerState.AWAY, ServerState.SILENT)
+        if self._state(str(segment.primary)) in may_return or any(self._state(c) in may_return for c in segment.synced):
             return None
-        missing = [name for name in wanted if name not in seat.holders and self._up(name)]
-        # a copy before a move: who is in sync can be promoted whatever happens
-        whole = len(seat.synced) >= self._copies(seat)
-        if whole and self._facts.gathering:
+        return self._place_empty(segment, lost=True)
+
+    def _place_empty(self, segment: SegmentAssignment, *, lost: bool) -> SegmentDecision | None:
+        place = [name for name in self._targets.get(segment.id, ()) if self._up(name)]
+        return PlaceSegment(segment.id, place[0], lost) if place else None
+
+    # ---- decisions of which a server carries out a few at a time
+
+    def _can_move(self, segment: SegmentAssignment) -> bool:
+        """Whether no change of it is in progress, and its primary is connected."""
+        return segment.ready and segment.successor is None and not segment.unsynced and self._up(str(segment.primary))
+
+    def _limited(self, segment: SegmentAssignment, copied: bool) -> SegmentDecision | None:
+        """Copy before moving: a backup in sync can be promoted whatever happens."""
+        assert segment.primary is not None
+        wanted = self._targets.get(segment.id, ())
+        if not wanted or (copied and self._facts.gathering):
             return None
-        missing.sort(key=lambda name: whole and name != wanted[0])
+        limit = self._facts.moves if copied else self._facts.heals
+        missing = [name for name in wanted if name not in segment.holders and self._up(name)]
+        missing.sort(key=lambda name: copied and name != wanted[0])
         for name in missing:
-            if (seat.primary, name) not in self._facts.apart and self._free(limit, seat.primary, name):
-                self._occupy(seat.primary, name)
-                return StartCopy(seat.id, name)
+            if (segment.primary, name) not in self._facts.failed_copies and self._take(limit, segment.primary, name):
+                return StartCopy(segment.id, name)
         if missing:
             return None
-        if seat.primary != wanted[0]:
-            if wanted[0] in seat.synced and self._up(wanted[0]) and self._free(limit, seat.primary):
-                self._occupy(seat.primary)
-                return HandOver(seat.id, wanted[0])
-            return None
-        extra = next((copy for copy in seat.copies if copy not in wanted), None)
-        return None if extra is None else DropCopy(seat.id, extra)
+        if segment.primary != wanted[0]:
+            ready = wanted[0] in segment.synced and self._up(wanted[0])
+            return HandOver(segment.id, wanted[0]) if ready and self._take(limit, segment.primary) else None
+        extra = next((copy for copy in segment.copies if copy not in wanted), None)
+        return None if extra is None else DropCopy(segment.id, extra)
 
-    # ---- how things are
+    def _take(self, limit: int, *servers: str) -> bool:
+        """Count one more segment that these servers copy or hand over; False: one of them is at its limit."""
+        if any(self._busy[server] >= limit for server in servers):
+            return False
+        self._busy.update(servers)
+        return True
 
-    def _copies(self, seat: SegmentAssignment) -> int:
-        return max(0, len(self._targets.get(seat.id, ())) - 1)
+    # ---- states
 
-    def _standing(self, seat: SegmentAssignment) -> tuple[str, ...]:
-        return tuple(copy for copy in seat.copies if copy in seat.synced and not self._gone(copy))
+    def _fully_copied(self, segment: SegmentAssignment) -> bool:
+        return len(segment.synced) >= len(self._targets.get(segment.id, ())) - 1
+
+    def _in_sync(self, segment: SegmentAssignment) -> tuple[str, ...]:
+        return tuple(copy for copy in segment.copies if copy in segment.synced and not self._gone(copy))
+
+    def _state(self, name: str) -> ServerState:
+        return self._states.get(name, ServerState.DEAD)
 
     def _up(self, name: str) -> bool:
-        return self._states.get(name) in (ServerState.ALIVE, ServerState.LEAVING)
+        return self._state(name) in UP
 
     def _gone(self, name: str) -> bool:
-        return self._states.get(name, ServerState.DEAD) in (ServerState.SILENT, ServerState.DEAD)
-
-    def _free(self, limit: int, *names: str) -> bool:
-        return all(self._busy.get(name, 0) < limit for name in names)
-
-    def _occupy(self, *names: str) -> None:
-        for name in names:
-            self._busy[name] = self._busy.get(name, 0) + 1
-
-
-@dataclass(slots=True)
-class Heat:
-    """What a `Balance` remembers from look to look."""
-
-    streak: dict[str, int] = field(default_factory=dict)  # looks in a row at which a server was hot
-    moved: dict[SeatId, float] = field(default_factory=dict)  # when a segment was given away
+        return self._state(name) in (ServerState.SILENT, ServerState.DEAD)
 
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """A server sheds segments from `hot` times the mean load until it is at `cool` times the mean.
+    """When load moves segments: a server gives some away from `hot` times the mean load until `cool` times the mean.
 
-    Load is operations a second. `patience`: looks in a row at which it must be hot, one each `every` seconds. `floor`:
-    the mean below which nothing moves. `rest`: seconds that a segment stays where it was moved. `at_once`: segments a
-    look. Raises ConfigError.
+    Load is operations a second. `patience`: checks in a row at which the server must be hot, one each `every` seconds.
+    `floor`: the mean load below which nothing moves. `rest`: seconds that a segment stays where it was moved.
+    `at_once`: segments that move at one check. Raises ConfigError.
     """
 
     hot: float = 1.5
@@ -355,68 +439,68 @@ class Balance:
                 field="balance",
             )
 
-    def shed(
-        self, loads: Mapping[SeatId, float], at: Mapping[SeatId, str], servers: Sequence[str], heat: Heat, now: float
-    ) -> dict[SeatId, str]:
-        """The segments that move now, and to whom. `loads` are by segment, `at` says who serves it; `now`: seconds."""
-        of = {server: sum(load for seat, load in loads.items() if at.get(seat) == server) for server in servers}
-        mean = sum(of.values()) / len(servers) if servers else 0.0
-        heat.moved = {seat: when for seat, when in heat.moved.items() if now - when < self.rest}
-        heat.streak = {
-            server: heat.streak.get(server, 0) + 1
-            for server in servers
-            if mean >= self.floor and of[server] > self.hot * mean
-        }
-        found: dict[SeatId, str] = {}
-        for server in sorted(heat.streak, key=lambda name: -of[name]):
-            if heat.streak[server] >= self.patience:
-                self._relieve(server, mean, of, loads, at, heat, found)
-        heat.moved.update(dict.fromkeys(found, now))
-        return found
-
-    def _relieve(
-        self,
-        server: str,
-        mean: float,
-        of: dict[str, float],
-        loads: Mapping[SeatId, float],
-        at: Mapping[SeatId, str],
-        heat: Heat,
-        found: dict[SeatId, str],
-    ) -> None:
-        own = [seat for seat in loads if at.get(seat) == server and seat not in heat.moved]
-        while own and len(found) < self.at_once and of[server] > self.cool * mean:
-            coldest = min(of, key=lambda name: (of[name], name))
-            best = min(own, key=lambda seat: (max(of[server] - loads[seat], of[coldest] + loads[seat]), seat))
-            if max(of[server] - loads[best], of[coldest] + loads[best]) >= of[server]:
-                return  # nothing that moves would help
-            own.remove(best)
-            found[best] = coldest
-            of[server] -= loads[best]
-            of[coldest] += loads[best]
-
 
 class Rebalancer:
     """Applies a `Balance` once each `every` seconds; None = never."""
 
     def __init__(self, balance: Balance | None) -> None:
-        self._balance, self._heat, self._looked = balance, Heat(), 0.0
+        self._balance, self._checked = balance, 0.0
+        self._hot: dict[str, int] = {}  # by server: checks in a row at which it was hot
+        self._moved: dict[SegmentId, float] = {}  # when a segment was moved
 
     def due(self, now: float) -> bool:
-        """Whether it is time to look again; then the next look is `every` seconds later."""
-        if self._balance is None or now - self._looked < self._balance.every:
+        """Whether to check the load now; the next check is then `every` seconds later."""
+        if self._balance is None or now - self._checked < self._balance.every:
             return False
-        self._looked = now
+        self._checked = now
         return True
 
     def shed(
-        self, loads: Mapping[SeatId, float], at: Mapping[SeatId, str], servers: Sequence[str], now: float
-    ) -> dict[SeatId, str]:
-        """See `Balance.shed`."""
-        return {} if self._balance is None else self._balance.shed(loads, at, servers, self._heat, now)
+        self, loads: Mapping[SegmentId, float], at: Mapping[SegmentId, str], servers: Sequence[str], now: float
+    ) -> dict[SegmentId, str]:
+        """Return the segments that move now, and their new servers.
+
+        `loads`: by segment. `at`: the primary of each segment. `now`: seconds.
+        """
+        balance = self._balance
+        if balance is None or not servers:
+            return {}
+        total = {server: sum(load for each, load in loads.items() if at.get(each) == server) for server in servers}
+        mean = sum(total.values()) / len(servers)
+        hot = [name for name in servers if mean >= balance.floor and total[name] > balance.hot * mean]
+        self._hot = {name: self._hot.get(name, 0) + 1 for name in hot}
+        self._moved = {segment: when for segment, when in self._moved.items() if now - when < balance.rest}
+        found: dict[SegmentId, str] = {}
+        for server in sorted(hot, key=lambda name: -total[name]):
+            if self._hot[server] >= balance.patience:
+                own = {each: load for each, load in loads.items() if at.get(each) == server and each not in self._moved}
+                found |= _relieve(server, own, total, balance.cool * mean, balance.at_once - len(found))
+        self._moved.update(dict.fromkeys(found, now))
+        return found
+
+
+def _relieve(
+    server: str, own: dict[SegmentId, float], total: dict[str, float], cool: float, most: int
+) -> dict[SegmentId, str]:
+    """Move at most `most` of the server's `own` segments until its load is `cool`; `total` changes with each."""
+    found: dict[SegmentId, str] = {}
+    while own and len(found) < most and total[server] > cool:
+        coldest = min(total, key=lambda name: (total[name], name))
+
+        def larger(segment: SegmentId, target: str = coldest) -> float:
+            return max(total[server] - own[segment], total[target] + own[segment])
+
+        best = min(own, key=lambda segment: (larger(segment), segment))
+        if larger(best) >= total[server]:
+            break  # no move would help
+        load = own.pop(best)
+        found[best] = coldest
+        total[server] -= load
+        total[coldest] += load
+    return found
 
 
 def skew(loads: Sequence[float]) -> float:
-    """The largest load over the mean; 1 = even."""
+    """Return the largest load divided by the mean; 1 = even."""
     total = sum(loads)
     return max(loads) * len(loads) / total if total else 1.0

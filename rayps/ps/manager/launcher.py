@@ -1,4 +1,4 @@
-"""Starts and ends the processes of a group's servers, in a thread, as a cluster may be slow."""
+"""Start and end the server processes of a group: which start next (pure), and a thread, as a cluster may be slow."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rayps.cluster.local import ActorHandle, Cluster
 from rayps.core.errors import RaypsError
 
 HOST = "rayps.ps.server.server_actor:ServerActor"
-START_SECONDS = 90.0  # from the order to a server's first word
-RETRY_SECONDS = 2.0  # between two tries to start a server
+START_SECONDS = 90.0  # from the order to a server's registration
+RETRY_SECONDS = 2.0  # from a failed start to the next one
 
 
 class PendingServers:
@@ -37,7 +37,7 @@ class PendingServers:
         return list(self._until)
 
     def add(self, name: str, *, gently: bool) -> None:
-        """A server is to start; gently: after those that start gently before it, without disturbing the workers."""
+        """Add a server. Gently: after those that start gently before it, without slowing the workers down."""
         gently = gently and not self._hurried
         self._until[name] = math.inf
         if gently:
@@ -46,7 +46,7 @@ class PendingServers:
             self._queue.appendleft((name, False))
 
     def due(self) -> list[tuple[str, bool]]:
-        """The servers to start now, and whether gently; their time begins."""
+        """Return the servers to start now, and whether gently; their deadlines begin."""
         found: list[tuple[str, bool]] = []
         while self._queue and not (self._queue[0][1] and self._last in self._until):
             name, gently = self._queue.popleft()
@@ -57,18 +57,18 @@ class PendingServers:
         return found
 
     def registered(self, name: str) -> bool:
-        """A server has registered; False where it is not one of these."""
+        """Remove a server that has registered; False if it was not pending."""
         return self._until.pop(name, None) is not None
 
     def failed(self, name: str) -> bool:
-        """A start has failed: another server is tried after RETRY_SECONDS. False where it is not one of these."""
+        """Note a failed start: the server is late after RETRY_SECONDS. False if it is not pending."""
         if name not in self._until:
             return False
         self._until[name] = time.monotonic() + RETRY_SECONDS
         return True
 
     def late(self, now: float) -> list[str]:
-        """The servers that have not registered in time, which are given up."""
+        """Remove and return the servers that have not registered in time."""
         found = [name for name, until in self._until.items() if until < now]
         for name in found:
             del self._until[name]
@@ -76,37 +76,37 @@ class PendingServers:
         return found
 
     def settled(self) -> None:
-        """The resize has ended."""
+        """Start servers gently again: the resize has ended."""
         self._hurried = False
 
 
 class Launcher:
-    """Starts and ends servers, one after the other."""
+    """Starts and ends server processes, one after the other, in a thread of its own."""
 
     def __init__(self, group: str, cluster: Cluster, options: dict[str, Any], failed: Callable[[str, str], None]):
-        """`options` go to `Cluster.spawn`; `failed(server, reason)` hears of a start that did not work."""
+        """`options` are arguments of `Cluster.spawn`; `failed(server, reason)` is called for a start that failed."""
         self._group, self._cluster, self._options, self._failed = group, cluster, options, failed
         self._handles: dict[str, ActorHandle] = {}
-        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, daemon=True, name=f"{group}-crew")
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True, name=f"{group}-launcher")
         self._thread.start()
 
     def start(self, server: str, *args: Any, **more: Any) -> None:
-        """Begin a server's process; the rest goes to `ServerActor`."""
-        self._orders.put(lambda: self._start(server, args, more))
+        """Start a server's process; the rest are arguments of `ServerActor`."""
+        self._tasks.put(lambda: self._start(server, args, more))
 
     def end(self, server: str) -> None:
-        """End it, whether it lives or not."""
-        self._orders.put(lambda: self._end(server))
+        """End a server's process, alive or not."""
+        self._tasks.put(lambda: self._end(server))
 
     def close(self, timeout: float = 30.0) -> None:
-        """Do what was ordered, then nothing more."""
-        self._orders.put(None)
+        """Finish the tasks, then end the thread."""
+        self._tasks.put(None)
         self._thread.join(timeout)
 
     def _run(self) -> None:
-        while (order := self._orders.get()) is not None:
-            order()
+        while (task := self._tasks.get()) is not None:
+            task()
 
     def _start(self, server: str, args: tuple[Any, ...], more: dict[str, Any]) -> None:
         name = actor_name(self._group, server)
@@ -123,5 +123,5 @@ class Launcher:
 
 
 def actor_name(group: str, server: str) -> str:
-    """What a server's actor is called in its cluster."""
+    """Return the name of a server's actor in its cluster."""
     return f"rayps-server-{group}-{server}"

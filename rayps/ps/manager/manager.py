@@ -1,8 +1,9 @@
-"""The manager of a server group: one thread that listens, and the calls that users make.
+"""The manager of a server group: one thread that serves connections, and the calls that users make.
 
-Servers register, send heartbeats and reports, and are given orders; workers watch the maps of their spaces. A manager
-that is made with the folder of one that died continues from its record: servers and workers find it at the same port.
-Pushes and pulls do not pass through it, and continue while it is away. `ManagerActor` is its process.
+Servers register, send heartbeats and reports, and receive orders; workers watch the maps of their spaces. Pushes and
+pulls do not pass through the manager, and continue while it is away. A manager that is made with the folder of one that
+died continues from its record, and listens on the same port, so that servers and workers find it. `ManagerActor` is its
+process.
 """
 
 from __future__ import annotations
@@ -21,34 +22,33 @@ from rayps.cluster.local import Cluster, host_address, rendezvous, surrounding
 from rayps.comm.link import Listener, Message, parse_address
 from rayps.core.errors import ClusterError, ConfigError, Conflict, LinkError, NotFound
 from rayps.ps.manager import spaces
-from rayps.ps.manager.assignment import ServerState
-from rayps.ps.manager.connections import ManagerConnection, ManagerConnections
-from rayps.ps.manager.decide import Balance
+from rayps.ps.manager.decide import Balance, ServerState
 from rayps.ps.manager.group_state import GroupState
 from rayps.ps.manager.launcher import Launcher
-from rayps.ps.manager.publisher import Publisher
+from rayps.ps.manager.members import ManagerConnection
+from rayps.ps.manager.publisher import ManagerConnections, Publisher
 from rayps.ps.manager.record import GroupRecord, RecordFile
-from rayps.ps.manager.status import facts_of
+from rayps.ps.manager.status import facts_of, moves
 from rayps.ps.protocol.messages import GroupMessage
-from rayps.ps.protocol.segment_map import SpaceMap, register_group, unregister_group
+from rayps.ps.protocol.segment_map import register_group, unregister_group
 from rayps.ps.protocol.space import Quota, Space
 
 log = logging.getLogger(__name__)
 
-NAP_SECONDS = 0.05  # how long the thread may sleep before it looks at its deadlines again
+POLL_SECONDS = 0.05  # the longest wait of the thread between two checks of its deadlines
 BALANCE = Balance()
-SILENCE = 10.0  # seconds: a busy machine; a process that dies is seen at once, for its connection breaks
-COPIED_SECONDS = 10.0  # for the copies of a new space to be there
-READY_SECONDS = 60.0  # for a space's servers to be ready
+SILENCE = 10.0  # seconds: allows for a busy machine; a process that dies is noticed at once, by its connection
+COPIED_SECONDS = 10.0  # for the backups of a new space to be in sync
+READY_SECONDS = 60.0  # for the servers of a new space to be ready
 
 
 class Manager:
-    """The manager of the group `name`: keeps `servers` servers and `replicas` copies of each segment.
+    """The manager of the group `name`: keeps `servers` servers and `replicas` backups of each segment.
 
     `folder` holds its record; None = the group ends with this manager, as it does unless `detached`. Servers are
-    actors of `cluster` (default: the one around) with `cpus` each; one that is silent for `silence` seconds is taken
-    for dead; `balance` moves segments by load (None = never). Where `folder` holds a record, that says how many servers
-    and replicas there are. Raises ConfigError.
+    actors of `cluster` (default: the surrounding one) with `cpus` each; one that sends nothing for `silence` seconds
+    counts as dead; `balance` moves segments by load (None = never). A record in `folder` takes precedence over
+    `servers` and `replicas`. Raises ConfigError.
     """
 
     def __init__(
@@ -65,46 +65,42 @@ class Manager:
         balance: Balance | None = BALANCE,
     ) -> None:
         check_size(name, servers, replicas)
-        book = RecordFile(folder)
-        record = book.read()
+        file = RecordFile(folder)
+        record = file.read()
         if record is None:
             record = GroupRecord(name, secrets.token_bytes(32), servers, replicas, born=time.time())
         elif record.name != name:
             raise ConfigError(f"{folder} is the record of group {record.name!r}, not of {name!r}", field="folder")
         self._listener = _listen(f"manager of {name}", record)
         record.port = parse_address(self._listener.address).port
-        self._book, self._ends_servers = book, not detached
-        self._wires = ManagerConnections(self._listener)
+        self._file, self._ends_servers = file, not detached
+        self._connections = ManagerConnections(self._listener)
         options: dict[str, Any] = {"cpus": cpus, "detached": detached}
-        self._crew = Launcher(name, surrounding() if cluster is None else cluster, options, self._start_failed)
-        tongue = Publisher(self._wires, self._listener.address)
-        self._keeper = GroupState(record, book, tongue, self._crew, balance, silence)
+        self._launcher = Launcher(name, surrounding() if cluster is None else cluster, options, self._start_failed)
+        publisher = Publisher(self._connections, self._listener.address)
+        self._state = GroupState(record, file, publisher, self._launcher, balance, silence)
         self._lock = threading.Condition(threading.RLock())
         self._closing = threading.Event()
         if record.servers:
-            self._keeper.event("manager_back", "the manager goes on from its record")
-        self._keeper.think()
+            self._state.event("manager_back", "the manager has restarted from its record")
+        self._state.think()
         self._thread = threading.Thread(target=self._run, daemon=True, name=f"manager-{name}")
         self._thread.start()
 
     # ---- calls
 
     def door(self) -> dict[str, Any]:
-        """Where servers and workers connect, and the secret."""
-        return {"address": self._listener.address, "secret": self._keeper.record.secret}
+        """Return the address at which servers and workers connect, and the secret."""
+        return {"address": self._listener.address, "secret": self._state.record.secret}
 
     def open(self, space: Space) -> Space:
-        """Place a space; the same with its number, once its servers are ready.
+        """Place a space, and return it with its number once its servers are ready and its backups in sync.
 
-        Its copies are there too by then, where there are servers for them. Raises ConfigError, Conflict (the name is
-        open), ClusterError (no server takes it in time).
+        Where servers for backups are missing, the space opens without. Raises ConfigError, Conflict (the name is open),
+        ClusterError (no server is ready in time).
         """
         with self._lock:
-            opened = spaces.opened(self._keeper, space)
-            self._keeper.think()
-            self._await_ready(opened)
-            self._await_copies(opened)
-            return opened
+            return self._placed(spaces.opened(self._state, space))
 
     def branch(
         self,
@@ -115,65 +111,60 @@ class Manager:
         strategy: Any = None,
         factory: bytes | None = None,
     ) -> Space:
-        """A space that begins with another's parameters and goes its own way; None = as its parent.
+        """Open a space that begins with another's parameters; workers, strategy and factory: None = as its parent.
 
         Raises NotFound, Conflict, ClusterError, ConfigError.
         """
+        given = {"workers": workers, "strategy": strategy, "factory": factory}
+        changes = {field: value for field, value in given.items() if value is not None}
         with self._lock:
-            found = spaces.find(self._keeper, parent)
+            found = spaces.find(self._state, parent)
             self._await_ready(found)
-            made = spaces.branched(self._keeper, found, name, quota, workers, strategy, factory)
-            self._keeper.think()
-            self._await_ready(made)
-            self._await_copies(made)
-            return made
+            return self._placed(spaces.branched(self._state, found, name, quota, changes))
 
     def space(self, name: str) -> Space:
-        """An open space. Raises NotFound."""
+        """Return an open space. Raises NotFound."""
         with self._lock:
-            return spaces.find(self._keeper, name)
+            return spaces.find(self._state, name)
 
     def drop(self, name: str) -> None:
-        """Close a space: its memory is free again on all servers. Raises NotFound."""
+        """Close a space: its memory is freed on all servers. Raises NotFound."""
         with self._lock:
-            spaces.drop(self._keeper, name)
-            self._keeper.think()
+            spaces.drop(self._state, name)
+            self._state.think()
             self._lock.notify_all()
 
     def set_quota(self, name: str, quota: Quota | dict[str, Any]) -> None:
-        """What a space may take from now on. Raises NotFound, ConfigError."""
+        """Replace a space's quota. Raises NotFound, ConfigError."""
         with self._lock:
-            spaces.limit(self._keeper, name, quota)
-            self._keeper.think()
+            spaces.set_quota(self._state, name, quota)
+            self._state.think()
 
     def restored(self, number: int, segments: list[int]) -> None:
-        """Segments that were lost have been loaded again."""
+        """Note that lost segments have been loaded again."""
         with self._lock:
-            spaces.restored(self._keeper, number, segments)
-            self._keeper.think()
+            spaces.restored(self._state, number, segments)
+            self._state.think()
 
     def map(self, number: int) -> dict[str, Any]:
-        """`SpaceMap.to_json` of a space. Raises NotFound."""
+        """Return a space's map, as `SpaceMap.to_json`. Raises NotFound."""
         with self._lock:
-            found: SpaceMap | None = self._keeper.tongue.maps.get(number)
-            if found is None:
-                raise NotFound(f"group {self._keeper.record.name!r} has no open space number {number}", status=404)
-            return found.to_json()
+            return self._state.publisher.maps[spaces.of_number(self._state, number).number].to_json()
 
     def join(self, number: int, rank: int) -> int:
-        """A new holder of a rank: its incarnation, which fences all before. Raises NotFound."""
+        """Return the incarnation of a rank's new holder, which fences all earlier ones. Raises NotFound."""
         with self._lock:
-            count = spaces.joined(self._keeper, number, rank)
-            self._book.write(self._keeper.record)
+            count = spaces.joined(self._state, number, rank)
+            self._file.write(self._state.record)
             return count
 
     def resize(self, servers: int) -> None:
-        """How many servers there are to be; returns at once, segments move in the background.
+        """Set the number of servers; returns at once, segments move in the background.
 
-        Raises ConfigError (none, or fewer than replicas + 1), Conflict (a resize is under way).
+        Raises ConfigError (none, or fewer than replicas + 1), Conflict (a resize is in progress).
         """
         with self._lock:
-            record = self._keeper.record
+            record = self._state.record
             check_size(record.name, servers, record.replicas)
             if servers == record.wanted:
                 return
@@ -182,173 +173,178 @@ class Manager:
             self._resize(servers)
 
     def drain(self, server: str) -> None:
-        """Empty this server and end it: a resize by one less that says who goes. Raises as `resize`, and NotFound."""
+        """Empty this server and end it: a resize by one less that names the server.
+
+        Raises as `resize`, and NotFound.
+        """
         with self._lock:
-            keeper = self._keeper
-            member = keeper.members.get(server)
+            state, record = self._state, self._state.record
+            member = state.members.get(server)
             if member is None or member.state in (ServerState.DEAD, ServerState.SILENT):
-                known = ", ".join(name for name, m in keeper.members.items() if m.state != ServerState.DEAD) or "none"
+                known = ", ".join(name for name, m in state.members.items() if m.state != ServerState.DEAD) or "none"
                 raise NotFound(f"there is no server {server!r} that could be drained; there are {known}", status=404)
-            if member.leaving:
+            if member.record.leaving:
                 return
-            check_size(keeper.record.name, keeper.record.wanted - 1, keeper.record.replicas)
-            if keeper.record.resizing is not None:
-                raise Conflict(self._resizing_now(keeper.record.wanted - 1), status=409)
-            keeper.leave(server)
-            self._resize(keeper.record.wanted - 1)
+            check_size(record.name, record.wanted - 1, record.replicas)
+            if record.resizing is not None:
+                raise Conflict(self._resizing_now(record.wanted - 1), status=409)
+            state.leave(server)
+            self._resize(record.wanted - 1)
 
     def _resize(self, servers: int) -> None:
-        record = self._keeper.record
-        self._keeper.event("resizing", f"resizing from {record.wanted} to {servers} servers", servers=servers)
+        record = self._state.record
+        self._state.event("resizing", f"resizing from {record.wanted} to {servers} servers", servers=servers)
         record.resizing = (record.wanted, servers)
         record.wanted = servers
-        self._keeper.gather()
-        self._keeper.think()
+        self._state.gather()
+        self._state.think()
 
     def facts(self) -> dict[str, Any]:
-        """Everything about the group, as plain data."""
+        """Return the group's facts, as plain data."""
         with self._lock:
-            return facts_of(self._keeper)
+            return facts_of(self._state)
 
     def settled(self) -> bool:
-        """Whether all segments are where they belong, with their copies, and all servers are there."""
+        """Return whether all segments and backups are where they belong, and all servers are alive."""
         with self._lock:
-            return self._keeper.settled()
+            return self._state.settled()
 
     def stop(self) -> None:
         """End the group: its servers, its spaces, its record."""
         with self._lock:
-            self._keeper.record.wanted = 0
-            names = [*self._keeper.members, *self._keeper.pending.names]
+            self._state.record.wanted = 0
+            names = [*self._state.members, *self._state.pending.names]
         self._end()
         for name in names:
-            self._crew.end(name)
-        self._crew.close()
-        self._book.erase()
+            self._launcher.end(name)
+        self._launcher.close()
+        self._file.erase()
 
     def close(self) -> None:
-        """As if this process had died, but for servers that are not detached: they end too."""
+        """Stop as if this process had died; servers that are not detached end too."""
         if self._ends_servers and not self._closing.is_set():
             self.stop()
         else:
             self._end()
-            self._crew.close()
+            self._launcher.close()
 
     def _end(self) -> None:
         self._closing.set()
-        self._wires.ring()
+        self._connections.wake()
         self._thread.join(10.0)
 
     # ---- waiting
 
+    def _placed(self, space: Space) -> Space:
+        self._state.think()
+        self._await_ready(space)
+        self._await_copies(space)
+        return space
+
     def _await_ready(self, space: Space) -> None:
-        keeper, number = self._keeper, space.number
+        state, number = self._state, space.number
 
         def ready() -> bool:
-            seats = [seat for seat in keeper.seats.values() if seat.space == number]
-            gone = number not in keeper.record.spaces
-            return gone or self._closing.is_set() or all(seat.ready and seat.heir is None for seat in seats)
+            gone = number not in state.record.spaces or self._closing.is_set()
+            return gone or all(each.ready and each.successor is None for each in state.of_space(number))
 
         in_time = self._lock.wait_for(ready, READY_SECONDS)
-        if number not in keeper.record.spaces or self._closing.is_set():
+        if number not in state.record.spaces or self._closing.is_set():
             raise Conflict(f"space {space.name!r} was dropped, or its group stopped, before it was ready", status=409)
         if not in_time:
-            alive = sum(member.there for member in keeper.members.values())
-            waiting = [seat.index for seat in keeper.seats.values() if seat.space == number and not seat.ready]
-            if not any(seat.born for seat in keeper.seats.values() if seat.space == number):
-                spaces.drop(keeper, space.name)
-                keeper.think()
+            connected = sum(member.connected for member in state.members.values())
+            waiting = [each.index for each in state.of_space(number) if not each.ready]
+            if not any(each.started for each in state.of_space(number)):
+                spaces.drop(state, space.name)
+                state.think()
             raise ClusterError(
                 f"segments {waiting[:5]} of space {space.name!r} have no server that is ready after {READY_SECONDS:g} "
-                f"s: {alive} of {keeper.record.wanted} servers of group {keeper.record.name!r} are there"
+                f"s: {connected} of {state.record.wanted} servers of group {state.record.name!r} are connected"
             )
 
     def _await_copies(self, space: Space) -> None:
-        """The first push is to be as durable as any; a group that cannot make the copies now opens all the same."""
-        keeper, number = self._keeper, space.number
+        """Wait for backups, so that the first push is as durable as any; if they take too long, open without them."""
+        state, number = self._state, space.number
 
         def copied() -> bool:
-            others = sum(member.state == ServerState.ALIVE for member in keeper.members.values()) - 1
-            wanted = min(keeper.record.replicas, others)
-            seats = [seat for seat in keeper.seats.values() if seat.space == number]
-            return self._closing.is_set() or all(len(seat.synced) >= wanted for seat in seats)
+            others = sum(member.state == ServerState.ALIVE for member in state.members.values()) - 1
+            wanted = min(state.record.replicas, others)
+            return self._closing.is_set() or all(len(each.synced) >= wanted for each in state.of_space(number))
 
         self._lock.wait_for(copied, COPIED_SECONDS)
 
     def _resizing_now(self, servers: int) -> str:
-        keeper = self._keeper
-        was, now = keeper.record.resizing or (keeper.record.wanted, keeper.record.wanted)
-        facts = facts_of(keeper)
-        there = sum(server["state"] == "alive" for server in facts["servers"])
-        seats = len(keeper.seats)
+        state, record = self._state, self._state.record
+        before, now = record.resizing or (record.wanted, record.wanted)
+        alive = sum(member.facts.stays for member in state.members.values())
+        total = len(state.segments)
         return (
-            f"group {keeper.record.name!r} is being resized from {was} to {now} servers: {there} are there, "
-            f"{seats - len(facts['moves'])} of {seats} segments are at rest. Wait for it (`rayps servers show "
-            f"{keeper.record.name}`), or go back with resize({was}); then resize({servers})"
+            f"group {record.name!r} is being resized from {before} to {now} servers: {alive} are alive, "
+            f"{total - len(moves(state))} of {total} segments are not moving. Wait for it (`rayps servers show "
+            f"{record.name}`), or go back with resize({before}); then resize({servers})"
         )
 
     # ---- the thread
 
     def _start_failed(self, server: str, reason: str) -> None:
         with self._lock:
-            self._keeper.start_failed(server, reason)
+            self._state.start_failed(server, reason)
 
     def _run(self) -> None:
         while not self._closing.is_set():
             with self._lock:
-                self._wires.arm()
-            ready = self._wires.wait(NAP_SECONDS)
+                self._connections.prepare()
+            ready = self._connections.wait(POLL_SECONDS)
             with self._lock:
-                for caller, messages in self._wires.take(ready):
-                    self._hear(caller, messages)
-                self._keeper.tick()
-                if self._keeper.changed:
-                    self._keeper.think()
+                for connection, messages in self._connections.read(ready):
+                    self._receive(connection, messages)
+                self._state.tick()
+                if self._state.changed:
+                    self._state.think()
                     self._lock.notify_all()
         with self._lock:
             self._lock.notify_all()
-            self._wires.close()
+            self._connections.close()
             self._listener.close()
 
-    def _hear(self, caller: ManagerConnection, messages: list[Message] | None) -> None:
-        member = self._keeper.members.get(caller.server) if caller.server is not None else None
-        if messages is None:
-            if member is not None and member.caller is caller:
-                self._keeper.lost(member, "its connection broke", broken=True)
-            return
-        for message in messages:
+    def _receive(self, connection: ManagerConnection, messages: list[Message] | None) -> None:
+        """Handle a connection's messages; None: the connection is lost."""
+        for message in messages or []:
             try:
-                self._take(caller, message)
-            except Exception as error:  # of one caller; the group must live on
-                log.exception("%s said something that cannot be understood", caller.link.peer)
-                self._keeper.event("nonsense", f"{caller.link.peer}: {type(error).__name__}: {error}")
-                self._wires.drop(caller)
-                self._hear(caller, None)
-                return
+                self._handle(connection, message)
+            except Exception as error:  # of one peer; the group must survive it
+                log.exception("%s sent a message that cannot be read", connection.link.peer)
+                self._state.event("nonsense", f"{connection.link.peer}: {type(error).__name__}: {error}")
+                self._connections.drop(connection)
+                messages = None
+                break
+        member = self._state.members.get(connection.server or "")
+        if messages is None and member is not None and member.connection is connection:
+            self._state.lost(member, "its connection broke", broken=True)
 
-    def _take(self, caller: ManagerConnection, message: Message) -> None:
-        keeper = self._keeper
+    def _handle(self, connection: ManagerConnection, message: Message) -> None:
+        state = self._state
         if message.kind == GroupMessage.WATCH:
-            keeper.tongue.watch(caller, message.a)
+            state.publisher.watch(connection, message.a)
             return
-        told = json.loads(bytes(message.payload))
+        body = json.loads(bytes(message.payload))
         if message.kind == GroupMessage.REGISTER:
-            if keeper.registered(caller, told):
-                keeper.tongue.welcome(caller)
+            if state.registered(connection, body):
+                state.publisher.welcome(connection)
             else:
-                self._wires.drop(caller)
+                self._connections.drop(connection)
             return
-        member = keeper.members.get(caller.server) if caller.server is not None else None
-        if member is None or member.caller is not caller:
-            return  # it has registered again, over another connection
+        member = state.members.get(connection.server or "")
+        if member is None or member.connection is not connection:
+            return  # the server has registered again, over another connection
         if message.kind == GroupMessage.HEARTBEAT:
-            keeper.beat(member, told)
+            state.heartbeat(member, body)
         elif message.kind == GroupMessage.REPORT:
-            keeper.reported(member, message.tag, int(told["space"]), told["events"])
+            state.reported(member, message.tag, int(body["space"]), body["events"])
 
 
 def check_size(name: str, servers: int, replicas: int) -> None:
-    """Raises ConfigError: a group of that size cannot be."""
+    """Raise ConfigError if a group of that size is not possible."""
     for what, value, least in (("servers", servers, 1), ("replicas", replicas, 0)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             hint = " (`stop` ends a group)" if what == "servers" and value == 0 else ""
@@ -363,13 +359,13 @@ def check_size(name: str, servers: int, replicas: int) -> None:
 
 def _listen(name: str, record: GroupRecord) -> Listener:
     if record.port:
-        with contextlib.suppress(LinkError):  # somebody took it meanwhile: servers look the new one up
+        with contextlib.suppress(LinkError):  # the port is taken: servers look the new address up
             return Listener(name, record.secret, host=host_address(), port=record.port)
     return Listener(name, record.secret, host=host_address())
 
 
 class ManagerActor(Manager):
-    """`Manager` as an actor, to be found by its group's name."""
+    """`Manager` as an actor that is found by its group's name."""
 
     def __init__(
         self,
@@ -387,10 +383,10 @@ class ManagerActor(Manager):
         register_group(rendezvous(), name, self.door()["address"])
 
     def ping(self) -> int:
-        """The process id: a sign of life."""
+        """Return the process id."""
         return os.getpid()
 
     def stop(self) -> None:
-        """See Manager."""
+        """See `Manager.stop`."""
         unregister_group(rendezvous(), self._name)
         super().stop()

@@ -1,162 +1,241 @@
-"""What a manager tells servers (orders, spaces) and workers (maps): only what changed since it was told last."""
+"""A manager's connections, and what it sends over them: orders and spaces to servers, maps to workers.
+
+A server is sent only what changed since it was last sent something over its present connection. One thread waits and
+reads; any thread that holds the manager's lock may send.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
-from collections.abc import Iterable, Mapping
+import select
+import socket
+from collections.abc import Mapping
 from typing import Any
 
-from rayps.comm.link import Message
-from rayps.core.errors import NotFound
-from rayps.ps.manager.assignment import Order, SeatId, SegmentAssignment, ServerMember, ServerState
-from rayps.ps.manager.connections import ManagerConnection, ManagerConnections
+from rayps.comm.link import Listener, Message
+from rayps.core.errors import LinkError, NotFound
+from rayps.ps.manager.decide import UP, SegmentAssignment, SegmentId, ServerState
+from rayps.ps.manager.members import ManagerConnection, ServerMember
 from rayps.ps.manager.record import GroupRecord
-from rayps.ps.protocol.messages import GroupMessage, Role
+from rayps.ps.protocol.messages import GroupMessage, Role, SegmentOrder, refusal
 from rayps.ps.protocol.segment_map import SegmentHolders, SpaceMap
 
 HEARTBEAT_SECONDS = 0.1
-_UP = frozenset({ServerState.ALIVE, ServerState.LEAVING, ServerState.AWAY})
+
+
+class ManagerConnections:
+    """All connections of a manager, and a wakeup for the thread that waits on them."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._open: dict[int, ManagerConnection] = {}  # by descriptor
+        self._wakeup, self._waker = socket.socketpair()
+        self._wakeup.setblocking(False)
+        self._waker.setblocking(False)
+        self._poll = select.poll()
+        for descriptor in (listener.fileno(), self._wakeup.fileno()):
+            self._poll.register(descriptor, select.POLLIN)
+
+    @property
+    def all(self) -> list[ManagerConnection]:
+        """All that are open."""
+        return list(self._open.values())
+
+    def wake(self) -> None:
+        """End the wait; any thread."""
+        with contextlib.suppress(OSError):  # full: a wakeup is pending; closed: no thread waits
+            self._waker.send(b"!")
+
+    def prepare(self) -> None:
+        """Before a wait, under the lock: wait also until queued bytes can be sent."""
+        for descriptor, connection in self._open.items():
+            events = connection.link.interest if connection.link.queued else 0
+            self._poll.register(descriptor, select.POLLIN | events)
+
+    def wait(self, seconds: float) -> list[int]:
+        """Return the descriptors with events; without the lock."""
+        return [descriptor for descriptor, _ in self._poll.poll(int(seconds * 1000))]
+
+    def read(self, ready: list[int]) -> list[tuple[ManagerConnection, list[Message] | None]]:
+        """Accept, read and send, under the lock. Return the messages of each connection; None if it is lost."""
+        found: list[tuple[ManagerConnection, list[Message] | None]] = []
+        with contextlib.suppress(BlockingIOError):
+            self._wakeup.recv(4096)
+        active = set(ready) & self._open.keys()
+        while (link := self._listener.accept_ready()) is not None:
+            self._open[link.fileno()] = ManagerConnection(link)
+            active.add(link.fileno())  # its first message may have come along with the handshake
+        for descriptor, connection in list(self._open.items()):
+            if descriptor not in active and not connection.lost:
+                continue
+            try:
+                connection.link.absorb()
+                messages = connection.link.feed()  # last: what is absorbed after it would remain unread
+                connection.link.flush()
+                if connection.lost and not messages:
+                    raise LinkError("lost")
+                found.append((connection, messages))
+            except LinkError:
+                self.drop(connection)
+                found.append((connection, None))
+        return found
+
+    def drop(self, connection: ManagerConnection) -> None:
+        """Close a connection."""
+        for descriptor, other in list(self._open.items()):
+            if other is connection:
+                del self._open[descriptor]
+                with contextlib.suppress(KeyError):  # not registered before the first wait
+                    self._poll.unregister(descriptor)
+        connection.lost = True
+        connection.link.close()
+
+    def close(self) -> None:
+        """Send what is queued, as far as possible at once, and close all connections."""
+        for connection in self.all:
+            with contextlib.suppress(LinkError):
+                connection.link.flush()
+            self.drop(connection)
+        self._wakeup.close()
+        self._waker.close()
 
 
 class Publisher:
-    """Speaks for the manager at `address`."""
+    """Sends orders, spaces and maps for the manager at `address`."""
 
-    def __init__(self, wires: ManagerConnections, address: str) -> None:
+    def __init__(self, connections: ManagerConnections, address: str) -> None:
         self.address = address
-        self._wires = wires
+        self.connections = connections
         self.maps: dict[int, SpaceMap] = {}
-        self._news: set[int] = set()  # spaces whose map nobody was told
+        self._changed: set[int] = set()  # spaces whose map is to be sent to its watchers
 
     # ---- servers
 
-    def welcome(self, caller: ManagerConnection) -> None:
-        """A server that registered."""
-        caller.say(Message(GroupMessage.WELCOME), _json({"heartbeat": HEARTBEAT_SECONDS}))
+    def welcome(self, connection: ManagerConnection) -> None:
+        """Accept a server that registered."""
+        connection.send(Message(GroupMessage.WELCOME), _json({"heartbeat": HEARTBEAT_SECONDS}))
 
     def forget(self, member: ServerMember, space: int) -> None:
-        """A space is closed."""
-        if member.caller is not None:
-            member.caller.say(Message(GroupMessage.FORGET, a=space))
+        """Let a server drop a closed space."""
+        member.forget(space)
+        if member.connection is not None:
+            member.connection.send(Message(GroupMessage.FORGET, a=space))
 
-    def hang_up(self, caller: ManagerConnection) -> None:
-        """Part with someone."""
-        self._wires.drop(caller)
-
-    def order(
-        self, record: GroupRecord, seats: Mapping[SeatId, SegmentAssignment], members: Mapping[str, ServerMember]
-    ) -> None:
-        """Tell each server what it is to be, as far as it was not told so."""
-        wanted: dict[str, dict[SeatId, Order]] = {name: {} for name in members}
-        for seat in seats.values():
-            copies = tuple((name, members[name].address) for name in seat.copies if name in members)
-            for name in seat.holders:
+    def send_orders(self, record: GroupRecord, members: Mapping[str, ServerMember]) -> None:
+        """Send each connected server the orders that differ from those that it was sent."""
+        wanted: dict[str, dict[SegmentId, SegmentOrder]] = {name: {} for name in members}
+        for segment in record.segments.values():
+            addresses = {name: members[name].record.address for name in segment.copies if name in members}
+            for name in segment.holders:
                 if name in wanted:
-                    role = seat.role(name)
-                    wanted[name][seat.id] = (role, seat.generation, () if role == Role.COPY else copies, seat.lost)
+                    role = segment.role(name)
+                    copies = {} if role == Role.COPY else addresses
+                    order = SegmentOrder(segment.index, role, segment.generation, copies, segment.lost)
+                    wanted[name][segment.id] = order
         for name, member in members.items():
-            if member.there:
-                orders = wanted[name]
-                news = {id_: order for id_, order in orders.items() if member.told.get(id_) != order}
-                for id_, told in member.told.items():
-                    if id_ not in orders and id_ in seats and told[0] != Role.NONE:
-                        news[id_] = (Role.NONE, seats[id_].generation, (), False)
-                self._order(member, record, seats, news)
+            if member.connection is not None and member.connected:
+                self._send_orders(member, member.connection, record, wanted[name])
 
-    def _order(
+    def _send_orders(
         self,
         member: ServerMember,
+        connection: ManagerConnection,
         record: GroupRecord,
-        seats: Mapping[SeatId, SegmentAssignment],
-        news: dict[SeatId, Order],
+        wanted: dict[SegmentId, SegmentOrder],
     ) -> None:
-        assert member.caller is not None
+        sent = member.sent
+        changed = {id_: order for id_, order in wanted.items() if sent.orders.get(id_) != order}
+        for id_, order in sent.orders.items():
+            if id_ not in wanted and id_ in record.segments and order.role != Role.NONE:
+                changed[id_] = SegmentOrder(id_[1], Role.NONE, record.segments[id_].generation, {})
+        ordered = {space for space, _ in changed}
         for number, space in record.spaces.items():
-            if number in member.spaces and member.spaces[number] is not space:  # e.g. another quota
-                self._space(member, number, record)
-        for number in sorted({space for space, _ in news}):
-            if number not in member.spaces:
-                self._space(member, number, record)
-            rows = {id_: order for id_, order in news.items() if id_[0] == number}
-            self._branch(member, [seats[id_] for id_, (role, *_) in rows.items() if role == Role.PRIMARY], seats)
-            member.tag += 1
-            for id_, order in rows.items():
-                before = dict(member.told[id_][2]) if id_ in member.told else {}
-                for copy, _ in order[2]:
-                    if copy not in before:
-                        member.added[id_, copy] = member.tag
-                member.told[id_] = order
-            body = {"space": number, "holdings": [[id_[1], o[0], o[1], dict(o[2]), o[3]] for id_, o in rows.items()]}
-            member.caller.say(Message(GroupMessage.ORDERS, tag=member.tag), _json(body))
+            if sent.spaces.get(number) is not space and (number in sent.spaces or number in ordered):
+                sent.spaces[number] = space  # the first order about it, or another quota
+                connection.send(Message(GroupMessage.SPACE, a=number), pickle.dumps(space))
+        for number in sorted(ordered):
+            orders = {id_: order for id_, order in changed.items() if id_[0] == number}
+            primaries = [record.segments[id_] for id_, order in orders.items() if order.role == Role.PRIMARY]
+            self._send_branches(member, connection, primaries, record)
+            sent.tag += 1
+            for id_, order in orders.items():
+                before = sent.orders[id_].copies if id_ in sent.orders else {}
+                sent.first |= {(id_, copy): sent.tag for copy in order.copies if copy not in before}
+            sent.orders |= orders
+            body = {"space": number, "holdings": list(orders.values())}
+            connection.send(Message(GroupMessage.ORDERS, tag=sent.tag), _json(body))
 
-    def _space(self, member: ServerMember, number: int, record: GroupRecord) -> None:
-        assert member.caller is not None
-        member.spaces[number] = record.spaces[number]
-        member.caller.say(Message(GroupMessage.SPACE, a=number), pickle.dumps(record.spaces[number]))
-
-    def _branch(
-        self, member: ServerMember, seats: list[SegmentAssignment], known: Mapping[SeatId, SegmentAssignment]
+    def _send_branches(
+        self,
+        member: ServerMember,
+        connection: ManagerConnection,
+        segments: list[SegmentAssignment],
+        record: GroupRecord,
     ) -> None:
-        """Those that are not born yet begin as what their parent is here."""
-        assert member.caller is not None
-        by: dict[tuple[int, int], list[list[int]]] = {}
-        for seat in seats:
-            parent = known.get(seat.parent) if seat.parent is not None else None
-            if parent is not None and not seat.born and not seat.lost and parent.primary == member.name:
-                by.setdefault((seat.space, parent.space), []).append([seat.index, seat.generation])
-        for (space, parent_space), segments in by.items():
-            member.caller.say(Message(GroupMessage.BRANCH, a=space, b=parent_space), _json({"segments": segments}))
+        """Let segments of a branch that have not started begin with the values of their parents on the same server."""
+        by_spaces: dict[tuple[int, int], list[list[int]]] = {}
+        for segment in segments:
+            parent = None if segment.parent is None else record.segments.get(segment.parent)
+            if parent is not None and not segment.started and not segment.lost and parent.primary == member.name:
+                by_spaces.setdefault((segment.space, parent.space), []).append([segment.index, segment.generation])
+        for (space, parent_space), rows in by_spaces.items():
+            connection.send(Message(GroupMessage.BRANCH, a=space, b=parent_space), _json({"segments": rows}))
 
     # ---- workers
 
-    def draw_maps(
-        self, record: GroupRecord, seats: Iterable[SegmentAssignment], members: Mapping[str, ServerMember]
-    ) -> None:
-        """The maps as they are now; a map that changed has a new version, and is to be published."""
+    def update_maps(self, record: GroupRecord, members: Mapping[str, ServerMember]) -> None:
+        """Make the present maps. A map that changed gets the next version, and is sent by `publish`."""
         holdings: dict[int, list[SegmentHolders]] = {number: [] for number in record.spaces}
-        for seat in seats:
-            member = members.get(str(seat.primary))
-            serves = seat.ready and member is not None and member.state in _UP
-            copies = tuple(name for name in seat.copies if name in seat.synced)
-            holdings[seat.space].append(SegmentHolders(seat.primary if serves else None, copies, seat.generation))
+        for segment in record.segments.values():
+            member = members.get(str(segment.primary))
+            serves = segment.ready and member is not None and member.state in UP | {ServerState.AWAY}
+            copies = tuple(name for name in segment.copies if name in segment.synced)
+            primary = segment.primary if serves else None
+            holdings[segment.space].append(SegmentHolders(primary, copies, segment.generation))
         for number, found in holdings.items():
             names = {name for each in found for name in (each.primary, *each.copies) if name is not None}
-            addresses = {name: members[name].address for name in sorted(names) if name in members}
+            addresses = {name: members[name].record.address for name in sorted(names) if name in members}
             before = self.maps.get(number)
             if before is None or before.holdings != tuple(found) or before.addresses != addresses:
                 record.versions[number] = record.versions.get(number, 0) + 1
                 self.maps[number] = SpaceMap(record.versions[number], tuple(found), addresses)
-                self._news.add(number)
+                self._changed.add(number)
 
     def publish(self) -> None:
-        """Tell who watches a space its new map."""
-        news, self._news = self._news, set()
-        payloads = {number: _json(self.maps[number].to_json()) for number in news if number in self.maps}
-        for caller in self._wires.callers if payloads else []:
-            for number in caller.watching & payloads.keys():
-                caller.say(Message(GroupMessage.MAP, a=number), payloads[number])
+        """Send maps that changed to the workers that watch them."""
+        changed, self._changed = self._changed, set()
+        payloads = {number: _json(self.maps[number].to_json()) for number in changed if number in self.maps}
+        for connection in self.connections.all if payloads else []:
+            for number in connection.watching & payloads.keys():
+                connection.send(Message(GroupMessage.MAP, a=number), payloads[number])
 
-    def watch(self, caller: ManagerConnection, number: int) -> None:
-        """Someone wants to know where a space's segments are, now and from now on."""
+    def watch(self, connection: ManagerConnection, number: int) -> None:
+        """Send a worker the map of a space now, and each time it changes."""
         found = self.maps.get(number)
         if found is None:
-            caller.say(*_no_space(number))
+            connection.send(*_not_open(number))
             return
-        caller.watching.add(number)
-        caller.say(Message(GroupMessage.MAP, a=number), _json(found.to_json()))
+        connection.watching.add(number)
+        connection.send(Message(GroupMessage.MAP, a=number), _json(found.to_json()))
 
     def close_space(self, number: int) -> None:
-        """Its watchers hear that it is no more."""
+        """Send the watchers of a closed space an error."""
         self.maps.pop(number, None)
-        for caller in self._wires.callers:
-            if number in caller.watching:
-                caller.watching.discard(number)
-                caller.say(*_no_space(number))
+        for connection in self.connections.all:
+            if number in connection.watching:
+                connection.watching.discard(number)
+                connection.send(*_not_open(number))
 
 
-def _no_space(number: int) -> tuple[Message, bytes]:
-    text = f"there is no open space number {number}: it was dropped, or its job began again under a new number"
-    return Message(GroupMessage.ERROR, a=number), _json({"kind": NotFound.__name__, "message": text, "data": {}})
+def _not_open(number: int) -> tuple[Message, bytes]:
+    return refusal(
+        0,
+        NotFound(
+            f"there is no open space number {number}: it was dropped, or its job started again under another number"
+        ),
+    )
 
 
 def _json(value: Any) -> bytes:

@@ -3,26 +3,29 @@
     record.json      the group: {"format": 2, "name": ..., "servers": ..., "seats": ...}
     space-N.json     space number N (`Space.to_json`): layout and packed optimizer factory, written once
 
-The record is written before servers get orders, so that no generation number is given twice. No file names a class of
-rayps. A record of format 1 (rayps 0.1.0), in which spaces are pickles, is read, and replaced by the first write.
+The record is written before servers receive orders, so no generation number is given twice. It survives the manager's
+process, not a loss of power: the servers are lost then too. No file names a class of rayps. A record of format 1
+(rayps 0.1.0), in which spaces are pickles, is read, and replaced at the first write.
 """
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import os
 import pickle
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rayps.core.errors import ConfigError
-from rayps.ps.manager.assignment import SegmentAssignment
-from rayps.ps.manager.record_v1 import read_space
+from rayps.ps.manager.decide import SegmentAssignment, SegmentId
 from rayps.ps.protocol.space import Space
 
 FORMAT = 2
 _PICKLED = 1  # the format of rayps 0.1.0
+_AS_THEY_ARE = ("name", "wanted", "replicas", "port", "born", "next_server", "next_space", "versions", "counts")
 _UNREADABLE = (
     ValueError,
     KeyError,
@@ -37,8 +40,8 @@ _UNREADABLE = (
 
 
 @dataclass(slots=True)
-class SentOrder:
-    """A server as the record knows it."""
+class ServerRecord:
+    """A server as the record knows it. `leaving`: it is to be emptied and ended."""
 
     address: str
     host: str
@@ -52,19 +55,19 @@ class GroupRecord:
 
     name: str
     secret: bytes
-    wanted: int
+    wanted: int  # servers
     replicas: int
-    port: int = 0  # of the manager's door
-    born: float = 0.0
+    port: int = 0  # on which the manager listens
+    born: float = 0.0  # when the group was started, by time.time
     next_server: int = 0
     next_space: int = 1
     resizing: tuple[int, int] | None = None  # from, to
-    servers: dict[str, SentOrder] = field(default_factory=dict)
+    servers: dict[str, ServerRecord] = field(default_factory=dict)
     spaces: dict[int, Space] = field(default_factory=dict)
-    seats: dict[int, list[SegmentAssignment]] = field(default_factory=dict)
+    segments: dict[SegmentId, SegmentAssignment] = field(default_factory=dict)
     versions: dict[int, int] = field(default_factory=dict)  # of the map, by space
     incarnations: dict[int, dict[int, int]] = field(default_factory=dict)  # by space and rank
-    placed_by_load: dict[tuple[int, int], str] = field(default_factory=dict)
+    placed_by_load: dict[SegmentId, str] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
 
 
@@ -74,35 +77,41 @@ class RecordFile:
     def __init__(self, folder: str | Path | None) -> None:
         self._folder = None if folder is None else Path(folder)
         self._written: dict[int, Space] = {}
-        self._pickled = False  # the record was read in format 1, and not written yet
+        self._pickled = False  # the record was read in format 1, and not written since
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def read(self) -> GroupRecord | None:
-        """What was written last. Raises ConfigError: it is not a record."""
+        """Return what was written last; None if there is no record. Raises ConfigError: the file is not a record."""
         path = None if self._folder is None else self._folder / "record.json"
         if path is None or not path.exists():
             return None
         try:
-            return self._read(json.loads(path.read_text(encoding="utf-8")))
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if found["format"] not in (_PICKLED, FORMAT):
+                raise ValueError(f"its format is {found['format']}, and this rayps reads {_PICKLED} and {FORMAT}")
+            self._pickled = found["format"] == _PICKLED
+            spaces = {int(number): self._read_space(int(number)) for number in found["seats"]}
+            self._written = {} if self._pickled else dict(spaces)
+            return _record(found, spaces)
         except _UNREADABLE as error:
             raise ConfigError(
                 f"{path} is not the record of a server group ({type(error).__name__}: {error}): give another folder, "
-                "or remove it to begin anew, without what its servers held",
+                "or remove it to start a new group, without what the servers of the old one held",
                 field="folder",
             ) from error
 
     def write(self, record: GroupRecord) -> None:
-        """Replace what was written. It survives this process, not a loss of power: then its servers are gone too."""
+        """Replace what was written."""
         if self._folder is None:
             return
         for number, space in record.spaces.items():
             if self._written.get(number) is not space:
-                self._replace(self._space(number), json.dumps(space.to_json()).encode())
+                _replace(self._space_path(number), space.to_json())
                 self._written[number] = space
-        self._replace(self._folder / "record.json", json.dumps(_plain(record)).encode())
+        _replace(self._folder / "record.json", _plain(record))
         for number in self._written.keys() - record.spaces.keys():  # last: a record must find all its spaces
-            self._space(number).unlink(missing_ok=True)
+            self._space_path(number).unlink(missing_ok=True)
             del self._written[number]
         if self._pickled:
             self._pickled = False
@@ -110,108 +119,149 @@ class RecordFile:
                 path.unlink(missing_ok=True)
 
     def erase(self) -> None:
-        """The group has ended."""
+        """Remove the record of a group that has ended."""
         if self._folder is not None:
             for path in [self._folder / "record.json", *self._folder.glob("space-*.*")]:
                 path.unlink(missing_ok=True)
 
-    def _space(self, number: int, kind: str = "json") -> Path:
+    def _space_path(self, number: int, kind: str = "json") -> Path:
         assert self._folder is not None
         return self._folder / f"space-{number}.{kind}"
 
-    def _read(self, found: dict[str, Any]) -> GroupRecord:
-        if found["format"] not in (_PICKLED, FORMAT):
-            raise ValueError(f"its format is {found['format']}, and this rayps reads {_PICKLED} and {FORMAT}")
-        numbers = [int(number) for number in found["seats"]]
-        self._pickled = found["format"] == _PICKLED
+    def _read_space(self, number: int) -> Space:
         if self._pickled:
-            spaces = {number: self._read_pickled(number) for number in numbers}
-        else:
-            spaces = {number: Space.from_json(json.loads(self._space(number).read_bytes())) for number in numbers}
-            self._written = dict(spaces)
-        return GroupRecord(
-            name=found["name"],
-            secret=bytes.fromhex(found["secret"]),
-            wanted=found["wanted"],
-            replicas=found["replicas"],
-            port=found["port"],
-            born=found["born"],
-            next_server=found["next_server"],
-            next_space=found["next_space"],
-            resizing=None if found["resizing"] is None else (found["resizing"][0], found["resizing"][1]),
-            servers={name: SentOrder(*told) for name, told in found["servers"].items()},
-            spaces=spaces,
-            seats={int(number): [_seat(item) for item in seats] for number, seats in found["seats"].items()},
-            versions={int(number): version for number, version in found["versions"].items()},
-            incarnations={int(n): {int(r): count for r, count in by.items()} for n, by in found["ranks"].items()},
-            placed_by_load={(space, index): name for space, index, name in found["placed_by_load"]},
-            counts=found["counts"],
-        )
+            return Space.from_json(_read_pickled(self._space_path(number, "pickle").read_bytes()))
+        return Space.from_json(json.loads(self._space_path(number).read_bytes()))
 
-    def _read_pickled(self, number: int) -> Space:
-        return Space.from_json(read_space(self._space(number, "pickle").read_bytes()))
 
-    def _replace(self, path: Path, data: bytes) -> None:
-        temporary = path.with_suffix(".tmp")
-        # the secret is in it: for this user alone
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(data)
-        temporary.rename(path)
+def _replace(path: Path, found: dict[str, Any]) -> None:
+    temporary = path.with_suffix(".tmp")
+    # readable by this user alone: the record has the group's secret
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+        file.write(json.dumps(found, default=sorted))  # sets as sorted lists
+    temporary.rename(path)
 
 
 def _plain(record: GroupRecord) -> dict[str, Any]:
+    """Return a record without its spaces as JSON writes it: text keys, lists in place of tuples and sets."""
+    segments: dict[int, list[Any]] = {number: [] for number in record.spaces}
+    for segment in record.segments.values():
+        segments[segment.space].append(astuple(segment))
     return {
         "format": FORMAT,
-        "name": record.name,
         "secret": record.secret.hex(),
-        "wanted": record.wanted,
-        "replicas": record.replicas,
-        "port": record.port,
-        "born": record.born,
-        "next_server": record.next_server,
-        "next_space": record.next_space,
         "resizing": record.resizing,
-        "servers": {name: [t.address, t.host, t.pid, t.leaving] for name, t in record.servers.items()},
-        "seats": {str(number): [_plain_seat(seat) for seat in seats] for number, seats in record.seats.items()},
-        "versions": {str(number): version for number, version in record.versions.items()},
-        "ranks": {str(n): {str(rank): count for rank, count in by.items()} for n, by in record.incarnations.items()},
-        "placed_by_load": [[*seat, name] for seat, name in record.placed_by_load.items()],
-        "counts": record.counts,
+        "servers": {name: astuple(server) for name, server in record.servers.items()},
+        "seats": segments,
+        "ranks": record.incarnations,
+        "placed_by_load": [[*segment, name] for segment, name in record.placed_by_load.items()],
+        **{name: getattr(record, name) for name in _AS_THEY_ARE},
     }
 
 
-def _plain_seat(seat: SegmentAssignment) -> list[Any]:
-    return [
-        seat.space,
-        seat.index,
-        seat.key,
-        seat.primary,
-        seat.generation,
-        seat.copies,
-        sorted(seat.synced),
-        seat.born,
-        seat.ready,
-        seat.heir,
-        seat.handed,
-        seat.lost,
-        seat.parent,
-    ]
-
-
-def _seat(item: list[Any]) -> SegmentAssignment:
-    space, index, key, primary, generation, copies, synced, born, ready, heir, handed, lost, parent = item
-    return SegmentAssignment(
-        space,
-        index,
-        key,
-        primary,
-        generation,
-        tuple(copies),
-        frozenset(synced),
-        born,
-        ready,
-        heir,
-        handed,
-        lost,
-        None if parent is None else (parent[0], parent[1]),
+def _record(found: dict[str, Any], spaces: dict[int, Space]) -> GroupRecord:
+    """Return the record that `_plain` wrote."""
+    return GroupRecord(
+        **{name: found[name] for name in _AS_THEY_ARE}
+        | {
+            "secret": bytes.fromhex(found["secret"]),
+            "resizing": found["resizing"] and tuple(found["resizing"]),
+            "servers": {name: ServerRecord(*values) for name, values in found["servers"].items()},
+            "spaces": spaces,
+            "segments": {each.id: each for rows in found["seats"].values() for each in map(_segment, rows)},
+            "versions": {int(space): version for space, version in found["versions"].items()},
+            "incarnations": {
+                int(space): {int(rank): count for rank, count in ranks.items()}
+                for space, ranks in found["ranks"].items()
+            },
+            "placed_by_load": {(space, index): name for space, index, name in found["placed_by_load"]},
+        }
     )
+
+
+def _segment(values: list[Any]) -> SegmentAssignment:
+    found = SegmentAssignment(*values)  # with lists, as JSON has them
+    parent = None if found.parent is None else (found.parent[0], found.parent[1])
+    return replace(found, copies=tuple(found.copies), synced=frozenset(found.synced), parent=parent)
+
+
+# ---- format 1: spaces are pickles of classes by the paths that they had in rayps 0.1.0
+#
+# Each class of that version is in a table, with its fields. A restricted unpickler makes stand-ins of them, and the
+# stand-ins become the data that `Space.from_json` reads. So classes may be moved and renamed without a change here, and
+# a class or function that is not in the table is refused.
+
+_PACKAGE = "rayps."  # apart, so that a rename by script leaves the old paths below as they are
+_DTYPES = ("float16", "bfloat16", "float32", "float64")
+_SPACE = "elastic.space:Space"
+_STRATEGIES = {"strategies.parameter_server:ParameterServer": "parameter_server"}
+_FIELDS = {
+    _SPACE: "name number workers strategy layout cuts factory tables quota branch_of ticks",
+    "elastic.space:Table": "name dim segments seed dtype optimizer init policy",
+    "elastic.space:Quota": "bytes operations",
+    "flat:Layout": "entries dtype",
+    "flat:Entry": "name lo hi shape",
+    "rates:Ticks": "origin steps",
+    "strategies.parameter_server:ParameterServer": "shards staleness compression replay_mb replicas replica",
+}
+
+
+class _StandIn:
+    """An object of a class of rayps 0.1.0: its class by the old name, and its fields by name."""
+
+    path: str
+    fields: tuple[str, ...]
+
+    def __setstate__(self, state: Any) -> None:
+        """Take the values of all fields in their order (a dataclass with slots), or by name (one without)."""
+        if isinstance(state, list):
+            state = dict(zip(self.fields, state, strict=True))
+        if not isinstance(state, dict) or not state.keys() <= set(self.fields):
+            raise pickle.UnpicklingError(f"a {self.path} with the state {state!r:.200}")
+        self.state: dict[str, Any] = state
+
+    def __getitem__(self, field: str) -> Any:
+        return self.state[field]
+
+
+_CLASSES = {
+    path: type(path.rpartition(":")[2], (_StandIn,), {"path": path, "fields": tuple(fields.split())})
+    for path, fields in _FIELDS.items()
+}
+
+
+class _Restricted(pickle.Unpickler):
+    """Makes stand-ins of the classes in the table, names of dtypes, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a stand-in's class. Raises UnpicklingError: it is not in the table."""
+        if module == "torch" and name in _DTYPES:
+            return name
+        found = _CLASSES.get(f"{module.removeprefix(_PACKAGE)}:{name}") if module.startswith(_PACKAGE) else None
+        if found is None:
+            raise pickle.UnpicklingError(f"it holds a {module}.{name}, which no record of format 1 has")
+        return found
+
+
+def _read_pickled(data: bytes) -> dict[str, Any]:
+    """Return the space in a pickle of format 1, as `Space.from_json` reads it.
+
+    Raises:
+        UnpicklingError: the pickle holds something else; none of its code was run.
+        EOFError, KeyError, TypeError, ValueError, AttributeError: it is not whole.
+    """
+    space = _Restricted(io.BytesIO(data)).load()
+    if getattr(space, "path", None) != _SPACE:
+        raise pickle.UnpicklingError(f"it holds a {type(space).__name__} in place of a space")
+    strategy, layout, ticks = space["strategy"], space["layout"], space["ticks"]
+    found = dict(space.state) | {
+        "strategy": {"name": _STRATEGIES[strategy.path], **strategy.state},
+        "factory": base64.b64encode(space["factory"]).decode("ascii"),
+        "tables": [dict(table.state) for table in space["tables"]],
+        "quota": dict(space["quota"].state),
+        "ticks": [*ticks["origin"], ticks["steps"]],
+    }
+    if layout is not None:
+        entries = [[entry[field] for field in entry.fields] for entry in layout["entries"]]
+        found["layout"] = {"dtype": layout["dtype"], "entries": entries}
+    return found

@@ -1,112 +1,89 @@
-"""Opening, branching and closing the spaces of a group: what is asked for is checked here."""
+"""Open, branch and close the spaces of a group, and check what is asked for. Placing segments follows in `decide`."""
 
 from __future__ import annotations
 
-import dataclasses
-import math
+from dataclasses import replace
 from typing import Any
 
 from rayps.core.errors import ConfigError, Conflict, NotFound
-from rayps.ps.manager.assignment import SegmentAssignment
+from rayps.core.values import is_number
+from rayps.ps.manager.decide import SegmentAssignment
 from rayps.ps.manager.group_state import GroupState
 from rayps.ps.protocol.space import Quota, Space
 from rayps.ps.tables.table_segment import check_table
 
 
-def find(keeper: GroupState, name: str) -> Space:
-    """An open space. Raises NotFound."""
-    for space in keeper.record.spaces.values():
+def find(state: GroupState, name: str) -> Space:
+    """Return an open space. Raises NotFound."""
+    for space in state.record.spaces.values():
         if space.name == name:
             return space
-    known = ", ".join(sorted(repr(space.name) for space in keeper.record.spaces.values())) or "none"
+    known = ", ".join(sorted(repr(space.name) for space in state.record.spaces.values())) or "none"
     raise NotFound(
-        f"there is no space {name!r} on server group {keeper.record.name!r}; the open ones are: {known}",
+        f"there is no space {name!r} on server group {state.record.name!r}; the open ones are: {known}",
         status=404,
         space=name,
     )
 
 
-def opened(keeper: GroupState, space: Space) -> Space:
-    """A new space with its number, not placed yet. Raises ConfigError, Conflict."""
+def of_number(state: GroupState, number: int) -> Space:
+    """Return an open space. Raises NotFound."""
+    space = state.record.spaces.get(number)
+    if space is None:
+        raise NotFound(f"group {state.record.name!r} has no open space number {number}", status=404)
+    return space
+
+
+def opened(state: GroupState, space: Space) -> Space:
+    """Add a space, not placed yet, and return it with its number. Raises ConfigError, Conflict (the name is open)."""
     _check(space)
-    _refuse_if_open(keeper, space)
-    return _add(keeper, dataclasses.replace(space, number=0, quota=quota_of(space.quota)), None)
+    return _add(state, replace(space, quota=quota_of(space.quota)), None)
 
 
 def branched(
-    keeper: GroupState,
-    parent: Space,
-    name: str,
-    quota: Quota | dict[str, Any] | None,
-    workers: int | None,
-    strategy: Any,
-    factory: bytes | None,
+    state: GroupState, parent: Space, name: str, quota: Quota | dict[str, Any] | None, changes: dict[str, Any]
 ) -> Space:
-    """A space that begins as another one, not placed yet. Raises ConfigError, Conflict."""
-    space = dataclasses.replace(
-        parent,
-        name=name,
-        number=0,
-        workers=parent.workers if workers is None else workers,
-        strategy=parent.strategy if strategy is None else strategy,
-        factory=parent.factory if factory is None else factory,
-        quota=quota_of(quota),
-        branch_of=parent.name,
-    )
+    """Add a space that begins with the values of `parent`, not placed yet. `changes`: fields that differ.
+
+    Raises ConfigError, Conflict (the name is open).
+    """
+    space = replace(parent, name=name, quota=quota_of(quota), branch_of=parent.name, **changes)
     _check(space)
-    _refuse_if_open(keeper, space)
-    return _add(keeper, space, parent)
+    return _add(state, space, parent)
 
 
-def drop(keeper: GroupState, name: str) -> None:
+def drop(state: GroupState, name: str) -> None:
     """Close a space. Raises NotFound."""
-    number = find(keeper, name).number
-    record = keeper.record
-    del record.spaces[number]
-    for by_space in (record.versions, record.incarnations, record.seats):
-        by_space.pop(number, None)
-    keeper.seats = {id_: seat for id_, seat in keeper.seats.items() if id_[0] != number}
-    keeper.begun = {key: at for key, at in keeper.begun.items() if key[0][0] != number}
-    keeper.forget_sizes(number)
-    keeper.tongue.close_space(number)
-    for member in keeper.members.values():
-        if number in member.spaces or any(space == number for space, _ in member.told):
-            keeper.tongue.forget(member, number)
-        member.forget(number)
-    keeper.event("space_dropped", f"space {name!r} is closed", space=name)
-    keeper.changed = True
+    state.close_space(find(state, name).number)
+    state.event("space_dropped", f"space {name!r} is closed", space=name)
 
 
-def limit(keeper: GroupState, name: str, quota: Quota | dict[str, Any]) -> None:
-    """Another quota. Raises NotFound, ConfigError."""
-    space = find(keeper, name)
-    keeper.record.spaces[space.number] = dataclasses.replace(space, quota=quota_of(quota))
-    keeper.changed = True
+def set_quota(state: GroupState, name: str, quota: Quota | dict[str, Any]) -> None:
+    """Replace a space's quota. Raises NotFound, ConfigError."""
+    space = find(state, name)
+    state.record.spaces[space.number] = replace(space, quota=quota_of(quota))
 
 
-def restored(keeper: GroupState, number: int, segments: list[int]) -> None:
-    """Segments that were lost are there again."""
+def restored(state: GroupState, number: int, segments: list[int]) -> None:
+    """Note that lost segments have been loaded."""
     for index in segments:
-        seat = keeper.seats.get((number, index))
-        if seat is not None and seat.lost:
-            keeper.seats[seat.id] = dataclasses.replace(seat, lost=False)
-            keeper.changed = True
+        segment = state.segments.get((number, index))
+        if segment is not None:
+            state.segments[segment.id] = replace(segment, lost=False)
 
 
-def joined(keeper: GroupState, number: int, rank: int) -> int:
-    """The incarnation of a rank's next holder. Raises NotFound, ConfigError."""
-    space = keeper.record.spaces.get(number)
-    if space is None:
-        raise NotFound(f"group {keeper.record.name!r} has no open space number {number}", status=404)
+def joined(state: GroupState, number: int, rank: int) -> int:
+    """Return the incarnation of a rank's next holder. Raises NotFound, ConfigError."""
+    space = of_number(state, number)
     if isinstance(rank, bool) or not isinstance(rank, int) or not -1 <= rank < space.workers:
         raise ConfigError(f"rank {rank!r} is not one of the {space.workers} workers of {space.name!r}", field="rank")
-    ranks = keeper.record.incarnations.setdefault(number, {})
+    ranks = state.record.incarnations.setdefault(number, {})
     ranks[rank] = ranks.get(rank, 0) + 1
     return ranks[rank]
 
 
 def quota_of(given: Any) -> Quota:
-    """A quota from what was given: a Quota, its fields as a dict, or None = no limit. Raises ConfigError."""
+    """Return a quota from a Quota, its fields as a dict, or None = no limit. Raises ConfigError."""
     if given is None:
         return Quota()
     if isinstance(given, dict):
@@ -117,8 +94,7 @@ def quota_of(given: Any) -> Quota:
     if not isinstance(given, Quota):
         raise ConfigError(f"{given!r} is not a quota: give bytes and operations (a second)", field="quota")
     for name, value in (("bytes", given.bytes), ("operations", given.operations)):
-        good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
-        if value is not None and not good:
+        if value is not None and not (is_number(value) and value > 0):
             raise ConfigError(f"a quota of {value!r} {name}: give a number above 0, or None (no limit)", field="quota")
     return given
 
@@ -139,42 +115,36 @@ def _check(space: Space) -> None:
         check_table(table)
 
 
-def _refuse_if_open(keeper: GroupState, space: Space) -> None:
-    for other in keeper.record.spaces.values():
-        if other.name == space.name:
-            differs = _differences(other, space)
-            how = f" with another {', another '.join(differs)}" if differs else ""
-            raise Conflict(
-                f"space {space.name!r} is open on server group {keeper.record.name!r} already{how}: drop it first, "
-                "give another name, or join it as it is",
-                status=409,
-                space=space.name,
-                differs=differs,
-            )
+_SHOWN = {
+    "workers": "number of workers",
+    "strategy": "strategy",
+    "layout": "shape",
+    "cuts": "cut into segments",
+    "tables": "set of tables",
+}
 
 
-def _differences(one: Space, other: Space) -> list[str]:
-    shown = {
-        "workers": "number of workers",
-        "strategy": "strategy",
-        "layout": "shape",
-        "cuts": "cut into segments",
-        "tables": "set of tables",
-    }
-    return [text for name, text in shown.items() if getattr(one, name) != getattr(other, name)]
-
-
-def _add(keeper: GroupState, space: Space, parent: Space | None) -> Space:
-    space.to_json()  # refuses what the record cannot keep, before anything has changed
-    record = keeper.record
-    number = record.next_space
+def _add(state: GroupState, space: Space, parent: Space | None) -> Space:
+    record = state.record
+    other = next((other for other in record.spaces.values() if other.name == space.name), None)
+    if other is not None:
+        differs = [text for name, text in _SHOWN.items() if getattr(other, name) != getattr(space, name)]
+        how = f" with another {', another '.join(differs)}" if differs else ""
+        raise Conflict(
+            f"space {space.name!r} is open on server group {record.name!r} already{how}: drop it first, give another "
+            "name, or join it as it is",
+            status=409,
+            space=space.name,
+            differs=differs,
+        )
+    space = replace(space, number=record.next_space)
+    space.to_json()  # raises for what the record cannot store, before anything has changed
     record.next_space += 1
-    space = record.spaces[number] = dataclasses.replace(space, number=number)
+    record.spaces[space.number] = space
     for index in range(space.segments):
         above = None if parent is None else (parent.number, index)
-        # a branch stands where its parent does, so that what they share is shared in memory
-        key = f"{space.name}/{index}" if above is None else keeper.seats[above].key
-        keeper.seats[number, index] = SegmentAssignment(number, index, key, parent=above)
-    keeper.event("space_opened", f"space {space.name!r} has {space.segments} segments", space=space.name)
-    keeper.changed = True
+        # a segment of a branch is placed with its parent, so that they share the memory of what is equal
+        key = f"{space.name}/{index}" if above is None else state.segments[above].key
+        state.segments[space.number, index] = SegmentAssignment(space.number, index, key, parent=above)
+    state.event("space_opened", f"space {space.name!r} has {space.segments} segments", space=space.name)
     return space

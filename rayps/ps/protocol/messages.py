@@ -72,6 +72,21 @@ class Role(enum.StrEnum):
     NONE = "none"  # forget it
 
 
+class SegmentOrder(NamedTuple):
+    """What a server is to be for a segment: a row of ORDERS. Two equal orders need the same state."""
+
+    segment: int
+    role: Role
+    generation: int
+    copies: dict[str, str]  # of a primary: backup -> address
+    lost: bool = False  # its values were lost: it serves nothing before a state is loaded
+
+    @classmethod
+    def of(cls, row: Sequence[Any]) -> SegmentOrder:
+        """Return the order that JSON has as this row."""
+        return cls(row[0], Role(row[1]), *row[2:])
+
+
 class Event(enum.StrEnum):
     """What a server reports about a segment."""
 

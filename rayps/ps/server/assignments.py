@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from rayps.core.errors import WorkloadError
-from rayps.ps.protocol.messages import Event, Role
+from rayps.ps.protocol.messages import Event, Role, SegmentOrder
 from rayps.ps.protocol.space import ServedSegment, Space
 from rayps.ps.server.dense_segment import DenseSegment
 from rayps.ps.tables.row_optimizers import Scheduled
@@ -29,21 +29,6 @@ class SegmentReport(NamedTuple):
     segment: int
     generation: int
     name: str = ""
-
-
-class SegmentOrder(NamedTuple):
-    """What a server is to be for a segment."""
-
-    segment: int
-    role: Role
-    generation: int
-    copies: dict[str, str]  # server -> address
-    lost: bool = False  # it had a life before that nobody has: not to be used before a state is loaded
-
-    @classmethod
-    def of(cls, row: list[Any]) -> SegmentOrder:
-        """From a row of ORDERS."""
-        return cls(int(row[0]), Role(row[1]), int(row[2]), dict(row[3]), bool(row[4]) if len(row) > 4 else False)
 
 
 @dataclass(slots=True, eq=False)

@@ -23,9 +23,9 @@ from typing import Any, Protocol
 
 from rayps.comm.link import Link, Message
 from rayps.core.errors import LinkError
-from rayps.ps.protocol.messages import Event, GroupMessage
+from rayps.ps.protocol.messages import Event, GroupMessage, SegmentOrder
 from rayps.ps.protocol.space import Space
-from rayps.ps.server.assignments import AssignedSpace, Assignments, SegmentOrder, SegmentReport
+from rayps.ps.server.assignments import AssignedSpace, Assignments, SegmentReport
 from rayps.ps.server.replication import Replication
 from rayps.ps.tables.table_segment import TableSegment
 

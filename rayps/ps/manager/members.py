@@ -1,0 +1,156 @@
+"""Servers and workers as their manager sees them: a connection, and for a server its state, its orders and its load."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from rayps.comm.link import Link, Message
+from rayps.core.errors import LinkError
+from rayps.ps.manager.decide import UP, SegmentId, ServerFacts, ServerState
+from rayps.ps.manager.record import ServerRecord
+from rayps.ps.protocol.messages import SegmentOrder
+from rayps.ps.protocol.space import Space
+
+RATE_SECONDS = 3.0  # span of a rate; servers are compared by rates, and do not report at the same time
+STEP_SECONDS = 0.25
+
+
+class ManagerConnection:
+    """A connection of a server or a worker."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.server: str | None = None  # the server that registered over it
+        self.watching: set[int] = set()  # spaces whose map is sent
+        self.lost = False
+
+    def send(self, message: Message, payload: Any = b"") -> None:
+        """Send what can be sent at once, and queue the rest. A failure is found at the next read."""
+        if not self.lost:
+            try:
+                self.link.queue(message, payload)
+            except LinkError:
+                self.lost = True
+
+
+@dataclass(slots=True)
+class Rate:
+    """The increase of a counter per second, over the last RATE_SECONDS. A counter that falls has restarted."""
+
+    per_second: float = 0.0
+    _values: deque[tuple[float, float]] = field(default_factory=deque)  # (time, value), the newest last
+
+    def observe(self, value: float, now: float) -> None:
+        """Take the counter's value at time `now`, in seconds."""
+        values = self._values
+        if values and value < values[-1][1]:
+            values.clear()
+        if values and now - values[-1][0] < STEP_SECONDS:
+            return
+        values.append((now, value))
+        while len(values) > 2 and now - values[1][0] >= RATE_SECONDS:
+            values.popleft()
+        span = now - values[0][0]
+        self.per_second = (value - values[0][1]) / span if span >= RATE_SECONDS / 2 else 0.0
+
+
+class SegmentLoad(NamedTuple):
+    """One segment in a heartbeat of its primary; `operations` and `changes` count up."""
+
+    bytes: int
+    rows: int
+    operations: int
+    changes: int
+
+
+class ServerLoad:
+    """A server's last heartbeat (see `rayps.ps.server.orders`), and the rates of what it counts."""
+
+    def __init__(self) -> None:
+        self.bytes, self.cpu = 0, 0.0
+        self.spaces: dict[int, dict[str, Any]] = {}  # by space: what the heartbeat says of it
+        self.segments: dict[SegmentId, SegmentLoad] = {}  # those that the server is primary of
+        self._rates: dict[tuple[int, int | str], Rate] = {}  # by space, and segment or name of the count
+
+    def heartbeat(self, body: dict[str, Any], now: float) -> None:
+        """Take a heartbeat that arrived at `now`."""
+        self.bytes, self.cpu = int(body.get("bytes", 0)), float(body.get("cpu", 0.0))
+        self.spaces = {int(number): facts for number, facts in body.get("spaces", {}).items()}
+        self.segments = {}
+        for number, facts in self.spaces.items():
+            for count in ("operations", "seconds"):
+                self._rates.setdefault((number, count), Rate()).observe(float(facts.get(count, 0)), now)
+            for index, values in facts.get("segments", {}).items():
+                load = self.segments[number, int(index)] = SegmentLoad(*map(int, values))
+                self._rates.setdefault((number, int(index)), Rate()).observe(load.operations, now)
+
+    def rate(self, space: int, what: int | str = "operations") -> float:
+        """Return operations per second of a space or of one of its segments; "seconds": service seconds per second."""
+        rate = self._rates.get((space, what))
+        return 0.0 if rate is None else rate.per_second
+
+    def forget(self, space: int) -> None:
+        """Remove a closed space."""
+        self.spaces.pop(space, None)
+        self.segments = {segment: load for segment, load in self.segments.items() if segment[0] != space}
+        self._rates = {key: rate for key, rate in self._rates.items() if key[0] != space}
+
+
+@dataclass(slots=True)
+class SentOrders:
+    """What a server was sent over its present connection."""
+
+    tag: int = 0  # of the last ORDERS message
+    orders: dict[SegmentId, SegmentOrder] = field(default_factory=dict)
+    spaces: dict[int, Space] = field(default_factory=dict)
+    first: dict[tuple[SegmentId, str], int] = field(default_factory=dict)  # a backup -> tag of the first order with it
+
+    def forget(self, space: int) -> None:
+        """Remove a closed space."""
+        self.spaces.pop(space, None)
+        self.orders = {segment: order for segment, order in self.orders.items() if segment[0] != space}
+        self.first = {key: tag for key, tag in self.first.items() if key[0][0] != space}
+
+
+@dataclass(slots=True)
+class ServerMember:
+    """One server of the group."""
+
+    name: str
+    record: ServerRecord
+    state: ServerState
+    since: float = field(default_factory=time.monotonic)  # when the state began
+    connection: ManagerConnection | None = None
+    last_message: float = 0.0  # when it came; 0: none yet
+    broken: bool = False  # SILENT because its connection broke, not because it sent nothing
+    counted: bool = False  # as a death; taken back if the server returns
+    sent: SentOrders = field(default_factory=SentOrders)
+    load: ServerLoad = field(default_factory=ServerLoad)
+
+    @property
+    def facts(self) -> ServerFacts:
+        """The server, as decisions need it."""
+        return ServerFacts(self.name, self.record.host, self.state)
+
+    @property
+    def connected(self) -> bool:
+        """Whether messages can be sent to it."""
+        return self.connection is not None and self.state in UP
+
+    def become(self, state: ServerState) -> None:
+        """Enter a state, now."""
+        self.state, self.since = state, time.monotonic()
+
+    def register(self, connection: ManagerConnection, record: ServerRecord) -> None:
+        """Take a new connection, over which everything is sent again."""
+        self.record, self.connection, self.sent = record, connection, SentOrders()
+        self.last_message, self.broken = time.monotonic(), False
+        self.become(ServerState.LEAVING if record.leaving else ServerState.ALIVE)
+
+    def forget(self, space: int) -> None:
+        """Remove a closed space."""
+        self.sent.forget(space)
+        self.load.forget(space)
