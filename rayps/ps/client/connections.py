@@ -73,7 +73,7 @@ class ServerConnections:
         self.memory = WorkerMemory() if resident and AVAILABLE else None
         self.fence = Fence()
         self._incarnation, self._first = incarnation, first
-        self._troubles: dict[str, _Trouble] = {}
+        self.troubles: dict[str, _Trouble] = {}  # by server: those that refused or were lost
         self._joins = 0
 
     def newer(self) -> set[int] | None:
@@ -82,7 +82,7 @@ class ServerConnections:
         if found is None:
             return None
         old, self.map = self.map, found
-        self._troubles.clear()
+        self.troubles.clear()
         changed = {
             index
             for index, (a, b) in enumerate(zip(old.holdings, found.holdings, strict=True))
@@ -96,7 +96,7 @@ class ServerConnections:
 
     def line(self, server: str) -> ServerConnection | None:
         """The link to a server, on which this rank has said who it is; None while it cannot be reached, or refuses."""
-        trouble = self._troubles.get(server)
+        trouble = self.troubles.get(server)
         if trouble is not None and time.monotonic() < trouble.until:
             return None
         known = self.open.get(server)
@@ -167,8 +167,7 @@ class ServerConnections:
 
     def answered(self, server: str) -> None:
         """Record that this server has the segments that the map assigns to it."""
-        if self._troubles:
-            self._troubles.pop(server, None)
+        self.troubles.pop(server, None)
 
     def wait(self, unsaid: list[int]) -> None:
         """Sleep until something arrives, or `unsaid` may be said again. Raises PeerTimeout, PeerLost."""
@@ -180,7 +179,7 @@ class ServerConnections:
         ends = self.deadline
         if unsaid:
             self.watch.seek()
-            ends = min(ends, *(t.until for t in self._troubles.values() if t.until > now), now + NAP_SECONDS)
+            ends = min(ends, *(t.until for t in self.troubles.values() if t.until > now), now + NAP_SECONDS)
         poll = select.poll()
         boxes = [line.mailbox for line in self.open.values() if line.mailbox is not None and line.waits]
         for line in self.open.values():
@@ -217,7 +216,7 @@ class ServerConnections:
             self.memory.close()
 
     def _trouble(self, server: str) -> _Trouble:
-        return self._troubles.setdefault(server, _Trouble())
+        return self.troubles.setdefault(server, _Trouble())
 
     def _late(self, unsaid: list[int]) -> PeerTimeout:
         silent = {

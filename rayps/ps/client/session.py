@@ -298,24 +298,29 @@ class Session:
             return None
         began = time.monotonic()
         lines.deadline, self._ask_lost = began + self.timeout + GRACE_SECONDS, began + ASK_SECONDS
-        patience, parts = max(1, int(1000 * self.timeout)), plan.parts
+        patience, parts = int(1000 * self.timeout) or 1, plan.parts
         for part in parts:
-            self._tag += 1
-            part.box.put(self._tag, GroupMessage.PUSH_PULL, part.head, step, patience, weight)
+            self._tag = tag = self._tag + 1
+            part.box.put(tag, GroupMessage.PUSH_PULL, part.head, step, patience, weight)
             passing("talk: between servers")
         lines.fence()
         for part in parts:
             part.box.ring()
         passing("talk: pushed, not heard")
-        lead, version, durable, odd = 0, _NEVER, _NEVER, list[TurnPart]()
+        odd: list[TurnPart] = []
+        lead, version, durable, keeps = 0, _NEVER, _NEVER, self._replaces or self.kept.limit
         for part in parts:
-            answer = part.take(landing, torn) if plan.wait(lines, part.box) else None
+            answer = part.take(landing, torn) if part.answered or plan.wait(lines, part) else None
             if answer is None:
                 odd.append(part)
                 continue
-            version, lead, durable = min(version, answer[0]), max(lead, answer[1]), min(durable, answer[2])
-            lines.answered(part.line.server)
-            self._acknowledged(part.segments, answer[2], step, weight, pieces)
+            least, ahead, mark = answer
+            version, lead = least if least < version else version, ahead if ahead > lead else lead
+            durable = mark if mark < durable else durable
+            if lines.troubles:
+                lines.answered(part.line.server)
+            if keeps:
+                self._acknowledged(part.segments, mark, step, weight, pieces)
         self.seconds_waiting += time.monotonic() - began
         if odd:
             ask = SegmentRequest(
@@ -335,12 +340,11 @@ class Session:
         self, segments: Collection[int], mark: int, step: int, weight: float, pieces: Mapping[int, Any]
     ) -> None:
         """A push by mailbox has had its effect: keep copies of what is not durable, as its memory is used again."""
-        if self._replaces or self.kept.limit:
-            first = self._pushed(segments, step)
-            self.kept.durable(segments, mark)
-            if mark <= step and self.kept.limit:
-                copies = {index: memoryview(bytes(as_bytes(pieces[index]))) for index in segments}
-                self.kept.keep(step, weight, copies, first)
+        first = self._pushed(segments, step)
+        self.kept.durable(segments, mark)
+        if mark <= step and self.kept.limit:
+            copies = {index: memoryview(bytes(as_bytes(pieces[index]))) for index in segments}
+            self.kept.keep(step, weight, copies, first)
 
     def tell(self, kind: GroupMessage, number: int) -> None:
         """Say what has no answer (SAVED) to all servers that are joined; that one is lost is found out later."""

@@ -7,10 +7,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from rayps.ps.client.connections import ServerConnection, ServerConnections
 from rayps.ps.protocol.mailbox import (
+    ANSWERED,
     BY_MEMORY,
     OFFSET_BITS,
     ROWS,
@@ -26,19 +25,26 @@ from rayps.ps.protocol.mailbox import (
 from rayps.ps.protocol.segment_map import SpaceMap
 from rayps.ps.protocol.space import Space
 
-LOOK_SECONDS = 1.0  # between two looks at the deadline
+_LOOK_MS = 1000  # between two looks at the deadline
 
 
 class TurnPart:
     """What one server is asked, and where its answer lands."""
 
-    __slots__ = ("_landing", "_offers", "_reads", "box", "head", "line", "segments")
+    __slots__ = ("_landing", "_offers", "_reads", "box", "head", "line", "segments", "words")
 
     def __init__(self, line: ServerConnection, box: WorkerMailbox, segments: list[int], head: bytes) -> None:
         self.line, self.box, self.segments, self.head = line, box, segments, head
+        self.words = box.words
         self._landing: Mapping[int, Any] | None = None
-        self._offers = -1  # taken when `_reads` was made
+        self._offers = -1  # that the server had made when `_reads` was made
         self._reads: list[tuple[memoryview, Bytes, Bytes]] = []  # a segment's first words, its values, their place
+
+    @property
+    def answered(self) -> bool:
+        """Whether the answer is there."""
+        found: bool = self.words[ANSWERED] == self.box.tag
+        return found
 
     def take(self, landing: Mapping[int, Any], torn: bool) -> tuple[int, int, int] | None:
         """Copy the values of an answer to their places; its version, lead and durable step.
@@ -46,16 +52,18 @@ class TurnPart:
         None where it comes by message, or a segment always changes while it is read. Raises LinkError: the server
         offered no such segment.
         """
-        box = self.box
-        version, lead, durable, where, offers = box.answer()
-        if where != BY_MEMORY or (box.link.offers_taken < offers and not box.readable):
+        version, lead, durable, where, offers = self.box.answer()
+        if where != BY_MEMORY:
             return None
-        if self._landing is not landing or self._offers != box.link.offers_taken:
+        if offers != self._offers or landing is not self._landing:
+            box = self.box
+            if not box.readable:
+                return None
             self._reads = [box.place_of(index, landing[index]) for index in self.segments if index in landing]
-            self._landing, self._offers = landing, box.link.offers_taken
+            self._landing, self._offers = landing, offers
         for words, values, place in self._reads:
             before = words[STEPS]
-            np.copyto(place, values)
+            place[:] = values
             if not torn and (before & 1 or words[STEPS] != before) and not copy_whole(words, values, place):
                 return None
         return version, lead, durable
@@ -109,19 +117,24 @@ class Turn:
 
     def free(self) -> bool:
         """Whether nothing is under way on any connection."""
-        return not any(not part.box.answered or part.line.flights or part.line.link.queued for part in self.parts)
+        for part in self.parts:
+            line, box = part.line, part.box
+            if part.words[ANSWERED] != box.tag or line.flights or line.link.queued:
+                return False
+        return True
 
-    def wait(self, lines: ServerConnections, box: WorkerMailbox) -> bool:
+    def wait(self, lines: ServerConnections, part: TurnPart) -> bool:
         """Wait for the answer in a mailbox; False where a link has something to say, or the deadline is over."""
-        while not box.answered:
-            box.words[WAITS] = 1
+        words, tag, wakeup = part.words, part.box.tag, self._memory.wakeup
+        while words[ANSWERED] != tag:
+            words[WAITS] = 1
             lines.fence()
-            ready = [] if box.answered else self._poll.poll(1000 * LOOK_SECONDS)
-            box.words[WAITS] = 0
+            ready = [] if words[ANSWERED] == tag else self._poll.poll(_LOOK_MS)
+            words[WAITS] = 0
             for descriptor, _ in ready:
-                if descriptor != self._memory.wakeup:
-                    return box.answered
+                if descriptor != wakeup:
+                    return part.answered
                 self._memory.hush()
             if not ready and (lines.ended or time.monotonic() > lines.deadline):
-                return box.answered
+                return part.answered
         return True

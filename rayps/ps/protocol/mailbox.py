@@ -13,7 +13,6 @@ a worker that does not wait for an answer uses other memory from then on (`Worke
 
 from __future__ import annotations
 
-import contextlib
 import os
 import struct
 import weakref
@@ -153,8 +152,10 @@ class WorkerMemory:
 
     def hush(self) -> None:
         """Take the wakeup back."""
-        with contextlib.suppress(BlockingIOError):
+        try:  # noqa: SIM105  # in every turn
             os.eventfd_read(self.wakeup)
+        except BlockingIOError:
+            pass
 
     def close(self) -> None:
         """Give up the memories; what was given out of them stays good. Safe to call twice."""
@@ -190,7 +191,7 @@ class WorkerMailbox:
         self._bell = -1
         self._asleep: memoryview | None = None
         self._offered = 0  # memories
-        self._head, self._number = b"", 0
+        self._head, self._number, self._rows = b"", 0, 0
         self._slices: dict[int, tuple[memoryview, Bytes]] = {}
 
     @property
@@ -218,19 +219,21 @@ class WorkerMailbox:
 
     def put(self, tag: int, kind: int, head: bytes, step: int, patience: int, weight: float) -> None:
         """Put a request; `offer` comes before, and a fence and `ring` must follow."""
-        if head is not self._head and head != self._head:
-            self._number += 1
-            self._view[HEAD : HEAD + len(head)] = head
-        self._head = head
-        rows = len(head) // (8 * ROW)
-        REQUEST.pack_into(self._view, _REQUEST_AT, kind, self._number, rows, step, patience, weight)
+        if head is not self._head:
+            if head != self._head:
+                self._number += 1
+                self._view[HEAD : HEAD + len(head)] = head
+            self._head, self._rows = head, len(head) // (8 * ROW)
+        REQUEST.pack_into(self._view, _REQUEST_AT, kind, self._number, self._rows, step, patience, weight)
         self.tag = self.words[ASKED] = tag
 
     def ring(self) -> None:
         """Wake the server where it sleeps."""
         if self._asleep is not None and self._asleep[ASLEEP]:
-            with contextlib.suppress(OSError):  # it is gone, which the link says
+            try:  # noqa: SIM105  # in every turn
                 os.eventfd_write(self._bell, 1)
+            except OSError:
+                pass  # it is gone, which the link says
 
     def answer(self) -> tuple[int, int, int, int, int]:
         """What the server says to the last request: version, lead, durable, where the answer is, offers.
@@ -333,7 +336,7 @@ class ServerMailbox:
         self._view, self.words = box.view, box.view.cast("q")
         self.seen = 0  # the last request that was taken out
         self.open = 0  # the one that is not answered
-        self._number, self._rows = 0, list[list[int]]()
+        self.number, self._rows = 0, list[list[int]]()  # of the head that was read last
         self._memories: dict[int, Memory] = {}
         self.offered: dict[int, object] = {}  # by segment: the memory of it that the worker knows
         link.offer(SERVER, page, read_only=True)
@@ -341,15 +344,26 @@ class ServerMailbox:
 
     def take(self) -> tuple[MailboxCall, list[list[int]], bool]:
         """The new request, the rows of its head, and whether the head is another one than before."""
-        self.seen = self.open = self.words[ASKED]
-        kind, number, rows, step, patience, weight = REQUEST.unpack_from(self._view, _REQUEST_AT)
-        fresh = number != self._number
+        tag = self.begin()
+        kind, number, rows, step, patience, weight = self.request()
+        fresh = number != self.number
         if fresh:
             if not 0 <= rows <= ROWS:
                 raise ValueError(f"a request in a mailbox names {rows} segments: it has room for {ROWS}")
             words = np.frombuffer(self._view, np.int64, rows * ROW, HEAD)
-            self._number, self._rows = number, words.reshape(rows, ROW).tolist()
-        return MailboxCall(self.seen, kind, step, patience, weight), self._rows, fresh
+            self.number, self._rows = number, words.reshape(rows, ROW).tolist()
+        return MailboxCall(tag, kind, step, patience, weight), self._rows, fresh
+
+    def request(self) -> tuple[int, int, int, int, int, float]:
+        """The request as it lies there: kind, number of the head, its rows, step, patience, weight."""
+        found: tuple[int, int, int, int, int, float] = REQUEST.unpack_from(self._view, _REQUEST_AT)
+        return found
+
+    def begin(self) -> int:
+        """Take the new request out: from now on it is the open one. Its tag."""
+        tag: int = self.words[ASKED]
+        self.seen = self.open = tag
+        return tag
 
     def bytes_at(self, place: int, size: int) -> memoryview:
         """Memory of the worker's. Raises ValueError: it offered none such."""
@@ -381,8 +395,7 @@ class ServerMailbox:
 
     def answer(self, version: int, lead: int, durable: int, where: int = BY_MEMORY) -> None:
         """Answer the request that is open; what was offered must have left, and `wake` must follow."""
-        made = self.link.offers_made
-        ANSWER.pack_into(self._view, _ANSWER_AT, version, lead, durable, where, made)
+        ANSWER.pack_into(self._view, _ANSWER_AT, version, lead, durable, where, self.link.offers_made)
         self.words[ANSWERED], self.open = self.open, 0
 
     def wake(self) -> None:
@@ -469,7 +482,7 @@ class GradientBuffer:
     def lay(self, vector: Tensor, mine: Tensor) -> None:
         """Copy a gradient into `mine`, which is `whole` or a part of the gradient's memory."""
         if self._array is not None and mine is self.whole and vector.dtype == mine.dtype and vector.is_cpu:
-            np.copyto(self._array, vector.numpy().reshape(-1))
+            self._array[:] = vector.numpy() if vector.dim() == 1 else vector.numpy().reshape(-1)
         else:
             mine.copy_(vector if vector.dim() == 1 else vector.reshape(-1))
 

@@ -57,8 +57,11 @@ class AssignedSegment:
     def durable(self, rank: int) -> int:
         """Below this step, nothing of a rank is lost with this server (copies' answers are another's business)."""
         assert self.segment is not None
+        saved = None if self.copies else self.saved.get(rank, 0)
+        if saved == 0:
+            return 0
         applied = self.segment.durable(rank)
-        return applied if self.copies else min(applied, self.saved.get(rank, 0))
+        return applied if saved is None else min(applied, saved)
 
     def marks(self) -> dict[int, int]:
         """By rank: its next step."""

@@ -35,6 +35,7 @@ class ServerPeer:
         self.applied = 0  # as a primary's link: the last message that is applied
         self.told = 0  # and the last that it knows of
         self.box: ServerMailbox | None = None
+        self.push: WholePush | None = None  # what its mailbox asked last, prepared to be asked again
 
 
 @dataclass(slots=True, eq=False)

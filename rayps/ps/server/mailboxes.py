@@ -5,12 +5,12 @@ it as one that came by message. See `rayps.ps.protocol.mailbox`.
 
 `WholePush` serves the commonest request in few calls: a push of whole dense segments and their pull. It does what
 `rayps.ps.server.requests` does with it, to the bit, where every segment is served here in the generation asked for, is
-in memory of its own, and has no copies. Otherwise there is no `WholePush`, and nothing has changed.
+in memory of its own, and has no copies. What it needs is looked up once for each head of a mailbox; otherwise there is
+no `WholePush`, or it does not take the request, and nothing has changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch import Tensor
@@ -18,25 +18,15 @@ from torch import Tensor
 from rayps.comm.link.memory import Fence, Memory
 from rayps.comm.link.shared_memory_link import SharedLink
 from rayps.core.ledger import WINDOW
-from rayps.ps.protocol.mailbox import (
-    ASKED,
-    ASLEEP,
-    AVAILABLE,
-    BY_MEMORY,
-    BY_MESSAGE,
-    PAGE,
-    MailboxCall,
-    ServerMailbox,
-    SharedSlice,
-    offered,
-)
-from rayps.ps.protocol.messages import SegmentPayload
+from rayps.ps.protocol.mailbox import ASKED, ASLEEP, AVAILABLE, PAGE, MailboxCall, ServerMailbox, SharedSlice, offered
+from rayps.ps.protocol.messages import Role, SegmentPayload
 from rayps.ps.server.assignments import AssignedSegment, AssignedSpace
 from rayps.ps.server.connection import PeerRequest, ServerPeer
 from rayps.ps.server.dense_segment import DenseSegment
 from rayps.ps.server.shard import PUSHED, ReplicatedShard
 
 _EMPTY = memoryview(b"")
+_INFINITE, _INFINITE_STEP = float("inf"), 1 << 62
 
 
 class MailboxHead(NamedTuple):
@@ -79,9 +69,9 @@ class Mailboxes:
         self._wakeup = wakeup
         self._page = Memory.create(PAGE) if AVAILABLE else None
         self._words = memoryview(bytearray(PAGE)).cast("q") if self._page is None else self._page.view[:PAGE].cast("q")
-        self._peers: list[ServerPeer] = []
+        self._open: list[tuple[ServerPeer, ServerMailbox, memoryview]] = []
         self._heads: dict[ServerPeer, MailboxHead] = {}
-        self._answered: list[ServerMailbox] = []
+        self.answered: list[ServerMailbox] = []  # to be woken
         self._fence = Fence()
 
     def open(self, peer: ServerPeer) -> None:
@@ -89,19 +79,20 @@ class Mailboxes:
         link = peer.link
         if self._page is not None and peer.box is None and isinstance(link, SharedLink) and offered(link):
             peer.box = ServerMailbox(link, self._page, self._wakeup)
-            self._peers.append(peer)
+            self._open.append((peer, peer.box, peer.box.words))
 
     def close(self, peer: ServerPeer) -> None:
         """A worker has gone."""
         if peer.box is not None:
-            self._peers.remove(peer)
+            self._open = [each for each in self._open if each[0] is not peer]
             self._heads.pop(peer, None)
+            peer.push = None
             peer.box.close()
             peer.box = None
 
     def asked(self) -> list[ServerPeer]:
         """Whose mailbox has a new request."""
-        return [peer for peer in self._peers if peer.box is not None and peer.box.words[ASKED] != peer.box.seen]
+        return [peer for peer, box, words in self._open if words[ASKED] != box.seen]
 
     def take(self, peer: ServerPeer, held: AssignedSpace | None) -> tuple[MailboxCall, MailboxHead | None]:
         """The new request of a mailbox; no head where its space is not here. Raises ValueError: it cannot be."""
@@ -113,20 +104,14 @@ class Mailboxes:
         known = self._heads.get(peer)
         if fresh or known is None or known.held is not held:
             self._heads.pop(peer, None)
+            peer.push = None
             known = self._heads[peer] = MailboxHead.of(box, held, rows)
         return call, known
 
-    def answer(self, request_peer: ServerPeer, version: int, lead: int, durable: int, *, by_message: bool) -> None:
-        """Answer the open request of a mailbox."""
-        box = request_peer.box
-        assert box is not None
-        box.answer(version, lead, durable, BY_MESSAGE if by_message else BY_MEMORY)
-        self._answered.append(box)
-
     def wake(self) -> None:
         """Wake whom was answered: after all of them, for the one that wakes may take this processor at once."""
-        if self._answered:
-            answered, self._answered = self._answered, []
+        if self.answered:
+            answered, self.answered = self.answered, []
             self._fence()
             for box in answered:
                 box.wake()
@@ -150,74 +135,84 @@ def request_of(peer: ServerPeer, call: MailboxCall, head: MailboxHead | None) ->
     return request
 
 
-# one segment and what is pushed to it; a plain tuple, as one is made for each segment of each request
-_Target = tuple[AssignedSegment, DenseSegment, ReplicatedShard, Tensor]
+# one segment, its generation, and what is pushed to it; a plain tuple, as all are read at each request
+_Target = tuple[AssignedSegment, int, DenseSegment, ReplicatedShard, Tensor]
 
 
 class WholePush:
-    """One such request: `apply` first, then `pulled` as soon as `may_pull`."""
+    """Such requests of one rank, prepared once for one head of a mailbox.
 
-    __slots__ = ("_rank", "_step", "_targets")
+    A request is served so where it `takes` it: `apply`, then `pulled` as soon as `may_pull`.
+    """
 
-    def __init__(self, rank: int, step: int, targets: list[_Target]) -> None:
-        self._rank, self._step, self._targets = rank, step, targets
+    __slots__ = ("_targets", "head", "offered", "rank")
+
+    def __init__(self, head: MailboxHead, rank: int, targets: list[_Target]) -> None:
+        self.head, self.rank, self._targets = head, rank, targets
+        self.offered = False  # whether the worker knows the memory of all segments
 
     @classmethod
-    def of(cls, held: AssignedSpace, head: MailboxHead, rank: int, step: int, weight: float) -> WholePush | None:
-        """None where the request must go the long way, which also says what is wrong with it."""
-        if head.whole is None or not 0 <= weight < float("inf"):
+    def of(cls, held: AssignedSpace, head: MailboxHead, rank: int) -> WholePush | None:
+        """None where the requests must go the long way, which also says what is wrong with them."""
+        if head.whole is None:
             return None
         here, targets = held.holdings, list[_Target]()
         for index, generation, value in head.whole:
             holding = here.get(index)
-            if holding is None or not holding.serves or holding.generation != generation or not holding.usable:
-                return None
-            segment = holding.segment
+            segment = None if holding is None else holding.segment
             shard = segment.alone if isinstance(segment, DenseSegment) else None
-            if shard is None or holding.copies or not isinstance(segment, DenseSegment):
+            if holding is None or not isinstance(segment, DenseSegment) or shard is None:
                 return None
-            mark = shard.ledger.marks.get(rank)
-            if mark is None or (step - mark >= WINDOW and not shard.spans):
+            if rank not in shard.ledger.marks:
                 return None
-            targets.append((holding, segment, shard, value))
-        return cls(rank, step, targets)
+            targets.append((holding, generation, segment, shard, value))
+        return cls(head, rank, targets)
 
-    def apply(self, weight: float) -> None:
+    def takes(self, step: int, weight: float) -> bool:
+        """Whether a request can be served so: the segments are served here as before, and the push is a valid one."""
+        if not 0 <= weight < _INFINITE:
+            return False
+        rank, here = self.rank, self.head.held.holdings
+        for holding, generation, segment, shard, _ in self._targets:
+            if (
+                holding.segment is not segment
+                or segment.alone is not shard
+                or holding.generation != generation
+                or holding.role is not Role.PRIMARY
+                or not holding.usable
+                or holding.copies
+                or here.get(holding.index) is not holding
+                or (step - shard.ledger.marks[rank] >= WINDOW and not shard.spans)
+            ):
+                return False
+        return True
+
+    def apply(self, step: int, weight: float) -> None:
         """File the push in all segments; one that they know has no effect."""
-        rank, step = self._rank, self._step
-        for _, segment, shard, value in self._targets:
+        rank = self.rank
+        for _, _, segment, shard, value in self._targets:
             segment.operations += 2  # the pull too
-            shard.writes = False
-            if shard.push(rank, step, value, weight, 0, True) and shard.by == PUSHED:
-                shard.seq += 1
-
-    @property
-    def current(self) -> bool:
-        """Whether the segments are still those that were pushed to."""
-        return all(
-            holding.serves and holding.segment is segment and segment.alone is shard and not holding.copies
-            for holding, segment, shard, _ in self._targets
-        )
+            if shard.by == PUSHED:
+                shard.seq += shard.push(rank, step, value, weight, 0, True)
+            else:
+                shard.writes = False
+                shard.push(rank, step, value, weight, 0, True)
 
     @property
     def touched(self) -> list[AssignedSegment]:
         """The segments."""
-        return [holding for holding, _, _, _ in self._targets]
-
-    def unknown(self, offered: Mapping[int, object]) -> list[tuple[int, SharedSlice]]:
-        """The segments whose memory, as it is now, is not among what was offered, by index; and that memory."""
-        return [
-            (holding.index, shard.slice)
-            for holding, _, shard, _ in self._targets
-            if offered.get(holding.index) is not shard.slice
-        ]
+        return [holding for holding, _, _, _, _ in self._targets]
 
     @property
-    def may_pull(self) -> bool:
-        """Whether the clocks of all segments allow the pull."""
-        rank, step = self._rank, self._step
-        for _, _, shard, _ in self._targets:
-            if shard.ledger.marks[rank] <= step or not shard.may_pull(rank):
+    def slices(self) -> list[tuple[int, SharedSlice]]:
+        """The segments' memory, by index."""
+        return [(holding.index, shard.slice) for holding, _, _, shard, _ in self._targets]
+
+    def may_pull(self, step: int) -> bool:
+        """Whether the push of `step` is filed, and the clocks of all segments allow the pull after it."""
+        rank = self.rank
+        for _, _, _, shard, _ in self._targets:
+            if shard.ledger.marks[rank] <= step or not (shard.clock.staleness is None or shard.may_pull(rank)):
                 return False
         return True
 
@@ -226,10 +221,11 @@ class WholePush:
 
         The memory of what was pushed is the worker's again.
         """
-        rank, lead, version, durable = self._rank, 0, 1 << 62, 1 << 62
-        for holding, _, shard, _ in self._targets:
-            lead = max(lead, shard.pulled(rank))
+        rank, lead, version, durable = self.rank, 0, _INFINITE_STEP, _INFINITE_STEP
+        for holding, _, _, shard, _ in self._targets:
+            ahead, kept = shard.pulled(rank), holding.durable(rank)
             shard.own(rank)
-            version = min(version, shard.version)
-            durable = min(durable, holding.durable(rank))
+            lead = ahead if ahead > lead else lead
+            version = shard.version if shard.version < version else version
+            durable = kept if kept < durable else durable
         return version, lead, durable

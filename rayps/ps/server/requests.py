@@ -249,39 +249,61 @@ class RequestHandler(PendingReplies):
 
     def answer_whole(self, held: AssignedSpace, guest: ServerPeer, call: MailboxCall, head: MailboxHead) -> bool:
         """Serve a push of whole segments and their pull in few calls; False, without effect: it must be `answer`."""
-        rank = guest.rank
-        if call.kind != GroupMessage.PUSH_PULL or rank < 0 or held.number in self._readers:
+        if call.kind != GroupMessage.PUSH_PULL or guest.rank < 0 or self._readers or self._is_fenced(held, guest):
             return False
-        if guest.incarnation < held.incarnations.get(rank, 0):
+        guest.push = WholePush.of(held, head, guest.rank)
+        if guest.push is None or not guest.push.takes(call.step, call.weight):
             return False
-        push = WholePush.of(held, head, rank, call.step, call.weight)
-        if push is None:
+        self._serve_whole(held, guest, guest.push, call)
+        return True
+
+    def answer_again(self, held: AssignedSpace, guest: ServerPeer, push: WholePush) -> bool:
+        """Serve a request with the head of the one before it, which `answer_whole` has prepared.
+
+        False, without effect: it must be taken out of the mailbox first.
+        """
+        box = guest.box
+        assert box is not None, "a prepared push goes with its mailbox"
+        kind, number, _, step, patience, weight = box.request()
+        if kind != GroupMessage.PUSH_PULL or number != box.number or guest.rank != push.rank or self._readers:
             return False
+        if push.head.held is not held or guest.incarnation < held.incarnations.get(push.rank, 0):
+            return False
+        if not push.takes(step, weight):
+            return False
+        self._serve_whole(held, guest, push, (box.begin(), kind, step, patience, weight))
+        return True
+
+    def _serve_whole(
+        self, held: AssignedSpace, guest: ServerPeer, push: WholePush, call: tuple[int, int, int, int, float]
+    ) -> None:
+        """`call`: as a `MailboxCall`."""
+        tag, _, step, patience, weight = call
         held.operations += 1
         request: PeerRequest | None = None
         try:
-            push.apply(call.weight)
+            push.apply(step, weight)
             passing("host: applied, not forwarded")
             if held.parked:
                 self.wake(held)
-            if push.may_pull:
-                self._pull_whole(guest, call.tag, push)
-                passing("host: acknowledged, not saved")
-                return True
-            request = request_of(guest, call, head)
-            request.kind, request.a, request.lent, request.whole = GroupMessage.PULL, call.step + 1, push.touched, push
-            self._wait(held, request)
+            if push.may_pull(step):
+                self._pull_whole(guest, tag, push)
+            else:
+                request = request_of(guest, MailboxCall(tag, GroupMessage.PULL, step + 1, patience, weight), push.head)
+                request.lent, request.whole = push.touched, push
+                self._wait(held, request)
             passing("host: acknowledged, not saved")
         except Exception as error:
-            request = request or request_of(guest, call, head)
+            request = request or request_of(guest, MailboxCall(*call), push.head)
             request.lent = push.touched
             self.fail(held, request, error)
-        return True
 
     def _pull_whole(self, guest: ServerPeer, tag: int, push: WholePush) -> None:
         """Answer such a pull with the values of now."""
-        for index, slice_ in push.unknown({} if guest.box is None else guest.box.offered):
-            self._mouth.offer(guest, index, slice_)
+        if not push.offered:
+            for index, slice_ in push.slices:
+                self._mouth.offer(guest, index, slice_)
+            push.offered = True
         self._mouth.answer(guest, tag, *push.pulled())
 
     # ---- who asks
@@ -332,7 +354,10 @@ class RequestHandler(PendingReplies):
 
     def fences(self, held: AssignedSpace, request: PeerRequest) -> bool:
         """Whether a request comes from a rank that a newer worker has taken."""
-        guest = request.guest
+        return self._is_fenced(held, request.guest)
+
+    @staticmethod
+    def _is_fenced(held: AssignedSpace, guest: ServerPeer) -> bool:
         return guest.rank >= 0 and guest.incarnation < held.incarnations.get(guest.rank, 0)
 
     def _is_stale(self, held: AssignedSpace, request: PeerRequest) -> bool:
@@ -423,8 +448,8 @@ class RequestHandler(PendingReplies):
 
     def _serve_waiting(self, held: AssignedSpace, request: PeerRequest, shared: dict[Any, Any] | None = None) -> bool:
         rank, push = request.guest.rank, request.whole
-        if push is not None and push.current:
-            if not push.may_pull:
+        if push is not None and push.takes(request.a - 1, request.weight):
+            if not push.may_pull(request.a - 1):
                 return False
             self._pull_whole(request.guest, request.tag, push)
             return True

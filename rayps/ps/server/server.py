@@ -23,7 +23,7 @@ import torch
 
 from rayps.comm.link import Listener, Message
 from rayps.core.errors import LinkError, NotFound, StaleGeneration
-from rayps.ps.protocol.mailbox import SharedSlice
+from rayps.ps.protocol.mailbox import BY_MEMORY, BY_MESSAGE, SharedSlice
 from rayps.ps.protocol.messages import GroupMessage, numbers
 from rayps.ps.protocol.space import ServedSegment, Space
 from rayps.ps.server import replica
@@ -261,31 +261,48 @@ class GroupServerLoop:
 
         How many requests there were, and whether `_serve_all` and `_tend` are due for them.
         """
-        rest, asked = False, self._boxes.asked()
+        asked = self._boxes.asked()
+        if not asked:
+            return 0, False
+        spaces, rest, alone, began = self._holdings.spaces, False, None, time.monotonic()
+        if len(spaces) == 1:
+            [alone] = spaces.values()
+            alone = alone if self._fair.free(alone.number) else None
         for guest in asked:
-            if guest.box is None:
-                continue  # lost while another was served
-            held, began = self._holdings.spaces.get(guest.space), time.monotonic()
-            try:
-                call, head = self._boxes.take(guest, held)
-            except ValueError as error:
-                self._refuse_box(guest, error)
-                continue
-            finally:
-                if guest.link.head is not None:  # messages came with offered memory: the socket tells of them no more
-                    self._again.add(guest)
-            if held is None or head is None:
-                self._refuse_strange(request_of(guest, call, None))
-            elif len(self._holdings.spaces) > 1 or not self._fair.free(guest.space):
-                rest = True
-                counts = call.kind in OPERATIONS
-                self._fair.put(guest.space, request_of(guest, call, head), 128, counts=counts)
-            else:
-                if not self._serving.answer_whole(held, guest, call, head):
-                    rest = True
-                    self._serve(held, request_of(guest, call, head))
-                held.seconds += time.monotonic() - began
+            push = guest.push
+            if alone is None or push is None or not self._serving.answer_again(alone, guest, push):
+                rest |= self._take_one(guest, alone)
+        if alone is not None:
+            alone.seconds += time.monotonic() - began
         return len(asked), rest
+
+    def _take_one(self, guest: ServerPeer, alone: AssignedSpace | None) -> bool:
+        """Serve or queue the request in a mailbox; at once where its space is `alone` here, and nothing waits.
+
+        Whether `_serve_all` and `_tend` are due for it.
+        """
+        if guest.box is None:
+            return False  # lost while another was served
+        held = self._holdings.spaces.get(guest.space)
+        try:
+            call, head = self._boxes.take(guest, held)
+        except ValueError as error:
+            self._refuse_box(guest, error)
+            return False
+        finally:
+            if guest.link.head is not None:  # messages came with offered memory: the socket tells of them no more
+                self._again.add(guest)
+        if held is None or head is None:
+            self._refuse_strange(request_of(guest, call, None))
+            return False
+        if held is not alone:
+            counts = call.kind in OPERATIONS
+            self._fair.put(guest.space, request_of(guest, call, head), 128, counts=counts)
+            return True
+        if self._serving.answer_whole(held, guest, call, head):
+            return False
+        self._serve(held, request_of(guest, call, head))
+        return True
 
     def _refuse_box(self, guest: ServerPeer, error: ValueError) -> None:
         assert guest.box is not None
@@ -373,14 +390,16 @@ class GroupServerLoop:
         except LinkError as error:
             self._lose(guest, str(error))
             return
-        if by_box and not guest.gone:
-            self._boxes.answer(guest, message.a, message.b, int(message.weight), by_message=by_message)
+        if box is not None and by_box and not guest.gone:
+            box.answer(message.a, message.b, int(message.weight), BY_MESSAGE if by_message else BY_MEMORY)
+            self._boxes.answered.append(box)
 
     def answer(self, guest: ServerPeer, tag: int, version: int, lead: int, durable: int) -> None:
         """Answer the request of a mailbox, where all that there is to say lies in memory."""
         box = guest.box
         if box is not None and box.open == tag and not guest.gone:
-            self._boxes.answer(guest, version, lead, durable, by_message=False)
+            box.answer(version, lead, durable)
+            self._boxes.answered.append(box)
 
     def report(self, report: SegmentReport) -> None:
         """Tell the manager, at the end of this turn."""

@@ -236,6 +236,8 @@ class Shard:
 
     def own(self, rank: int) -> None:
         """Copy what still counts of a rank's pushes out of the rank's own memory."""
+        if not self._lent:
+            return
         for step, other in [key for key in self._lent if key[1] == rank]:
             self._lent.discard((step, other))
             if rank in self._inbox.get(step, {}):
