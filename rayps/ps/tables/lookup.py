@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from rayps.ps.tables import wire_format
 from rayps.ps.tables.wire_format import Counts, Ids, Slots
 
 
-@dataclass(slots=True)
+@dataclass
 class Lookup:
     """The unique ids of a batch: `ids` [n], by segment, ascending within; `counts` [n], how often each occurs."""
 
@@ -23,8 +24,18 @@ class Lookup:
     counts: Counts
     bounds: list[int]  # segment s has ids[bounds[s]:bounds[s + 1]]
     inverse: Tensor  # of the batch's shape: index into `ids`
-    numbers: Tensor  # of the batch's shape: index into `ids` sorted over all segments
-    order: Tensor | None = None  # [n]: the rows in the order of the sorted ids; None: they are sorted already
+
+    @cached_property
+    def order(self) -> Tensor | None:
+        """The index into `ids` of each id in ascending order over all segments, [n]; None: they are sorted already."""
+        return torch.from_numpy(np.argsort(self.ids)) if len(self.bounds) > 2 else None
+
+    @cached_property
+    def numbers(self) -> Tensor:
+        """Of the batch's shape: index into `ids` sorted over all segments."""
+        if self.order is None:
+            return self.inverse
+        return torch.empty_like(self.order).index_copy_(0, self.order, torch.arange(len(self.ids)))[self.inverse]
 
     def places(self, ids: Ids) -> tuple[Slots, NDArray[np.bool_]]:
         """The index of other ids in this lookup, int64 [m], and which of them it contains, bool [m]."""
@@ -38,24 +49,50 @@ class Lookup:
 
 
 def lookup_of(ids: Tensor, table: SparseTable) -> Lookup:
-    """Make ids of any shape unique and sort them. Raises DataError (a negative id), WorkloadError (not int64)."""
+    """Make ids of any shape unique and group them by segment. Raises DataError (negative), WorkloadError (not int64).
+
+    One sort of integers that contain segment, id and position, where these fit into 63 bits; an argsort otherwise.
+    """
     if ids.dtype is not torch.int64:
         raise WorkloadError(f"the ids of table {table.name!r} are {ids.dtype}: give int64", table=table.name)
-    unique, inverse, counts = torch.unique(ids, sorted=True, return_inverse=True, return_counts=True)
-    if len(unique) and int(unique[0]) < 0:
+    given = ids.reshape(-1).numpy()
+    count = len(given)
+    if count and int(given.min()) < 0:
         raise DataError(
-            f"id {int(unique[0])} of table {table.name!r} is negative: give ids from 0 to 2**63 - 1; for a missing "
+            f"id {int(given.min())} of table {table.name!r} is negative: give ids from 0 to 2**63 - 1; for a missing "
             "value give an id of its own, or leave it out of the bag",
             table=table.name,
         )
-    found, many = unique.numpy(), counts.numpy().astype(np.uint32)
-    order, bounds = wire_format.split(found, table.segments)
-    if table.segments == 1:
-        return Lookup(found, many, bounds, inverse, inverse)
-    place = np.empty_like(order)
-    place[order] = np.arange(len(order))
-    rank = torch.from_numpy(place)
-    return Lookup(found[order], many[order], bounds, rank[inverse], inverse, rank)
+    width, digits = int(given.max(initial=0)).bit_length(), count.bit_length()
+    keys = wire_format.bucket(given, table.segments)
+    if width + digits + table.segments.bit_length() <= 63:
+        keys <<= width
+        keys |= given
+        keys <<= digits
+        keys |= np.arange(count)
+        keys.sort()
+        order = keys & ((1 << digits) - 1)
+        keys >>= digits
+        bounds = np.searchsorted(keys, np.arange(table.segments + 1) << width)
+        keys &= (1 << width) - 1
+    else:
+        order = np.lexsort((given, keys))
+        bounds = np.searchsorted(keys[order], np.arange(table.segments + 1))
+        keys = given[order]
+    first = np.ones(count + 1, bool)  # where an id occurs first; equal ids are in one segment, so side by side
+    np.not_equal(keys[1:], keys[:-1], out=first[1:-1])
+    starts = np.flatnonzero(first)
+    inverse = np.empty_like(order)
+    if len(starts) > count:  # each id occurs once
+        inverse[order] = starts[:-1]
+        return Lookup(keys, np.ones(count, np.uint32), bounds.tolist(), torch.from_numpy(inverse).view(ids.shape))
+    inverse[order] = np.cumsum(first[:-1]) - 1
+    return Lookup(
+        keys[starts[:-1]],
+        np.diff(starts).astype(np.uint32),
+        np.searchsorted(starts, bounds).tolist(),
+        torch.from_numpy(inverse).view(ids.shape),
+    )
 
 
 def merged(pending: list[tuple[Lookup, Tensor]], table: SparseTable) -> tuple[Lookup, Tensor]:
