@@ -11,7 +11,7 @@ from ps_session_fakes import FakeGroup, space_of
 from rayps.cluster.local import until
 from rayps.core.errors import ConfigError, LinkError, PeerLost, PeerTimeout
 from rayps.ps.client.client import GroupServer
-from rayps.ps.client.replay_buffer import ReplayBuffer
+from rayps.ps.client.replay_buffer import LEAST_BLOCK, CopyMemory, ReplayBuffer
 from rayps.ps.client.session import Session
 from rayps.ps.protocol.messages import GroupMessage
 from rayps.ps.protocol.space import SparseTable
@@ -300,6 +300,19 @@ def test_a_reader_has_links_of_its_own(make):
     other.close()
     assert all(place.tolist() == [1.0] * 3 for place in places.values())
     assert server.pull().sum() == 12
+
+
+def test_memory_of_copies_is_reused_once_they_are_dropped(monkeypatch):
+    memory, pieces = CopyMemory(), [bytes([i]) * (LEAST_BLOCK + 999 * i) for i in range(8)]
+    held = [memory.copy(piece) for piece in pieces]
+    assert [bytes(copy) for copy in held] == pieces
+    first = np.frombuffer(held.pop(0), np.uint8).ctypes.data
+    copy = memory.copy(pieces[7][:LEAST_BLOCK])
+    assert np.frombuffer(copy, np.uint8).ctypes.data == first  # the block of the dropped copy
+    assert [bytes(each) for each in held] == pieces[1:] and bytes(copy) == pieces[7][:LEAST_BLOCK]
+    monkeypatch.setattr("rayps.ps.client.replay_buffer.COPY_LIMIT", 0)  # then copies lie in ordinary memory
+    more = [CopyMemory().copy(piece) for piece in [*pieces, b"small", b""]]
+    assert [bytes(each) for each in more] == [*pieces, b"small", b""]
 
 
 def test_what_is_kept_is_bounded_and_counted():

@@ -19,6 +19,7 @@ from rayps.ps.tables import parquet, wire_format
 from rayps.ps.tables.delta import Served, delta, read_delta
 from rayps.ps.tables.hash_index import ABSENT, FIRST, HashIndex
 from rayps.ps.tables.initial_rows import initial, quantile
+from rayps.ps.tables.lookup import lookup_of
 from rayps.ps.tables.pages import ROWS
 from rayps.ps.tables.table_segment import TableSegment, check_table
 from rayps.strategies.parameter_server import ParameterServer
@@ -87,6 +88,29 @@ def test_a_push_is_cut_by_segments_and_nothing_is_lost():
         found |= zip(push.ids.tolist(), push.rows, strict=True)
     assert sorted(found) == keys.tolist()
     assert all(torch.equal(found[key], row) for key, row in zip(keys.tolist(), rows, strict=True))
+
+
+def looked_up_by_torch(given, table):
+    """The slow twin of `lookup_of`: torch.unique, then a stable split by segment."""
+    unique, inverse, counts = torch.unique(given, sorted=True, return_inverse=True, return_counts=True)
+    order, bounds = wire_format.split(unique.numpy(), table.segments)
+    place = torch.empty(len(order), dtype=torch.int64)
+    place[torch.from_numpy(order)] = torch.arange(len(order))
+    return unique.numpy()[order], counts.numpy()[order], bounds, place[inverse], inverse, place
+
+
+@pytest.mark.parametrize("segments", [1, 2, 5, 16])
+@pytest.mark.parametrize("largest", [1, 3, 1000, 2**40, 2**63 - 1])  # the last does not fit beside a position
+def test_a_lookup_equals_torch_unique(largest, segments):
+    table = SparseTable("t", 4, segments)
+    for seed, shape in enumerate([(0,), (1,), (7,), (3, 0, 2), (50, 4), (300,)]):
+        given = torch.randint(0, largest, shape, generator=torch.Generator().manual_seed(seed))
+        found = lookup_of(given, table)
+        keys, counts, bounds, inverse, numbers, order = looked_up_by_torch(given, table)
+        assert (found.ids.tolist(), found.counts.tolist()) == (keys.tolist(), counts.tolist())
+        assert found.bounds == bounds
+        assert torch.equal(found.inverse, inverse) and torch.equal(found.numbers, numbers)
+        assert found.order is None if segments == 1 else torch.equal(found.order, order)
 
 
 def test_buckets_are_even_whatever_the_ids():

@@ -7,10 +7,20 @@ bounded: beyond `limit` bytes the oldest pushes are forgotten, and counted in `d
 
 from __future__ import annotations
 
+import weakref
 from bisect import insort
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+
+import numpy as np
+
+from rayps.comm.link.socket_link import Payload, as_bytes
+from rayps.ps.protocol.mailbox import Bytes, rounded
+
+LEAST_BLOCK = 1 << 14  # bytes; a smaller copy is an ordinary one
+COPY_CHUNK = 1 << 25
+COPY_LIMIT = 1 << 29
 
 
 @dataclass(slots=True)
@@ -20,6 +30,43 @@ class StepPush:
     step: int
     weight: float
     pieces: dict[int, memoryview]
+
+
+class CopyMemory:
+    """Memory for the copies of pushes, reused as soon as a copy is no longer referenced.
+
+    A new page of memory costs several times the copy into it. So blocks are cut from large allocations, which numpy
+    places on huge pages, and are never returned to the system.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Bytes]] = {}  # by size
+        self._rest: Bytes = np.empty(0, np.uint8)
+        self._bytes = 0
+
+    def copy(self, piece: Payload) -> memoryview:
+        """A copy of a piece, in ordinary memory where it is small or `COPY_LIMIT` is reached."""
+        view = as_bytes(piece)
+        size = rounded(len(view))
+        free = self._free.setdefault(size, [])
+        if len(view) < LEAST_BLOCK or not (free or self._room(size)):
+            return memoryview(bytes(view))
+        if free:
+            block = free.pop()
+        else:
+            block, self._rest = self._rest[:size], self._rest[size:]
+        found = block[: len(view)]
+        found[:] = view
+        weakref.finalize(found, free.append, block).atexit = False
+        return found.data
+
+    def _room(self, size: int) -> bool:
+        """Whether the rest has room for a block, after a new allocation where necessary."""
+        wanted = max(COPY_CHUNK, size)
+        if len(self._rest) < size and self._bytes + wanted <= COPY_LIMIT:
+            self._rest = np.empty(wanted, np.uint8)
+            self._bytes += wanted
+        return len(self._rest) >= size
 
 
 class ReplayBuffer:

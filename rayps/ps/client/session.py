@@ -32,7 +32,7 @@ from rayps.ps.client.connections import (
     named,
 )
 from rayps.ps.client.map_subscription import Door
-from rayps.ps.client.replay_buffer import ReplayBuffer
+from rayps.ps.client.replay_buffer import CopyMemory, ReplayBuffer
 from rayps.ps.client.turn import Turn, TurnPart
 from rayps.ps.protocol.mailbox import ROWS, GradientBuffer, array_of, head_of
 from rayps.ps.protocol.messages import GroupMessage, SegmentPayload, error_of, numbers, read_numbers, unpack
@@ -95,7 +95,7 @@ class Session:
         self._lines = ServerConnections(door, space, rank, incarnation, name, timeout, resident=resident, first=first)
         self._turns = threading.RLock()  # one thread at a time: see `catch_up`
         self._next: dict[int, int] = {}  # by segment: the step after the last one that was acknowledged
-        self._pool = BufferPool()
+        self._pool, self._copies = BufferPool(), CopyMemory()
         self._readers: weakref.WeakSet[Session] = weakref.WeakSet()
         self._asks: list[SegmentRequest] = []  # what is under way, in the order to be said
         self._turn: Turn | None = None
@@ -679,7 +679,7 @@ class Session:
         if ask.kind in PUSHES and mark <= ask.step and not ask.kept and self.kept.limit:
             pieces = {index: ask.pieces[index] for index in segments}
             if flight.by_mailbox:  # its memory is used again
-                pieces = {index: memoryview(bytes(as_bytes(piece))) for index, piece in pieces.items()}
+                pieces = {index: self._copies.copy(piece) for index, piece in pieces.items()}
             self.kept.keep(ask.step, ask.weight, pieces, first)
             ask.buffers.clear()
         ask.open -= len(segments)

@@ -111,7 +111,7 @@ class WorkerMemory:
 
         Ordinary memory where the session has as much as it may have.
         """
-        whole = _rounded(size)
+        whole = rounded(size)
         for chunk in self.chunks:
             if chunk.usable and (offset := chunk.take(whole)) >= 0:
                 return self._block(chunk, whole, offset, size)
@@ -168,8 +168,8 @@ class WorkerMemory:
         self.chunks = []
 
 
-def _rounded(size: int) -> int:
-    """A size of blocks: at most an eighth larger, so that those given back fit again."""
+def rounded(size: int) -> int:
+    """The size of a block for `size` bytes: at most an eighth larger, so that blocks given back fit again."""
     if size <= 8 * ALIGN:
         return -(-max(size, 1) // ALIGN) * ALIGN
     step = 1 << (size - 1).bit_length() - 4

@@ -108,12 +108,17 @@ class TableClient:
 
     def asked(self, lookup: Lookup, uses: bool = False) -> dict[int, Buffer]:
         """The pieces of a pull by segment, for segments with ids."""
+        counts, room = lookup.counts if uses else None, self._block(lookup, 0)
         return {
             self.first + s: wire_format.encode_pull(
-                lookup.ids[lo:hi], lookup.counts[lo:hi] if uses else None, self.half, self.session.room
+                lookup.ids[lo:hi], None if counts is None else counts[lo:hi], self.half, room
             ).data
             for s, lo, hi in spans(lookup)
         }
+
+    def _block(self, lookup: Lookup, row: int) -> wire_format.Room:
+        """One block of memory for the pieces of a request with `row` bytes of values for each id."""
+        return wire_format.carved(self.session.room, 40 * (self.table.segments + 1) + len(lookup.ids) * (12 + row))
 
     def landing(self, lookup: Lookup, rows: Tensor) -> dict[int, Buffer] | None:
         """The memory within `rows` that receives each segment's answer; None where answers have another dtype."""
@@ -163,15 +168,15 @@ class TableClient:
 
     def pieces(self) -> dict[int, Buffer]:
         """Take the next push: a piece for every segment of the table."""
-        empty = wire_format.empty_push(self.table, self.session.room).data
-        found: dict[int, Buffer] = {self.first + s: empty for s in range(self.table.segments)}
-        if self._pending:
-            lookup, grads = self._pending[0] if len(self._pending) == 1 else merged(self._pending, self.table)
-            self._pending = []
-            for s, lo, hi in spans(lookup):
-                found[self.first + s] = wire_format.encode_push(
-                    lookup.ids[lo:hi], grads[lo:hi], lookup.counts[lo:hi], self.half, self.session.room
-                ).data
+        pending, self._pending = self._pending, []
+        lookup, grads = pending[0] if len(pending) == 1 else merged(pending, self.table)
+        ids, counts, rows = lookup.ids, lookup.counts, grads.numpy()
+        room = self._block(lookup, rows.itemsize * self.table.dim)
+        empty = wire_format.empty_push(self.table, room).data
+        found: dict[int, Buffer] = dict.fromkeys(range(self.first, self.first + self.table.segments), empty)
+        for s, lo, hi in spans(lookup):
+            push = wire_format.encode_push(ids[lo:hi], rows[lo:hi], counts[lo:hi], self.half, room)
+            found[self.first + s] = push.data
         return found
 
 

@@ -96,13 +96,13 @@ def lookup_of(ids: Tensor, table: SparseTable) -> Lookup:
 
 
 def merged(pending: list[tuple[Lookup, Tensor]], table: SparseTable) -> tuple[Lookup, Tensor]:
-    """Merge the gradients of several lookups: gradients and counts are summed by id."""
-    one = lookup_of(torch.from_numpy(np.concatenate([lookup.ids for lookup, _ in pending])), table)
+    """Merge the gradients of several lookups, or of none: gradients and counts are summed by id."""
+    ids = np.concatenate([np.empty(0, np.int64), *(lookup.ids for lookup, _ in pending)])
+    one = lookup_of(torch.from_numpy(ids), table)
     grads = torch.zeros(len(one.ids), table.dim, dtype=wire_format.DTYPES[table.dtype])
-    grads.index_add_(0, one.inverse, torch.cat([grad for _, grad in pending]).to(grads.dtype))
-    counts = np.zeros(len(one.ids), np.uint32)
-    np.add.at(counts, one.inverse.numpy(), np.concatenate([lookup.counts for lookup, _ in pending]))
-    one.counts = counts
+    grads.index_add_(0, one.inverse, torch.cat([grads[:0], *(grad for _, grad in pending)]).to(grads.dtype))
+    weights = np.concatenate([np.empty(0, np.uint32), *(lookup.counts for lookup, _ in pending)])
+    one.counts = np.bincount(one.inverse.numpy(), weights, len(one.ids)).astype(np.uint32)
     return one, grads
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -25,7 +26,8 @@ from rayps.ps.protocol.space import SparseTable
 COUNTS = 1  # flag: the piece has counts; without them a push counts each id once, and a pull counts nothing
 HALF = 2  # flag: rows are sent as bfloat16, in a push and in the answer to a pull
 _ROWS = 4  # flag: the piece is a push and contains rows
-_HEAD = 24
+_HEADER = struct.Struct("<3q")
+_HEAD = _HEADER.size
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "float64": torch.float64}
 
 Ids = NDArray[np.int64]  # [n]
@@ -97,12 +99,24 @@ def _cell(size: int) -> np.dtype[np.generic]:
     return np.dtype(np.complex128) if size == 16 else np.dtype((np.void, size))  # numpy copies 16 bytes at once
 
 
+def carved(room: Room, size: int) -> Room:
+    """An allocator whose blocks follow one another in one block of `size` bytes of `room`."""
+    left = room(size)
+
+    def take(count: int) -> Bytes:
+        nonlocal left
+        found, left = left[:count], left[count:]
+        return found
+
+    return take
+
+
 def _piece(flags: int, dim: int, ids: Ids, counts: Counts | None, tail: int, room: Room) -> tuple[Bytes, int]:
     """A piece with room for `tail` bytes of rows, padded to 8, and the offset at which they begin."""
     n = len(ids)
     rows = _HEAD + 8 * n + (0 if counts is None else (4 * n + 7) // 8 * 8)
     found = room(rows + (tail + 7) // 8 * 8)
-    found[:_HEAD].view(np.int64)[:] = n, flags | (0 if counts is None else COUNTS), dim
+    _HEADER.pack_into(found.data, 0, n, flags | (0 if counts is None else COUNTS), dim)
     found[_HEAD : _HEAD + 8 * n].view(np.int64)[:] = ids
     if counts is not None:
         found[_HEAD + 8 * n : _HEAD + 12 * n].view(np.uint32)[:] = counts
@@ -136,7 +150,7 @@ def _head(data: Buffer, name: str, push: bool) -> tuple[Bytes, int, int, int]:
     raw = np.frombuffer(data, np.uint8)
     if len(raw) < _HEAD:
         raise ConfigError(f"table {name!r}: a request has {len(raw)} bytes; expected at least {_HEAD}", table=name)
-    n, flags, dim = raw[:_HEAD].view(np.int64).tolist()
+    n, flags, dim = _HEADER.unpack_from(data)
     if bool(flags & _ROWS) != push:
         raise ConfigError(f"table {name!r}: expected a {'push with' if push else 'pull without'} rows", table=name)
     if n < 0 or _HEAD + n * (12 if flags & COUNTS else 8) > len(raw):
