@@ -5,8 +5,10 @@ import importlib
 import json
 import math
 import os
+import sys
 import threading
 import time
+import traceback
 from collections import Counter
 from pathlib import Path
 
@@ -601,14 +603,21 @@ def test_a_job_that_cannot_begin_says_why_in_its_folder(folder, changes, words):
         assert word in outcome["message"]
 
 
+def stacks():
+    """Where every thread is."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = sys._current_frames().items()
+    return "\n".join(f"{names.get(ident)}:\n{''.join(traceback.format_stack(frame))}" for ident, frame in frames)
+
+
 def test_the_actor_begins_by_itself_and_ends_itself(folder):
     """Whoever created it may be killed at once: no further call is needed for the job to run and to leave nothing."""
     cluster = surrounding()
     spec = SPEC | {"working_dir": str(folder)}
     cluster.spawn("rayps.runtime.driver_actor:DriverActor", spec, str(folder / "job"), 1, 0, name="driver-job")
-    assert until(lambda: (folder / "job" / "outcome.json").exists(), 60)
+    assert until(lambda: (folder / "job" / "outcome.json").exists(), 60), stacks()
     assert json.loads((folder / "job" / "outcome.json").read_text())["status"] == "SUCCEEDED"
-    assert until(lambda: cluster.find("driver-job") is None, 60)
+    assert until(lambda: cluster.find("driver-job") is None, 60), stacks()
     begun = json.loads((folder / "job" / "driver.json").read_text())
     started = processes.started(os.getpid())
     assert begun == {"attempt": 1, "pid": os.getpid(), "started": started, "protocol": PROTOCOL}

@@ -281,6 +281,25 @@ def test_messages_that_arrive_with_the_memory_of_a_mailbox_are_served(group, mon
     talk.close()
 
 
+def test_a_connection_that_breaks_before_memory_is_offered_is_made_again(group):
+    """The short way offers memory before it asks: what it finds broken there is no failure of the worker."""
+    made = opened(group, "broken", None, tabled=False)
+    talk = joined(group, made, 0, True)
+    server, out, law = GroupServer(talk), torch.empty(SIZE), torch.ones(SIZE, requires_grad=True)
+    optimizer = momentum([law])
+    for step in range(4):
+        law.grad = torch.full((SIZE,), -20.0 / WORKERS)
+        optimizer.step()
+        server.buffer(SIZE, torch.float32).fill_(-20.0)
+        server.push(server.buffer(SIZE, torch.float32))
+        assert torch.equal(server.pull(out=out), law), step
+        for line in talk._lines.open.values():
+            line.link.hang_up()
+        talk._lines.memory.retire()
+    assert server.step == 4
+    talk.close()
+
+
 def test_a_gradient_in_the_buffer_is_not_copied_and_what_is_pulled_lands_where_it_is_told(group):
     made = opened(group, "buffer", None, tabled=False)
     talk = joined(group, made, 0, True)

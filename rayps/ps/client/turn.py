@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from rayps.core.errors import LinkError
 from rayps.ps.client.connections import ServerConnection, ServerConnections
 from rayps.ps.protocol.mailbox import (
     ANSWERED,
@@ -84,7 +85,7 @@ class Turn:
 
     @classmethod
     def of(cls, lines: ServerConnections, space: Space) -> Turn | None:
-        """None where a server shares no memory, is not joined yet, or the space has tables."""
+        """None where a server shares no memory, is not joined yet or has died, or the space has tables."""
         memory, layout = lines.memory, space.layout
         if memory is None or layout is None or space.segments > len(space.cuts):
             return None
@@ -95,7 +96,10 @@ class Turn:
             line = None if server is None else lines.open.get(server)
             if line is None or line.mailbox is None or not line.joined or len(segments) > ROWS:
                 return None
-            if not line.mailbox.ready or not line.mailbox.offer():
+            try:
+                if not line.mailbox.ready or not line.mailbox.offer():
+                    return None
+            except LinkError:  # the server has died: an exchange detects it, and repeats what it had not received
                 return None
             rows = [
                 (

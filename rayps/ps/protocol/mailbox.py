@@ -167,6 +167,10 @@ class WorkerMemory:
             self.gradients = None
         self.chunks = []
 
+    def __del__(self) -> None:
+        if getattr(self, "wakeup", -1) >= 0:  # of a session that was not closed
+            os.close(self.wakeup)
+
 
 def rounded(size: int) -> int:
     """The size of a block for `size` bytes: at most an eighth larger, so that blocks given back fit again."""
@@ -296,6 +300,10 @@ class WorkerMailbox:
         if self._bell >= 0:
             os.close(self._bell)
             self._bell = -1
+
+    def __del__(self) -> None:
+        if getattr(self, "_bell", -1) >= 0:  # of a session that was not closed
+            os.close(self._bell)
 
 
 def copy_whole(words: memoryview, values: Bytes, place: Bytes) -> bool:

@@ -162,6 +162,10 @@ class StaticSubscription:
             if descriptor >= 0:
                 os.close(descriptor)
 
+    def __del__(self) -> None:
+        if getattr(self, "_wakeup", -1) >= 0:  # of a session that was not closed
+            os.close(self._wakeup)
+
     def _clear(self) -> None:
         with self._lock, contextlib.suppress(BlockingIOError):
             self._woken = False
