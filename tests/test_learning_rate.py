@@ -13,8 +13,8 @@ from torch import nn
 import rayps
 from rayps import ADMM, AllReduce, DiLoCo, Downpour, FedAvg, Hogwild, LocalSGD, ParameterServer, Pipeline
 from rayps.cluster.local import LocalCluster
-from rayps.core.calendar import Boundary
 from rayps.core.errors import WorkloadError
+from rayps.ps.protocol.pieces import Extent
 from rayps.ps.protocol.space import Space, SparseTable
 from rayps.ps.server.dense_segment import DenseSegment
 from rayps.ps.server.shard import Shard
@@ -329,17 +329,7 @@ def test_late_and_repeated_pushes_get_the_rate_of_their_round(elastic):
         space = Space("s", 0, 2, strategy, layout, ((0, 1),))
         one, copy = (DenseSegment(space, 0, recipe()) for _ in range(2))
     else:
-        one = Shard(
-            0,
-            layout,
-            0,
-            1,
-            params=torch.zeros(1, dtype=torch.float64),
-            factory=recipe(),
-            strategy=strategy,
-            start=[0, 0],
-            boundary=Boundary(0, -1),
-        )
+        one = Shard(Extent(layout, 0, 1), strategy, recipe(), torch.zeros(1, dtype=torch.float64), [0, 0])
     order = [(0, 0), (0, 2), (1, 0), (0, 1), (0, 2), (0, 3), (1, 2), (0, 1), (1, 1), (1, 0)]
     for rank, step in order:
         value = torch.full((1,), 2.0 + rank + step, dtype=torch.float64)

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim import SGD
 
-from rayps.core.calendar import Boundary
 from rayps.core.errors import CheckpointError
 from rayps.core.failpoint import VARIABLE, parse
 from rayps.core.ledger import WINDOW, Ledger, anywhere
 from rayps.ps.client.replay_buffer import ReplayBuffer
+from rayps.ps.protocol.pieces import Extent
 from rayps.ps.server.shard import Shard
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.tensors.flat import Layout
@@ -174,15 +174,11 @@ class World:
     def restored(self, i):
         params, ledger = self.saved[i]
         return Shard(
-            i,
-            SLOT_LAYOUT,
-            i * SLOTS,
-            (i + 1) * SLOTS,
-            params=params,
-            factory=lambda p: SGD(p, lr=1.0),
-            strategy=ParameterServer(staleness=None),
-            start=ledger,
-            boundary=Boundary(0, -1),
+            Extent(SLOT_LAYOUT, i * SLOTS, (i + 1) * SLOTS),
+            ParameterServer(staleness=None),
+            lambda p: SGD(p, lr=1.0),
+            params,
+            ledger,
         )
 
     def push(self, rank):
@@ -218,7 +214,7 @@ class World:
 
     def kill_shard(self, i):
         self.lives[i] += 1
-        self.lost[i] += self.shards[i].lost
+        self.lost[i] += self.shards[i].facts(i).lost
         self.shards[i] = self.restored(i)
         for rank in range(RANKS):
             held = self.kept[rank].first(i)
@@ -274,7 +270,7 @@ def test_whatever_is_lost_repeated_reordered_or_killed_each_push_counts_once(mov
     world.finish()
     world.check()
     for shard, before in zip(world.shards, world.lost, strict=True):
-        missing, lost = int((shard.params == 0).sum()), before + shard.lost
+        missing, lost = int((shard.params == 0).sum()), before + shard.facts(0).lost
         assert missing <= lost
         if not worker_died:
             assert lost == 0  # nobody has forgotten anything

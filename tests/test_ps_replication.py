@@ -260,7 +260,7 @@ def test_a_segment_moves_while_it_is_pushed_to(site):
         segment = site.segment("s0", i)
         assert segment.marks() == done
         assert segment.version == sum(done.values())
-        assert any(state for state in segment.shard.moments().values())
+        assert any(state for state in segment.shard.optimizer.moments().values())
     assert site.hosts["s1"]._holdings.spaces[1].holdings == {}
 
 

@@ -51,7 +51,7 @@ def test_what_is_durable_is_not_kept(house):  # noqa: F811
     server.settle()
     assert server.talk.kept.bytes == 4 * N * 8
     for loop in one.loops:
-        loop.do(lambda shard: shard.wanted.add(5))
+        loop.do(lambda shard: shard.retained.requested.add(5))
     server.push(ONES)
     server.settle()
     for loop in one.loops:

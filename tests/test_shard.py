@@ -6,8 +6,9 @@ from torch.optim import SGD, Adam
 
 from rayps.core.calendar import Boundary
 from rayps.core.ledger import WINDOW
+from rayps.ps.protocol.pieces import Extent
 from rayps.ps.server.dense_segment import part_of
-from rayps.ps.server.shard import ReplicatedShard
+from rayps.ps.server.shard import Shard
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.tensors.flat import Layout
 
@@ -22,15 +23,12 @@ FACTORIES = {
 
 def shard(staleness=0, workers=2, factory="sgd", boundary=None, lo=0, hi=N, start=None):
     params = torch.arange(float(N), dtype=torch.float64)[lo:hi]
-    return ReplicatedShard(
-        0,
-        LAYOUT,
-        lo,
-        hi,
-        params=params,
-        factory=FACTORIES[factory],
-        strategy=ParameterServer(staleness=staleness),
-        start=start or [0] * workers,
+    return Shard(
+        Extent(LAYOUT, lo, hi),
+        ParameterServer(staleness=staleness),
+        FACTORIES[factory],
+        params,
+        start or [0] * workers,
         boundary=boundary or Boundary(0, -1),
     )
 
@@ -155,13 +153,13 @@ def test_a_range_leaves_all_else_as_it_was(staleness, factory, lo, length):
 
 def parts(one):
     """What is kept of a shard's states, by round."""
-    return {rounds: part_of(state, rounds, one.lo) for rounds, state in sorted(one.kept.items())}
+    return {rounds: part_of(state, rounds, one.extent.lo) for rounds, state in sorted(one.retained.items())}
 
 
 def flat_state(one):
     """The elementwise optimizer state as vectors over the shard."""
     found = {}
-    for state in one._optimizer.moments().values():
+    for state in one.optimizer.moments().values():
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim() > 0:
                 found.setdefault(key, []).append(value)
@@ -195,22 +193,17 @@ def test_an_empty_range_counts_as_a_step():
     assert torch.equal(one.params, start)
 
 
-def test_pulls_are_views_and_are_counted_by_their_lead():
+def test_pulls_are_counted_by_their_lead():
     one = shard(2, 2)
-    whole, lead = one.pull(0)
-    assert lead == 0
-    assert whole.data_ptr() == one.params.data_ptr()  # the loop sends it before the next push
-    assert torch.equal(one.pull(0, 2, 4)[0], torch.tensor([2.0, 3.0], dtype=torch.float64))
+    assert [one.pulled(0), one.pulled(0)] == [0, 0]
     one.push(0, 0, grad(0), 1.0)
     one.push(0, 1, grad(0), 1.0)
-    assert one.may_pull(0)
-    assert one.pull(0)[1] == 2
+    assert one.clock.may_pull(0)
+    assert one.pulled(0) == 2
     one.push(0, 2, grad(0), 1.0)
-    assert not one.may_pull(0)
-    assert one.facts().staleness == {0: 2, 2: 1}
-    assert one.facts().laggards == [1]
-    one.read()
-    assert one.facts().staleness == {0: 2, 2: 1}
+    assert not one.clock.may_pull(0)
+    assert one.facts(0).staleness == {0: 2, 2: 1}
+    assert one.facts(0).laggards == [1]
 
 
 def test_a_boundary():
@@ -224,7 +217,7 @@ def test_snapshots_are_of_the_boundary_although_others_went_on():
     for step in range(5):
         one.push(0, step, grad(step), 1.0)
         one.push(1, step, grad(50 + step), 1.0)
-        kept[step + 1] = (one.params.clone(), one._optimizer.moments())
+        kept[step + 1] = (one.params.clone(), one.optimizer.moments())
     assert sorted(parts(one)) == [4, 5]
     for rounds, part in parts(one).items():
         assert part.round == rounds

@@ -1,15 +1,14 @@
-"""A segment of the dense vector: a `rayps.ps.server.shard.Shard` that says what its copies must apply, and can be one.
+"""A segment of the dense vector as a server holds it: a `Shard`, pushes and states as bytes, and branches.
 
-What a change is depends on the strategy. Where each push has effect at once, a change is a push. Where a round gathers
-all pushes, a change is the close of a round: their weighted mean where the strategy says that only this matters (its
-`means`), which is one vector however many workers there are; else everyone's values in the order of ranks.
+What a change is depends on the strategy. Where a push has effect at once, a change is a push. Where a round gathers all
+pushes, a change is a closed round: the weighted mean of its pushes if the strategy applies nothing else (its `means`),
+which is one vector for any number of workers; otherwise all its pushes in the order of ranks.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,123 +18,108 @@ from rayps.core.calendar import Boundary
 from rayps.core.errors import CheckpointError, ConfigError
 from rayps.core.ledger import WINDOW, Ledger
 from rayps.core.topology import servers_of
+from rayps.core.values import Buffer
 from rayps.ps.protocol.mailbox import SharedSlice
 from rayps.ps.protocol.pieces import DensePiece, Extent
 from rayps.ps.protocol.rows import ShardRows
 from rayps.ps.protocol.space import Space
-from rayps.ps.server.shard import (
-    CHANGE,
-    MEAN,
-    NEVER,
-    ONE,
-    PUSHED,
-    VALUES,
-    ReplicatedShard,
-    ShardFacts,
-    ShardPart,
-    changes_by,
-)
+from rayps.ps.server.shard import NEVER, PUSHED, Shard, ShardFacts, ShardPart, ShardState
 from rayps.tensors.flat import Layout
 from rayps.tensors.optim import Factory, Moments
 from rayps.tensors.optim import cut as cut_moments
-from rayps.tensors.packing import flat_bytes, full_moments, pack_state, plain_moments, unpack_state
+from rayps.tensors.packing import flat_bytes
 
 
 class DenseSegment:
-    """Elements lo to hi of a space's dense vector. Implements `rayps.ps.protocol.space.ServedSegment`."""
+    """Elements lo to hi of a space's dense vector. Implements `rayps.ps.protocol.space.ServedSegment`.
+
+    A branch has no shard of its own until it or its base is pushed to: until then it reads the base's memory.
+    """
 
     def __init__(self, space: Space, index: int, factory: Factory, *, base: DenseSegment | None = None) -> None:
-        """Zeros, until a state is loaded; or what `base` holds, in its memory, until one of the two steps."""
+        """Begin with zeros, until a state is loaded, or with the values of `base`."""
         if space.layout is None:
             raise ConfigError(f"space {space.name!r} has no dense vector, so no segment {index}", field="segment")
         self.space, self.index, self.factory = space, index, factory
-        self.layout: Layout = space.layout
-        self.lo, self.hi = space.cuts[index]
-        self.rows = self.hi - self.lo
-        self.boundary = NEVER  # rounds after which a state is kept unasked
+        self.extent = Extent(space.layout, *space.cuts[index])
+        self.rows = self.extent.hi - self.extent.lo
         self.operations = 0
-        self.copied = True  # whether changes go to copies; where not, they come back empty
-        self.by = changes_by(space.strategy)
-        self._extent = Extent(self.layout, self.lo, self.hi)
+        self.copied = True  # whether there are backups; without them changes are empty
+        self._boundary = NEVER
         self._checked: tuple[tuple[int, int, float], memoryview | Tensor, DensePiece] | None = (
-            None  # the push checked last
+            None  # the last checked push
         )
         self._base = base
-        self._shared = False  # with workers of this host
+        self._shared = False  # whether workers of this host can read the memory
         self._branches: list[weakref.ref[DenseSegment]] = []
         if base is None:
-            self._settle(torch.zeros(self.rows, dtype=self.layout.dtype), Ledger([0] * space.workers))
+            zeros = torch.zeros(self.rows, dtype=self.extent.layout.dtype)
+            self._become(ShardState(zeros, {}, Ledger([0] * space.workers)), restore=False)
 
-    def _settle(self, params: Tensor, ledger: Ledger) -> None:
-        """Stand on memory of its own."""
+    def _become(self, state: ShardState, *, restore: bool = True) -> None:
+        """Replace the shard by one with this state, in memory of its own."""
         self._base = None
-        self._shard = ReplicatedShard(
-            self.index,
-            self.layout,
-            self.lo,
-            self.hi,
-            params=params,
-            factory=self.factory,
-            strategy=self.space.strategy,
-            start=ledger,
-            boundary=self.boundary,
+        self._shard = Shard(
+            self.extent,
+            self.space.strategy,
+            self.factory,
+            state.params,
+            state.ledger,
+            boundary=self._boundary,
             private=not self._shared,
             ticks=self.space.ticks,
         )
         self._buffer = flat_bytes(self._shard.params).data if self.rows else memoryview(b"")
+        if restore:
+            self._shard.restore(state)
 
-    # ---- what is the same in both lives
+    # ---- the shard
 
     @property
-    def shard(self) -> ReplicatedShard:
-        """The shard, of its own or still its parent's: to be read only, where it is the parent's."""
+    def shard(self) -> Shard:
+        """The segment's shard, or its base's, for reading only."""
         return self._shard if self._base is None else self._base.shard
 
     @property
     def borrows(self) -> bool:
-        """Whether the memory is still another segment's."""
+        """Whether the memory is its base's."""
         return self._base is not None
 
     @property
-    def alone(self) -> ReplicatedShard | None:
-        """The shard, where its memory is no other segment's and workers of this host can read it; else None."""
+    def alone(self) -> Shard | None:
+        """The shard if workers of this host can read its memory and no other segment uses it; else None."""
         return self._shard if self._shared and self._base is None and not self._branches else None
 
     def share(self) -> SharedSlice:
-        """The values in memory that workers of this host can read: from now on they lie in such memory."""
+        """Move the values into memory that workers of this host can read, and return it."""
         if not self._shared:
             self._shared = True
-            self._move(self._shard)
+            self._become(self._shard.state())
         return self._shard.slice
-
-    def _move(self, shard: ReplicatedShard) -> None:
-        head, tensors = unpack_state(self.dump())
-        self._settle(shard.params, shard.ledger)
-        self._shard.restore(head, tensors)
 
     @property
     def seq(self) -> int:
         """Changes that were applied."""
-        return 0 if self._base is not None else self._shard.seq
+        return 0 if self._base is not None else self._shard.changes.seq
 
     @seq.setter
     def seq(self, value: int) -> None:
-        self._own().seq = value
+        self._own().changes.seq = value
 
     @property
     def version(self) -> int:
-        """Steps that the optimizer has taken here."""
+        """Steps of the optimizer."""
         return 0 if self._base is not None else self._shard.version
 
     @property
     def nbytes(self) -> int:
-        """Bytes of parameters and optimizer state that are its own."""
-        return 0 if self._base is not None else self._shard.nbytes
+        """Bytes of its own parameters and optimizer state."""
+        return 0 if self._base is not None else self._shard.optimizer.nbytes
 
     # ---- pushes
 
     def check(self, rank: int, step: int, weight: float, data: memoryview | Tensor) -> None:
-        """Raises ValueError, ConfigError where `push` would."""
+        """Raise what `push` would raise: ValueError, ConfigError."""
         self._checked, read = None, self._read_push(data)
         if not 0 <= weight < float("inf"):
             raise ValueError(f"a push of weight {weight}: give the number of samples, 0 or more")
@@ -144,20 +128,22 @@ class DenseSegment:
             raise ValueError(f"rank {rank} is not one of {len(marks)} workers (0 to {len(marks) - 1})")
         servers = servers_of(self.space.strategy)
         if step - marks[rank] >= WINDOW and not (servers is not None and servers.update.spans):
-            raise ValueError(f"rank {rank} pushed step {step} before step {marks[rank]}: at most {WINDOW - 1} are kept")
+            raise ValueError(
+                f"rank {rank} pushed step {step} before step {marks[rank]}: at most {WINDOW - 1} may be skipped"
+            )
         self._checked = (rank, step, weight), data, read
 
     def _read_push(self, data: memoryview | Tensor) -> DensePiece:
         if not isinstance(data, Tensor):
-            return self._extent.read_push(data)
+            return self.extent.read_push(data)
         if data.numel() not in (0, self.rows):
             raise ValueError(f"a push of {data.numel()} elements does not fit into segment {self.index} of {self.rows}")
         return DensePiece(data)
 
     def push(self, rank: int, step: int, weight: float, data: memoryview | Tensor) -> list[bytes]:
-        """File a push of this segment's elements (or of none: zeros). What copies must apply for it.
+        """File a push of this segment's elements (no bytes: zeros); return the changes that backups must replay.
 
-        A tensor is in the pusher's memory: good until the pusher is answered, and `own` must come before.
+        A tensor is in the pusher's memory: `own` must be called before the pusher is answered.
         """
         known = self._checked
         if known is None or known[0] != (rank, step, weight) or known[1] is not data:
@@ -166,174 +152,153 @@ class DenseSegment:
         assert known is not None, "check() sets it"
         (value, offset, rows), self._checked = known[2], None
         self.operations += 1
-        shard = self._own()
+        shard, lent = self._own(), isinstance(data, Tensor)
         if shard.ledger.seen(rank, step):
             return []
-        lent = isinstance(data, Tensor)
-        if shard.by == PUSHED:
-            change = b""
-            if self.copied:
-                pushed = (flat_bytes(data).data if len(data) else b"") if isinstance(data, Tensor) else data
-                change = b"".join([CHANGE.pack(PUSHED, rank, step, weight), pushed])
+        changes = shard.changes
+        before, changes.recording = changes.seq, self.copied
+        if changes.kind != PUSHED:
             shard.push(rank, step, value, weight, offset, lent, rows)
-            shard.seq += 1
-            return [change]
-        shard.writes = self.copied
-        before = shard.seq
+            return changes.since(before)
+        pushed = (flat_bytes(data).data if len(data) else b"") if isinstance(data, Tensor) else data
+        change = changes.pushed(rank, step, weight, pushed)  # before the strategy may write into the value
         shard.push(rank, step, value, weight, offset, lent, rows)
-        changes, shard.changes = shard.changes, []
-        return changes if self.copied else [b""] * (shard.seq - before)
+        return [change]
 
     def replay(self, change: memoryview) -> None:
-        """Apply one item of what `push` gave on the primary. Raises ValueError."""
-        view = memoryview(change).cast("B")
-        what, first, second, weight = CHANGE.unpack_from(view)
-        shard, rest = self._own(), view[CHANGE.size :]
-        shard.writes = False
-        if what == PUSHED:
-            value, offset, rows = self._extent.read_push(rest)
-            shard.push(first, second, value, weight, offset, rows=rows)
-            shard.seq += 1
-        elif what == MEAN:
-            shard.close_as(first, self._extent.read_push(rest) if second else None)
-        elif what == VALUES:
-            self._replay_values(shard, first, second, rest)
-        else:
-            raise ValueError(f"a change of kind {what} is none of a dense segment")
+        """Apply one of the changes that `push` returned on the primary. Raises ValueError."""
+        self._own().replay(change)
 
     def promoted(self) -> None:
-        """A copy has become the primary: what its state knows of rounds that are complete is applied now."""
+        """Close, as the new primary, the rounds that all ranks have pushed."""
         if self._base is None:
-            self._shard.catch_up()
+            self._shard.finish()
 
     def close(self) -> None:
-        """Its memory is given up; who shares it gets memory of its own."""
+        """Give up the memory; branches copy it first."""
         self._part_from_branches()
-
-    def _replay_values(self, shard: ReplicatedShard, finished: int, count: int, rest: memoryview) -> None:
-        at = count * ONE.size
-        for i in range(count):
-            rank, size, weight = ONE.unpack_from(rest, i * ONE.size)
-            value, offset, rows = self._extent.read_push(rest[at : at + size])
-            at += size
-            shard.push(rank, finished, value.clone(), weight, offset, rows=rows)  # what a state brought along is known
 
     # ---- pulls
 
     def may_pull(self, rank: int) -> bool:
-        """Whether the clock allows a pull of `rank`."""
-        return self._base is not None or self._shard.may_pull(rank)
+        """Return whether a pull of `rank` may be served now."""
+        return self._base is not None or self._shard.clock.may_pull(rank)
 
     def laggards(self) -> list[int]:
-        """The ranks that pulls wait for."""
+        """Return the ranks that pulls wait for."""
         return list(range(self.space.workers)) if self._base is not None else self._shard.clock.laggards()
 
     def pull(
         self, rank: int, data: memoryview = memoryview(b""), out: memoryview | None = None
     ) -> tuple[Any, int, list[bytes]]:
-        """What `read` gives; the lead; nothing for copies."""
+        """Return what `read` returns, the lead of `rank`, and no changes."""
         return self.read(data), self.pulled(rank), []
 
     def pulled(self, rank: int) -> int:
-        """Count a pull of one who reads the values where they are; by how many rounds `rank` leads the slowest."""
+        """Count a pull; return by how many rounds `rank` leads the slowest."""
         self.operations += 1
         if rank not in range(self.space.workers):
             raise ValueError(f"rank {rank} is not one of {self.space.workers} workers")
         return 0 if self._base is not None else self._shard.pulled(rank)
 
     def own(self, rank: int) -> None:
-        """Copy what still counts of a rank's pushes out of the rank's own memory."""
+        """Copy the pushes of a rank that are still needed out of the rank's memory."""
         if self._base is None:
             self._shard.own(rank)
 
     def read(self, data: memoryview = memoryview(b"")) -> Any:
-        """What `data` asks for: all elements or a range of them as a view, good until the next push; or rows.
+        """Return what `data` asks for: all elements or a range, as a view valid until the next push, or rows.
 
-        Raises ValueError, ConfigError: it asks for what is not here.
+        Raises ValueError, ConfigError: the segment does not have it.
         """
         if self._base is not None:
             return self._base.read(data)
         if not len(data):
             return self._buffer
-        area = self._extent.read_pull(data)
+        area = self.extent.read_pull(data)
         if isinstance(area, ShardRows):
             return flat_bytes(area.of(self._shard.params)).data
-        item = self.layout.dtype.itemsize
+        item = self.extent.layout.dtype.itemsize
         return self._buffer[area[0] * item : area[1] * item]
 
     def marks(self) -> dict[int, int]:
-        """By rank: its next step here."""
+        """The next step of each rank."""
         return dict.fromkeys(range(self.space.workers), 0) if self._base is not None else self._shard.ledger.marks
 
     @property
     def ledger(self) -> Ledger:
-        """The pushes that it has, in memory of its own: to be read only."""
+        """The pushes that were applied or filed; read only."""
         return self._own().ledger
 
     def durable(self, rank: int) -> int:
-        """Below this step all of a rank's pushes are applied."""
+        """Return the step below which all pushes of a rank are applied here."""
         if self._base is not None:
             return 0
-        return self._shard.ledger.marks.get(rank, 0) if self.by == PUSHED else self._shard.closed
+        shard = self._shard
+        return shard.ledger.marks.get(rank, 0) if shard.changes.kind == PUSHED else shard.closed
 
     # ---- states
 
-    def dump(self) -> bytes:
-        """The whole state: what `load` takes, and what `state_of` makes."""
+    def _state(self) -> ShardState:
+        """The state; of a branch without a shard, the base's values with a clock at step 0."""
         if self._base is None:
             return self._shard.state()
-        shard = self.shard
-        return _state(shard.params, shard.moments(), shard.groups(), Ledger([0] * self.space.workers))
+        of = self.shard
+        return ShardState(of.params, of.optimizer.moments(), Ledger([0] * self.space.workers), of.optimizer.groups())
 
-    def load(self, state: Any) -> None:
-        """Become what `dump` gave. Raises CheckpointError: it is of another segment, or torn."""
-        head, tensors = unpack_state(state)
-        ledger = Ledger.from_json(head["ledger"])
-        params = tensors[0]
-        if params.numel() != self.rows or params.dtype != self.layout.dtype:
+    def dump(self) -> bytes:
+        """Return the whole state, for `load`; see `state_of`."""
+        return self._state().pack()
+
+    def load(self, state: Buffer) -> None:
+        """Restore what `dump` returned. Raises CheckpointError: it is truncated, or another segment's."""
+        found = ShardState.unpack(state)
+        if found.params.numel() != self.rows or found.params.dtype != self.extent.layout.dtype:
             raise CheckpointError(
-                f"a state of {params.numel()} elements {params.dtype} was given for segment {self.index} "
-                f"of {self.rows} elements {self.layout.dtype}"
+                f"a state of {found.params.numel()} elements {found.params.dtype} was given for segment {self.index} "
+                f"of {self.rows} elements {self.extent.layout.dtype}"
             )
-        if len(ledger.marks) != self.space.workers:
-            raise CheckpointError(f"a state of {len(ledger.marks)} workers was given to {self.space.workers} workers")
+        ranks = len(found.ledger.marks)
+        if ranks != self.space.workers:
+            raise CheckpointError(f"a state of {ranks} workers was given to {self.space.workers} workers")
         self._part_from_branches()
-        self._settle(params.clone(), ledger)
-        self._shard.restore(head, tensors)
+        found.params = found.params.clone()
+        self._become(found)
 
     def begin(self, params: Tensor, ledger: Ledger, moments: Moments, boundary: Boundary) -> None:
-        """Become a part of a snapshot, whose moments are of whole parameters; keep states at `boundary` from now on."""
+        """Restore a part of a snapshot, with moments of whole parameters; retain states at `boundary` from now on."""
         self._part_from_branches()
-        self.boundary = boundary
-        self._settle(params.clone(), ledger.copy())
-        self._shard.load(moments, self.layout)
+        self._boundary = boundary
+        self._become(ShardState(params.clone(), {}, ledger), restore=False)
+        self._shard.optimizer.load(moments, self.extent)
 
     def facts(self, index: int, wanted: int) -> ShardFacts:
-        """What the owner of a static map asks shard `index` while it runs; the state after round `wanted` is kept."""
+        """Return the facts of shard `index` of a static map, and retain the state after round `wanted`."""
         shard = self._own()
-        shard.kept.wanted = wanted
+        shard.retained.wanted = wanted
         if wanted > shard.closed:
-            shard.wanted = {wanted}
-        return replace(shard.facts(), index=index, snapshots=sorted(shard.kept))
+            shard.retained.requested = {wanted}
+        return shard.facts(index)
 
     def skip(self, rank: int, step: int) -> None:
-        """Give up a rank's pushes below `step`: nobody has them any more."""
+        """Count a rank's missing pushes below `step` as lost: no worker retains them."""
         self._own().skip(rank, step)
 
     def keep(self, rounds: Sequence[int]) -> None:
-        """After which rounds to keep a state."""
-        self._own().wanted.update(r for r in rounds if r > self._own().closed)
+        """Retain a state after each of these rounds."""
+        shard = self._own()
+        shard.retained.requested.update(r for r in rounds if r > shard.closed)
 
     def part(self, rounds: int) -> bytes | None:
-        """The state after `rounds`, if it is kept."""
-        return None if self._base is not None else self._shard.kept.get(rounds)
+        """Return the state after `rounds` if it is retained."""
+        return None if self._base is not None else self._shard.retained.get(rounds)
 
     # ---- branches
 
     def branch(
         self, space: Space | None = None, index: int | None = None, factory: Factory | None = None
     ) -> DenseSegment:
-        """Return another segment that begins with the same values.
+        """Return a segment that begins with the same values.
 
         It belongs to another space, with workers, a strategy and an optimizer schedule (`factory`) of its own. The
         memory is shared until one of the two is pushed to.
@@ -345,11 +310,11 @@ class DenseSegment:
         base._branches = [ref for ref in base._branches if ref() is not None] + [weakref.ref(made)]
         return made
 
-    def _own(self) -> ReplicatedShard:
-        """The shard, to write to: in memory that nobody else reads."""
+    def _own(self) -> Shard:
+        """The shard for writing: in memory that no other segment reads."""
         self._part_from_branches()
         if self._base is not None:
-            self._leave(self._base)
+            self._leave()
         return self._shard
 
     def _part_from_branches(self) -> None:
@@ -357,28 +322,13 @@ class DenseSegment:
             branches, self._branches = self._branches, []
             for branch in filter(None, (ref() for ref in branches)):
                 if branch._base is self:
-                    branch._leave(self)
+                    branch._leave()
 
-    def _leave(self, base: DenseSegment) -> None:
-        head, tensors = unpack_state(self.dump())
-        self._settle(base.shard.params.clone(), Ledger([0] * self.space.workers))
-        self._shard.restore(head, tensors)
-
-
-def _state(params: Tensor, moments: Moments, groups: list[dict[str, Any]], ledger: Ledger, version: int = 0) -> bytes:
-    tensors = [params.detach().reshape(-1)]
-    plain = plain_moments(moments, tensors)
-    head = {
-        "seq": 0,
-        "version": version,
-        "ledger": ledger.to_json(),
-        "moments": plain,
-        "groups": groups,
-        "inbox": [],
-        "kept": {},
-        "wanted": [],
-    }
-    return pack_state(head, tensors)
+    def _leave(self) -> None:
+        """Copy the base's state."""
+        state = self._state()
+        state.params = state.params.clone()
+        self._become(state)
 
 
 def state_of(
@@ -390,17 +340,16 @@ def state_of(
     marks: Ledger | Sequence[int],
     version: int = 0,
 ) -> bytes:
-    """A state to LOAD: of the elements from `lo` of a vector, given as `piece`.
+    """Return a state for `load`: of the elements from `lo` of a vector, given as `piece`.
 
     `moments` is the optimizer's state of whole parameters by name (other parameters than the piece's are left out);
     `marks` the next step of each rank, or a ledger.
     """
     ledger = marks if isinstance(marks, Ledger) else Ledger(marks)
-    return _state(piece, cut_moments(moments or {}, layout, lo, lo + piece.numel()), [], ledger, version)
+    return ShardState(piece, cut_moments(moments or {}, layout, lo, lo + piece.numel()), ledger, version=version).pack()
 
 
-def part_of(state: Any, rounds: int, lo: int) -> ShardPart:
-    """A dense segment's state as a shard's share of a checkpoint. Raises CheckpointError."""
-    head, tensors = unpack_state(state)
-    moments = full_moments(head["moments"], tensors)
-    return ShardPart(rounds, lo, tensors[0].clone(), moments, Ledger.from_json(head["ledger"]))
+def part_of(state: Buffer, rounds: int, lo: int) -> ShardPart:
+    """Return a dense segment's state as a shard's share of a checkpoint. Raises CheckpointError."""
+    found = ShardState.unpack(state)
+    return ShardPart(rounds, lo, found.params.clone(), found.moments, found.ledger)

@@ -23,7 +23,7 @@ from rayps.ps.protocol.messages import Role, SegmentPayload
 from rayps.ps.server.assignments import AssignedSegment, AssignedSpace
 from rayps.ps.server.connection import PeerRequest, ServerPeer
 from rayps.ps.server.dense_segment import DenseSegment
-from rayps.ps.server.shard import PUSHED, ReplicatedShard
+from rayps.ps.server.shard import Shard
 
 _EMPTY = memoryview(b"")
 _INFINITE, _INFINITE_STEP = float("inf"), 1 << 62
@@ -136,7 +136,7 @@ def request_of(peer: ServerPeer, call: MailboxCall, head: MailboxHead | None) ->
 
 
 # one segment, its generation, and what is pushed to it; a plain tuple, as all are read at each request
-_Target = tuple[AssignedSegment, int, DenseSegment, ReplicatedShard, Tensor]
+_Target = tuple[AssignedSegment, int, DenseSegment, Shard, Tensor]
 
 
 class WholePush:
@@ -192,11 +192,8 @@ class WholePush:
         rank = self.rank
         for _, _, segment, shard, value in self._targets:
             segment.operations += 2  # the pull too
-            if shard.by == PUSHED:
-                shard.seq += shard.push(rank, step, value, weight, 0, True)
-            else:
-                shard.writes = False
-                shard.push(rank, step, value, weight, 0, True)
+            shard.changes.recording = False
+            shard.push(rank, step, value, weight, 0, True)
 
     @property
     def touched(self) -> list[AssignedSegment]:
@@ -212,7 +209,7 @@ class WholePush:
         """Whether the push of `step` is filed, and the clocks of all segments allow the pull after it."""
         rank = self.rank
         for _, _, _, shard, _ in self._targets:
-            if shard.ledger.marks[rank] <= step or not (shard.clock.staleness is None or shard.may_pull(rank)):
+            if shard.ledger.marks[rank] <= step or not (shard.clock.staleness is None or shard.clock.may_pull(rank)):
                 return False
         return True
 

@@ -96,7 +96,7 @@ class ShardActor:
         if self._loop is None or segment is None:
             return None
         state = self._loop.do(lambda: segment.part(rounds))
-        return None if state is None else part_of(state, rounds, segment.lo)
+        return None if state is None else part_of(state, rounds, segment.extent.lo)
 
     def saved(self, rounds: int) -> None:
         """Note that the snapshot after `rounds` is kept elsewhere: what it holds is durable."""
