@@ -1,9 +1,9 @@
-"""What a push or a pull says about one dense segment, as bytes. Pure: tensors, no sockets.
+"""The piece of a push or a pull that concerns one dense segment, as bytes. Pure: tensors, no sockets.
 
-No bytes: no elements (of a pull: all of them). As many bytes as the segment has: all of its elements. Anything else
-begins with a head that names its form: a range of elements, rows of one parameter by id, or elements that are encoded
-in fewer bytes. So messages, replay buffers and copies carry every form alike, and a push that is repeated is the same
-bytes. Pulls are not encoded: all workers read the same parameters, to the bit.
+An empty piece has no elements (of a pull: asks for all). A piece of the segment's size has all of its elements. Any
+other piece begins with a head that names its form: a range of elements, rows of one parameter by id, or encoded
+elements. Messages, replay buffers and backups carry every form alike, and a repeated push consists of the same bytes.
+Pulls are not encoded: all workers read the same parameters, bit for bit.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _ALIGN = 8
 
 
 class Form(enum.IntEnum):
-    """How a piece with a head is to be read; the numbers behind the form, and the body."""
+    """The form of a piece with a head, with its numbers and its body."""
 
     RANGE = 1  # offset, elements; body of a push: the elements
-    ROWS = 2  # number of the parameter, ids; body: ids (int32), counted from the segment's first row; of a push: rows
-    CODED = 3  # offset, elements, number of the codec; body: what the codec made of them
+    ROWS = 2  # number of the parameter, ids; body: ids (int32) from the segment's first row; of a push also the rows
+    CODED = 3  # offset, elements, number of the codec; body: the encoded elements
 
 
 class DensePiece(NamedTuple):
-    """A push of one segment, read: elements from `offset` on, or of `rows`."""
+    """A decoded push of one segment: elements from `offset` on, or of `rows`."""
 
     value: Tensor
     offset: int = 0
@@ -42,12 +42,12 @@ class DensePiece(NamedTuple):
 
     @property
     def area(self) -> Area:
-        """What of the segment it touches."""
+        """The elements of the segment that it changes."""
         return (self.offset, self.offset + self.value.numel()) if self.rows is None else self.rows
 
 
 def _piece(plain: int, form: Form, numbers: tuple[int, int, int], *body: Any) -> bytes:
-    """A piece with a head; never as long as the segment's `plain` bytes, which would be read as all elements."""
+    """Return a piece with a head, padded so that it is not as long as the segment's `plain` bytes."""
     size = sum(len(part) for part in body)
     padding = -size % _ALIGN
     if _HEAD.size + size + padding == plain:
@@ -56,21 +56,21 @@ def _piece(plain: int, form: Form, numbers: tuple[int, int, int], *body: Any) ->
 
 
 def range_piece(offset: int, count: int, plain: int, value: Any = b"") -> bytes:
-    """`count` elements from `offset` on: their bytes to push, or none to ask for them."""
+    """Return a piece for `count` elements from `offset` on. `value`: their bytes, to push; none, to pull."""
     return _piece(plain, Form.RANGE, (offset, count, 0), value)
 
 
 def rows_piece(rows: ShardRows, plain: int, value: Any = b"") -> bytes:
-    """Rows by id: their bytes to push, or none to ask for them."""
+    """Return a piece for rows by id. `value`: their bytes, to push; none, to pull."""
     ids = rows.ids.numpy().astype(np.int32).tobytes()
     return _piece(plain, Form.ROWS, (rows.entry, len(rows.ids), 0), ids, bytes(-len(ids) % _ALIGN), value)
 
 
 def coded_piece(memory: ErrorFeedback, value: Tensor, lo: int, offset: int, weight: float, plain: int) -> bytes:
-    """An encoded push of elements that begin at `lo` of the whole vector, at `offset` of the segment.
+    """Return an encoded push of elements that begin at `lo` of the whole vector, at `offset` of the segment.
 
-    What was left out of a push is added to the worker's next one (`rayps.comm.compress.ErrorFeedback`). A push of no
-    weight counts nothing and carries zeros: what is remembered stays for the next one.
+    The encoding's error is added to the worker's next push (`rayps.comm.compress.ErrorFeedback`). A push of weight 0
+    has no effect: it consists of zeros, and the error is kept for the next one.
     """
     n = value.numel()
     if weight:
@@ -81,9 +81,9 @@ def coded_piece(memory: ErrorFeedback, value: Tensor, lo: int, offset: int, weig
 
 
 def area_piece(value: Tensor, area: Area, size: int) -> bytes:
-    """A push as it was filed, to be filed by a copy: `value` covers the segment's `size` elements, or the area's rows.
+    """Return an applied push for a backup to apply; `Extent.read_push` returns the area and its elements.
 
-    `read_push` gives the area and its elements back.
+    `value` has the segment's `size` elements, or the area's rows.
     """
     plain = size * value.element_size()
     if isinstance(area, ShardRows):
@@ -107,7 +107,7 @@ class Extent(NamedTuple):
         return (self.hi - self.lo) * self.layout.dtype.itemsize
 
     def read_push(self, data: memoryview) -> DensePiece:
-        """A push's piece. Raises ValueError, ConfigError: it is none of this segment."""
+        """Decode the piece of a push. Raises ValueError, ConfigError: it does not fit this segment."""
         dtype = self.layout.dtype
         if len(data) in (0, self.size):
             return DensePiece(tensor_of(data, dtype))
@@ -121,7 +121,7 @@ class Extent(NamedTuple):
         return DensePiece(decoded(c, tensor_of(body, torch.uint8), b, dtype), a)
 
     def read_pull(self, data: memoryview) -> Area:
-        """What a pull asks for. Raises ValueError, ConfigError: it is none of this segment."""
+        """Return what a pull asks for. Raises ValueError, ConfigError: it does not fit this segment."""
         if not len(data):
             return 0, self.hi - self.lo
         form, a, b, _, body = self._read(data)

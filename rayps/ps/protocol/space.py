@@ -1,9 +1,9 @@
-"""A space: what one job keeps on a server group, and how it is cut into segments.
+"""A space: the part of a server group that belongs to one job, and how it is cut into segments.
 
 Segments are numbered: first those of the dense vector, then those of each table in turn.
 
-A segment on a server (`ServedSegment`) is a state machine without sockets and threads: what `push` returns, applied in
-the same order to a backup by `replay`, makes the backup equal to the bit. So a backup, a move and a recovery are one
+A segment on a server (`ServedSegment`) is a state machine without sockets and threads. A backup that replays the
+results of `push` in the same order is equal to the primary, bit for bit. So a backup, a move and a recovery are one
 operation: a state, then the pushes that followed it.
 """
 
@@ -14,7 +14,7 @@ import io
 import os
 import pickle
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -35,8 +35,8 @@ from rayps.tensors.subset_optimizer import SubsetFactory
 class SparseTable:
     """A sparse table of rows [dim] by 64-bit id, cut into `segments` by a hash of the id.
 
-    `optimizer` is a name and its numbers, e.g. {"name": "adagrad", "lr": 0.1}; `policy` the life of a row (see
-    `rayps.ps.tables.row_lifecycle`), in plain data; `init` how a row begins, e.g. {"name": "uniform", "scale": 0.05}.
+    `optimizer`: a name and its numbers, e.g. {"name": "adagrad", "lr": 0.1}. `policy`: when rows are admitted and
+    evicted (`rayps.ps.tables.row_lifecycle`). `init`: a row's first values, e.g. {"name": "uniform", "scale": 0.05}.
     """
 
     name: str
@@ -51,19 +51,19 @@ class SparseTable:
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What a space may take; None = no limit."""
+    """The limits of a space; None = no limit."""
 
-    bytes: int | None = None  # of parameters, optimizer state and rows, copies not counted
+    bytes: int | None = None  # of parameters, optimizer state and rows, without backups
     operations: float | None = None  # requests a second, over all servers
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """One job's name on the group. `number` is given by the manager, and never twice.
+    """The parameters of one job on a group. The manager gives `number`, and no number twice.
 
-    `layout` and `cuts` are of the dense vector (None and empty where there is none); `factory` is a packed optimizer
-    factory (`rayps.workload.base.pack`), which may have a schedule, and `ticks` says which epoch a round is of;
-    `strategy` decides staleness and what a server does with pushes.
+    `layout` and `cuts` are those of the dense vector; None and empty if there is none. `factory`: a packed optimizer
+    factory (`rayps.core.user_module.pack`), with or without a schedule. `ticks`: the epoch of each round. `strategy`:
+    staleness, and what a server does with pushes.
     """
 
     name: str
@@ -87,7 +87,7 @@ class Space:
         found = servers_of(self.strategy)
         if found is None:
             raise ConfigError(
-                f"space {self.name!r} follows {self.strategy.name}, which keeps nothing on servers: give a strategy "
+                f"space {self.name!r} follows {self.strategy.name}, which has none on servers: give a strategy "
                 "whose topology is Servers(...)",
                 field="strategy",
             )
@@ -95,11 +95,11 @@ class Space:
 
     @property
     def segments(self) -> int:
-        """How many segments there are."""
+        """The number of segments."""
         return len(self.cuts) + sum(table.segments for table in self.tables)
 
     def table(self, name: str) -> tuple[SparseTable, int]:
-        """A table and the number of its first segment. Raises ConfigError."""
+        """Return a table and the number of its first segment. Raises ConfigError: there is no such table."""
         first = len(self.cuts)
         for table in self.tables:
             if table.name == name:
@@ -109,7 +109,7 @@ class Space:
         raise ConfigError(f"there is no table {name!r}; the tables are {known}", field="table")
 
     def table_of(self, index: int) -> tuple[SparseTable, int] | None:
-        """The table that a segment belongs to and which of its segments this is; None = the dense vector."""
+        """Return the table of a segment, and the segment's number within the table; None = the dense vector."""
         index -= len(self.cuts)
         if index < 0:
             return None
@@ -120,17 +120,17 @@ class Space:
         raise ConfigError(f"space {self.name!r} has no segment {index}", field="segment")
 
     def unpack_factory(self) -> Factory:
-        """The packed optimizer factory. Runs the user's code, and raises what that raises.
+        """Unpack the optimizer factory. Runs the user's code, and raises what that raises.
 
-        Classes of rayps are found where they are now, if the factory was packed by a version that had them elsewhere.
+        Classes of rayps are found in their present modules if an older version packed the factory.
         """
         found: Factory = _Unpickler(io.BytesIO(self.factory)).load()
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """The space as JSON-ready data without class paths; see `from_json`.
+        """Return the space as JSON-ready data without class paths; see `from_json`.
 
-        A strategy whose servers do something else than `PlainServers` is pickled.
+        A strategy whose server half is not `PlainServers` is pickled.
 
         Raises:
             ConfigError: an option of a table is not plain data.
@@ -145,9 +145,9 @@ class Space:
             if layout is None
             else {
                 "dtype": str(layout.dtype).removeprefix("torch."),
-                "entries": [[each.name, each.lo, each.hi, list(each.shape)] for each in layout.entries],
+                "entries": [astuple(entry) for entry in layout.entries],
             },
-            "cuts": [list(bounds) for bounds in self.cuts],
+            "cuts": self.cuts,
             "factory": base64.b64encode(self.factory).decode("ascii"),
             "tables": [{name: _plain(value, table) for name, value in asdict(table).items()} for table in self.tables],
             "quota": asdict(self.quota),
@@ -157,7 +157,7 @@ class Space:
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> Space:
-        """The space that `to_json` wrote. Raises KeyError, TypeError, ValueError, ConfigError: it did not."""
+        """Return the space that `to_json` wrote. Raises KeyError, TypeError, ValueError, ConfigError: it is none."""
         layout = found["layout"]
         first_round, first_epoch, steps = found["ticks"]
         return cls(
@@ -165,7 +165,7 @@ class Space:
             found["number"],
             found["workers"],
             _strategy(found["strategy"]),
-            None if layout is None else Layout(tuple(_entry(*each) for each in layout["entries"]), _dtype(layout)),
+            None if layout is None else _layout(layout),
             tuple((lo, hi) for lo, hi in found["cuts"]),
             base64.b64decode(found["factory"], validate=True),
             tuple(SparseTable(**table) for table in found["tables"]),
@@ -194,15 +194,11 @@ class _Unpickler(pickle.Unpickler):
             return found
 
 
-def _entry(name: str, lo: int, hi: int, shape: list[int]) -> Entry:
-    return Entry(name, lo, hi, tuple(shape))
-
-
-def _dtype(layout: dict[str, Any]) -> torch.dtype:
-    found = getattr(torch, layout["dtype"], None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"there is no dtype {layout['dtype']!r}")
-    return found
+def _layout(found: dict[str, Any]) -> Layout:
+    dtype = getattr(torch, found["dtype"], None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"there is no dtype {found['dtype']!r}")
+    return Layout(tuple(Entry(name, lo, hi, tuple(shape)) for name, lo, hi, shape in found["entries"]), dtype)
 
 
 def _strategy_json(given: ServerHalf) -> dict[str, Any]:
@@ -222,7 +218,7 @@ def _strategy(found: dict[str, Any]) -> ServerHalf:
 
 
 def _plain(value: Any, table: SparseTable) -> Any:
-    """What JSON gives back as it was written: text keys, lists, numbers of Python."""
+    """Return an option as data that JSON returns unchanged: text keys, lists, numbers of Python."""
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
     if isinstance(value, dict):
@@ -242,80 +238,81 @@ def _plain(value: Any, table: SparseTable) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class SpaceRank:
-    """A rank's place in a space on an elastic server group; a later incarnation of the rank fences this one."""
+    """A rank's place in a space on a server group. A later incarnation of the rank fences this one."""
 
-    door: dict[str, Any] | StaticMap  # the manager's address and the group's secret, or where the segments are
+    door: dict[str, Any] | StaticMap  # the manager's address and the group's secret, or the map
     space: Space
     incarnation: int
 
 
 class ServedSegment(Protocol):
-    """One segment of a space, as its primary and as a copy."""
+    """One segment of a space, on its primary and on a backup."""
 
-    seq: int  # how many changes were applied: what `push` gave back, one by one
-    operations: int  # pushes and pulls, for the load; rows of them, for a table
-    copied: bool  # whether changes go to copies; where not, they come back empty
+    seq: int  # number of changes applied; a change is one item of what `push` returns
+    operations: int  # pushes and pulls, for the load; of a table, the rows in them
+    copied: bool  # whether there are backups; if not, `push` returns empty changes
 
     @property
     def version(self) -> int:
-        """Steps that the optimizer has taken here."""
+        """The number of optimizer steps."""
 
     @property
     def rows(self) -> int:
-        """Of a table; elements of the dense vector."""
+        """The number of a table's rows; of the dense vector, of its elements."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of parameters, optimizer state and index."""
+        """The bytes of parameters, optimizer state and index."""
 
     def push(self, rank: int, step: int, weight: float, data: memoryview) -> list[bytes]:
-        """File a push, which may close rounds; what copies must apply for it, in order ([]: known, or nothing yet).
+        """File a push, which may complete rounds, and return the changes that backups must replay, in order.
 
-        Raises ValueError, ConfigError: it cannot be; nothing was applied.
+        A repeated push, and one that changes nothing yet, return []. Raises ValueError, ConfigError: the push is
+        invalid, and nothing was applied.
         """
 
     def check(self, rank: int, step: int, weight: float, data: memoryview) -> None:
-        """Raises what `push` would, so that a request of several segments has effect in all of them or in none."""
+        """Raise what `push` would, so that a request of several segments has effect in all of them or in none."""
 
     def replay(self, change: memoryview) -> None:
-        """On a copy: apply one item of what `push` gave on the primary."""
+        """On a backup: apply one change that `push` returned on the primary."""
 
     def may_pull(self, rank: int) -> bool:
-        """Whether a pull of `rank` may be served now."""
+        """Return whether a pull of `rank` may be served now."""
 
     def laggards(self) -> list[int]:
-        """The ranks that pulls wait for."""
+        """Return the ranks that pulls wait for."""
 
     def pull(self, rank: int, data: memoryview, out: memoryview | None = None) -> tuple[Any, int, list[bytes]]:
-        """Return a buffer with the requested values, the lead of `rank`, and what the backups must apply.
+        """Return a buffer with the requested values, the lead of `rank`, and the changes that backups must replay.
 
         The buffer is `out` where the values fit. The lead is the number of rounds that `rank` is ahead of the slowest.
-        Backups apply the rows that this pull created or counted.
+        A pull changes the rows of a table that it creates or counts.
         """
 
     def read(self, data: memoryview) -> Any:
-        """The same outside the clock; changes nothing."""
+        """Return a buffer with the requested values, whatever the clock; changes nothing."""
 
     def marks(self) -> dict[int, int]:
-        """By rank: its next step here."""
+        """Return the next step of each rank."""
 
     def durable(self, rank: int) -> int:
-        """The step of this rank below which all pushes are applied here (copies have what is applied)."""
+        """Return the step of this rank below which all pushes are applied here; backups have what is applied."""
 
     def dump(self) -> bytes:
-        """The whole state, for a copy, a move, a branch or a checkpoint."""
+        """Return the whole state, for a backup, a move, a branch or a checkpoint."""
 
     def load(self, state: Any) -> None:
-        """Become what `dump` gave."""
+        """Replace the state by one that `dump` returned."""
 
     def part(self, rounds: int) -> bytes | None:
-        """The state after `rounds`, if it is kept (see `keep`)."""
+        """Return the state after `rounds`; None if it was not kept (see `keep`)."""
 
     def keep(self, rounds: Sequence[int]) -> None:
-        """After which rounds to keep a state."""
+        """Keep the states after these rounds."""
 
     def branch(self) -> ServedSegment:
-        """Another segment that begins with the same values and goes its own way; memory is shared until it differs.
+        """Return another segment with the same values. Memory is shared until the two differ.
 
-        The branch's clock begins anew, at step 0 for all ranks.
+        The clock of the branch starts at step 0 for all ranks.
         """
