@@ -196,7 +196,7 @@ PLACES = [
             "host: acknowledged, not saved",
             "host: state kept, not collected",
         ],
-        "WorkerActor": ["talk: between servers", "talk: pushed, not heard", "talk: acknowledged"],
+        "WorkerActor": ["session: between servers", "session: sent, not answered", "session: acknowledged"],
     }.items()
     for place in places
 ]
@@ -228,7 +228,7 @@ def test_several_deaths(round_):
         for kind, i, place in (
             ("ShardActor", 0, "host: applied, not forwarded"),
             ("ShardActor", 1, "host: acknowledged, not saved"),
-            ("WorkerActor", chance.randrange(3), "talk: pushed, not heard"),
+            ("WorkerActor", chance.randrange(3), "session: sent, not answered"),
         )
     }
     result, slots = tally(Downpour(n_push=chance.choice([1, 2, 3]), n_fetch=chance.choice([1, 2]), shards=2), arm)

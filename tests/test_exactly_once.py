@@ -67,7 +67,7 @@ def tally(strategy, arm, epochs=2, every=3):
 
 PLACES = {
     "ShardActor": ["host: applied, not forwarded", "host: acknowledged, not saved", "host: state kept, not collected"],
-    "WorkerActor": ["talk: between servers", "talk: pushed, not heard", "talk: acknowledged"],
+    "WorkerActor": ["session: between servers", "session: sent, not answered", "session: acknowledged"],
 }
 
 

@@ -242,11 +242,11 @@ def test_a_server_that_dies_at_a_named_place(place, staleness):
 
 
 TALK_PLACES = [
-    "talk: between servers",
-    "talk: pushed, not heard",
-    "talk: acknowledged",
-    "talk: a newer map",
-    "talk: lost, not said again",
+    "session: between servers",
+    "session: sent, not answered",
+    "session: acknowledged",
+    "session: a newer map",
+    "session: lost, not sent again",
 ]
 
 

@@ -177,7 +177,7 @@ def test_the_short_way_and_the_long_way_give_the_same_bits(group, staleness, mon
     passing, apply, turn = client_session.passing, WholePush.apply, Session.turn
 
     def dying(place):
-        if dies[0] and place == "talk: between servers":
+        if dies[0] and place == "session: between servers":
             raise Died
         passing(place)
 

@@ -195,7 +195,7 @@ def test_a_buffer_of_another_kind_is_ordinary_memory(house):
     server, far = one.join(0), one.join(0, resident=False)
     for given in (server.buffer(12, torch.float32), server.buffer(4, torch.float64), far.buffer(10, torch.float32)):
         assert (given == 0).all()
-        assert not server.talk.gradients().holds(given, 0)
+        assert not server.talk.shared.buffer().holds(given, 0)
     assert far.buffer(10, torch.float32).data_ptr() != server.buffer(10, torch.float32).data_ptr()
 
 
@@ -304,8 +304,8 @@ def test_a_read_that_the_shard_always_steps_in_the_middle_of_comes_by_message(ho
     line, asked = ways(server)[0], []
     monkeypatch.setattr(TurnPart, "take", lambda *_: None)
     monkeypatch.setattr(line.mailbox, "read", lambda *_, **more: False)  # as if every try had been mixed
-    say = line.say
-    monkeypatch.setattr(line, "say", lambda message, payload: (asked.append(message.kind), say(message, payload)))
+    send = line.send
+    monkeypatch.setattr(line, "send", lambda message, payload: (asked.append(message.kind), send(message, payload)))
     server.push(torch.ones(100))
     assert torch.equal(server.pull(), one.start - 0.5)
     assert torch.equal(server.pull(), one.start - 0.5)

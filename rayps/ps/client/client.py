@@ -151,14 +151,14 @@ class GroupServer:
 
     def _lay(self, vector: Tensor, weight: float, rounds: int) -> bool:
         """Push a whole gradient where servers of this host read it; False where there is none of them."""
-        found = self.talk.gradients()
+        found = self.talk.shared.buffer()
         if found is None:
             return False
         if not found.holds(vector, 0):
             found.lay(vector.detach() if vector.requires_grad else vector, found.whole)
         self.bytes_moved += self.size * self._item
         self.step += rounds
-        self._posted = _SentPush(self.step - 1, weight, self.talk.whole(found))
+        self._posted = _SentPush(self.step - 1, weight, self.talk.shared.pieces(found))
         if not self._defer:
             self.settle()
         return True
@@ -230,7 +230,7 @@ class GroupServer:
         Servers of this host read it where it lies: from `push` on it may change once the push is acknowledged (`pull`
         or `settle` has returned). Where no server is on this host, it is ordinary memory.
         """
-        found = self.talk.gradients()
+        found = self.talk.shared.buffer()
         if found is None or dtype != self.dtype or size > found.gradient.numel():
             return torch.zeros(size, dtype=dtype)
         return found.gradient[:size]

@@ -1,7 +1,7 @@
 """A worker's connections to the servers of a space.
 
-`ServerConnection` is one of them, with the requests that were sent and not answered yet. `ServerConnections` opens them
-when they are needed, closes them when a server dies, and tries again in time.
+`ServerConnection` is one connection with its requests in flight. `ServerConnections` opens a connection when a request
+needs it, closes it when the server dies, and limits how often an unreachable server is called.
 """
 
 from __future__ import annotations
@@ -17,34 +17,36 @@ import numpy as np
 
 from rayps.comm.link import Link, Message, connect
 from rayps.comm.link.memory import Fence
-from rayps.comm.link.socket_link import as_bytes
+from rayps.comm.link.socket_link import EMPTY, as_bytes
 from rayps.core.errors import LinkError, PeerLost, PeerTimeout
 from rayps.core.failpoint import passing
 from rayps.ps.client.map_subscription import Door, subscribe
 from rayps.ps.protocol.mailbox import AVAILABLE, WAITS, WorkerMailbox, WorkerMemory, mailbox
-from rayps.ps.protocol.messages import GroupMessage, SegmentPayload, error_of, pack_head, read_numbers
+from rayps.ps.protocol.messages import GroupMessage, error_of, read_numbers, unpack
 from rayps.ps.protocol.segment_map import SpaceMap, StaticMap
 from rayps.ps.protocol.space import Space
 
-CALL_SECONDS = (0.1, 2.0)  # first and longest try to reach a server; it may be dead, and the map not say so yet
-PROBE_SECONDS = 0.002  # to find out whether a server that was lost listens at all
-PAUSE_SECONDS = (0.005, 0.1)  # first and longest pause before a server that refused or was lost is asked again
-NAP_SECONDS = 0.05  # between two looks where nobody holds a segment
+CALL_SECONDS = (0.1, 2.0)  # first and longest attempt to connect to a server, which may be dead and still in the map
+PROBE_SECONDS = 0.002  # to detect whether a server that was lost listens at all
+PAUSE_SECONDS = (0.005, 0.1)  # first and longest pause before the next request to a server that refused or was lost
+NAP_SECONDS = 0.05  # between two checks while a segment has no primary
+POOLED_BYTES = 1 << 14  # memory for smaller payloads is not reused
 
 
-class _Trouble:
-    """A server that refused or was lost: when to try again."""
+class _Backoff:
+    """When to try a server again that refused a request or was lost: with growing pauses."""
 
     def __init__(self) -> None:
         self.pause, self.call, self.until = PAUSE_SECONDS[0], CALL_SECONDS[0], 0.0
 
-    def again(self) -> None:
+    def extend(self) -> None:
+        """Wait for the next, longer pause."""
         self.until = time.monotonic() + self.pause
         self.pause = min(2 * self.pause, PAUSE_SECONDS[1])
 
 
 class ServerConnections:
-    """By server, the links of one holder of a rank, and the map that says whom to ask."""
+    """The connections of one holder of a rank, by server, and the map of the space's segments."""
 
     def __init__(
         self,
@@ -60,29 +62,29 @@ class ServerConnections:
     ) -> None:
         """With `resident`, share memory with servers of this host.
 
-        `first(server)` gives the first step that can be pushed again to a server, which gives up the steps below.
+        `first(server)` returns the first step that can be repeated to a server, which counts the steps below as lost.
         """
         self.space, self.rank, self.name, self.timeout = space, rank, name, timeout
         self.watch = subscribe(door, space.number, name, timeout)
         self.map: SpaceMap = self.watch.map
         self.open: dict[str, ServerConnection] = {}
         self.ended = False
-        self.breaks = 0  # times that a server was lost, or segments got another holder
-        self.changes = 0  # of `open`
+        self.breaks = 0  # counts lost servers, and maps in which segments have another holder
+        self.changes = 0  # counts changes of `open`
         self.deadline = 0.0
         self.memory = WorkerMemory() if resident and AVAILABLE else None
         self.fence = Fence()
         self._incarnation, self._first = incarnation, first
-        self.troubles: dict[str, _Trouble] = {}  # by server: those that refused or were lost
+        self.backoffs: dict[str, _Backoff] = {}  # by server: those that refused a request or were lost
         self._joins = 0
 
     def newer(self) -> set[int] | None:
-        """Take over a newer map, if there is one: the segments that have another primary or generation."""
+        """Apply a newer map, if there is one; return the segments whose primary or generation changed."""
         found = self.watch.look()
         if found is None:
             return None
         old, self.map = self.map, found
-        self.troubles.clear()
+        self.backoffs.clear()
         changed = {
             index
             for index, (a, b) in enumerate(zip(old.holdings, found.holdings, strict=True))
@@ -90,14 +92,18 @@ class ServerConnections:
         }
         self.breaks += bool(changed)
         for line in list(self.open.values()):
-            if found.addresses.get(line.server) != old.addresses.get(line.server):  # another process has its name
+            if found.addresses.get(line.server) != old.addresses.get(line.server):  # another process with this name
                 self.lose(line)
         return changed
 
-    def line(self, server: str) -> ServerConnection | None:
-        """The link to a server, on which this rank has said who it is; None while it cannot be reached, or refuses."""
-        trouble = self.troubles.get(server)
-        if trouble is not None and time.monotonic() < trouble.until:
+    def to(self, server: str) -> ServerConnection | None:
+        """Return the connection to a server, opened with a JOIN; None while it is unreachable or backs off.
+
+        Raises:
+            PeerLost: it died, and will not be replaced.
+        """
+        backoff = self.backoffs.get(server)
+        if backoff is not None and time.monotonic() < backoff.until:
             return None
         known = self.open.get(server)
         if known is not None:
@@ -106,82 +112,87 @@ class ServerConnections:
         if address is None or self.ended:
             return None
         try:
-            link = self._call(address, trouble or self._trouble(server), known_trouble=trouble is not None)
+            link = self._call(address, backoff or self._backoff(server), known_trouble=backoff is not None)
         except LinkError as error:
             raise PeerLost(f"{server!r} closed the connection or died: {error}", peer=server) from error
         if link is None:
             return None
         self.changes += 1
-        line = self.open[server] = ServerConnection(server, link, mailbox(link, self.memory))
-        self.join(line)
+        made = self.open[server] = ServerConnection(server, link, mailbox(link, self.memory))
+        self.join(made)
         return self.open.get(server)
 
-    def _call(self, address: str, trouble: _Trouble, known_trouble: bool) -> Link | None:
-        """A link to a server, or None. One that does not listen takes no time: a newer map may come meanwhile.
+    def _call(self, address: str, backoff: _Backoff, known_trouble: bool) -> Link | None:
+        """Connect to a server; None if it is slow or, after a short probe, does not listen.
 
         Raises LinkError: it does not listen, and will not be replaced.
         """
-        patience = min(trouble.call, max(0.001, self.deadline - time.monotonic()))
+        patience = min(backoff.call, max(0.001, self.deadline - time.monotonic()))
         for seconds in (PROBE_SECONDS, patience) if known_trouble else (patience,):
             try:
                 return connect(address, name=self.name, secret=self.watch.door["secret"], generation=0, timeout=seconds)
             except PeerTimeout:
-                continue  # it listens, and is slow
+                continue  # it listens but is slow
             except LinkError:
                 if self.watch.final:
                     raise
                 break
-        trouble.call = min(2 * trouble.call, CALL_SECONDS[1])
-        trouble.again()
+        backoff.call = min(2 * backoff.call, CALL_SECONDS[1])
+        backoff.extend()
         return None
 
     def join(self, line: ServerConnection) -> None:
-        """Say who this is; JOINED is to come."""
+        """Send a JOIN with this rank and incarnation; the server answers JOINED."""
         self._joins -= 1
         line.joined, line.joining = False, self._joins
         try:
             more = struct.pack("<dq", self.timeout, -1 if self._first is None else self._first(line.server))
-            line.say(
+            line.send(
                 Message(GroupMessage.JOIN, line.joining, self.space.number, self.rank, float(self._incarnation)), more
             )
         except LinkError:
             self.lose(line)
 
     def lose(self, line: ServerConnection) -> None:
-        """A link has failed: what was under way on it is to be said again."""
+        """Close a connection that failed; its requests in flight must be sent again."""
         if self.open.pop(line.server, None) is not None:
             self.breaks += 1
             self.changes += 1
-            if line.waits and self.memory is not None:
+            if line.pending and self.memory is not None:
                 self.memory.retire()
             line.close()
             for flight in line.flights.values():
                 flight.reopen()
             line.flights.clear()
             self.refused(line.server)
-            passing("talk: lost, not said again")
+            passing("session: lost, not sent again")
 
     def refused(self, server: str) -> None:
-        """Do not ask this server for a moment: what was said to it cannot be there, or not yet."""
-        self._trouble(server).again()
+        """Send nothing to this server for a moment: it does not have the segments, or not yet."""
+        self._backoff(server).extend()
 
     def answered(self, server: str) -> None:
         """Record that this server has the segments that the map assigns to it."""
-        self.troubles.pop(server, None)
+        self.backoffs.pop(server, None)
 
-    def wait(self, unsaid: list[int]) -> None:
-        """Sleep until something arrives, or `unsaid` may be said again. Raises PeerTimeout, PeerLost."""
+    def wait(self, unsent: list[int]) -> None:
+        """Block until a message or a map arrives, or requests to the segments `unsent` may be sent again.
+
+        Raises:
+            PeerTimeout: the deadline has passed; it names the silent servers.
+            PeerLost: `hang_up` was called.
+        """
         now = time.monotonic()
         if self.ended:
             raise PeerLost(f"{self.name} has been ended on this side", peer=self.name)
         if now > self.deadline:
-            raise self._late(unsaid)
+            raise self._late(unsent)
         ends = self.deadline
-        if unsaid:
+        if unsent:
             self.watch.seek()
-            ends = min(ends, *(t.until for t in self.troubles.values() if t.until > now), now + NAP_SECONDS)
+            ends = min(ends, *(each.until for each in self.backoffs.values() if each.until > now), now + NAP_SECONDS)
         poll = select.poll()
-        boxes = [line.mailbox for line in self.open.values() if line.mailbox is not None and line.waits]
+        boxes = [line.mailbox for line in self.open.values() if line.mailbox is not None and line.pending]
         for line in self.open.values():
             poll.register(line.link.fileno(), line.events)
         if not self.watch.lost:
@@ -191,7 +202,7 @@ class ServerConnections:
         for box in boxes:
             box.words[WAITS] = 1
         self.fence()
-        if not any(line.heard for line in self.open.values()):
+        if not any(line.readable for line in self.open.values()):
             poll.poll(max(1, int(1000 * (ends - now))))
         for box in boxes:
             box.words[WAITS] = 0
@@ -199,7 +210,7 @@ class ServerConnections:
             self.memory.hush()
 
     def hang_up(self) -> None:
-        """End what another thread waits for in here. Any thread may call it."""
+        """End every wait of another thread with PeerLost. Any thread may call it."""
         self.ended = True
         self.watch.hang_up()
         for line in list(self.open.values()):
@@ -215,23 +226,23 @@ class ServerConnections:
         if self.memory is not None:
             self.memory.close()
 
-    def _trouble(self, server: str) -> _Trouble:
-        return self.troubles.setdefault(server, _Trouble())
+    def _backoff(self, server: str) -> _Backoff:
+        return self.backoffs.setdefault(server, _Backoff())
 
-    def _late(self, unsaid: list[int]) -> PeerTimeout:
+    def _late(self, unsent: list[int]) -> PeerTimeout:
         silent = {
             line.server: sorted({index for flight in line.flights.values() for index in flight.segments})
             for line in self.open.values()
             if line.flights
         }
-        said = [f"server {name!r} did not answer for {named(which)}" for name, which in silent.items()]
-        segments = sorted({*unsaid, *(index for which in silent.values() for index in which)})
-        if unsaid:
-            holders = ", ".join(str(each) for each in sorted(map(str, self.map.by_server(sorted(set(unsaid))))))
-            lost = ", and the manager is lost" if self.watch.lost else ""
-            said.append(f"{named(sorted(set(unsaid)))} could not be asked for (held by {holders}{lost})")
+        reasons = [f"server {name!r} did not answer for {named(which)}" for name, which in silent.items()]
+        segments = sorted({*unsent, *(index for which in silent.values() for index in which)})
+        if unsent:
+            holders = ", ".join(sorted(map(str, self.map.by_server(unsent))))
+            lost = "; the manager is unreachable" if self.watch.lost else ""
+            reasons.append(f"no request could be sent for {named(sorted(set(unsent)))} (held by {holders}{lost})")
         return PeerTimeout(
-            f"space {self.space.name!r}: {'; '.join(said)} within {self.timeout:g} s (the knob is `timeout`)",
+            f"space {self.space.name!r}: {'; '.join(reasons)} within {self.timeout:g} s (the knob is `timeout`)",
             peer=next(iter(silent), "manager"),
             seconds=self.timeout,
             segments=segments,
@@ -239,10 +250,10 @@ class ServerConnections:
 
 
 def take_seat(door: StaticMap, space: Space, rank: int, timeout: float) -> int:
-    """Become the next holder of a rank where there is no manager: the server of segment 0 counts the incarnations.
+    """Return a new incarnation of a rank where there is no manager: the server of segment 0 counts them.
 
     Raises:
-        PeerTimeout, PeerLost: it does not answer.
+        PeerTimeout, PeerLost: that server does not answer.
     """
     found = door.map
     server = str(found.holdings[0].primary)
@@ -258,85 +269,109 @@ def take_seat(door: StaticMap, space: Space, rank: int, timeout: float) -> int:
 
 
 def named(segments: list[int]) -> str:
-    """Some segments, in words."""
+    """Return a list of segments for a message, at most eight of them."""
     shown = ", ".join(map(str, segments[:8])) + (f" and {len(segments) - 8} more" if len(segments) > 8 else "")
     return f"segment{'s' if len(segments) != 1 else ''} {shown}"
 
 
-POOLED_BYTES = 1 << 14  # smaller payloads are not worth keeping memory for
 PUSHES = frozenset({GroupMessage.PUSH, GroupMessage.PUSH_PULL})
-PATIENT = frozenset(
-    {GroupMessage.PULL, GroupMessage.PUSH_PULL, GroupMessage.READ, GroupMessage.FLUSH}
-)  # these say how long their answer may wait
-BY_MAILBOX = frozenset({GroupMessage.PUSH, GroupMessage.PULL, GroupMessage.PUSH_PULL, GroupMessage.READ})
 
 
 @dataclass(slots=True)
 class SegmentRequest:
-    """Track one request to several segments, which may be on several servers.
+    """One request to several segments, which may be on several servers.
 
-    `unsaid` are the segments to which it must be sent, for the first time or again; `open` counts those without an
+    `unsent` are the segments to which it must be sent, for the first time or again; `open` counts those without an
     answer.
     """
 
     kind: GroupMessage
     step: int
     weight: float
-    pieces: dict[int, Any]  # buffers; once said, of a push, where they lie in `buffers`
-    landing: dict[int, Any] | None = None
+    pieces: dict[int, Any]  # buffers; of a push that was sent, where they lie in `buffers`
+    landing: dict[int, Any] | None = None  # by segment: writable buffers for the values
     answers: dict[int, Any] = field(default_factory=dict)
-    unsaid: dict[int, None] = field(default_factory=dict)  # in order
+    unsent: dict[int, None] = field(default_factory=dict)  # in order
     open: int = 0
     lead: int = 0
     version: int | None = None
     durable: int | None = None
-    buffers: list[Any] = field(default_factory=list)
-    kept: bool = False  # some of its memory is kept by others
+    buffers: list[Any] = field(default_factory=list)  # payloads of messages, to be used again
+    repeated: bool = False  # a push out of the replay buffer, which owns its memory
     by_message: bool = False  # it must not go by mailbox
     torn: bool = False  # what is read of a segment may be of several versions
 
     def __post_init__(self) -> None:
-        self.unsaid = dict.fromkeys(self.pieces)
+        self.unsent = dict.fromkeys(self.pieces)
         self.open = len(self.pieces)
+
+    def answered(self, segments: list[int], message: Message) -> None:
+        """Record an answer of these segments, without its values."""
+        durable = int(message.weight)
+        self.open -= len(segments)
+        self.durable = durable if self.durable is None else min(durable, self.durable)
+        if message.kind == GroupMessage.VALUE:
+            self.lead = max(self.lead, message.b)
+            self.version = message.a if self.version is None else min(message.a, self.version)
+        else:
+            self.answers.update(dict.fromkeys(segments, EMPTY))
+
+    def land(self, server: str, payload: Any) -> None:
+        """Copy the values of an answer to their places. Raises LinkError: they have another size."""
+        for index, _, data in unpack(payload):
+            place = None if self.landing is None else self.landing.get(index)
+            if place is None:
+                self.answers[index] = data if self.landing is None else memoryview(bytes(data))
+                continue
+            view = as_bytes(place)
+            if len(view) != len(data):
+                raise LinkError(
+                    f"{server!r} sent {len(data)} bytes of segment {index} where {len(view)} were expected",
+                    peer=server,
+                    given=len(data),
+                    expected=len(view),
+                )
+            view[:] = data
+            self.answers[index] = EMPTY
 
 
 @dataclass(slots=True)
 class InFlight:
-    """What of an ask was said to one server."""
+    """The part of a request that was sent to one server and is not answered."""
 
-    ask: SegmentRequest
+    request: SegmentRequest
     segments: list[int]
     by_mailbox: bool = False
     outs: dict[int, Any] = field(default_factory=dict)  # where rows are put that do not land in their place at once
 
     def reopen(self) -> None:
-        """It is to be said again."""
-        self.ask.unsaid.update(dict.fromkeys(self.segments))
+        """Mark it as unsent."""
+        self.request.unsent.update(dict.fromkeys(self.segments))
 
 
 class ServerConnection:
-    """One server, as a worker speaks to it."""
+    """A worker's connection to one server, its requests in flight there, and the mailbox where memory is shared."""
 
     def __init__(self, server: str, link: Link, mailbox: WorkerMailbox | None = None) -> None:
         self.server, self.link, self.mailbox = server, link, mailbox
         self.flights: dict[int, InFlight] = {}  # by tag
-        self.marks: dict[int, int] = {}  # by segment: the rank's next step there, as of joining
+        self.marks: dict[int, int] = {}  # by segment: the rank's next step there when it joined
         self.joined = False
-        self.joining = -1  # tag of the JOIN that is not answered
+        self.joining = -1  # tag of the unanswered JOIN
         self._scratch = np.empty(0, np.uint8)
 
-    def say(self, message: Message, payload: Any) -> None:
-        """Send what leaves at once; the rest leaves while answers are awaited. Raises LinkError."""
+    def send(self, message: Message, payload: Any) -> None:
+        """Send what the socket takes; the rest leaves while answers are awaited. Raises LinkError."""
         self.link.queue(message, payload, copy=False)
 
     @property
-    def waits(self) -> bool:
+    def pending(self) -> bool:
         """Whether a request in the mailbox is not answered."""
         return self.mailbox is not None and not self.mailbox.answered
 
     @property
-    def heard(self) -> bool:
-        """Whether the answer to a request that is under way can be read out of the mailbox."""
+    def readable(self) -> bool:
+        """Whether the mailbox has the answer to a request in flight."""
         box = self.mailbox
         if box is None or not box.answered:
             return False
@@ -344,18 +379,20 @@ class ServerConnection:
         return flight is not None and flight.by_mailbox and box.readable
 
     def close(self) -> None:
-        """Close the link, and give up the mailbox."""
+        """Close the link and the mailbox."""
         self.link.close()
         if self.mailbox is not None:
             self.mailbox.close()
 
     @property
     def events(self) -> int:
-        """What to wait for."""
+        """The poll events to wait for."""
         return select.POLLIN | (self.link.interest if self.link.queued else 0)
 
     def next(self) -> Message | None:
-        """The next message, if it is here; the payload of an answer that has its places is good until the next call.
+        """Return the next message, None if none has arrived.
+
+        The payload of a VALUE with landing places is valid until the next call.
 
         Raises LinkError.
         """
@@ -365,50 +402,10 @@ class ServerConnection:
             return None
         flight = self.flights.get(head.tag)
         into = None
-        if flight is not None and flight.ask.landing is not None and head.kind == GroupMessage.VALUE:
+        if flight is not None and flight.request.landing is not None and head.kind == GroupMessage.VALUE:
             size = link.pending_bytes
             if size >= POOLED_BYTES:
                 if len(self._scratch) != size:
                     self._scratch = np.empty(size, np.uint8)
                 into = self._scratch
         return link.try_recv(into)
-
-
-class BufferPool:
-    """Memory for payloads, used again: a fresh one costs as much as the copy into it."""
-
-    def __init__(self) -> None:
-        self._free: dict[int, list[Any]] = {}
-
-    def take(self, size: int) -> Any:
-        """Memory of `size` bytes, not cleared."""
-        free = self._free.get(size)
-        return free.pop() if free else memoryview(np.empty(size, np.uint8))  # type: ignore[arg-type]
-
-    def give(self, buffers: list[Any]) -> None:
-        """Take memory back that nobody reads any more."""
-        for buffer in buffers:
-            if len(buffer) >= POOLED_BYTES:
-                free = self._free.setdefault(len(buffer), [])
-                if len(free) < 4:
-                    free.append(buffer)
-
-    def clear(self) -> None:
-        """Forget it: other sizes will be needed."""
-        self._free.clear()
-
-
-def gather(pieces: list[SegmentPayload], pool: BufferPool) -> tuple[Any, list[Any]]:
-    """A request's payload as `messages.pack` makes it, in one copy, and where each piece lies in it."""
-    head = pack_head(pieces)
-    views = [as_bytes(each.data) for each in pieces]
-    payload = pool.take(len(head) + sum(map(len, views)))
-    at = len(head)
-    payload[:at] = head
-    places = []
-    for view in views:
-        place = payload[at : at + len(view)]
-        place[:] = view
-        places.append(place)
-        at += len(view)
-    return payload, places

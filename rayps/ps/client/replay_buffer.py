@@ -1,8 +1,9 @@
-"""What a worker keeps of its pushes until they are durable, so that it can say them again. Pure: no sockets.
+"""A worker's pushes that are not durable yet, retained so that they can be pushed again. Pure: no sockets.
 
-A push that a server has only filed (a round that waits for others) is not with the copies yet. When its segment gets
-another primary, what that one lacks is said again from here; where it is known, the ledger drops it. Memory is
-bounded: beyond `limit` bytes the oldest pushes are forgotten, and counted in `dropped`.
+A server acknowledges a push that waits for its round before the backups have it. When the segment gets another primary,
+the worker repeats from here what that primary lacks; its ledger drops a push that it has. Memory is bounded: beyond
+`limit` bytes the oldest pushes are evicted, and counted in `dropped`. An evicted push that only a dead server had is
+lost.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import weakref
 from bisect import insort
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +26,7 @@ COPY_LIMIT = 1 << 29
 
 @dataclass(slots=True)
 class StepPush:
-    """One step's push: its pieces by segment, of those where it is not durable yet. They must not change."""
+    """One step's push: its pieces by segment, of the segments where it is not durable. The bytes must not change."""
 
     step: int
     weight: float
@@ -45,7 +46,7 @@ class CopyMemory:
         self._bytes = 0
 
     def copy(self, piece: Payload) -> memoryview:
-        """A copy of a piece, in ordinary memory where it is small or `COPY_LIMIT` is reached."""
+        """Return a copy of a piece, in ordinary memory where it is small or `COPY_LIMIT` is reached."""
         view = as_bytes(piece)
         size = rounded(len(view))
         free = self._free.setdefault(size, [])
@@ -61,7 +62,7 @@ class CopyMemory:
         return found.data
 
     def _room(self, size: int) -> bool:
-        """Whether the rest has room for a block, after a new allocation where necessary."""
+        """Return whether the rest has room for a block; allocate if it has not."""
         wanted = max(COPY_CHUNK, size)
         if len(self._rest) < size and self._bytes + wanted <= COPY_LIMIT:
             self._rest = np.empty(wanted, np.uint8)
@@ -70,18 +71,47 @@ class CopyMemory:
 
 
 class ReplayBuffer:
-    """The pushes of one worker that are not durable everywhere, by segment, oldest first."""
+    """The pushes of one worker that are not durable everywhere, by segment, oldest first.
 
-    def __init__(self, limit: int) -> None:
+    `limit` is in bytes; 0 retains nothing. With `tracks`, the acknowledged steps are recorded even then, for `oldest`.
+    """
+
+    def __init__(self, limit: int, *, tracks: bool = False) -> None:
         self.limit = limit
+        self.records = tracks or limit > 0  # whether `acknowledged` has anything to record
         self.bytes = 0
-        self.dropped = 0  # pushes that were forgotten before they were durable
-        self.since = 0  # those below this step
+        self.dropped = 0  # pushes that were evicted before they were durable
+        self.since = 0  # all evicted pushes are below this step
         self._by_segment: dict[int, deque[tuple[int, float, memoryview]]] = {}
-        self._before: dict[int, int] = {}  # by segment: the step after the last one that is not kept
+        self._before: dict[int, int] = {}  # by segment: the step after the last one that is not retained
+        self._copies = CopyMemory()
+        self._next: dict[int, int] = {}  # by segment: the step after the last one that was acknowledged
 
-    def keep(self, step: int, weight: float, pieces: dict[int, memoryview], first: int | None = None) -> None:
-        """Keep a push; all of one step is one push. Forgets the oldest where it is too much.
+    def joined(self, marks: Mapping[int, int]) -> None:
+        """Record a rank's next step by segment, as servers gave it; steps that are known already stay."""
+        for index, mark in marks.items():
+            self._next.setdefault(index, mark)
+
+    def acknowledged(self, push: StepPush, durable: int, *, copy: bool) -> bool:
+        """Record a push that servers have; return whether its pieces are retained.
+
+        All steps below `durable` are durable in the push's segments. With `copy`, copies are retained: the memory of
+        the pieces is used again.
+        """
+        segments, step = push.pieces.keys(), push.step
+        first = min((self._next.get(index, step) for index in segments), default=step)
+        self._next.update(dict.fromkeys(segments, step + 1))
+        self.durable(segments, durable)
+        if durable > step or not self.limit:
+            return False
+        pieces = push.pieces
+        if copy:
+            pieces = {index: self._copies.copy(piece) for index, piece in pieces.items()}
+        self.keep(step, push.weight, pieces, min(first, step))
+        return True
+
+    def keep(self, step: int, weight: float, pieces: Mapping[int, memoryview], first: int | None = None) -> None:
+        """Retain a push; pieces of the same step are one push. Evicts the oldest pushes beyond the limit.
 
         A push that stands for several steps is named by the last of them, `step`; `first` is the first of them.
         """
@@ -102,7 +132,7 @@ class ReplayBuffer:
             self.dropped, self.since = self.dropped + 1, oldest + 1
 
     def durable(self, segments: Collection[int], mark: int) -> None:
-        """Forget what need not be said again: of these segments, the steps below `mark`."""
+        """Free the pushes of these segments below step `mark`: they need not be repeated."""
         for index in segments:
             held = self._by_segment.get(index)
             while held and held[0][0] < mark:
@@ -110,15 +140,20 @@ class ReplayBuffer:
                 self.bytes -= len(held.popleft()[2])
 
     def among(self, segments: Collection[int]) -> set[int]:
-        """Those of these segments that something is kept of."""
+        """Return those of these segments of which a push is retained."""
         return {index for index in segments if self._by_segment.get(index)}
 
     def first(self, segment: int) -> int | None:
-        """The earliest step that is kept of a segment, also as the first one of a push; None: nothing is kept."""
+        """Return the earliest step that is retained of a segment, also as the first one of a push; None: no push is."""
         return self._before[segment] if self._by_segment.get(segment) else None
 
+    def oldest(self, segments: Iterable[int]) -> int:
+        """Return the first step that can be repeated in all of these segments; -1: nothing was pushed to them."""
+        found = [(self.first(index), index) for index in segments]
+        return min((self._next.get(index, -1) if first is None else first for first, index in found), default=-1)
+
     def of(self, segments: Collection[int], marks: Mapping[int, int] | None = None) -> list[StepPush]:
-        """What is to be said again of these segments, in order; with `marks`, from this step of the segment on."""
+        """Return the retained pushes of these segments in order; with `marks`, from this step of the segment on."""
         found: dict[int, StepPush] = {}
         for index in segments:
             first = 0 if marks is None else marks.get(index, 0)

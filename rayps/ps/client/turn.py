@@ -1,4 +1,4 @@
-"""The commonest exchange in few calls: a push of the whole vector and its pull, through mailboxes of all servers."""
+"""The usual exchange in few calls: a push of the whole vector and its pull, through mailboxes of all servers."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ from rayps.ps.protocol.mailbox import (
 )
 from rayps.ps.protocol.segment_map import SpaceMap
 from rayps.ps.protocol.space import Space
+from rayps.tensors.packing import flat_bytes
 
-_LOOK_MS = 1000  # between two looks at the deadline
+_LOOK_MS = 1000  # between two checks of the deadline
 
 
 class TurnPart:
-    """What one server is asked, and where its answer lands."""
+    """The request to one server, and the places of its values."""
 
     __slots__ = ("_landing", "_offers", "_reads", "box", "head", "line", "segments", "words")
 
@@ -48,9 +49,9 @@ class TurnPart:
         return found
 
     def take(self, landing: Mapping[int, Any], torn: bool) -> tuple[int, int, int] | None:
-        """Copy the values of an answer to their places; its version, lead and durable step.
+        """Copy the values of an answer to their places; return its version, lead and durable step.
 
-        None where it comes by message, or a segment always changes while it is read. Raises LinkError: the server
+        None if it comes by message, or a segment changed during every attempt to read it. Raises LinkError: the server
         offered no such segment.
         """
         version, lead, durable, where, offers = self.box.answer()
@@ -71,7 +72,7 @@ class TurnPart:
 
 
 class Turn:
-    """The requests of such an exchange, good for one map, one set of connections and one gradient buffer."""
+    """The requests of such an exchange, valid for one map, one set of connections and one gradient buffer."""
 
     def __init__(
         self, parts: list[TurnPart], memory: WorkerMemory, gradients: GradientBuffer, found: SpaceMap, changes: int
@@ -85,7 +86,7 @@ class Turn:
 
     @classmethod
     def of(cls, lines: ServerConnections, space: Space) -> Turn | None:
-        """None where a server shares no memory, is not joined yet or has died, or the space has tables."""
+        """Return None if a server shares no memory, is not joined or has died, or if the space has tables."""
         memory, layout = lines.memory, space.layout
         if memory is None or layout is None or space.segments > len(space.cuts):
             return None
@@ -116,11 +117,11 @@ class Turn:
         return cls(parts, memory, gradients, lines.map, lines.changes)
 
     def good(self, lines: ServerConnections) -> bool:
-        """Whether nothing has changed."""
+        """Whether nothing has changed since it was made."""
         return self._map is lines.map and self._changes == lines.changes and self.gradients is self._memory.gradients
 
     def free(self) -> bool:
-        """Whether nothing is under way on any connection."""
+        """Whether no connection has a request in flight."""
         for part in self.parts:
             line, box = part.line, part.box
             if part.words[ANSWERED] != box.tag or line.flights or line.link.queued:
@@ -128,7 +129,7 @@ class Turn:
         return True
 
     def wait(self, lines: ServerConnections, part: TurnPart) -> bool:
-        """Wait for the answer in a mailbox; False where a link has something to say, or the deadline is over."""
+        """Wait for the answer in a mailbox; False if a link becomes readable first, or the deadline passes."""
         words, tag, wakeup = part.words, part.box.tag, self._memory.wakeup
         while words[ANSWERED] != tag:
             words[WAITS] = 1
@@ -142,3 +143,38 @@ class Turn:
             if not ready and (lines.ended or time.monotonic() > lines.deadline):
                 return part.answered
         return True
+
+
+class SharedGradient:
+    """A session's gradient of the whole vector, in memory that servers of this host read, and the plan to push it."""
+
+    def __init__(self, lines: ServerConnections) -> None:
+        self._lines = lines
+        self._plan: Turn | None = None
+        self._whole: tuple[GradientBuffer, dict[int, Any]] | None = None
+
+    def buffer(self) -> GradientBuffer | None:
+        """Return the memory of the gradient; None if no connected server is on this host."""
+        lines = self._lines
+        if self._plan is not None and self._plan.good(lines):
+            return self._plan.gradients
+        memory, layout = lines.memory, lines.space.layout
+        if memory is None or layout is None:
+            return None
+        near = any(line.mailbox is not None and line.mailbox.ready for line in lines.open.values())
+        return memory.gradient(layout.size, layout.dtype) if near else None
+
+    def pieces(self, gradients: GradientBuffer) -> dict[int, Any]:
+        """Return the pieces of a push of the whole gradient, by segment."""
+        if self._whole is None or self._whole[0] is not gradients:
+            laid, item = flat_bytes(gradients.whole), gradients.whole.element_size()
+            self._whole = gradients, {i: laid[a * item : b * item] for i, (a, b) in enumerate(self._lines.space.cuts)}
+        return self._whole[1]
+
+    def turn(self, pieces: Mapping[int, Any]) -> Turn | None:
+        """Return the requests of a push of `pieces`, if these are the whole gradient and no request is in flight."""
+        lines, plan = self._lines, self._plan
+        if plan is None or not plan.good(lines):
+            plan = self._plan = Turn.of(lines, lines.space) if lines.open else None
+        laid = plan is not None and self._whole is not None and self._whole[1] is pieces
+        return plan if plan is not None and laid and plan.free() else None

@@ -1,0 +1,208 @@
+"""How a request leaves for one server, and how its answer is read: in shared memory, else as a message.
+
+On one host a request goes into the server's mailbox (`rayps.ps.protocol.mailbox`): its pieces are in memory that the
+server reads, and values are copied out of the server's memory. Otherwise pieces are packed into one payload.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rayps.comm.link import Message
+from rayps.comm.link.socket_link import EMPTY, as_bytes
+from rayps.core.errors import LinkError
+from rayps.ps.client.connections import (
+    POOLED_BYTES,
+    PUSHES,
+    InFlight,
+    SegmentRequest,
+    ServerConnection,
+    ServerConnections,
+)
+from rayps.ps.protocol.mailbox import ROWS, WorkerMailbox, WorkerMemory, array_of, head_of
+from rayps.ps.protocol.messages import GroupMessage, SegmentPayload, pack_head
+
+_BY_MAILBOX = frozenset({GroupMessage.PUSH, GroupMessage.PULL, GroupMessage.PUSH_PULL, GroupMessage.READ})
+
+
+class RequestSender:
+    """Sends requests on the connections of a session, and reads the answers that arrive in mailboxes."""
+
+    def __init__(self, lines: ServerConnections) -> None:
+        self.pool = BufferPool()
+        self._lines = lines
+        self._item = 0 if lines.space.layout is None else lines.space.layout.dtype.itemsize
+        self._tag = 0
+        self._unsignalled: list[WorkerMailbox] = []  # with a request for which the server was not woken
+
+    def next_tag(self) -> int:
+        """Return a new tag, which an answer repeats."""
+        self._tag += 1
+        return self._tag
+
+    def send(self, line: ServerConnection, request: SegmentRequest, segments: list[int], patience: int) -> None:
+        """Send the part of a request for these segments, which the server holds; `signal` must follow.
+
+        `patience` is how long the server may delay the answer, in milliseconds. A connection that fails is closed, and
+        the segments remain unsent.
+        """
+        if not self._send_by_mailbox(line, request, segments, patience):
+            self._send_by_message(line, request, segments, patience)
+
+    def signal(self) -> None:
+        """Wake the servers that sleep and have a request in their mailbox."""
+        if self._unsignalled:
+            self._lines.fence()
+            for box in self._unsignalled:
+                box.ring()
+            self._unsignalled = []
+
+    def _send_by_message(
+        self, line: ServerConnection, request: SegmentRequest, segments: list[int], patience: int
+    ) -> None:
+        holdings = self._lines.map.holdings
+        pieces = [SegmentPayload(index, holdings[index].generation, request.pieces[index]) for index in segments]
+        payload, places = gather(pieces, self.pool)
+        request.buffers.append(payload)
+        if request.kind in PUSHES:  # a push that is repeated or retained must be the same bytes: nothing changes these
+            request.pieces.update(zip(segments, places, strict=True))
+        tag = self._in_flight(line, InFlight(request, segments))
+        try:
+            line.send(Message(request.kind, tag, request.step, patience, request.weight), payload)
+        except LinkError:
+            self._lines.lose(line)
+
+    def _send_by_mailbox(
+        self, line: ServerConnection, request: SegmentRequest, segments: list[int], patience: int
+    ) -> bool:
+        """Put a request into a mailbox; False where it must go by message."""
+        box, memory = line.mailbox, self._lines.memory
+        if memory is None or box is None or request.kind not in _BY_MAILBOX or request.by_message:
+            return False
+        if not line.joined or len(segments) > ROWS:
+            return False
+        if request.repeated or any(flight.request.repeated for flight in line.flights.values()):
+            return False  # a request in a mailbox would overtake the pushes that are repeated by message
+        if not box.ready or not box.answered or box.tag in line.flights or line.link.queued:
+            return False
+        rows, outs = [], dict[int, Any]()
+        for index in segments:
+            row = self._row(memory, request, index, outs)
+            if row is None:
+                return False
+            rows.append(row)
+        try:
+            if not box.offer():
+                return False
+        except LinkError:
+            self._lines.lose(line)
+            return True
+        tag = self._in_flight(line, InFlight(request, segments, True, outs))
+        box.put(tag, request.kind, head_of(rows), request.step, patience, request.weight)
+        self._unsignalled.append(box)
+        return True
+
+    def _row(
+        self, memory: WorkerMemory, request: SegmentRequest, index: int, outs: dict[int, Any]
+    ) -> tuple[int, ...] | None:
+        """Return a segment's row in the head of a mailbox; None where the request must go by message.
+
+        Rows of tables that cannot be written into their landing place go into `outs`.
+        """
+        dense, place, size = index < len(self._lines.space.cuts), 0, 0
+        if not dense and request.kind != GroupMessage.PUSH:
+            landing = None if request.landing is None else request.landing.get(index)
+            if landing is None:  # the answer's size is not known
+                return None
+            out = array_of(landing)
+            if (place := memory.place(out)) < 0:
+                out = outs[index] = memory.room(len(out))
+                place = memory.place(out)
+            size = len(out)
+            if place < 0 and size:
+                return None
+        piece = array_of(request.pieces[index])
+        if dense and len(piece) not in (0, self._bytes_of(index)):  # a range, rows, or encoded
+            return None
+        at = memory.place(piece) if len(piece) else 0
+        if at < 0:
+            copy = memory.room(len(piece))
+            copy[:] = piece
+            request.pieces[index] = copy
+            if (at := memory.place(copy)) < 0:
+                return None
+        return index, self._lines.map.holdings[index].generation, at, len(piece), place, size
+
+    def _in_flight(self, line: ServerConnection, flight: InFlight) -> int:
+        tag = self.next_tag()
+        line.flights[tag] = flight
+        for index in flight.segments:
+            del flight.request.unsent[index]
+        return tag
+
+    def read(self, box: WorkerMailbox, flight: InFlight) -> dict[int, Any]:
+        """Copy the values of an answer out of shared memory.
+
+        Return the landing places, by segment, of those that changed during every attempt: they must come by message.
+        """
+        request, dense = flight.request, len(self._lines.space.cuts)
+        torn: dict[int, Any] = {}
+        for index in flight.segments:
+            place = None if request.landing is None else request.landing.get(index)
+            if index >= dense:
+                if index in flight.outs:
+                    array_of(place)[:] = flight.outs[index]
+            else:
+                if place is None:
+                    place = np.empty(self._bytes_of(index), np.uint8)
+                    request.answers[index] = memoryview(place)  # type: ignore[arg-type]
+                if not box.read(index, place, torn=request.torn):
+                    torn[index] = place
+            request.answers.setdefault(index, EMPTY)
+        return torn
+
+    def _bytes_of(self, index: int) -> int:
+        a, b = self._lines.space.cuts[index]
+        return (b - a) * self._item
+
+
+class BufferPool:
+    """Memory for payloads, reused: touching fresh pages takes as long as the copy into them."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Any]] = {}
+
+    def take(self, size: int) -> Any:
+        """Return memory of `size` bytes, not zeroed."""
+        free = self._free.get(size)
+        return free.pop() if free else memoryview(np.empty(size, np.uint8))  # type: ignore[arg-type]
+
+    def give(self, buffers: list[Any]) -> None:
+        """Take memory back that is not read any more."""
+        for buffer in buffers:
+            if len(buffer) >= POOLED_BYTES:
+                free = self._free.setdefault(len(buffer), [])
+                if len(free) < 4:
+                    free.append(buffer)
+
+    def clear(self) -> None:
+        """Free all memory, when requests will have other sizes."""
+        self._free.clear()
+
+
+def gather(pieces: list[SegmentPayload], pool: BufferPool) -> tuple[Any, list[Any]]:
+    """Return a payload as `messages.pack` makes it, with one copy, and the place of each piece in it."""
+    head = pack_head(pieces)
+    views = [as_bytes(each.data) for each in pieces]
+    payload = pool.take(len(head) + sum(map(len, views)))
+    at = len(head)
+    payload[:at] = head
+    places = []
+    for view in views:
+        place = payload[at : at + len(view)]
+        place[:] = view
+        places.append(place)
+        at += len(view)
+    return payload, places
