@@ -21,7 +21,8 @@ from rayps.ps.client.session import SegmentReplies, Session
 from rayps.ps.protocol.messages import GroupMessage, read_numbers
 from rayps.ps.protocol.pieces import coded_piece, range_piece, rows_piece
 from rayps.ps.protocol.rows import IdLists, piece
-from rayps.tensors.flat import Gradient
+from rayps.ps.protocol.space import Space
+from rayps.tensors.flat import Gradient, Layout
 from rayps.tensors.packing import flat_bytes
 
 LOOK_SECONDS = 0.01  # between two looks at how far another worker is
@@ -56,19 +57,17 @@ class GroupServer:
         self.talk, self.rank, self.size, self.dtype = talk, talk.rank, space.layout.size, space.layout.dtype
         self.home: Tensor | None = None  # where whole pulls land; None = in a new tensor
         self.bytes_moved = 0  # of parameters and gradients, sent and received
-        self.lead = 0  # by how many rounds this worker led the slowest at its last pull
-        self.version = 0  # steps that were taken where the last pull came from, the least of the segments
-        self.durable = 0  # all pushes of this rank below this step are durable, as of the last answers
+        self._last = SegmentReplies({}, 0, 0, 0)  # of the last pull; `durable` of the last push, too
         servers = space.servers
         self.consistent = servers.staleness is not None if consistent is None else consistent
-        self._independent = not servers.in_step and len(space.cuts) > 1  # segments step each on its own
         self.feedback: ErrorFeedback | None = None  # where pushes are encoded: see `rayps.ps.client.client`
         self.extras = extras
-        self._defer, self._cuts, self._item = defer, space.cuts, self.dtype.itemsize
+        self._defer = defer
+        self._vector = VectorSegments(space, space.layout)
         self._lists = IdLists(space.layout, space.cuts)
-        self._nothing: dict[int, Any] = dict.fromkeys(range(space.segments), EMPTY)
-        self._posted: _SentPush | None = None  # a push that has not left yet
-        self._landed: tuple[Tensor, dict[int, Any], dict[int, Any]] | None = None  # where the last whole pull went
+        self._posted: _SentPush | None = None  # a deferred push that is not sent
+        # where the last whole pull was written: the tensor, its pieces and landing places
+        self._landed: tuple[Tensor, dict[int, Any], dict[int, Any]] | None = None
         marks = talk.join()
         self.step = min(marks.values()) if step < 0 else step
 
@@ -105,20 +104,19 @@ class GroupServer:
         """
         vector, weight = (value.vector, float(value.samples)) if isinstance(value, Gradient) else (value, float(weight))
         count = vector.numel()
-        self._must_fit(lo, lo + count)
+        self._vector.check_range(lo, lo + count)
         self.settle()
         if count == self.size and self.extras is None and self.feedback is None and self._lay(vector, weight, rounds):
             return
         if self.feedback is not None:
-            pieces = self._coded(self.feedback, vector.detach().reshape(-1), weight, lo)
+            pieces = self._vector.encoded(self.feedback, vector.detach().reshape(-1), weight, lo)
         else:
-            laid = flat_bytes(vector.detach().reshape(-1).to("cpu", self.dtype))
-            pieces = {i: self._piece(laid, lo, count, a, b) for i, (a, b) in enumerate(self._cuts)}
+            pieces = self._vector.pushed(vector.detach().reshape(-1), lo)
         self._post(pieces, weight, rounds)
 
     def _post(self, pieces: dict[int, Any], weight: float, rounds: int = 1) -> None:
         """Let a push leave, now or with what is asked next; it says nothing of the segments that `pieces` lacks."""
-        pieces = self._nothing | pieces
+        pieces = self._vector.to_all(pieces)
         if self.extras is not None:
             pieces |= self.extras()
         self.bytes_moved += sum(len(piece) for piece in pieces.values())
@@ -156,7 +154,7 @@ class GroupServer:
             return False
         if not found.holds(vector, 0):
             found.lay(vector.detach() if vector.requires_grad else vector, found.whole)
-        self.bytes_moved += self.size * self._item
+        self.bytes_moved += self.size * self._vector.item
         self.step += rounds
         self._posted = _SentPush(self.step - 1, weight, self.talk.shared.pieces(found))
         if not self._defer:
@@ -168,7 +166,7 @@ class GroupServer:
         if self._posted is not None:
             posted, self._posted = self._posted, None
             answers = self.talk.exchange(GroupMessage.PUSH, posted.pieces, step=posted.step, weight=posted.weight)
-            self.durable = answers.durable
+            self._last = self._last._replace(durable=answers.durable)
 
     def flush(self) -> None:
         """Return when every push is durable: all backups have it, so no failure of one server loses it.
@@ -192,13 +190,13 @@ class GroupServer:
         self.settle()
         listed = self._lists.find(ids, table)
         width = listed.ids.table.width
-        self._must_land(out, len(ids) * width)
+        self._vector.check_out(out, len(ids) * width)
         shape = (len(listed.ids.unique), width)
         found = out.view(shape) if out is not None and listed.ids.sorted else torch.empty(shape, dtype=self.dtype)
-        pieces = {i: rows_piece(rows, self._plain(i)) for i, rows in listed.parts}
+        pieces = {i: rows_piece(rows, self._vector.bytes_of(i)) for i, rows in listed.parts}
         places = {i: flat_bytes(found[slice(*listed.cuts[i])]) for i, _ in listed.parts}
-        self._take(self._pulled(pieces, places, consistent))
-        self.bytes_moved += found.numel() * self._item
+        self._last = self._pulled(pieces, places, consistent)
+        self.bytes_moved += found.numel() * self._vector.item
         return listed.ids.spread(found, None if out is None else out.view(-1, width))
 
     def push_rows(self, ids: Tensor, rows: Tensor, weight: float = 1.0, table: str | None = None) -> None:
@@ -219,7 +217,7 @@ class GroupServer:
         self.settle()
         summed = listed.ids.summed(rows.detach().reshape(-1, width).to("cpu", self.dtype))
         pieces = {
-            i: rows_piece(part, self._plain(i), flat_bytes(piece(summed, *listed.cuts[i])).data)
+            i: rows_piece(part, self._vector.bytes_of(i), flat_bytes(piece(summed, *listed.cuts[i])).data)
             for i, part in listed.parts
         }
         self._post(pieces, float(weight))
@@ -244,6 +242,21 @@ class GroupServer:
         self.talk.close()
 
     @property
+    def lead(self) -> int:
+        """The number of rounds that this worker was ahead of the slowest at its last pull."""
+        return self._last.lead
+
+    @property
+    def version(self) -> int:
+        """The number of optimizer steps that the last pulled values contain, the least of the segments."""
+        return self._last.version
+
+    @property
+    def durable(self) -> int:
+        """The step of this rank below which all pushes are durable, as of the last answers."""
+        return self._last.durable
+
+    @property
     def shares_memory(self) -> bool:
         """Whether all servers read this worker's gradient in shared memory."""
         return self.talk.shares_memory
@@ -254,7 +267,7 @@ class GroupServer:
         return self.talk.seconds_waiting
 
     def _fetch(self, kind: GroupMessage, lo: int, hi: int, out: Tensor | None, consistent: bool | None) -> Tensor:
-        self._must_fit(lo, hi)
+        self._vector.check_range(lo, hi)
         whole = hi - lo == self.size
         if out is None:
             out = self.home if whole and kind is GroupMessage.PULL else None
@@ -264,11 +277,11 @@ class GroupServer:
         if landed is not None and again and landed[0] is out:
             pieces, places = landed[1:]
         else:
-            self._must_land(out, hi - lo)
-            pieces, places = self._places(flat_bytes(out), lo, hi)
+            self._vector.check_out(out, hi - lo)
+            pieces, places = self._vector.pulled(flat_bytes(out), lo, hi)
             if again:
                 self._landed = out, pieces, places
-        self.bytes_moved += (hi - lo) * self._item
+        self.bytes_moved += (hi - lo) * self._vector.item
         posted, together = self._posted, self._together(consistent)
         if kind is GroupMessage.PULL and whole and posted is not None and not together:
             self._posted = None
@@ -283,9 +296,7 @@ class GroupServer:
                 answers = self._pulled(pieces, places, consistent)
             else:
                 answers = self.talk.exchange(kind, pieces, landing=places)
-        self.version = answers.version
-        if kind is GroupMessage.PULL:
-            self._take(answers)
+        self._last = answers if kind is GroupMessage.PULL else self._last._replace(version=answers.version)
         return out
 
     def _pulled(self, pieces: dict[int, Any], places: dict[int, Any], consistent: bool | None) -> SegmentReplies:
@@ -295,46 +306,67 @@ class GroupServer:
 
     def _together(self, consistent: bool | None) -> bool:
         """Whether a pull must hold the servers to be of one moment."""
-        return self._independent and (self.consistent if consistent is None else consistent)
+        return self._vector.independent and (self.consistent if consistent is None else consistent)
 
-    def _take(self, answers: SegmentReplies) -> None:
-        self.version, self.lead, self.durable = answers.version, answers.lead, answers.durable
 
-    def _places(self, out: Any, lo: int, hi: int) -> tuple[dict[int, Any], dict[int, Any]]:
-        """What to ask of the segments that hold the elements lo to hi, and where each lands in `out`."""
+class VectorSegments:
+    """The dense vector of a space, cut into segments: splits a push or a pull of a range into pieces by segment."""
+
+    def __init__(self, space: Space, layout: Layout) -> None:
+        self.size, self.dtype, self.cuts, self.item = layout.size, layout.dtype, space.cuts, layout.dtype.itemsize
+        # segments that apply pushes each on its own: a pull of several may be of several states
+        self.independent = not space.servers.in_step and len(space.cuts) > 1
+        self._nothing: dict[int, Any] = dict.fromkeys(range(space.segments), EMPTY)
+
+    def bytes_of(self, index: int) -> int:
+        """Return the bytes of a segment's elements."""
+        a, b = self.cuts[index]
+        return (b - a) * self.item
+
+    def to_all(self, pieces: dict[int, Any]) -> dict[int, Any]:
+        """Return the pieces of a push to all segments, tables too: empty ones for the segments that `pieces` lacks."""
+        return self._nothing | pieces
+
+    def pulled(self, out: Any, lo: int, hi: int) -> tuple[dict[int, Any], dict[int, Any]]:
+        """Return the pieces of a pull of the elements lo to hi, and the landing place of each in the bytes `out`."""
         pieces: dict[int, Any] = {}
         places: dict[int, Any] = {}
-        for index, (a, b) in enumerate(self._cuts):
+        for index, (a, b) in enumerate(self.cuts):
             start, stop = max(a, lo), min(b, hi)
             if start < stop:
                 whole = stop - start == b - a
-                pieces[index] = EMPTY if whole else range_piece(start - a, stop - start, self._plain(index))
-                places[index] = out[(start - lo) * self._item : (stop - lo) * self._item]
+                pieces[index] = EMPTY if whole else range_piece(start - a, stop - start, self.bytes_of(index))
+                places[index] = out[(start - lo) * self.item : (stop - lo) * self.item]
         return pieces, places
 
-    def _piece(self, laid: Any, lo: int, count: int, a: int, b: int) -> Any:
-        """What a push of the elements from `lo` says to the segment [a, b)."""
-        start, stop, item = max(a, lo), min(b, lo + count), self._item
-        if start >= stop:
-            return EMPTY
-        found = laid[(start - lo) * item : (stop - lo) * item]
-        return found if stop - start == b - a else range_piece(start - a, stop - start, (b - a) * item, found.data)
+    def pushed(self, vector: Tensor, lo: int) -> dict[int, Any]:
+        """Return the pieces of a push of a vector that begins at element `lo`."""
+        laid, count, item = flat_bytes(vector.to("cpu", self.dtype)), vector.numel(), self.item
+        found: dict[int, Any] = {}
+        for index, (a, b) in enumerate(self.cuts):
+            start, stop = max(a, lo), min(b, lo + count)
+            if start < stop:
+                part = laid[(start - lo) * item : (stop - lo) * item]
+                whole = stop - start == b - a
+                found[index] = part if whole else range_piece(start - a, stop - start, (b - a) * item, part.data)
+        return found
 
-    def _coded(self, memory: ErrorFeedback, vector: Tensor, weight: float, lo: int) -> dict[int, Any]:
-        """An encoded gradient, a piece for each segment."""
-        cuts = [(i, a, max(a, lo), min(b, lo + vector.numel())) for i, (a, b) in enumerate(self._cuts)]
+    def encoded(self, memory: ErrorFeedback, vector: Tensor, weight: float, lo: int) -> dict[int, Any]:
+        """Return the encoded pieces of a push of a vector that begins at element `lo`."""
+        cuts = [(i, a, max(a, lo), min(b, lo + vector.numel())) for i, (a, b) in enumerate(self.cuts)]
         return {
-            i: coded_piece(memory, vector[start - lo : stop - lo], start, start - a, weight, self._plain(i))
+            i: coded_piece(memory, vector[start - lo : stop - lo], start, start - a, weight, self.bytes_of(i))
             for i, a, start, stop in cuts
             if start < stop
         }
 
-    def _plain(self, index: int) -> int:
-        """Bytes of a segment's elements."""
-        a, b = self._cuts[index]
-        return (b - a) * self._item
+    def check_range(self, lo: int, hi: int) -> None:
+        """Raise ConfigError if there is no such range of elements."""
+        if not 0 <= lo <= hi <= self.size:
+            raise ConfigError(f"range {lo} to {hi} is not within the {self.size} parameters")
 
-    def _must_land(self, out: Tensor | None, count: int) -> None:
+    def check_out(self, out: Tensor | None, count: int) -> None:
+        """Raise ConfigError if `count` elements cannot be written into `out`."""
         if out is None:
             return
         if out.numel() != count or out.dtype != self.dtype or not out.is_contiguous() or out.device.type != "cpu":
@@ -342,13 +374,9 @@ class GroupServer:
                 f"out is {out.dtype} of {out.numel()} elements: give a contiguous CPU tensor of {count} {self.dtype}"
             )
 
-    def _must_fit(self, lo: int, hi: int) -> None:
-        if not 0 <= lo <= hi <= self.size:
-            raise ConfigError(f"range {lo} to {hi} is not within the {self.size} parameters")
-
 
 class _SentPush(NamedTuple):
-    """A push that has been made and has not left."""
+    """A push that has been made and not sent."""
 
     step: int
     weight: float
