@@ -2,7 +2,7 @@
 
 import threading
 
-from rayps.comm.ring.closing import RingLock
+from rayps.comm.ring.mesh import RingLock
 
 
 class Thing:

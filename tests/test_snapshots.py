@@ -5,8 +5,8 @@ import random
 import pytest
 
 from rayps.core.calendar import Boundary
-from rayps.core.retained_parts import RetainedParts
 from rayps.runtime.snapshots import SnapshotSchedule
+from rayps.tensors.snapshot import RetainedParts
 
 
 def test_a_boundary_and_the_one_that_follows():

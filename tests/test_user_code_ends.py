@@ -15,7 +15,7 @@ from small_work import GATES, Small, distance, kinds, plain, train
 import rayps
 from rayps import AllReduce, ParameterServer
 from rayps.cluster.local import LocalCluster
-from rayps.core import time_limit
+from rayps.core import user_code
 from rayps.core.errors import RaypsError, TrainingError, WorkloadError
 from rayps.core.job import Status
 from rayps.runtime.driver import Driver
@@ -200,7 +200,7 @@ def test_without_any_peer_that_waits_it_is_silence_too(where):
 
 
 def test_an_evaluation_after_the_last_round_that_does_not_return(monkeypatch, tmp_path):
-    monkeypatch.setattr(time_limit, "START_SECONDS", 6.0)
+    monkeypatch.setattr(user_code, "START_SECONDS", 6.0)
     work = Ends("evaluate", hang, str(tmp_path / "flag"), n=36)
     result = within(lambda: train(work, workers=2, timeout=4.0))
     assert "evaluate() at round 6 has not returned" in told(result)
@@ -209,7 +209,7 @@ def test_an_evaluation_after_the_last_round_that_does_not_return(monkeypatch, tm
 
 @pytest.mark.parametrize("where", ["model", "data", "optimizer"])
 def test_in_the_driver_it_is_an_error(monkeypatch, where):
-    monkeypatch.setattr(time_limit, "START_SECONDS", 4.0)
+    monkeypatch.setattr(user_code, "START_SECONDS", 4.0)
     with pytest.raises(WorkloadError, match=rf"(?s){where}\(\) has not returned.* in the driver.*timeout"):
         within(lambda: train(Ends(where, hang), workers=2, timeout=3.0))
 

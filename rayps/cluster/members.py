@@ -1,19 +1,30 @@
-"""Poll the actors of a job without blocking the driver.
+"""The actors of a job: where they run, and how the driver polls them without blocking.
 
 Each member has at most one outstanding call. A member that does not answer a call before its deadline counts as dead.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from rayps.cluster.actor_host import ActorHost
 from rayps.cluster.local import ActorHandle, ActorReply, until
 from rayps.core.errors import ClusterError
-from rayps.core.time_limit import START_SECONDS, overdue
+from rayps.core.user_code import START_SECONDS, overdue
+
+
+@dataclass(frozen=True, slots=True)
+class ActorHost:
+    """Where an actor runs."""
+
+    host: str
+    pid: int
+    address: str
 
 
 @dataclass(slots=True)
@@ -105,3 +116,10 @@ def settle(replies: Sequence[ActorReply], members: Sequence[GroupMember]) -> Non
     for reply, member in zip(replies, members, strict=True):
         member.question, member.facts = None, None
         member.heard(reply)
+
+
+def enter(working_dir: str | None) -> None:
+    """Work where the user does, if that folder is here, so that relative paths and imports mean the same."""
+    if working_dir and Path(working_dir).is_dir() and Path.cwd() != Path(working_dir):
+        os.chdir(working_dir)
+        sys.path.insert(0, working_dir)

@@ -1,6 +1,8 @@
 """Call the user's own code: an exception becomes an error that names the method and the line.
 
-Another thread can ask how long the current call has been running.
+Another thread can ask how long the current call has been running, and whether it has exceeded its time limit. An
+uncaught exception of another thread of the user's ends only that thread, as in plain Python; it is recorded here, as
+text, so that a job that waits for the thread can name the reason.
 """
 
 from __future__ import annotations
@@ -9,14 +11,18 @@ import errno
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from rayps.core.errors import RaypsError, WorkloadError
 
 _PACKAGE = str(Path(__file__).parents[1])
+START_SECONDS = 180.0  # seconds for a process to start and import torch, and for the first call of a method
+_LOOK_SECONDS = 0.1
+_MOST_ENDS = 1000  # ended threads that a process records
 _NO_MEMORY = (
     "allocate memory",
     "out of memory",
@@ -151,3 +157,97 @@ def too_large(who: str, error: BaseException) -> WorkloadError:
         memory=True,
         traceback="".join(traceback.format_exception(error)),
     )
+
+
+# ---- the time limit of a call
+
+_Found = TypeVar("_Found")
+
+
+def allowed(call: Call, timeout: float) -> float:
+    """Return the seconds that a call may take: `timeout`, or more for the first call of a method.
+
+    The first call may load or compile.
+    """
+    return max(timeout, START_SECONDS) if call.first else timeout
+
+
+def overdue(call: Call | None, timeout: float, round: int | None, ends: Sequence[str] = ()) -> str | None:
+    """Return why a member whose thread is in this call counts as dead; None if it does not.
+
+    `round` is the current one, where known. `ends` are the exceptions that ended threads of its process.
+    """
+    if call is None or call.seconds <= allowed(call, timeout):
+        return None
+    at = "" if round is None else f" at round {round}"
+    knob = f"timeout {timeout:g} s: raise it if one call needs longer"
+    return "; ".join([f"{call.method}(){at} has not returned for {call.seconds:.0f} s ({knob})", *ends[-1:]])
+
+
+def awaited(run: Callable[[], _Found], timeout: float, *, where: str, stopped: Callable[[], bool]) -> _Found | None:
+    """Call `run` in a thread; return its result, or raise its exception. None once `stopped()`.
+
+    Raises:
+        WorkloadError: a call of the user's code did not return in time. Its thread continues.
+    """
+    found: list[tuple[_Found | None, BaseException | None]] = []
+
+    def work() -> None:
+        try:
+            found.append((run(), None))
+        except BaseException as error:  # any exception is raised again in the waiting thread
+            found.append((None, error))
+
+    thread = threading.Thread(target=work, daemon=True, name=f"rayps-{where}")
+    thread.start()
+    while thread.is_alive():
+        thread.join(_LOOK_SECONDS)
+        if stopped():
+            return None
+        call = under_way(thread.ident)
+        if call is not None and call.seconds > (most := max(timeout, START_SECONDS)):
+            raise WorkloadError(
+                f"{call.method}() has not returned for {call.seconds:.0f} s in the {where} (the limit is {most:g} s):\n"
+                "raise timeout if it needs longer, or find out what it waits for"
+            )
+    value, error = found[0]
+    if error is not None:
+        raise error
+    return value
+
+
+# ---- threads that have ended by an exception
+
+_lock = threading.Lock()
+_ends: list[str] = []
+_hooked = False
+
+
+def record_thread_ends() -> None:
+    """Start to record uncaught exceptions; the previous hook is called too."""
+    global _hooked
+    with _lock:
+        if _hooked:
+            return
+        _hooked, before = True, threading.excepthook
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        _keep(args)
+        before(args)
+
+    threading.excepthook = hook
+
+
+def ended_threads(since: int = 0) -> list[str]:
+    """Return the recorded exceptions, in order, from number `since` on."""
+    with _lock:
+        return _ends[since:]
+
+
+def _keep(args: threading.ExceptHookArgs) -> None:
+    name = "a thread" if args.thread is None else f"thread {args.thread.name!r}"
+    said = "" if args.exc_value is None else (str(args.exc_value).strip().splitlines() or [""])[0]
+    where = "" if args.exc_value is None else place_of(args.exc_value)
+    with _lock:
+        if len(_ends) < _MOST_ENDS:
+            _ends.append(f"{name} ended by an uncaught {args.exc_type.__name__}: {said}{where}")

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from rayps.core.errors import LinkError, RaypsError
-from rayps.core.retained_parts import RetainedParts
 from rayps.ps import job_tables
 from rayps.ps.client.session import Session
 from rayps.ps.group import ManagerClient
@@ -24,7 +23,7 @@ from rayps.ps.protocol.space import Space, SpaceRank
 from rayps.ps.server.dense_segment import part_of, state_of
 from rayps.ps.server.shard import ShardPart
 from rayps.ps.tables.table_segment import TableSegment
-from rayps.tensors.snapshot import Snapshot
+from rayps.tensors.snapshot import RetainedParts, Snapshot
 
 log = logging.getLogger(__name__)
 

@@ -29,8 +29,7 @@ from rayps.core import failpoint
 from rayps.core.errors import LinkError
 from rayps.core.records import Point
 from rayps.core.values import Buffer
-from rayps.tensors.local_state import by_name, moments_of
-from rayps.tensors.optim import Moments, ParamState
+from rayps.tensors.optim import Moments, ParamState, by_name, moments_of
 
 SLOTS = 2
 _MAGIC = b"raypsvlt"

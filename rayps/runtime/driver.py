@@ -26,8 +26,8 @@ from rayps.core.families import RestartAll, has_remote_clients, learns_by_client
 from rayps.core.job import Status
 from rayps.core.records import ProgressRecord
 from rayps.core.strategy import Phase
-from rayps.core.time_limit import awaited
 from rayps.core.topology import runs_in_step
+from rayps.core.user_code import awaited
 from rayps.core.user_module import pack
 from rayps.federated.remote_replies import prepared
 from rayps.runtime import decide as states

@@ -16,7 +16,7 @@ from rayps.cluster.local import ActorReply
 from rayps.cluster.members import GroupMember
 from rayps.core.errors import ClusterError
 from rayps.core.grid import Grid
-from rayps.core.time_limit import START_SECONDS
+from rayps.core.user_code import START_SECONDS
 from rayps.core.values import JsonObject
 from rayps.recovery.backup_assignment import Bond, HeldRounds, Mending, keepers, mending
 from rayps.recovery.worker_backup import CommitCost

@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayps.cluster.actor_host import ActorHost, enter
 from rayps.cluster.local import host_address
+from rayps.cluster.members import ActorHost, enter
 from rayps.comm.link import Listener
-from rayps.core import thread_ends
 from rayps.core.errors import PeerLost
 from rayps.core.logs import LogBuffer
 from rayps.core.records import Point
-from rayps.core.user_code import Call, lacks_memory, too_large, under_way
+from rayps.core.user_code import Call, ended_threads, lacks_memory, record_thread_ends, too_large, under_way
 from rayps.core.user_module import unpack
 from rayps.ps.protocol.segment_map import SpaceMap
 from rayps.recovery.backup_assignment import HeldRounds
@@ -79,8 +78,8 @@ class WorkerActor:
         self._companions: Companions = {}
         self._backup: WorkerBackup | None = None  # set if workers hold backups of each other's states
         self._evaluating: int | None = None  # the thread that evaluates for the driver
-        thread_ends.listen()
-        self._ends = self._ends_told = len(thread_ends.ended())  # ended threads: before this worker, and reported
+        record_thread_ends()
+        self._ends = self._ends_told = len(ended_threads())  # ended threads: before this worker, and reported
 
     def companion(self, target: str, method: str, *args: Any) -> Any:
         """Call a method of the object of class `target` ("module:Class") that lives as long as this worker.
@@ -144,7 +143,7 @@ class WorkerActor:
 
         The part of `wanted` is retained.
         """
-        ends = thread_ends.ended(self._ends)
+        ends = ended_threads(self._ends)
         with self._lock:
             run = self._current
             answer = WorkerFacts(self._rank, 0, "idle") if run is None else run.poll(wanted)
@@ -162,7 +161,7 @@ class WorkerActor:
     def calls(self) -> OpenCalls:
         """Return the running calls of the user's code in this worker, also while it evaluates for the driver."""
         found = [under_way(self._evaluating), None if self._current is None else self._current.call]
-        return OpenCalls(tuple(call for call in found if call is not None), thread_ends.ended(self._ends))
+        return OpenCalls(tuple(call for call in found if call is not None), ended_threads(self._ends))
 
     def part(self, rounds: int | None) -> WorkerPart | None:
         """Return this worker's part of the checkpoint after `rounds`, or its newest one; None if it is not retained."""

@@ -18,8 +18,8 @@ from rayps.core.families import learns_by_client, rebuilds
 from rayps.core.grid import Grid
 from rayps.core.metrics import means
 from rayps.core.records import Point
-from rayps.core.time_limit import START_SECONDS, overdue
 from rayps.core.topology import runs_in_step, servers_of
+from rayps.core.user_code import START_SECONDS, overdue
 from rayps.federated.client_states_backup import ClientStatesBackup
 from rayps.federated.view import keeper_of
 from rayps.ps.client.session import Session

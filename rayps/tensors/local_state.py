@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from rayps.tensors.optim import Moments, ParamState
+from rayps.tensors.optim import Moments, ParamState, by_name, moments_of
 
-_OPTIM, _BUFFER, _MEMORY, _PARAMS = "optim/", "buffer/", "memory/", "params"  # prefixes of names of tensors
+_BUFFER, _MEMORY, _PARAMS = "buffer/", "memory/", "params"  # prefixes of names of tensors
 
 
 @dataclass(slots=True)
@@ -42,25 +42,3 @@ class LocalState:
 def below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors whose names begin with the prefix, by the rest of their names."""
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-
-
-def by_name(moments: Moments) -> tuple[dict[str, Tensor], dict[str, ParamState]]:
-    """Return an optimizer's state as tensors by name, and its numbers by parameter. Nothing is copied."""
-    tensors, numbers = dict[str, Tensor](), dict[str, ParamState]()
-    for name, state in moments.items():
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                tensors[f"{_OPTIM}{name}/{key}"] = value
-            else:
-                numbers.setdefault(name, {})[key] = value
-    return tensors, numbers
-
-
-def moments_of(tensors: Mapping[str, Tensor], numbers: Mapping[str, ParamState]) -> Moments:
-    """Rebuild the state that `by_name` returned, from these and other tensors."""
-    found: Moments = {name: dict(values) for name, values in numbers.items()}
-    for name, tensor in tensors.items():
-        if name.startswith(_OPTIM):
-            parameter, _, key = name.removeprefix(_OPTIM).rpartition("/")
-            found.setdefault(parameter, {})[key] = tensor
-    return found

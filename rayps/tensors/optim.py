@@ -22,6 +22,7 @@ from rayps.tensors.flat import Entry, Layout
 from rayps.tensors.torch_compat import spare_compiler
 
 Factory = Callable[[list[nn.Parameter]], Optimizer]
+_STATE = "optim/"  # prefix of the names of an optimizer's tensors in a checkpoint
 _Value = TypeVar("_Value")
 Group = dict[str, Any]  # a parameter group, as torch types it
 ParamState = dict[str, Any]  # an optimizer's state of one parameter, as torch types it: tensors and numbers by key
@@ -549,3 +550,25 @@ def fitting(moments: Moments, optimizer: Optimizer) -> Moments:
     """Return the part of a state that an optimizer can use: Adagrad only Adagrad's, the others only theirs."""
     mine = isinstance(optimizer, Adagrad)
     return {name: held for name, held in moments.items() if (held.keys() - {EDITS} == {"step", "sum"}) == mine}
+
+
+def by_name(moments: Moments) -> tuple[dict[str, Tensor], dict[str, ParamState]]:
+    """Return an optimizer's state as tensors by name, and its numbers by parameter. Nothing is copied."""
+    tensors, numbers = dict[str, Tensor](), dict[str, ParamState]()
+    for name, state in moments.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                tensors[f"{_STATE}{name}/{key}"] = value
+            else:
+                numbers.setdefault(name, {})[key] = value
+    return tensors, numbers
+
+
+def moments_of(tensors: Mapping[str, Tensor], numbers: Mapping[str, ParamState]) -> Moments:
+    """Rebuild the state that `by_name` returned, from these and other tensors."""
+    found: Moments = {name: dict(values) for name, values in numbers.items()}
+    for name, tensor in tensors.items():
+        if name.startswith(_STATE):
+            parameter, _, key = name.removeprefix(_STATE).rpartition("/")
+            found.setdefault(parameter, {})[key] = tensor
+    return found

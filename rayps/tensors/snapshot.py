@@ -13,7 +13,7 @@ from which it continues.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,11 @@ from rayps.core.ledger import Ledger, anywhere
 from rayps.core.records import Point, RingTable
 from rayps.tensors.checkpoint import SavedState
 from rayps.tensors.flat import Layout
-from rayps.tensors.local_state import LocalState, below, by_name, moments_of
-from rayps.tensors.optim import Moments, ParamState
+from rayps.tensors.local_state import LocalState, below
+from rayps.tensors.optim import Moments, ParamState, by_name, moments_of
+
+_RETAINED = 2  # parts: the newest one and the one before
+P = TypeVar("P")
 
 
 @dataclass(slots=True)
@@ -218,3 +221,19 @@ class Snapshot:
 
 def _shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
     return {entry.name: entry.shape for entry in layout.entries}
+
+
+class RetainedParts(dict[int, P]):
+    """A member's parts of snapshots by round, until the driver has fetched them.
+
+    They are the newest two, and that of the round for which the driver waits.
+    """
+
+    wanted = 0  # the driver's choice, see `rayps.runtime.snapshots`
+
+    def keep(self, rounds: int, part: P) -> None:
+        """Retain the part after `rounds`, and drop older ones."""
+        self[rounds] = part
+        for old in sorted(self)[:-_RETAINED]:
+            if old != self.wanted:
+                del self[old]

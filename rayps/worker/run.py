@@ -11,11 +11,10 @@ from torch import Tensor
 from rayps.comm.link import Listener
 from rayps.core.errors import RaypsError, StaleGeneration, UserError
 from rayps.core.records import Point
-from rayps.core.retained_parts import RetainedParts
 from rayps.core.user_code import Call, lacks_memory, placed, too_large, under_way
 from rayps.ps.protocol.segment_map import SpaceMap
 from rayps.recovery.worker_backup import WorkerBackup
-from rayps.tensors.snapshot import Snapshot
+from rayps.tensors.snapshot import RetainedParts, Snapshot
 from rayps.worker.connections import WorkerConnections
 from rayps.worker.families import loop_class
 from rayps.worker.loop import Companions, Loop

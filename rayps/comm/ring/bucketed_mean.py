@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from rayps.comm.link.memory import ORDERED
-from rayps.comm.ring.background import CollectiveHandle
-from rayps.comm.ring.collectives import HALF
+from rayps.comm.ring.collectives import HALF, CollectiveHandle
 from rayps.comm.ring.ring import Ring
 from rayps.comm.ring.shared_memory import Bytes, SharedMemoryFold, Weights, fold_parts, tensor_of
 from rayps.core.partition import part

@@ -1,17 +1,20 @@
-"""What the collectives of one ring share: the mesh, the algorithm, the background thread, the time measurement."""
+"""The collectives of one ring: the mesh, the algorithm, the time measurement, and the background thread.
+
+Background collectives run in one thread per ring, one after the other, in the order of the calls.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from rayps.comm.ring.autotune import Autotuner
-from rayps.comm.ring.background import BackgroundThread
 from rayps.comm.ring.mesh import Mesh
 from rayps.comm.ring.shared_memory import SharedMemoryFold, tensor_of
 from rayps.comm.ring.torch_groups import Delegate
@@ -21,6 +24,7 @@ HALF = (torch.float16, torch.bfloat16)
 _NUMBERS = (torch.float32, torch.float64, *HALF, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 Tensors = TypeVar("Tensors", Tensor, list[Tensor])
+T = TypeVar("T")
 
 
 class Collectives:
@@ -144,3 +148,50 @@ def _by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         must_add(t)
         groups.setdefault((t.dtype, t.device), []).append(t)
     return list(groups.values())
+
+
+class CollectiveHandle(Generic[T]):
+    """A collective that was started in the background."""
+
+    def __init__(self, future: Future[T]) -> None:
+        self._future = future
+
+    @property
+    def done(self) -> bool:
+        """Whether the collective has ended, with a result or an error."""
+        return self._future.done()
+
+    def wait(self) -> T:
+        """Return the result, or raise the error. The ring's `timeout` bounds the wait."""
+        return self._future.result()
+
+
+class BackgroundThread:
+    """Run a ring's background collectives; the thread starts with the first one."""
+
+    def __init__(self) -> None:
+        self._thread: ThreadPoolExecutor | None = None
+        self._last: Future[Any] | None = None
+
+    def start(self, work: Callable[[], T]) -> CollectiveHandle[T]:
+        """Run `work` after everything that was started before."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="rayps-ring")
+        future = self._thread.submit(work)
+        self._last = future
+        return CollectiveHandle(future)
+
+    def settle(self) -> None:
+        """Wait until no collective is running, so that the caller's own thread may start one."""
+        if self._last is not None:
+            wait([self._last])
+            self._last = None
+
+    def close(self, abort: Callable[[], None]) -> None:
+        """End the thread; a running collective is aborted."""
+        if self._thread is None:
+            return
+        if self._last is not None and not self._last.done():
+            abort()
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._thread, self._last = None, None

@@ -1,7 +1,8 @@
 """The connections between the ranks of a ring, and the operation that every algorithm is built on: `exchange`.
 
 One thread serves all connections and polls all of them, so every rank sees the death of any rank at once. A mesh that
-failed cannot be used again. It adds no numbers; see `rayps.comm.ring.algorithms`.
+failed cannot be used again. It adds no numbers; see `rayps.comm.ring.algorithms`. `link_up` forms a mesh from the
+ranks' addresses: the higher rank connects to the lower one.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import math
 import select
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from rayps.comm.link import Link, Message
-from rayps.comm.ring.closing import RingLock
+from rayps.comm.link import Link, Listener, Message, Prefer, connect
+from rayps.comm.link.socket_link import deadline_left
 from rayps.comm.ring.connections import Place, RingConnections
 from rayps.comm.ring.messages import (
     Arrival,
@@ -27,11 +29,13 @@ from rayps.comm.ring.messages import (
     must_match,
     ranks,
 )
-from rayps.core.errors import LinkError, PeerLost, PeerTimeout
+from rayps.core.errors import ConfigError, LinkError, PeerLost, PeerTimeout
 from rayps.core.values import Buffer
 
 LINGER_SECONDS = 0.25  # seconds in which a closing rank tries to send its last messages
 GRACE_SECONDS = 0.5  # share of the timeout in which ranks must answer a PING before one is blamed
+MOST_STREAMS = 16
+TRIED_STREAMS = 4  # opened if their number is to be measured
 _AHEAD_BYTES = 1 << 20  # bytes that a relay keeps queued, so that sending continues while numbers are added
 _IN = select.POLLIN
 
@@ -412,3 +416,119 @@ class Mesh:
         self.mail.clear()
         while self._at_end:
             self._at_end.pop()()
+
+
+class RingLock:
+    """A lock held by the thread that is inside a ring; reentrant.
+
+    Connections and file descriptors must not be closed while a thread uses them. A thread that wants the ring ended
+    requests it (`due` is true from then on) and calls `settle`. If another thread is inside, that one ends the ring
+    when it leaves.
+    """
+
+    def __init__(self, due: Callable[[], bool], end: Callable[[], None]) -> None:
+        self._lock = threading.RLock()
+        self._depth = 0
+        self._due, self._end = due, end
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        within = self._depth > 0
+        self._lock.release()
+        if not within and self._due():  # checked after the release: a request made before it did not get the lock
+            self.settle()
+
+    def settle(self) -> bool:
+        """End the ring if that is due; return False if another thread is inside."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            if self._due():
+                self._end()
+            return True
+        finally:
+            self._lock.release()
+
+
+def link_up(
+    rank: int,
+    addresses: list[str],
+    listener: Listener,
+    *,
+    secret: bytes,
+    generation: int,
+    timeout: float,
+    label: str,
+    prefer: Prefer,
+    streams: int,
+) -> Mesh:
+    """Return a connection to every rank, and `streams` of them if TCP (0: as many as may be worth a trial).
+
+    Raises PeerTimeout (which names the missing), PeerLost, StaleGeneration, ConfigError.
+    """
+    size = len(addresses)
+    if not 0 <= rank < size:
+        raise ConfigError(f"rank {rank} is not one of {size} ranks (0 to {size - 1})", rank=rank)
+    if not 0 <= streams <= MOST_STREAMS:
+        raise ConfigError(f"streams is {streams}: give 1 to {MOST_STREAMS}, or 0 to measure", streams=streams)
+    listener.generation = generation
+    links: dict[Place, Link] = {}
+    deadline = time.monotonic() + timeout
+    streams = streams or TRIED_STREAMS
+
+    def call(peer: int, stream: int) -> Link:
+        return connect(
+            addresses[peer],
+            name=_name(label, rank, stream),
+            secret=secret,
+            generation=generation,
+            timeout=deadline_left(deadline),
+            prefer="tcp" if stream else prefer,
+        )
+
+    try:
+        for peer in range(rank):
+            links[peer, 0] = call(peer, 0)
+            if links[peer, 0].transport == "tcp":
+                links.update({(peer, stream): call(peer, stream) for stream in range(1, streams)})
+        _accept_above(range(rank + 1, size), links, listener, deadline, (label, timeout, streams))
+    except BaseException:
+        for link in links.values():
+            link.close()
+        raise
+    return Mesh(rank, size, links, timeout)
+
+
+def _name(label: str, rank: int, stream: int) -> str:
+    return f"{label}:{rank}" + (f":{stream}" if stream else "")
+
+
+def _accept_above(
+    above: range, links: dict[Place, Link], listener: Listener, deadline: float, whom: tuple[str, float, int]
+) -> None:
+    """Accept the calls of the ranks above this one. Raises PeerTimeout, which names the missing."""
+    label, timeout, streams = whom
+    names: dict[str, Place] = {_name(label, peer, 0): (peer, 0) for peer in above}
+    while missing := sorted({place[0] for place in names.values() if place not in links}):
+        try:
+            link = listener.accept(deadline_left(deadline), names.__contains__)
+        except PeerTimeout as error:
+            raise PeerTimeout(
+                f"ring {label!r}: {ranks(missing)} did not join within {timeout:g} s (the knob is `timeout`)",
+                peer=ranks(missing),
+                seconds=timeout,
+                missing=missing,
+            ) from error
+        peer, stream = names[link.peer]
+        if (peer, stream) in links:
+            link.close()
+            raise LinkError(
+                f"ring {label!r}: rank {peer} connected twice: two workers have the same rank", peer=f"rank {peer}"
+            )
+        links[peer, stream] = link
+        if stream == 0 and link.transport == "tcp":
+            names.update({_name(label, peer, more): (peer, more) for more in range(1, streams)})

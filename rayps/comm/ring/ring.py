@@ -16,11 +16,9 @@ from rayps.comm.link import Listener, Prefer
 from rayps.comm.ring import algorithms as ring_algorithms
 from rayps.comm.ring.algorithms import raw
 from rayps.comm.ring.autotune import Autotuner
-from rayps.comm.ring.background import CollectiveHandle
-from rayps.comm.ring.collectives import HALF, Collectives, Tensors, flat_cpu, must_add
-from rayps.comm.ring.connect import link_up
+from rayps.comm.ring.collectives import HALF, CollectiveHandle, Collectives, Tensors, flat_cpu, must_add
 from rayps.comm.ring.describe import RingChoices, in_words
-from rayps.comm.ring.mesh import Mesh
+from rayps.comm.ring.mesh import Mesh, link_up
 from rayps.comm.ring.p2p import PointToPoint
 from rayps.comm.ring.rendezvous import find_ranks
 from rayps.comm.ring.shared_memory import tensor_of

@@ -20,7 +20,6 @@ from rayps.core.calendar import Boundary
 from rayps.core.clock import Clock
 from rayps.core.failpoint import passing
 from rayps.core.ledger import Ledger
-from rayps.core.retained_parts import RetainedParts
 from rayps.core.server_updates import weighted_mean
 from rayps.core.strategy import ServerHalf
 from rayps.core.topology import Servers, servers_of
@@ -31,6 +30,7 @@ from rayps.ps.protocol.rows import Area, ShardRows, gathered, step_rows
 from rayps.tensors.learning_rate import Ticks, pace_of, within
 from rayps.tensors.optim import Factory, Moments, SlicedOptimizer, fitting
 from rayps.tensors.packing import flat_bytes, full_moments, pack_state, plain_moments, tensor_of, unpack_state
+from rayps.tensors.snapshot import RetainedParts
 
 NEVER = Boundary(0, -1)
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rayps.cluster.actor_host import ActorHost, enter
 from rayps.cluster.local import host_address
+from rayps.cluster.members import ActorHost, enter
 from rayps.comm.link import Listener
 from rayps.core.calendar import Boundary
 from rayps.core.user_module import unpack

@@ -19,7 +19,6 @@ from torch import Tensor
 from rayps.core.clock import Clock
 from rayps.core.errors import CheckpointError, ConfigError, TrainingError
 from rayps.core.ledger import WINDOW, Ledger
-from rayps.core.retained_parts import RetainedParts
 from rayps.core.server_updates import weighted_mean
 from rayps.core.strategy import ServerHalf
 from rayps.core.topology import Servers, servers_of
@@ -45,6 +44,7 @@ from rayps.ps.tables.wire_format import (
     encode_push,
     encode_rows,
 )
+from rayps.tensors.snapshot import RetainedParts
 
 _PUSH, _ROUND, _USE = 1, 2, 3  # kinds of changes for backups
 _HEAD = 32  # kind, rank, step: int64; weight: float64
