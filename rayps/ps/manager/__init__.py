@@ -1,1 +1,1 @@
-"""The manager of an elastic group: who holds what, decided by pure functions, told by one thread."""
+"""The manager of a server group: pure functions decide which server holds each segment; one thread carries it out."""

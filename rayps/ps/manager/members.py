@@ -71,7 +71,7 @@ class ServerLoad:
 
     def __init__(self) -> None:
         self.bytes, self.cpu = 0, 0.0
-        self.spaces: dict[int, dict[str, Any]] = {}  # by space: what the heartbeat says of it
+        self.spaces: dict[int, dict[str, Any]] = {}  # by space: its part of the heartbeat
         self.segments: dict[SegmentId, SegmentLoad] = {}  # those that the server is primary of
         self._rates: dict[tuple[int, int | str], Rate] = {}  # by space, and segment or name of the count
 
