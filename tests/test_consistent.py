@@ -10,6 +10,7 @@ from torch.optim import SGD
 
 from rayps.core.errors import PeerTimeout
 from rayps.ps.protocol.messages import GroupMessage
+from rayps.ps.server.consistent_readers import ConsistentReaders
 from rayps.ps.server.requests import RequestHandler
 
 ONES = torch.ones(N, dtype=torch.float64)
@@ -67,6 +68,21 @@ def test_in_step_a_pull_is_never_torn_and_shards_are_not_held(house, monkeypatch
 
     every(work, 3)
     assert kinds and GroupMessage.HOLD not in kinds
+
+
+def test_the_request_that_admits_a_reader_is_of_one_segment(house, monkeypatch):  # noqa: F811
+    """Of several, each on another server after a move, two readers could hold one each and wait for the other."""
+    one = house(3, 2, None, plain)
+    admitted, own = [], ConsistentReaders.hold
+
+    def hold(self, request):
+        if request.a:
+            admitted.append([piece.segment for piece in request.pieces])
+        own(self, request)
+
+    monkeypatch.setattr(ConsistentReaders, "hold", hold)
+    joined(one, 0).pull()
+    assert admitted == [[0]]
 
 
 def test_a_reader_that_vanishes_or_stays_too_long_lets_the_shards_go(house):  # noqa: F811

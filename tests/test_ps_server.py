@@ -171,6 +171,21 @@ def test_pulls_wait_for_the_clock_and_say_whom_they_wait_for(site):
     assert bytes(found[0].payload) == bytes(found[1].payload)
 
 
+def test_requests_of_one_reader_are_granted_together(site):
+    """They were divided, or repeated one by one: a reader that waited for its own hold would wait for its patience."""
+    opened(site)
+    one, two = site.guest("s0", rank=0), site.guest("s0", rank=1)
+    assert one.ask(GroupMessage.HOLD, all_of()[:1], a=1).kind == GroupMessage.VALUE
+    tags = [two.say(GroupMessage.HOLD, [piece], a=1) for piece in all_of()]
+    assert two.silent()
+    one.say(GroupMessage.RELEASE)
+    assert [two.hear(tag).kind for tag in tags] == [GroupMessage.VALUE] * 3
+    push = one.say(GroupMessage.PUSH, all_of(1.0)[2:], weight=1.0)
+    assert one.silent()  # the last of them is held too
+    again = two.ask(GroupMessage.HOLD, all_of()[:1], a=1)  # it begins anew
+    assert again.kind == GroupMessage.VALUE and one.hear(push).kind == GroupMessage.ACK
+
+
 def test_patience_is_said_when_joining(site):
     opened(site, staleness=0)
     worker = site.guest("s0", join=False)

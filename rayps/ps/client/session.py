@@ -217,12 +217,11 @@ class Session:
     def _hold(self) -> None:
         """Stop all dense segments at the same pushes.
 
-        Segment 0's server is asked first: it admits one reader at a time.
+        Segment 0 is held first, alone: it admits one reader at a time. With a second segment that request could be
+        divided between two servers, and two readers could then wait for each other.
         """
-        dense = range(len(self.space.cuts))
-        first = [i for i in dense if self.map.holdings[i].primary == self.map.holdings[0].primary]
-        pieces = self.exchange(GroupMessage.HOLD, dict.fromkeys(first, EMPTY), step=1).pieces
-        others = dict.fromkeys((i for i in dense if i not in pieces), EMPTY)
+        pieces = self.exchange(GroupMessage.HOLD, {0: EMPTY}, step=1).pieces
+        others = dict.fromkeys(range(1, len(self.space.cuts)), EMPTY)
         if others:
             pieces |= self.exchange(GroupMessage.HOLD, others).pieces
         reached = {i: read_numbers(piece) for i, piece in pieces.items()}

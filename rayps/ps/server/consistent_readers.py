@@ -6,8 +6,8 @@
    was applied by another segment, so it is in flight to this one. When all are applied, all segments have the same
    pushes, and the reader reads them.
 
-The server of the first segment admits one reader at a time, so two readers never wait for each other. A hold ends when
-the reader releases it, disconnects, exceeds its deadline, or a held segment moves; the reader then tries again.
+The first segment admits one reader at a time and is held first, so two readers never wait for each other. A hold ends
+when the reader releases it, disconnects, exceeds its deadline, or a held segment moves; the reader then tries again.
 """
 
 from __future__ import annotations
@@ -117,8 +117,9 @@ class ConsistentReaders:
         """Answer how far each segment has come with each rank, once it is this reader's turn; then hold the space."""
         if request.guest.rank < 0:
             raise ValueError(f"{request.guest.link.peer} joined as a reader, which has no clock: READ, do not HOLD")
-        if self._hold is not None and self._hold.reader is request.guest:  # it tries again
-            self._let_go()
+        hold = self._hold
+        if hold is not None and hold.reader is request.guest and any(p.segment in hold.cuts for p in request.pieces):
+            self._let_go()  # it tries again
         # a reader that the first server has admitted need not wait at the others, unless the first one was replaced
         request.deadline = time.monotonic() + (request.guest.patience if request.a else BEHIND_SECONDS)
         self._waiting.append(request)
@@ -194,20 +195,26 @@ class ConsistentReaders:
         return segment
 
     def _grant(self) -> None:
-        """Let the next reader hold the space, if nobody does and the clock lets it pull."""
-        for request in self._waiting if self._hold is None else []:
+        """Let the next reader hold the space, if no other does and the clock lets it pull; then all that it asks for.
+
+        A reader's requests are granted together: one that waits for what the same reader holds would wait forever.
+        """
+        for request in list(self._waiting):
+            hold = self._hold
+            if request not in self._waiting or (hold is not None and hold.reader is not request.guest):
+                continue
             segments = {piece.segment: self._segment(piece.segment) for piece in request.pieces}
-            if not request.a or all(segment.may_pull(request.guest.rank) for segment in segments.values()):
-                self._waiting.remove(request)
-                deadline = time.monotonic() + request.guest.patience
-                cuts = {index: ConsistentCut(segment.ledger) for index, segment in segments.items()}
-                self._hold = _Hold(request.guest, deadline, cuts)
-                pieces = [
-                    SegmentPayload(p.segment, p.generation, numbers(cuts[p.segment].reached())) for p in request.pieces
-                ]
-                touched = [self._held.holdings[index] for index in segments]
-                self._replies.reply(request, GroupMessage.VALUE, touched, payload=pack(pieces))
-                return
+            if hold is None:
+                if request.a and not all(segment.may_pull(request.guest.rank) for segment in segments.values()):
+                    continue
+                hold = self._hold = _Hold(request.guest, time.monotonic() + request.guest.patience, {})
+            self._waiting.remove(request)
+            hold.cuts |= {index: ConsistentCut(segment.ledger) for index, segment in segments.items()}
+            pieces = [
+                SegmentPayload(p.segment, p.generation, numbers(hold.cuts[p.segment].reached())) for p in request.pieces
+            ]
+            touched = [self._held.holdings[index] for index in segments]
+            self._replies.reply(request, GroupMessage.VALUE, touched, payload=pack(pieces))
 
     def _let_go(self) -> None:
         self._hold = None
