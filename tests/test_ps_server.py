@@ -326,17 +326,18 @@ def test_a_flood_of_one_space_leaves_half_to_the_other(site):
     threads = [threading.Thread(target=flood, args=(rank,)) for rank in range(2)]
     for thread in threads:
         thread.start()
-    worker, step, longest = site.guest("s0"), 0, 0
+    worker, step, others = site.guest("s0"), 0, []  # the flood's requests that were served during one of the worker's
     served = site.hosts["s0"]._holdings.spaces
     while step < 30:
         before = served[2].operations
         assert worker.ask(GroupMessage.PUSH, all_of(1.0), a=step, weight=1.0).kind == GroupMessage.ACK
-        longest, step = max(longest, served[2].operations - before), step + 1
+        others.append(served[2].operations - before)
+        step += 1
     stop.set()
     for thread in threads:
         thread.join(60)
     assert served[2].operations > 400
-    assert longest < 400  # of the 800 that were there before it, most of the time
+    assert sorted(others)[15] < 400  # of the 800 that were there before it, most of the time
 
 
 def test_links_of_a_space_with_much_waiting_are_not_read(site):
