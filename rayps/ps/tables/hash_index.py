@@ -44,26 +44,31 @@ class HashIndex:
     def find(self, ids: Ids) -> Slots:
         """The slot of each id, int64 [n]; `ABSENT` for an id that is not in the index."""
         cells, keys, mask = self._cells, self.keys, len(self._cells) - 1
-        place = (mix(ids) & np.uint64(mask)).view(np.int64)
+        place = self._first(ids)
         slots = cells.take(place).astype(np.int64)
-        rest = np.flatnonzero(keys.take(slots, mode="clip") != ids)
+        rest = (keys.take(slots, mode="clip") != ids).nonzero()[0]
         if len(rest):
             rest = rest[slots.take(rest) != ABSENT]
-        at, wanted = place.take(rest), ids.take(rest)
-        step = 0
+        at, wanted, step = place.take(rest), ids.take(rest), 0
         while len(rest):  # several steps at a time: each would cost a dozen calls for a few ids
-            ways = at[:, None] + np.array([sum(range(step + 1, step + 2 + i)) for i in range(_STEPS)])
+            ways = at[:, None] + np.arange(step + 1, step + 1 + _STEPS).cumsum()
             ways &= mask
             found = cells.take(ways)
-            ended = keys.take(found) == wanted[:, None]
-            ended |= found == ABSENT
-            first = ended.argmax(1)
-            number = np.arange(len(rest))
-            slots[rest] = found[number, first]
-            other = np.flatnonzero(~ended[number, first])
-            rest, at, wanted = rest.take(other), ways[other, -1], wanted.take(other)
+            equal = keys.take(found) == wanted[:, None]  # at most once for each id: an empty cell ends its sequence
+            slots[rest] = ABSENT
+            slots[rest[equal.nonzero()[0]]] = found[equal]
+            if np.count_nonzero(equal) == len(rest):
+                break
+            more = (~(equal | (found == ABSENT)).any(1)).nonzero()[0]
+            rest, at, wanted = rest.take(more), ways[more, -1], wanted.take(more)
             step += _STEPS
         return slots
+
+    def _first(self, ids: Ids) -> Slots:
+        """The first cell of each id's probe sequence."""
+        place = mix(ids)
+        place &= np.uint64(len(self._cells) - 1)
+        return place.view(np.int64)
 
     def insert(self, ids: Ids) -> Slots:
         """Insert distinct ids that are not in the index; their slots, int64 [n]."""
@@ -82,7 +87,7 @@ class HashIndex:
         self._own()
         cells, mask = self._cells, len(self._cells) - 1
         slots = self.find(ids)
-        place = (mix(ids) & np.uint64(mask)).view(np.int64)
+        place = self._first(ids)
         rest, step = np.arange(len(ids)), 0
         while len(rest):
             step += 1
@@ -140,7 +145,7 @@ class HashIndex:
     def _place(self, ids: Ids, slots: Slots) -> None:
         """Write each slot into the first free cell of its id's probe sequence; of several for a cell, the last one."""
         cells, mask = self._cells, len(self._cells) - 1
-        place = (mix(ids) & np.uint64(mask)).view(np.int64)
+        place = self._first(ids)
         rest, step = slots.astype(np.int32), 0
         while len(rest):
             step += 1

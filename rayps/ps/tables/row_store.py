@@ -133,10 +133,11 @@ class RowStore:
         They are written to `out`, an array of that shape and the table's dtype, where given.
         """
         found: Rows = np.empty((len(ids), self.table.dim), self.table.dtype) if out is None else out
-        missing = np.flatnonzero(slots == ABSENT)
-        if len(missing) < len(ids):
+        whole = slots.all()
+        if whole or slots.any():
             self._take("rows", self._places(slots), found)
-        if len(missing):
+        if not whole:
+            missing = np.flatnonzero(slots == ABSENT)
             found[missing] = initial(self.table, ids[missing])
             if self._disk is not None and self.cold:
                 held, values = self._disk.peek(ids[missing])
@@ -311,8 +312,12 @@ class RowStore:
 
     def _take(self, name: str, place: Slots, out: Rows) -> None:
         if len(place):
-            np.take(self._pages.columns[name].cells, place, out=cells(out), mode="clip")
+            self._pages.columns[name].cells.take(place, out=cells(out), mode="clip")
 
     def _put(self, name: str, place: Slots, values: Rows) -> None:
         if len(place):
-            self._pages.columns[name].cells[place] = cells(np.ascontiguousarray(values))
+            column, held = self._pages.columns[name].cells, cells(np.ascontiguousarray(values))
+            if column.dtype.kind == "V":  # `put` takes half the time for these, twice the time for numbers
+                column.put(place, held, mode="clip")
+            else:
+                column[place] = held

@@ -9,7 +9,6 @@ counts: then missing rows are stored and all are counted, here and on the backup
 from __future__ import annotations
 
 import struct
-from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -48,6 +47,7 @@ from rayps.tensors.snapshot import RetainedParts
 
 _PUSH, _ROUND, _USE = 1, 2, 3  # kinds of changes for backups
 _HEAD = 32  # kind, rank, step: int64; weight: float64
+_NONE = np.empty(0, np.int64)
 _DECAYS = struct.Struct("<d")  # before each gradient of a round: the whole steps it counts for
 
 
@@ -148,20 +148,31 @@ class _SlotCache:
     """The slots of recently pulled ids: a rank mostly pushes the ids that it pulled."""
 
     def __init__(self, ranks: int) -> None:
-        self._found: deque[tuple[Ids, Slots, Slots, int]] = deque(maxlen=2 * ranks)
+        self._limit = 2 * ranks
+        # by number of ids, first and last id: ids, slots, indices of those not stored, `lost` of the index
+        self._found: dict[tuple[int, ...], tuple[Ids, Slots, Slots, int]] = {}
 
     def find(self, store: RowStore, ids: Ids, keep: bool) -> tuple[Slots, Slots]:
-        """The slots of ids, and the indices of those not stored; `keep`: remember them."""
-        for known, slots, missing, lost in self._found:
-            if lost == store.lost and _same(known, ids):
-                if len(missing):  # they may have been stored since
-                    slots[missing] = store.find(ids[missing])
-                    missing = np.flatnonzero(slots == ABSENT)
-                return slots.copy(), missing
+        """The slots of ids, and the indices of those not stored; `keep`: remember them.
+
+        The caller may write to the slots of ids that are not stored only.
+        """
+        key = (len(ids), int(ids[0]), int(ids[-1])) if len(ids) else ()
+        held = self._found.get(key)
+        if held is not None and held[3] == store.lost and (held[0] == ids).all():
+            _, slots, missing, _ = held
+            if len(missing):  # they may have been stored since
+                slots = slots.copy()
+                slots[missing] = store.find(ids[missing])
+                missing = np.flatnonzero(slots == ABSENT)
+            return slots, missing
         slots = store.find(ids)
-        missing = np.flatnonzero(slots == ABSENT)
+        missing = _NONE if slots.all() else np.flatnonzero(slots == ABSENT)
         if keep:
-            self._found.append((ids.copy(), slots, missing, store.lost))
+            self._found.pop(key, None)
+            self._found[key] = ids.copy(), slots, missing, store.lost
+            if len(self._found) > self._limit:
+                del self._found[next(iter(self._found))]
         return slots, missing
 
 
@@ -540,12 +551,6 @@ class TableSegment:
             other.version = self.version
             other.life.load(*self.life.dump())
         return other
-
-
-def _same(known: Ids, ids: Ids) -> bool:
-    """Whether two lists of ascending ids are equal; most that are not differ at an end."""
-    n = len(ids)
-    return len(known) == n and (not n or (known[0] == ids[0] and known[-1] == ids[-1] and np.array_equal(known, ids)))
 
 
 def _head(kind: int, rank: int, step: int, weight: float) -> bytes:

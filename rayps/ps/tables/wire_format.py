@@ -28,6 +28,8 @@ HALF = 2  # flag: rows are sent as bfloat16, in a push and in the answer to a pu
 _ROWS = 4  # flag: the piece is a push and contains rows
 _HEADER = struct.Struct("<3q")
 _HEAD = _HEADER.size
+_SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
+_FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "float64": torch.float64}
 
 Ids = NDArray[np.int64]  # [n]
@@ -62,11 +64,14 @@ class TablePush(NamedTuple):
 def mix(ids: Ids) -> NDArray[np.uint64]:
     """Hash int64 [n] to uint64 [n], every bit well mixed (finaliser of splitmix64, Steele et al., 2014)."""
     x = ids.view(np.uint64)
-    x = x ^ (x >> np.uint64(30))
-    x *= np.uint64(0xBF58476D1CE4E5B9)
-    x ^= x >> np.uint64(27)
-    x *= np.uint64(0x94D049BB133111EB)
-    x ^= x >> np.uint64(31)
+    part = x >> _SHIFTS[0]
+    x = x ^ part
+    x *= _FACTORS[0]
+    np.right_shift(x, _SHIFTS[1], out=part)
+    x ^= part
+    x *= _FACTORS[1]
+    np.right_shift(x, _SHIFTS[2], out=part)
+    x ^= part
     return x
 
 
