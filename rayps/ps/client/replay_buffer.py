@@ -20,7 +20,7 @@ from rayps.comm.link.socket_link import Payload, as_bytes
 from rayps.ps.protocol.mailbox import Bytes, rounded
 
 LEAST_BLOCK = 1 << 14  # bytes; a smaller copy is an ordinary one
-COPY_CHUNK = 1 << 25
+COPY_CHUNK = 1 << 21
 COPY_LIMIT = 1 << 29
 
 
@@ -36,8 +36,7 @@ class StepPush:
 class CopyMemory:
     """Memory for the copies of pushes, reused as soon as a copy is no longer referenced.
 
-    A new page of memory costs several times the copy into it. So blocks are cut from large allocations, which numpy
-    places on huge pages, and are never returned to the system.
+    A new page of memory costs several times the copy into it, so blocks are not returned to the system.
     """
 
     def __init__(self) -> None:
