@@ -15,20 +15,23 @@ import os
 import pickle
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 import rayps
-from rayps.core.errors import ConfigError
+from rayps.core.errors import ConfigError, RaypsError
 from rayps.core.server_updates import PlainServers
 from rayps.core.strategy import ServerHalf
 from rayps.core.topology import Servers, servers_of
+from rayps.core.values import Json
 from rayps.ps.protocol.segment_map import StaticMap
 from rayps.tensors.flat import Entry, Layout
 from rayps.tensors.learning_rate import Recipe, Ticks
 from rayps.tensors.optim import Factory
 from rayps.tensors.subset_optimizer import SubsetFactory
+
+_Error = TypeVar("_Error", bound=RaypsError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,10 @@ class SparseTable:
     optimizer: dict[str, Any] = field(default_factory=lambda: {"name": "adagrad", "lr": 0.1})
     init: dict[str, Any] = field(default_factory=lambda: {"name": "normal", "scale": 0.01})
     policy: dict[str, Any] = field(default_factory=dict)
+
+    def error(self, kind: type[_Error], text: str, **data: Json) -> _Error:
+        """An error about this table: its message and its data name the table."""
+        return kind(f"table {self.name!r}: {text}", table=self.name, **data)
 
 
 @dataclass(frozen=True, slots=True)

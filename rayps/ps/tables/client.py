@@ -102,19 +102,16 @@ class TableClient:
         dtype, n = wire_format.DTYPES[self.table.dtype], len(lookup.ids)
         if not n:
             return torch.empty(0, self.table.dim, dtype=dtype)
-        return (
-            torch.from_numpy(self.session.room(n * self.table.dim * dtype.itemsize)).view(dtype).view(n, self.table.dim)
-        )
+        memory = self.session.room(n * self.table.dim * dtype.itemsize)
+        return torch.from_numpy(memory).view(dtype).view(n, self.table.dim)
 
     def asked(self, lookup: Lookup, uses: bool = False) -> dict[int, Buffer]:
         """The pieces of a pull by segment, for segments with ids."""
-        counts, room = lookup.counts if uses else None, self._block(lookup, 0)
-        return {
-            self.first + s: wire_format.encode_pull(
-                lookup.ids[lo:hi], None if counts is None else counts[lo:hi], self.half, room
-            ).data
-            for s, lo, hi in spans(lookup)
-        }
+        room, found = self._block(lookup, 0), dict[int, Buffer]()
+        for s, lo, hi in spans(lookup):
+            counts = lookup.counts[lo:hi] if uses else None
+            found[self.first + s] = wire_format.encode_pull(lookup.ids[lo:hi], counts, self.half, room).data
+        return found
 
     def _block(self, lookup: Lookup, row: int) -> wire_format.Room:
         """One block of memory for the pieces of a request with `row` bytes of values for each id."""

@@ -39,11 +39,11 @@ def _read(table: SparseTable) -> tuple[str, float]:
     value = given.pop(knob, 0.01 if knob == "scale" else 0.0) if knob else 0.0
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < float("inf")
     if name not in KINDS or given or not number or (knob == "scale" and value < 0):
-        raise ConfigError(
-            f'table {table.name!r}: init is {table.init!r}: give {{"name": "normal" or "uniform", '
+        raise table.error(
+            ConfigError,
+            f'init is {table.init!r}: give {{"name": "normal" or "uniform", '
             '"scale": 0 or more}, {"name": "zeros"} or {"name": "constant", "value": a number}',
             field="init",
-            table=table.name,
         )
     return str(name), float(value)
 

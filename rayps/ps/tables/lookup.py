@@ -58,11 +58,8 @@ def lookup_of(ids: Tensor, table: SparseTable) -> Lookup:
     given = ids.reshape(-1).numpy()
     count = len(given)
     if count and int(given.min()) < 0:
-        raise DataError(
-            f"id {int(given.min())} of table {table.name!r} is negative: give ids from 0 to 2**63 - 1; for a missing "
-            "value give an id of its own, or leave it out of the bag",
-            table=table.name,
-        )
+        wanted = "ids from 0 to 2**63 - 1; for a missing value give an id of its own, or leave it out of the bag"
+        raise DataError(f"id {given.min()} of table {table.name!r} is negative: give {wanted}", table=table.name)
     width, digits = int(given.max(initial=0)).bit_length(), count.bit_length()
     keys = wire_format.bucket(given, table.segments)
     if width + digits + table.segments.bit_length() <= 63:
@@ -82,17 +79,10 @@ def lookup_of(ids: Tensor, table: SparseTable) -> Lookup:
     first = np.ones(count + 1, bool)  # where an id occurs first; equal ids are in one segment, so side by side
     np.not_equal(keys[1:], keys[:-1], out=first[1:-1])
     starts = np.flatnonzero(first)
-    inverse = np.empty_like(order)
-    if len(starts) > count:  # each id occurs once
-        inverse[order] = starts[:-1]
-        return Lookup(keys, np.ones(count, np.uint32), bounds.tolist(), torch.from_numpy(inverse).view(ids.shape))
-    inverse[order] = np.cumsum(first[:-1]) - 1
-    return Lookup(
-        keys[starts[:-1]],
-        np.diff(starts).astype(np.uint32),
-        np.searchsorted(starts, bounds).tolist(),
-        torch.from_numpy(inverse).view(ids.shape),
-    )
+    inverse = torch.empty(ids.shape, dtype=torch.int64)
+    inverse.view(-1).numpy()[order] = first[:-1].cumsum() - 1
+    counts = np.diff(starts).astype(np.uint32)
+    return Lookup(keys[starts[:-1]], counts, np.searchsorted(starts, bounds).tolist(), inverse)
 
 
 def merged(pending: list[tuple[Lookup, Tensor]], table: SparseTable) -> tuple[Lookup, Tensor]:

@@ -113,9 +113,8 @@ def as_columns(table: SparseTable, fields: Sequence[Field], given: pa.Table) -> 
         return Columns(given["id"].to_numpy(), rows, values, life)
     except (KeyError, ValueError, AttributeError, pa.ArrowInvalid) as error:
         needed = ", ".join(["id", f"row [{table.dim}]", *(f"{f.name} [{f.width}]" for f in fields), *_LIFE])
-        raise CheckpointError(
-            f"table {table.name!r}: the files have columns {given.schema.names}; expected {needed} ({error})",
-            table=table.name,
+        raise table.error(
+            CheckpointError, f"the files have columns {given.schema.names}; expected {needed} ({error})"
         ) from error
 
 
@@ -149,12 +148,11 @@ def read(
     """
     files = sorted(Path(folder).glob("rows-*.parquet"))
     if not files:
-        raise CheckpointError(f"table {table.name!r}: no files rows-*.parquet in {folder}", table=table.name)
+        raise table.error(CheckpointError, f"no files rows-*.parquet in {folder}")
     heads = [_head(path, table) for path in files]
     if heads[0]["segments"] != len(files):
-        raise CheckpointError(
-            f"table {table.name!r}: {folder} has {len(files)} files rows-*.parquet; expected {heads[0]['segments']}",
-            table=table.name,
+        raise table.error(
+            CheckpointError, f"{folder} has {len(files)} files rows-*.parquet; expected {heads[0]['segments']}"
         )
     wanted = list(range(table.segments)) if only is None else list(only)
     fields, same = rule_of(table).fields, len(files) == table.segments
@@ -228,13 +226,13 @@ def _head(path: Path, table: SparseTable) -> SegmentHead:
         found: _Metadata = json.loads(pq.read_schema(path).metadata[_KEY])
         head = found["head"]
     except (KeyError, TypeError, ValueError, OSError, pa.ArrowException) as error:
-        raise CheckpointError(f"table {table.name!r}: cannot read {path}: {error}", table=table.name) from error
+        raise table.error(CheckpointError, f"cannot read {path}: {error}") from error
     name = table.optimizer.get("name")
     if found["dim"] != table.dim or found["optimizer"].get("name") != name:
-        raise CheckpointError(
-            f"table {table.name!r}: {path} has rows of {found['dim']} elements and the state of "
+        raise table.error(
+            CheckpointError,
+            f"{path} has rows of {found['dim']} elements and the state of "
             f"{found['optimizer'].get('name')}; expected {table.dim} and {name}",
-            table=table.name,
         )
     return head
 

@@ -52,45 +52,28 @@ class RowPolicy:
         known = [field.name for field in dataclasses.fields(cls)]
         for key in table.policy:
             if key not in known:
-                raise ConfigError(
-                    f"table {table.name!r}: the policy has no option {key!r}; its options are {', '.join(known)}",
-                    field="policy",
-                    table=table.name,
+                raise table.error(
+                    ConfigError, f"the policy has no option {key!r}; its options are {', '.join(known)}", field="policy"
                 )
         found = cls(**table.policy)
-        whole = {"admit": (found.admit, 1), "floor": (found.floor, 0)}
-        whole |= {
-            name: (getattr(found, name), 1)
-            for name in ("ttl", "capacity", "memory")
-            if getattr(found, name) is not None
-        }
-        for name, (value, least) in whole.items():
+        for name, least in (("admit", 1), ("floor", 0), ("ttl", 1), ("capacity", 1), ("memory", 1)):
+            value = getattr(found, name)
+            if value is None and name not in ("admit", "floor"):
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(
-                    f"table {table.name!r}: {name} is {value!r}: give a whole number of at least {least}",
-                    field="policy",
-                    table=table.name,
+                raise table.error(
+                    ConfigError, f"{name} is {value!r}: give a whole number of at least {least}", field="policy"
                 )
         p = found.probability
         if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 < p <= 1:
-            raise ConfigError(
-                f"table {table.name!r}: probability is {p!r}: give a share above 0 and up to 1",
-                field="policy",
-                table=table.name,
-            )
+            raise table.error(ConfigError, f"probability is {p!r}: give a share above 0 and up to 1", field="policy")
         if found.folder is not None and not isinstance(found.folder, str):
-            raise ConfigError(
-                f"table {table.name!r}: folder is {found.folder!r}: give a path", field="policy", table=table.name
-            )
+            raise table.error(ConfigError, f"folder is {found.folder!r}: give a path", field="policy")
         if found.evict not in (None, "lru", "lfu"):
-            raise ConfigError(
-                f"table {table.name!r}: evict is {found.evict!r}: give lru or lfu", field="policy", table=table.name
-            )
+            raise table.error(ConfigError, f"evict is {found.evict!r}: give lru or lfu", field="policy")
         if found.evict and found.capacity is None:
-            raise ConfigError(
-                f"table {table.name!r}: evict is {found.evict!r}, and capacity is missing: give capacity (bytes)",
-                field="policy",
-                table=table.name,
+            raise table.error(
+                ConfigError, f"evict is {found.evict!r}, and capacity is missing: give capacity (bytes)", field="policy"
             )
         return found
 
@@ -110,11 +93,11 @@ class RowLifecycle:
         self.limit = None if policy.capacity is None else policy.capacity // table.segments // row_bytes
         if self.limit is not None and self.limit < max(1, self._floor):
             least = max(1, self._floor) * table.segments * row_bytes
-            raise ConfigError(
-                f"table {table.name!r}: capacity is {policy.capacity} bytes: give at least {least} ({row_bytes} bytes "
+            raise table.error(
+                ConfigError,
+                f"capacity is {policy.capacity} bytes: give at least {least} ({row_bytes} bytes "
                 f"a row, {table.segments} segments, floor {policy.floor} rows)",
                 field="policy",
-                table=table.name,
             )
         self._key = np.int64(key_of(table.seed ^ 0x7A11))
         self._luck = np.uint64(min(int(policy.probability * 2.0**64), 2**64 - 1))

@@ -142,25 +142,19 @@ def rule_of(table: SparseTable) -> RowRule:
     given = dict(table.optimizer)
     name = given.pop("name", None)
     if name not in _KINDS:
-        raise ConfigError(
-            f"table {table.name!r}: optimizer is {name!r}: give sgd, adagrad or adam",
-            field="optimizer",
-            table=table.name,
-        )
+        raise table.error(ConfigError, f"optimizer is {name!r}: give sgd, adagrad or adam", field="optimizer")
     knobs = _KNOBS[name]
     for key, value in given.items():
         if key not in knobs:
-            raise ConfigError(
-                f"table {table.name!r}: {name} has no option {key!r}; its options are {', '.join(knobs)}",
-                field="optimizer",
-                table=table.name,
+            raise table.error(
+                ConfigError, f"{name} has no option {key!r}; its options are {', '.join(knobs)}", field="optimizer"
             )
         if not _fits(key, value):
-            raise ConfigError(
-                f"table {table.name!r}: {key} of {name} is {value!r}: give "
+            raise table.error(
+                ConfigError,
+                f"{key} of {name} is {value!r}: give "
                 f"{'two numbers from 0 to below 1' if key == 'betas' else 'a number of at least 0'}",
                 field="optimizer",
-                table=table.name,
             )
     found: RowRule = _KINDS[name](table, **{**knobs, **given})
     return found

@@ -98,10 +98,9 @@ def as_columns(table: SparseTable, fields: tuple[Field, ...], arrays: Mapping[st
     }
     needed = {name: ((count, width), dtype) for name, (width, dtype) in wanted.items()}
     if found != needed or "life" not in arrays:
-        raise CheckpointError(
-            f"table {table.name!r}: the state contains {found}; expected {needed} "
-            f"(from the table's dim, dtype and optimizer)",
-            table=table.name,
+        raise table.error(
+            CheckpointError,
+            f"the state contains {found}; expected {needed} (from the table's dim, dtype and optimizer)",
         )
     state = {f.name: arrays[f"state.{f.name}"] for f in fields}
     ids, life = (arrays[name].astype(np.int64, copy=False) for name in ("ids", "life"))

@@ -55,9 +55,8 @@ def made_table(
         )
     text = str(dtype).removeprefix("torch.")
     if text not in ("float32", "float64"):
-        raise ConfigError(
-            f"dtype is {text!r}: give float32 or float64 (wire='bf16' halves the bytes sent)", field="dtype"
-        )
+        wanted = "float32 or float64 (wire='bf16' halves the bytes sent)"
+        raise ConfigError(f"dtype is {text!r}: give {wanted}", field="dtype")
     if isinstance(policy, RowPolicy):
         fields = dataclasses.fields(policy)
         policy = {f.name: getattr(policy, f.name) for f in fields if getattr(policy, f.name) != f.default}
@@ -87,8 +86,5 @@ def options_of(field: str, given: Options) -> dict[str, Json]:
             return {"name": name.strip()} | {key.strip(): float(value) for key, _, value in pairs}
         except ValueError:
             pass
-    raise ConfigError(
-        f"{field} is {given!r}: give a name and its numbers, such as 'adagrad:lr=0.1' or "
-        "{'name': 'adagrad', 'lr': 0.1}",
-        field=field,
-    )
+    example = "'adagrad:lr=0.1' or {'name': 'adagrad', 'lr': 0.1}"
+    raise ConfigError(f"{field} is {given!r}: give a name and its numbers, such as {example}", field=field)

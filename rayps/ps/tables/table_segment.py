@@ -59,17 +59,9 @@ def check_table(table: SparseTable) -> None:
     """
     for name, value in (("dim", table.dim), ("segments", table.segments)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(
-                f"table {table.name!r}: {name} is {value!r}: give a whole number of at least 1",
-                field=name,
-                table=table.name,
-            )
+            raise table.error(ConfigError, f"{name} is {value!r}: give a whole number of at least 1", field=name)
     if table.dtype not in DTYPES:
-        raise ConfigError(
-            f"table {table.name!r}: dtype is {table.dtype!r}: give {' or '.join(DTYPES)}",
-            field="dtype",
-            table=table.name,
-        )
+        raise table.error(ConfigError, f"dtype is {table.dtype!r}: give {' or '.join(DTYPES)}", field="dtype")
     initial_rows.check(table)
     store = RowStore(table, rule_of(table))
     RowLifecycle(table, store.row_bytes, 1)
@@ -518,18 +510,17 @@ class TableSegment:
         """
         head, arrays = segment_state.unpack(data)
         if [head.get("index"), head.get("segments")] != [self.index, self.table.segments]:
-            raise CheckpointError(
-                f"table {self.table.name!r}: the state is of segment {head.get('index')} of {head.get('segments')}; "
+            raise self.table.error(
+                CheckpointError,
+                f"the state is of segment {head.get('index')} of {head.get('segments')}; "
                 f"expected {self.index} of {self.table.segments}",
-                table=self.table.name,
             )
         store = self._store()
         columns = segment_state.as_columns(self.table, self.store.rule.fields, arrays)
         ledger = Ledger.from_json(head["ledger"])
         if len(ledger.marks) != self.size:
-            raise CheckpointError(
-                f"table {self.table.name!r}: the state is of {len(ledger.marks)} workers; expected {self.size}",
-                table=self.table.name,
+            raise self.table.error(
+                CheckpointError, f"the state is of {len(ledger.marks)} workers; expected {self.size}"
             )
         store.load(columns)
         self.store = store

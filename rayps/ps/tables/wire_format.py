@@ -149,21 +149,21 @@ def encode_push(
     return found
 
 
-def _head(data: Buffer, name: str, push: bool) -> tuple[Bytes, int, int, int]:
+def _head(data: Buffer, table: SparseTable, push: bool) -> tuple[Bytes, int, int, int]:
     if not len(data):  # no ids: the push only advances the clock
         return np.zeros(0, np.uint8), 0, 0, 0
     raw = np.frombuffer(data, np.uint8)
     if len(raw) < _HEAD:
-        raise ConfigError(f"table {name!r}: a request has {len(raw)} bytes; expected at least {_HEAD}", table=name)
+        raise table.error(ConfigError, f"a request has {len(raw)} bytes; expected at least {_HEAD}")
     n, flags, dim = _HEADER.unpack_from(data)
     if bool(flags & _ROWS) != push:
-        raise ConfigError(f"table {name!r}: expected a {'push with' if push else 'pull without'} rows", table=name)
+        raise table.error(ConfigError, f"expected a {'push with' if push else 'pull without'} rows")
     if n < 0 or _HEAD + n * (12 if flags & COUNTS else 8) > len(raw):
-        raise ConfigError(f"table {name!r}: a request of {len(raw)} bytes cannot contain {n} ids", table=name)
+        raise table.error(ConfigError, f"a request of {len(raw)} bytes cannot contain {n} ids")
     return raw, n, flags, dim
 
 
-def _ids(raw: Bytes, n: int, flags: int, name: str) -> tuple[Ids, Counts | None, int]:
+def _ids(raw: Bytes, n: int, flags: int, table: SparseTable) -> tuple[Ids, Counts | None, int]:
     end = _HEAD + 8 * n
     if not n:
         return np.empty(0, np.int64), None, end
@@ -171,15 +171,13 @@ def _ids(raw: Bytes, n: int, flags: int, name: str) -> tuple[Ids, Counts | None,
     if not ids.flags.aligned:  # numpy would copy unaligned memory for each operation
         ids = ids.copy()
     if int(ids[0]) < 0:
-        raise ConfigError(
-            f"table {name!r}: id {int(ids[0])} is negative: give ids from 0 to 2**63 - 1", table=name, id=int(ids[0])
-        )
+        raise table.error(ConfigError, f"id {int(ids[0])} is negative: give ids from 0 to 2**63 - 1", id=int(ids[0]))
     if n > 1 and not (ids[1:] > ids[:-1]).all():
         at = int(np.argmin(ids[1:] > ids[:-1]))
-        raise ConfigError(
-            f"table {name!r}: id {int(ids[at + 1])} follows {int(ids[at])}: give strictly ascending ids "
+        raise table.error(
+            ConfigError,
+            f"id {int(ids[at + 1])} follows {int(ids[at])}: give strictly ascending ids "
             "(sum the gradients of equal ids first)",
-            table=name,
         )
     if not flags & COUNTS:
         return ids, None, end
@@ -192,8 +190,8 @@ def decode_pull(data: Buffer, table: SparseTable) -> TablePull:
     Raises:
         ConfigError: an id is negative, ids do not ascend, or the piece is not a pull.
     """
-    raw, n, flags, _ = _head(data, table.name, push=False)
-    ids, counts, _ = _ids(raw, n, flags, table.name)
+    raw, n, flags, _ = _head(data, table, push=False)
+    ids, counts, _ = _ids(raw, n, flags, table)
     return TablePull(ids, counts, bool(flags & HALF))
 
 
@@ -203,23 +201,20 @@ def decode_push(data: Buffer, table: SparseTable) -> TablePush:
     Raises:
         ConfigError: as `decode_pull`; the rows have another dim than the table's, or a row is not finite.
     """
-    raw, n, flags, dim = _head(data, table.name, push=True)
-    ids, counts, at = _ids(raw, n, flags, table.name)
+    raw, n, flags, dim = _head(data, table, push=True)
+    ids, counts, at = _ids(raw, n, flags, table)
     dtype = DTYPES[table.dtype]
     if not n:
         return TablePush(ids, np.empty(0, np.uint32), torch.empty(0, table.dim, dtype=dtype))
     if dim != table.dim:
-        raise ConfigError(
-            f"table {table.name!r}: the pushed rows have {dim} elements; the table's dim is {table.dim}",
-            table=table.name,
-            dim=table.dim,
+        raise table.error(
+            ConfigError, f"the pushed rows have {dim} elements; the table's dim is {table.dim}", dim=table.dim
         )
     size = n * dim * (2 if flags & HALF else dtype.itemsize)
     if at + size > len(raw):
-        raise ConfigError(
-            f"table {table.name!r}: a push has {len(raw) - at} bytes of rows for {n} ids; expected {size} "
-            f"({table.dtype} [{n}, {dim}])",
-            table=table.name,
+        raise table.error(
+            ConfigError,
+            f"a push has {len(raw) - at} bytes of rows for {n} ids; expected {size} ({table.dtype} [{n}, {dim}])",
         )
     if counts is None:
         counts = np.ones(n, np.uint32)
@@ -232,10 +227,9 @@ def decode_push(data: Buffer, table: SparseTable) -> TablePush:
         wrong = torch.isfinite(rows).all(1).logical_not().nonzero().view(-1)
         if len(wrong):
             first = int(ids[int(wrong[0])])
-            raise ConfigError(
-                f"table {table.name!r}: the gradient of id {first} is not finite (of {len(wrong)} ids in all): "
-                "nothing was applied",
-                table=table.name,
+            raise table.error(
+                ConfigError,
+                f"the gradient of id {first} is not finite (of {len(wrong)} ids in all): nothing was applied",
                 id=first,
             )
     return TablePush(ids, counts, rows)
@@ -272,9 +266,7 @@ def decode_rows(data: Buffer, n: int, table: SparseTable, half: bool = False) ->
     dtype = DTYPES[table.dtype]
     size = n * table.dim * (2 if half else dtype.itemsize)
     if len(data) != size:
-        raise ConfigError(
-            f"table {table.name!r}: received {len(data)} bytes for {n} rows; expected {size}", table=table.name
-        )
+        raise table.error(ConfigError, f"received {len(data)} bytes for {n} rows; expected {size}")
     if not n:
         return torch.empty(0, table.dim, dtype=dtype)
     raw = np.frombuffer(data, np.uint8)
