@@ -10,6 +10,9 @@ from torch.optim import SGD, Adagrad
 import rayps
 from rayps.cluster.local import LocalCluster
 from rayps.core.errors import ConfigError
+from rayps.ps.protocol.pieces import Extent, KnownRows, rows_piece
+from rayps.ps.protocol.rows import ShardRows
+from rayps.tensors.flat import Layout
 
 ROWS, WIDTH = 64, 3
 F64 = torch.float64
@@ -143,3 +146,49 @@ def test_a_row_that_would_be_cut_between_servers_is_refused(servers):
         pytest.raises(ConfigError, match=words),
     ):
         shared.join(0).pull(torch.tensor([0]))
+
+
+def test_rows_go_through_shared_memory_and_give_the_bits_that_messages_give():
+    """Between processes of one host neither ids nor rows are sent as messages, and what is pulled is the same."""
+    seen, sent = [], []
+    for resident in (True, False):
+        with group(shards=2, staleness=None, optimizer=OPTIMIZERS["adagrad"]) as shared:
+            one = shared.join(0, resident=resident)
+            one.pull(batch(1)[0], table="table")
+            lines = list(one._server.talk._lines.open.values())
+            before = sum(line.link.bytes_sent + line.link.bytes_received for line in lines)
+            for seed in (1, 2, 1, 3, 4, 5, 6, 1):
+                ids, rows = batch(seed)
+                one.push(ids, rows, table="table")
+                seen.append(one.pull(ids.flip(0), table="table").clone())
+            sent.append(sum(line.link.bytes_sent + line.link.bytes_received for line in lines) - before)
+            seen.append(one.pull()["table"].clone())
+            one.close()
+    half = len(seen) // 2
+    assert all(torch.equal(a, b) for a, b in zip(seen[:half], seen[half:], strict=True))
+    offers = 2000  # of memory, once
+    assert sent[0] < offers < sent[1]
+
+
+def test_ids_that_come_again_are_compared_and_not_checked_again():
+    layout = Layout.of([("head", torch.empty(2)), ("table", torch.empty(100, 2))])
+    extent, known, chance = Extent(layout, 2, 202), KnownRows(3), random.Random(3)
+    lists = [sorted(chance.sample(range(100), 8)) for _ in range(4)]
+    lists.append([*lists[0][:1], *range(50, 53), *lists[0][4:]])  # may differ in few places only
+    lists[-1] = sorted(set(lists[-1]))
+
+    def read(ids, seen):
+        return extent.read_pull(memoryview(rows_piece(ShardRows(1, 0, 2, torch.tensor(ids)), 800)), seen)
+
+    for _ in range(200):
+        ids = chance.choice(lists)
+        assert torch.equal(read(ids, known).ids, read(ids, None).ids)
+    assert read(lists[0], known) is read(lists[0], known)
+    for other in lists[1:4]:
+        again = read(lists[0], known)
+        read(other, known)
+    assert read(lists[0], known) is again  # it was used between the others
+    for wrong in ([5, 4], [4, 4], [99, 100], [-1, 3]):
+        for _ in range(2):
+            with pytest.raises(ValueError, match="sorted, unique"):
+                read(wrong, known)

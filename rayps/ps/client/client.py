@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,8 +20,8 @@ from rayps.comm.link.socket_link import EMPTY
 from rayps.core.errors import ConfigError, PeerTimeout
 from rayps.ps.client.session import SegmentReplies, Session
 from rayps.ps.protocol.messages import GroupMessage, read_numbers
-from rayps.ps.protocol.pieces import coded_piece, range_piece, rows_piece
-from rayps.ps.protocol.rows import IdLists, piece
+from rayps.ps.protocol.pieces import coded_piece, range_piece, rows_piece, rows_push
+from rayps.ps.protocol.rows import IdLists, ShardRows
 from rayps.ps.protocol.space import Space
 from rayps.tensors.flat import Gradient, Layout
 from rayps.tensors.packing import flat_bytes
@@ -193,9 +194,11 @@ class GroupServer:
         self._vector.check_out(out, len(ids) * width)
         shape = (len(listed.ids.unique), width)
         found = out.view(shape) if out is not None and listed.ids.sorted else torch.empty(shape, dtype=self.dtype)
-        pieces = {i: rows_piece(rows, self._vector.bytes_of(i)) for i, rows in listed.parts}
+        if not listed.pulls:
+            made = {i: rows_piece(rows, self._vector.bytes_of(i)) for i, rows in listed.parts}
+            listed.pulls.update({i: self._in_room(each) for i, each in made.items()})
         places = {i: flat_bytes(found[slice(*listed.cuts[i])]) for i, _ in listed.parts}
-        self._last = self._pulled(pieces, places, consistent)
+        self._last = self._pulled(listed.pulls, places, consistent, dict(listed.parts))
         self.bytes_moved += found.numel() * self._vector.item
         return listed.ids.spread(found, None if out is None else out.view(-1, width))
 
@@ -217,10 +220,16 @@ class GroupServer:
         self.settle()
         summed = listed.ids.summed(rows.detach().reshape(-1, width).to("cpu", self.dtype))
         pieces = {
-            i: rows_piece(part, self._vector.bytes_of(i), flat_bytes(piece(summed, *listed.cuts[i])).data)
+            i: rows_push(part, self._vector.bytes_of(i), summed, listed.cuts[i][0], self.talk.room)
             for i, part in listed.parts
         }
         self._post(pieces, float(weight))
+
+    def _in_room(self, piece: bytes) -> Any:
+        """A piece where servers of this host find it."""
+        found = self.talk.room(len(piece))
+        found[:] = np.frombuffer(piece, np.uint8)
+        return found
 
     def buffer(self, size: int, dtype: torch.dtype) -> Tensor:
         """Memory of `size` elements, all zero, for gradients: what lies at its beginning is pushed without a copy.
@@ -299,10 +308,17 @@ class GroupServer:
         self._last = answers if kind is GroupMessage.PULL else self._last._replace(version=answers.version)
         return out
 
-    def _pulled(self, pieces: dict[int, Any], places: dict[int, Any], consistent: bool | None) -> SegmentReplies:
+    def _pulled(
+        self,
+        pieces: dict[int, Any],
+        places: dict[int, Any],
+        consistent: bool | None,
+        rows: dict[int, ShardRows] | None = None,
+    ) -> SegmentReplies:
         if len(pieces) > 1 and self._together(consistent):
-            return self.talk.read_together(pieces, step=self.step, landing=places)
-        return self.talk.exchange(GroupMessage.PULL, pieces, step=self.step, landing=places)
+            return self.talk.read_together(pieces, step=self.step, landing=places, rows=rows)
+        torn = not (self.consistent if consistent is None else consistent)
+        return self.talk.exchange(GroupMessage.PULL, pieces, step=self.step, landing=places, rows=rows, torn=torn)
 
     def _together(self, consistent: bool | None) -> bool:
         """Whether a pull must hold the servers to be of one moment."""

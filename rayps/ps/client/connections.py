@@ -9,7 +9,7 @@ from __future__ import annotations
 import select
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from rayps.core.failpoint import passing
 from rayps.ps.client.map_subscription import Door, subscribe
 from rayps.ps.protocol.mailbox import AVAILABLE, WAITS, WorkerMailbox, WorkerMemory, mailbox
 from rayps.ps.protocol.messages import GroupMessage, error_of, read_numbers, unpack
+from rayps.ps.protocol.rows import ShardRows
 from rayps.ps.protocol.segment_map import SpaceMap, StaticMap
 from rayps.ps.protocol.space import Space
 
@@ -300,6 +301,7 @@ class SegmentRequest:
     repeated: bool = False  # a push out of the replay buffer, which owns its memory
     by_message: bool = False  # it must not go by mailbox
     torn: bool = False  # what is read of a segment may be of several versions
+    rows: Mapping[int, ShardRows] = field(default_factory=dict)  # that the pieces of a pull ask for, by segment
 
     def __post_init__(self) -> None:
         self.unsent = dict.fromkeys(self.pieces)

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from rayps.comm.link.socket_link import Payload, as_bytes
-from rayps.ps.protocol.mailbox import Bytes, rounded
+from rayps.ps.protocol.mailbox import rounded
+from rayps.ps.protocol.rows import Bytes
 
 LEAST_BLOCK = 1 << 14  # bytes; a smaller copy is an ordinary one
 COPY_CHUNK = 1 << 21

@@ -27,6 +27,7 @@ from rayps.ps.client.requests import RequestSender
 from rayps.ps.client.turn import SharedGradient, TurnPart
 from rayps.ps.protocol.mailbox import WorkerMailbox
 from rayps.ps.protocol.messages import GroupMessage, error_of, numbers, read_numbers
+from rayps.ps.protocol.rows import ShardRows
 from rayps.ps.protocol.segment_map import SpaceMap, StaticMap
 from rayps.ps.protocol.space import Space
 
@@ -154,12 +155,15 @@ class Session:
         step: int = 0,
         weight: float = 0.0,
         landing: Mapping[int, Any] | None = None,
+        rows: Mapping[int, ShardRows] | None = None,
+        torn: bool = False,
     ) -> SegmentReplies:
         """Send a request to the segments in `pieces` (buffers), and return all answers.
 
         `step` is also the round of a PART. Values are written into `landing` (writable buffers of the right size) where
-        given, else into new memory. A PUSH_PULL pulls the segments of the dense vector alone. Buffers may change once
-        this has returned.
+        given, else into new memory. `rows` are what the pieces of a PULL ask for, by segment: they are read where a
+        server shares its memory; with `torn` it may step while it is read. A PUSH_PULL pulls the segments of the dense
+        vector alone. Buffers may change once this has returned.
 
         Raises:
             PeerTimeout: servers, or the slowest rank, did not answer by the deadline; it names them.
@@ -172,7 +176,11 @@ class Session:
                 (GroupMessage.PUSH, {i: piece for i, piece in pieces.items() if i >= dense}),
                 (kind, {i: piece for i, piece in pieces.items() if i < dense}),
             ]
-        requests = [SegmentRequest(each, step, weight, those, lands) for each, those in parts if those]
+        requests = [
+            SegmentRequest(each, step, weight, those, lands, rows=rows or {}, torn=torn)
+            for each, those in parts
+            if those
+        ]
         self._run(requests)
         found: dict[int, Any] = {}
         for request in requests:
@@ -184,7 +192,14 @@ class Session:
             min((request.durable for request in requests if request.durable is not None), default=0),
         )
 
-    def read_together(self, pieces: Mapping[int, Any], *, step: int, landing: Mapping[int, Any]) -> SegmentReplies:
+    def read_together(
+        self,
+        pieces: Mapping[int, Any],
+        *,
+        step: int,
+        landing: Mapping[int, Any],
+        rows: Mapping[int, ShardRows] | None = None,
+    ) -> SegmentReplies:
         """Pull as `exchange` does, from all dense segments in one state: each push is in all of them or in none.
 
         Servers apply no push meanwhile. All pushes of this rank must be acknowledged.
@@ -197,7 +212,7 @@ class Session:
             breaks, began = self._lines.breaks, time.monotonic()
             try:
                 self._hold()
-                found = self.exchange(GroupMessage.PULL, pieces, step=step, landing=landing)
+                found = self.exchange(GroupMessage.PULL, pieces, step=step, landing=landing, rows=rows)
             except PeerTimeout as error:
                 if not error.data.get("behind") or time.monotonic() > deadline:
                     raise
@@ -472,7 +487,8 @@ class Session:
         self._answered(line, flight, Message(kind, box.tag, version, lead, float(durable)))
         torn = self._sender.read(box, flight) if kind == GroupMessage.VALUE else {}
         if torn:  # the server sends a copy
-            pieces = dict.fromkeys(torn, EMPTY)
+            asked = flight.request
+            pieces = {index: asked.pieces[index] if index in asked.rows else EMPTY for index in torn}
             self._requests.append(SegmentRequest(GroupMessage.READ, 0, 0.0, pieces, torn, by_message=True))
             self._send_all()
 

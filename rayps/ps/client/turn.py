@@ -16,13 +16,13 @@ from rayps.ps.protocol.mailbox import (
     ROWS,
     STEPS,
     WAITS,
-    Bytes,
     GradientBuffer,
     WorkerMailbox,
     WorkerMemory,
     copy_whole,
     head_of,
 )
+from rayps.ps.protocol.rows import Bytes
 from rayps.ps.protocol.segment_map import SpaceMap
 from rayps.ps.protocol.space import Space
 from rayps.tensors.packing import flat_bytes

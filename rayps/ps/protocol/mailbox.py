@@ -28,8 +28,7 @@ from rayps.comm.link import memory as link_memory
 from rayps.comm.link.memory import Memory
 from rayps.comm.link.shared_memory_link import SharedLink
 from rayps.core.errors import LinkError
-
-Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+from rayps.ps.protocol.rows import Bytes, ShardRows
 
 # keys under which memories and descriptors are offered on a link
 MAILBOX, SERVER, WAKEUP, MEMORY, SEGMENT = 16, 17, 18, 1 << 10, 1 << 20
@@ -268,14 +267,14 @@ class WorkerMailbox:
             raise LinkError(f"{self.link.peer!r} answered out of memory that it did not offer", peer=self.link.peer)
         return found
 
-    def place_of(self, segment: int, into: Any) -> tuple[memoryview, Bytes, Bytes]:
-        """A segment's first words, its values, and the array of bytes that `into` is.
+    def place_of(self, segment: int, into: Any, rows: ShardRows | None = None) -> tuple[memoryview, Bytes, Bytes]:
+        """A segment's first words, its values, and the array of bytes that `into` is: of all values, or of `rows`.
 
         Raises LinkError: the server did not offer the segment, or it has another size than `into`.
         """
         words, values = self.slice(segment)
         place = array_of(into)
-        if len(values) != len(place):
+        if len(values) != len(place) and rows is None:
             raise LinkError(
                 f"{self.link.peer!r} holds {len(values)} bytes of segment {segment} where {len(place)} were expected",
                 peer=self.link.peer,
@@ -284,16 +283,16 @@ class WorkerMailbox:
             )
         return words, values, place
 
-    def read(self, segment: int, into: Any, *, torn: bool = False) -> bool:
-        """Copy a segment's values, of one version, or of any where they may be `torn`; False while they always change.
+    def read(self, segment: int, into: Any, rows: ShardRows | None = None, *, torn: bool = False) -> bool:
+        """Copy a segment's values, or `rows` of them, of one version, or of any where they may be `torn`.
 
-        Raises LinkError as `place_of`.
+        False while they always change. Raises LinkError as `place_of`.
         """
-        words, values, place = self.place_of(segment, into)
-        if torn:
-            np.copyto(place, values)
-            return True
-        return copy_whole(words, values, place)
+        words, values, place = self.place_of(segment, into, rows)
+        if not torn:
+            return copy_whole(words, values, place, rows)
+        copy_now(values, place, rows)
+        return True
 
     def close(self) -> None:
         """Give up the descriptor; the memory goes with its last user."""
@@ -306,17 +305,25 @@ class WorkerMailbox:
             os.close(self._bell)
 
 
-def copy_whole(words: memoryview, values: Bytes, place: Bytes) -> bool:
-    """Copy values of one version; False where the server stepped in the middle of each try."""
+def copy_whole(words: memoryview, values: Bytes, place: Bytes, rows: ShardRows | None = None) -> bool:
+    """Copy values, or rows of them, of one version; False where the server stepped in the middle of each try."""
     for _ in range(TRIES):
         before = words[STEPS]
         if not before & 1:
-            np.copyto(place, values)
+            copy_now(values, place, rows)
             if words[STEPS] == before:
                 return True
         else:
             os.sched_yield()
     return False
+
+
+def copy_now(values: Bytes, place: Bytes, rows: ShardRows | None) -> None:
+    """Copy values, or rows of them, as they are."""
+    if rows is None:
+        place[:] = values
+    else:
+        rows.copy(values, place)
 
 
 def array_of(buffer: Any) -> Bytes:

@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import enum
 import struct
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rayps.comm.compress import ErrorFeedback, decoded
-from rayps.ps.protocol.rows import Area, ShardRows, local_rows
+from rayps.ps.protocol.rows import Area, Bytes, ShardRows, local_rows, piece
 from rayps.tensors.flat import Layout
 from rayps.tensors.packing import flat_bytes, tensor_of
 
 _HEAD = struct.Struct("<5q")  # form, three numbers, bytes of the body
 _ALIGN = 8
+KEPT_IDS = 1 << 21  # of one segment: 24 MB
 
 
 class Form(enum.IntEnum):
@@ -66,6 +69,24 @@ def rows_piece(rows: ShardRows, plain: int, value: Any = b"") -> bytes:
     return _piece(plain, Form.ROWS, (rows.entry, len(rows.ids), 0), ids, bytes(-len(ids) % _ALIGN), value)
 
 
+def rows_push(
+    rows: ShardRows, plain: int, summed: tuple[Tensor, Tensor | None], first: int, room: Callable[[int], Bytes]
+) -> Bytes:
+    """A push of rows as `rows_piece`, in memory of `room(bytes)`: what `Ids.summed` gave, from row `first` on."""
+    count, values = len(rows.ids), summed[0]
+    padding, size = -4 * count % _ALIGN, rows.elements * values.element_size()
+    at = _HEAD.size + 4 * count + padding
+    end = at + size + -size % _ALIGN
+    found = room(end + _ALIGN if end == plain else end)
+    _HEAD.pack_into(found.data, 0, Form.ROWS, rows.entry, count, 0, at - _HEAD.size + size)
+    found[_HEAD.size : _HEAD.size + 4 * count].view(np.int32)[:] = rows.ids.numpy()
+    found[_HEAD.size + 4 * count : at] = 0
+    found[at + size :] = 0
+    if count:
+        piece(summed, first, first + count, tensor_of(found[at : at + size].data, values.dtype))
+    return found
+
+
 def coded_piece(memory: ErrorFeedback, value: Tensor, lo: int, offset: int, weight: float, plain: int) -> bytes:
     """Return an encoded push of elements that begin at `lo` of the whole vector, at `offset` of the segment.
 
@@ -94,6 +115,45 @@ def area_piece(value: Tensor, area: Area, size: int) -> bytes:
     return range_piece(lo, hi - lo, plain, flat_bytes(value[lo:hi].contiguous()).data) if lo < hi else b""
 
 
+class KnownRows:
+    """The lists of ids that were read last for one segment: one that comes again is compared, and not checked again.
+
+    Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014, section 5.1.1 (key caching).
+    """
+
+    def __init__(self, lists: int) -> None:
+        """Keep at most so many lists, and `KEPT_IDS` ids."""
+        self._lists, self._ids = lists, 0
+        self._known: dict[tuple[int, ...], tuple[NDArray[np.int32], ShardRows]] = {}  # the one used last is the last
+
+    def find(self, entry: int, ids: NDArray[np.int32]) -> ShardRows | None:
+        """The rows of these ids, if they are known."""
+        key = self._key(entry, ids)
+        found = self._known.get(key)
+        if found is None or not np.array_equal(found[0], ids):
+            return None
+        self._known[key] = self._known.pop(key)
+        return found[1]
+
+    def keep(self, entry: int, ids: NDArray[np.int32], rows: ShardRows) -> None:
+        """Remember a list that was checked; those used longest ago are forgotten."""
+        key = self._key(entry, ids)
+        self._forget(key)
+        self._known[key] = ids.copy(), rows
+        self._ids += len(ids)
+        while self._known and (len(self._known) > self._lists or self._ids > KEPT_IDS):
+            self._forget(next(iter(self._known)))
+
+    def _forget(self, key: tuple[int, ...]) -> None:
+        if key in self._known:
+            self._ids -= len(self._known.pop(key)[0])
+
+    @staticmethod
+    def _key(entry: int, ids: NDArray[np.int32]) -> tuple[int, ...]:
+        count = len(ids)
+        return (entry, count, *(int(ids[at]) for at in (0, count // 2, count - 1))) if count else (entry, 0)
+
+
 class Extent(NamedTuple):
     """The elements [lo, hi) of a vector with this layout: one segment."""
 
@@ -106,27 +166,33 @@ class Extent(NamedTuple):
         """Bytes of all elements."""
         return (self.hi - self.lo) * self.layout.dtype.itemsize
 
-    def read_push(self, data: memoryview) -> DensePiece:
-        """Decode the piece of a push. Raises ValueError, ConfigError: it does not fit this segment."""
+    def read_push(self, data: memoryview, known: KnownRows | None = None) -> DensePiece:
+        """Decode the piece of a push; do not check the ids of `known` lists again.
+
+        Raises ValueError, ConfigError: it does not fit this segment.
+        """
         dtype = self.layout.dtype
         if len(data) in (0, self.size):
             return DensePiece(tensor_of(data, dtype))
         form, a, b, c, body = self._read(data)
         if form is Form.ROWS:
-            rows, at = self._rows(a, b, body)
+            rows, at = self._rows(a, b, body, known)
             return DensePiece(_elements(body[at:], rows.elements, dtype), rows=rows)
         self._must_fit(a, b)
         if form is Form.RANGE:
             return DensePiece(_elements(body, b, dtype), a)
         return DensePiece(decoded(c, tensor_of(body, torch.uint8), b, dtype), a)
 
-    def read_pull(self, data: memoryview) -> Area:
-        """Return what a pull asks for. Raises ValueError, ConfigError: it does not fit this segment."""
+    def read_pull(self, data: memoryview, known: KnownRows | None = None) -> Area:
+        """Return what a pull asks for; `known` as for a push.
+
+        Raises ValueError, ConfigError: it does not fit this segment.
+        """
         if not len(data):
             return 0, self.hi - self.lo
         form, a, b, _, body = self._read(data)
         if form is Form.ROWS:
-            return self._rows(a, b, body)[0]
+            return self._rows(a, b, body, known)[0]
         self._must_fit(a, b)
         return a, a + b
 
@@ -137,12 +203,17 @@ class Extent(NamedTuple):
                 return Form(form), a, b, c, memoryview(data)[_HEAD.size : _HEAD.size + size]
         raise ValueError(f"a piece of {len(data)} bytes does not fit into a segment of {self.size} bytes")
 
-    def _rows(self, entry: int, count: int, body: memoryview) -> tuple[ShardRows, int]:
+    def _rows(self, entry: int, count: int, body: memoryview, known: KnownRows | None = None) -> tuple[ShardRows, int]:
         size = 4 * count
         if count < 0 or size > len(body):
             raise ValueError(f"{count} row ids do not fit into {len(body)} bytes")
-        ids = torch.from_numpy(np.frombuffer(body[:size], np.int32).astype(np.int64))
-        return local_rows(self.layout, self.lo, self.hi, entry, ids), size + -size % _ALIGN
+        ids = np.frombuffer(body[:size], np.int32)
+        found = None if known is None else known.find(entry, ids)
+        if found is None:
+            found = local_rows(self.layout, self.lo, self.hi, entry, torch.from_numpy(ids.astype(np.int64)))
+            if known is not None:
+                known.keep(entry, ids, found)
+        return found, size + -size % _ALIGN
 
     def _must_fit(self, offset: int, count: int) -> None:
         if offset < 0 or count < 0 or offset + count > self.hi - self.lo:

@@ -9,7 +9,7 @@ Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSD
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -21,6 +21,8 @@ from rayps.core.partition import slices
 from rayps.core.user_code import user_code
 from rayps.tensors.flat import Layout
 from rayps.tensors.optim import SlicedOptimizer
+
+Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 KEPT_LISTS = 4  # of each worker on each shard, e.g. those of the batch under way and of the one before
 SEGMENTS = 32  # of a large vector
@@ -188,6 +190,14 @@ class ShardRows:
         """These rows of the shard's vector, as a new tensor [n, width]."""
         return _taken(self._table(vector), self.ids)
 
+    def copy(self, vector: Bytes, into: Bytes) -> None:
+        """Copy these rows out of the shard's vector, both as bytes."""
+        if len(self.ids):
+            cell = np.dtype((np.void, len(into) // len(self.ids)))
+            first = self.start * (cell.itemsize // self.width)
+            whole = (len(vector) - first) // cell.itemsize * cell.itemsize
+            np.take(vector[first : first + whole].view(cell), self.ids.numpy(), out=into.view(cell), mode="clip")
+
     def add(self, vector: Tensor, rows: Tensor, alpha: float) -> None:
         """Add `alpha` times rows to these rows of the shard's vector."""
         self.put(vector, self.of(vector).add_(rows.view(-1, self.width), alpha=alpha))
@@ -313,6 +323,7 @@ class Listed:
     cuts: list[tuple[int, int]]
     parts: list[tuple[int, ShardRows]]
     new: bool
+    pulls: dict[int, Any] = field(default_factory=dict)  # by shard: the piece that asks for them, once it was made
 
 
 class IdLists:
@@ -336,9 +347,10 @@ class IdLists:
             for i, ((lo, hi), (first, last)) in enumerate(zip(self._ranges, cuts, strict=True))
             if first < last
         ]
-        self._lists[number] = Listed(number, ids, cuts, parts, False)
+        found = Listed(number, ids, cuts, parts, True)
+        self._lists[number] = replace(found, new=False)
         self._next = (number + 1) % KEPT_LISTS
-        return Listed(number, ids, cuts, parts, True)
+        return found
 
 
 def step_rows(

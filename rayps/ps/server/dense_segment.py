@@ -20,8 +20,8 @@ from rayps.core.ledger import WINDOW, Ledger
 from rayps.core.topology import servers_of
 from rayps.core.values import Buffer
 from rayps.ps.protocol.mailbox import SharedSlice
-from rayps.ps.protocol.pieces import DensePiece, Extent
-from rayps.ps.protocol.rows import ShardRows
+from rayps.ps.protocol.pieces import DensePiece, Extent, KnownRows
+from rayps.ps.protocol.rows import KEPT_LISTS, ShardRows
 from rayps.ps.protocol.space import Space
 from rayps.ps.server.shard import NEVER, PUSHED, Shard, ShardFacts, ShardPart, ShardState
 from rayps.tensors.flat import Layout
@@ -43,6 +43,7 @@ class DenseSegment:
         self.space, self.index, self.factory = space, index, factory
         self.extent = Extent(space.layout, *space.cuts[index])
         self.rows = self.extent.hi - self.extent.lo
+        self._known = KnownRows(KEPT_LISTS * space.workers)
         self.operations = 0
         self.copied = True  # whether there are backups; without them changes are empty
         self._boundary = NEVER
@@ -135,7 +136,9 @@ class DenseSegment:
 
     def _read_push(self, data: memoryview | Tensor) -> DensePiece:
         if not isinstance(data, Tensor):
-            return self.extent.read_push(data)
+            return self.extent.read_push(data, self._known)
+        if data.dtype == torch.uint8:  # with a head, in the pusher's memory
+            return self.extent.read_push(flat_bytes(data).data, self._known)
         if data.numel() not in (0, self.rows):
             raise ValueError(f"a push of {data.numel()} elements does not fit into segment {self.index} of {self.rows}")
         return DensePiece(data)
@@ -206,7 +209,7 @@ class DenseSegment:
         if self._base is None:
             self._shard.own(rank)
 
-    def read(self, data: memoryview = memoryview(b"")) -> Any:
+    def read(self, data: memoryview | Tensor = memoryview(b"")) -> Any:
         """Return what `data` asks for: all elements or a range, as a view valid until the next push, or rows.
 
         Raises ValueError, ConfigError: the segment does not have it.
@@ -215,7 +218,7 @@ class DenseSegment:
             return self._base.read(data)
         if not len(data):
             return self._buffer
-        area = self.extent.read_pull(data)
+        area = self.extent.read_pull(flat_bytes(data).data if isinstance(data, Tensor) else data, self._known)
         if isinstance(area, ShardRows):
             return flat_bytes(area.of(self._shard.params)).data
         item = self.extent.layout.dtype.itemsize

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from rayps.comm.link.memory import Fence, Memory
@@ -50,9 +51,11 @@ class MailboxHead(NamedTuple):
         whole: list[tuple[int, int, Tensor]] = []
         for segment, generation, place, size, out, room in rows:
             if dtype is not None and 0 <= segment < dense:
-                value = box.tensor_at(place, size, dtype)
+                count = space.cuts[segment][1] - space.cuts[segment][0]
+                plain = size in (0, count * dtype.itemsize)  # else a piece with a head: see `rayps.ps.protocol.pieces`
+                value = box.tensor_at(place, size, dtype if plain else torch.uint8)
                 pieces.append(SegmentPayload(segment, generation, value))
-                if value.numel() == space.cuts[segment][1] - space.cuts[segment][0]:
+                if plain and value.numel() == count:
                     whole.append((segment, generation, value))
             else:
                 pieces.append(SegmentPayload(segment, generation, box.bytes_at(place, size)))
