@@ -547,7 +547,9 @@ class Line(rayps.Workload):
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "work.py").write_text(LINE)
-    return tmp_path
+    yield tmp_path
+    # an actor ends the actor of its name: one that still ends would end that of the next test
+    assert until(lambda: not any(thread.name == "rayps-driver" for thread in threading.enumerate()), 60), stacks()
 
 
 def driver_actor(folder, attempt=1, **changes):
