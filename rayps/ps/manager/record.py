@@ -253,9 +253,9 @@ def _read_pickled(data: bytes) -> dict[str, Any]:
     space = _Restricted(io.BytesIO(data)).load()
     if getattr(space, "path", None) != _SPACE:
         raise pickle.UnpicklingError(f"it holds a {type(space).__name__} in place of a space")
-    strategy, layout, ticks = space["strategy"], space["layout"], space["ticks"]
+    half, layout, ticks = space["strategy"], space["layout"], space["ticks"]
     found = dict(space.state) | {
-        "strategy": {"name": _STRATEGIES[strategy.path], **strategy.state},
+        "strategy": {"name": _STRATEGIES[half.path], **half.state},
         "factory": base64.b64encode(space["factory"]).decode("ascii"),
         "tables": [dict(table.state) for table in space["tables"]],
         "quota": dict(space["quota"].state),
