@@ -1,7 +1,7 @@
 """One version out of several shards: the pure half, under every order of arrival."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayps.core.ledger import Ledger
@@ -33,6 +33,7 @@ class Shard:
             self.take(*push)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 4), st.integers(1, 3), st.data())
 def test_whatever_arrives_when_all_shards_are_read_with_the_same_pushes(shards, ranks, data):
     several, steps = [Shard(ranks) for _ in range(shards)], [0] * ranks
