@@ -1,6 +1,6 @@
 """When a job is told that its quota holds it back: from what its space's counts say."""
 
-from rayps.ps.group_watch import FOR_SECONDS, Throttled
+from rayps.ps.job_space import FOR_SECONDS, Throttled
 
 
 def space(throttled, limit=4.0):

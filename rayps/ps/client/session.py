@@ -20,8 +20,15 @@ from rayps.comm.link import Message
 from rayps.comm.link.socket_link import EMPTY, as_bytes
 from rayps.core.errors import LinkError, PeerLost, PeerTimeout
 from rayps.core.failpoint import passing
-from rayps.ps.client.connections import PUSHES, InFlight, SegmentRequest, ServerConnection, ServerConnections, named
-from rayps.ps.client.map_subscription import Door
+from rayps.ps.client.connections import (
+    PUSHES,
+    Door,
+    InFlight,
+    SegmentRequest,
+    ServerConnection,
+    ServerConnections,
+    named,
+)
 from rayps.ps.client.replay_buffer import ReplayBuffer, StepPush
 from rayps.ps.client.requests import RequestSender
 from rayps.ps.client.turn import SharedGradient, TurnPart

@@ -114,7 +114,7 @@ class StaticMap:
 
 
 class StaticSubscription:
-    """One session's view of a `StaticMap`: the calls of `rayps.ps.client.map_subscription.MapSubscription`."""
+    """One session's view of a `StaticMap`: the calls of `rayps.ps.client.connections.MapSubscription`."""
 
     lost = False  # there is no connection to a manager that could be lost
 
