@@ -11,7 +11,7 @@ from torch.optim import SGD, Adafactor, Adam
 
 import rayps
 from rayps.cluster.local import LocalCluster, surrounding
-from rayps.core.errors import ConfigError, PeerTimeout, RaypsError, StaleGeneration, WorkloadError
+from rayps.core.errors import ConfigError, PeerLost, PeerTimeout, RaypsError, StaleGeneration, WorkloadError
 
 
 def group(params, **options):
@@ -157,7 +157,7 @@ def test_only_the_maker_ends_it():
 def test_the_secret_keeps_strangers_out():
     with group(torch.zeros(2)) as shared:
         other = pickle.loads(pickle.dumps(shared))
-        other._static[0].secret = b"x" * 32
+        other._fixed.map.secret = b"x" * 32
         other.timeout = 0.5
         with pytest.raises(RaypsError):
             other.join(0)
@@ -298,7 +298,7 @@ def test_elastic_it_is_passed_to_actors():
 def test_what_only_an_elastic_group_can(elastic):
     with group(torch.zeros(4)) as fixed:
         assert fixed.group is None and fixed.space is None
-        for call in (lambda: fixed.resize(4), fixed.facts, fixed.branch, fixed.wait_settled):
+        for call in (lambda: fixed.resize(4), fixed.branch):
             with pytest.raises(ConfigError, match="replicas=1"):
                 call()
     with elastic(torch.zeros(40)) as shared:
@@ -309,6 +309,25 @@ def test_what_only_an_elastic_group_can(elastic):
         shared.resize(3)
         shared.wait_settled()
         assert len(shared.facts()["servers"]) == 3
+
+
+def keys(found):
+    """The keys of facts, also of the servers, spaces and segments that they list."""
+    lists = {key: value for key, value in found.items() if key in ("servers", "spaces", "segments")}
+    return found.keys(), {key: [keys(each) for each in value[:1]] for key, value in lists.items()}
+
+
+def test_facts_of_fixed_servers_have_the_keys_of_an_elastic_group(elastic):
+    with group(torch.zeros(40), shards=2) as fixed, elastic(torch.zeros(40)) as moving:
+        found, other = pickle.loads(pickle.dumps(fixed)).facts(), moving.facts()
+        assert keys(found) == keys(other)
+        assert found["status"] == "ready" and sum(server["bytes"] for server in found["servers"]) == 160
+        fixed.wait_settled()
+        fixed._cluster.kill(fixed._handles[1])
+        found = fixed.facts()
+        assert found["status"] == "degraded" and [each["state"] for each in found["servers"]] == ["alive", "dead"]
+        with pytest.raises(PeerLost, match=r"shard-1.*replicas=1"):
+            fixed.wait_settled()
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from rayps.cluster.local import ActorHandle, Cluster, surrounding
-from rayps.core.errors import ConfigError, RaypsError
+from rayps.cluster.members import ActorHost
+from rayps.comm.link import connect
+from rayps.core.errors import ConfigError, LinkError, PeerLost, RaypsError
 from rayps.core.server_updates import PlainServers, plain_servers
 from rayps.core.user_module import pack
 from rayps.ps import group as elastic
@@ -27,6 +29,7 @@ from rayps.ps.client.client import GroupServer, compress
 from rayps.ps.client.connections import take_seat
 from rayps.ps.client.session import KEEP_BYTES, Session
 from rayps.ps.group import ManagerClient
+from rayps.ps.manager.status import COUNTS
 from rayps.ps.protocol.messages import GroupMessage
 from rayps.ps.protocol.rows import cut, cuts
 from rayps.ps.protocol.segment_map import StaticMap
@@ -40,6 +43,7 @@ from rayps.tensors.snapshot import Snapshot
 log = logging.getLogger(__name__)
 
 START_SECONDS = 180.0
+PROBE_SECONDS = 1.0  # for a fixed server to accept a connection
 
 
 class ServerGroup:
@@ -111,7 +115,7 @@ class ServerGroup:
         vector = torch.cat([value.detach().reshape(-1).cpu() for value in named.values()])
         self._cluster: Cluster | None = cluster or surrounding()
         self._handles: list[ActorHandle] = []
-        self._static: tuple[StaticMap, Space] | None = None
+        self._fixed: FixedSpace | None = None
         self._own: OwnSpace | None = None
         if is_elastic:
             space = Space(
@@ -128,7 +132,7 @@ class ServerGroup:
             return
         space = Space("shared", 1, workers, strategy, self.layout, tuple(cuts(self.layout, shards)))
         snapshot = Snapshot(self.layout, vector, positions=[0] * workers)
-        self._static = self._start(factory, space, snapshot), space
+        self._fixed = self._start(factory, space, snapshot)
 
     def _opened(self, group: str | elastic.ManagerClient | None, space: Space, vector: Tensor) -> OwnSpace:
         """The space on the group that was named, or on one that is started for it."""
@@ -152,8 +156,8 @@ class ServerGroup:
                 group.stop()
             raise
 
-    def _start(self, factory: optim.Factory, space: Space, snapshot: Snapshot) -> StaticMap:
-        """Servers with a static map, one for each segment: there is no manager, and nothing moves."""
+    def _start(self, factory: optim.Factory, space: Space, snapshot: Snapshot) -> FixedSpace:
+        """Start servers with a static map, one for each segment: no manager, no backups, no moves."""
         assert self._cluster is not None
         packed, shared = pack(factory), self._cluster.share(snapshot)
         for index in range(len(space.cuts)):
@@ -166,7 +170,8 @@ class ServerGroup:
             for reply in begun:
                 reply.result(START_SECONDS)
             places = [place.result(START_SECONDS) for place in [h.call("place") for h in self._handles]]
-            return StaticMap.of({f"shard-{i}": place.address for i, place in enumerate(places)}, self._secret)
+            found = StaticMap.of({f"shard-{i}": place.address for i, place in enumerate(places)}, self._secret)
+            return FixedSpace(found, space, places)
         except BaseException:
             self.close()
             raise
@@ -190,8 +195,8 @@ class ServerGroup:
             )
         if self._own is not None:
             return self._coded(self._own.server(rank))
-        assert self._static is not None, "it has one or the other"
-        found, space = self._static
+        assert self._fixed is not None, "it has one or the other"
+        found, space = self._fixed.map, self._fixed.space
         incarnation = take_seat(found, space, rank, self.timeout)
         talk = Session(found, space, rank, incarnation=incarnation, timeout=self.timeout, keep=0, resident=resident)
         try:
@@ -218,11 +223,24 @@ class ServerGroup:
         self._elastic("resize").group.resize(servers)
 
     def facts(self) -> dict[str, Any]:
-        """What the group's manager knows: servers, spaces, who holds what, moves, events. Raises ConfigError."""
+        """Return the state of the servers as plain data: servers, spaces, segments, moves, events.
+
+        Fixed servers have the same keys: each is probed, nothing moves, and their loads are None.
+        """
+        if self._fixed is not None:
+            return self._fixed.facts()
         return self._elastic("facts").facts()
 
     def wait_settled(self, timeout: float | None = None) -> None:
-        """Return once every part has its server and its replicas, and none moves. Raises PeerTimeout, ConfigError."""
+        """Return once every part has its server and its replicas, and none moves.
+
+        Raises:
+            PeerTimeout: that takes longer than `timeout` seconds.
+            PeerLost: a fixed server has died; it will not be replaced.
+        """
+        if self._fixed is not None:
+            self._fixed.check()
+            return
         self._elastic("wait_settled").group.wait_settled(self.timeout if timeout is None else timeout)
 
     def branch(self, name: str | None = None, *, quota: Quota | None = None) -> ServerGroup:
@@ -250,8 +268,8 @@ class ServerGroup:
     def _elastic(self, call: str) -> OwnSpace:
         if self._own is None:
             raise ConfigError(
-                f"{call} needs an elastic group: make this one with replicas=1 (or 0, which loses what a dead server "
-                "held), or with group=NAME on one that runs",
+                f"{call} needs servers whose segments can move, and these servers are fixed: create the group with "
+                "replicas=1 (or 0, without backups), or with group=NAME on a running server group",
                 field="replicas",
             )
         return self._own
@@ -307,6 +325,96 @@ def _sgd(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 
 
 __all__ = ["ServerGroup", "SharedParameters"]
+
+
+class FixedSpace:
+    """A space on servers with a static map, one server for each segment. Picklable."""
+
+    def __init__(self, found: StaticMap, space: Space, places: Sequence[ActorHost]) -> None:
+        self.map, self.space, self.places = found, space, list(places)
+
+    def facts(self) -> dict[str, Any]:
+        """Return the facts of `rayps.ps.manager.status.facts_of`; unknown loads are None. Probes each server."""
+        space, found = self.space, self.map.map
+        size = 0 if space.layout is None else space.layout.dtype.itemsize
+        alive = {server: self._answers(address) for server, address in found.addresses.items()}
+        segments: list[dict[str, Any]] = [
+            {
+                "index": index,
+                "table": None,
+                "primary": held.primary,
+                "copies": [],
+                "generation": held.generation,
+                "bytes": (hi - lo) * size,
+                "rows": 0,
+                "operations_s": None,
+                "state": "ready" if alive[str(held.primary)] else "lost",
+            }
+            for index, (held, (lo, hi)) in enumerate(zip(found.holdings, space.cuts, strict=True))
+        ]
+        servers = [
+            {
+                "name": server,
+                "address": address,
+                "host": place.host,
+                "pid": place.pid,
+                "state": "alive" if alive[server] else "dead",
+                "bytes": segment["bytes"] if alive[server] else None,
+                "rows": 0 if alive[server] else None,
+                "operations_s": None,
+                "cpu": None,
+                "seen_s": 0.0 if alive[server] else None,
+                "primaries": 1,
+                "copies": 0,
+            }
+            for (server, address), place, segment in zip(found.addresses.items(), self.places, segments, strict=True)
+        ]
+        return {
+            "name": space.name,
+            "status": "ready" if all(alive.values()) else "degraded",
+            "wanted": len(servers),
+            "replicas": 0,
+            "since": None,
+            "resizing": None,
+            "servers": servers,
+            "spaces": [
+                {
+                    "name": space.name,
+                    "number": space.number,
+                    "workers": space.workers,
+                    "version": found.version,
+                    "bytes": sum((hi - lo) * size for lo, hi in space.cuts),
+                    "rows": 0,
+                    **dict.fromkeys(("evicted", "rejected", "throttled"), 0),
+                    **dict.fromkeys(("operations_s", "seconds_s"), None),
+                    "quota": {"bytes": None, "operations": None},
+                    "branch_of": None,
+                    "tables": [],
+                    "segments": segments,
+                }
+            ],
+            "moves": [],
+            "counts": dict.fromkeys(COUNTS, 0) | {"lost": sum(not each for each in alive.values())},
+            "events": [],
+        }
+
+    def check(self) -> None:
+        """Raise PeerLost if a server has died: a fixed server is not replaced."""
+        dead = [server for server, address in self.map.map.addresses.items() if not self._answers(address)]
+        if dead:
+            raise PeerLost(
+                f"{', '.join(map(repr, dead))} died, and a fixed server is not replaced: create the group with "
+                "replicas=1 to survive the death of a server",
+                peer=dead[0],
+            )
+
+    def _answers(self, address: str) -> bool:
+        try:
+            link = connect(address, name="facts", secret=self.map.secret, generation=0, timeout=PROBE_SECONDS)
+        except LinkError:
+            return False
+        link.close()
+        return True
 
 
 class OwnSpace:
