@@ -16,8 +16,7 @@ from rayps.cluster.local import LocalCluster
 from rayps.core.errors import WorkloadError
 from rayps.ps.protocol.pieces import Extent
 from rayps.ps.protocol.space import Space, SparseTable
-from rayps.ps.server.dense_segment import DenseSegment
-from rayps.ps.server.shard import Shard
+from rayps.ps.server.dense_segment import DenseSegment, Shard
 from rayps.ps.tables.row_optimizers import Scheduled
 from rayps.ps.tables.table_segment import TableSegment
 from rayps.ps.tables.wire_format import encode_push

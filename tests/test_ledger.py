@@ -16,7 +16,7 @@ from rayps.core.failpoint import VARIABLE, parse
 from rayps.core.ledger import WINDOW, Ledger, anywhere
 from rayps.ps.client.replay_buffer import ReplayBuffer
 from rayps.ps.protocol.pieces import Extent
-from rayps.ps.server.shard import Shard
+from rayps.ps.server.dense_segment import Shard
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.tensors.flat import Layout
 

@@ -10,8 +10,7 @@ from torch.optim import SGD, Adagrad, Adam
 from rayps.core.errors import CheckpointError, ConfigError
 from rayps.core.ledger import WINDOW, Ledger
 from rayps.core.topology import ASP, PerPush, PerRound, Servers
-from rayps.ps.server.dense_segment import DenseSegment, part_of, state_of
-from rayps.ps.server.shard import MEAN, PUSHED, VALUES, changes_by
+from rayps.ps.server.dense_segment import MEAN, PUSHED, VALUES, DenseSegment, changes_by, part_of, state_of
 from rayps.strategies.base import Strategy
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.tensors.flat import Layout

@@ -7,8 +7,7 @@ from torch.optim import SGD, Adam
 from rayps.core.calendar import Boundary
 from rayps.core.ledger import WINDOW
 from rayps.ps.protocol.pieces import Extent
-from rayps.ps.server.dense_segment import part_of
-from rayps.ps.server.shard import Shard
+from rayps.ps.server.dense_segment import Shard, part_of
 from rayps.strategies.parameter_server import ParameterServer
 from rayps.tensors.flat import Layout
 

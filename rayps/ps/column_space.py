@@ -21,8 +21,7 @@ from rayps.ps.client.session import Session
 from rayps.ps.group import ManagerClient
 from rayps.ps.protocol.messages import GroupMessage
 from rayps.ps.protocol.space import Space, SpaceRank, SparseTable
-from rayps.ps.server.dense_segment import part_of, state_of
-from rayps.ps.server.shard import ShardPart
+from rayps.ps.server.dense_segment import ShardPart, part_of, state_of
 from rayps.ps.tables import parquet, segment_state
 from rayps.ps.tables.table_segment import TableSegment
 from rayps.tensors.snapshot import RetainedParts, Snapshot

@@ -35,8 +35,7 @@ from rayps.ps.group import ManagerClient
 from rayps.ps.protocol.messages import GroupMessage
 from rayps.ps.protocol.rows import cut
 from rayps.ps.protocol.space import Quota, Space, SpaceRank, SparseTable
-from rayps.ps.server.dense_segment import part_of
-from rayps.ps.server.shard import ShardPart
+from rayps.ps.server.dense_segment import ShardPart, part_of
 from rayps.tensors import optim
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import Ticks

@@ -18,7 +18,7 @@ from rayps.ps.job_space import JobSpace
 from rayps.ps.protocol.rows import cuts
 from rayps.ps.protocol.segment_map import SpaceMap, StaticMap
 from rayps.ps.protocol.space import Quota, Space, SpaceRank, SparseTable
-from rayps.ps.server.shard import ShardFacts, ShardPart
+from rayps.ps.server.dense_segment import ShardFacts, ShardPart
 from rayps.ps.server.shard_actor import ShardPlan
 from rayps.strategies.job import JobSpec
 from rayps.tensors.learning_rate import Recipe

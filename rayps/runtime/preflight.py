@@ -42,7 +42,7 @@ from rayps.parallel.division.divide import divide, sample_of
 from rayps.parallel.division.division import Division
 from rayps.parallel.pipeline.loss_proxy import parts
 from rayps.ps.protocol.space import SparseTable
-from rayps.ps.server.shard import chosen
+from rayps.ps.server.dense_segment import chosen
 from rayps.ps.tables.embedding import tables_of, try_out
 from rayps.ps.tables.row_optimizers import Scheduled
 from rayps.ps.tables.row_optimizers import rule_of as table_rule

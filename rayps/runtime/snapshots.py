@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rayps.core.calendar import Boundary
 from rayps.parallel.division.division import Division
-from rayps.ps.server.shard import ShardPart
+from rayps.ps.server.dense_segment import ShardPart
 from rayps.runtime.journal import Journal
 from rayps.runtime.phases import RunPlan
 from rayps.strategies.job import JobSpec

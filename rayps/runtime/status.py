@@ -14,7 +14,7 @@ from rayps.core.grid import Grid
 from rayps.core.job import Status
 from rayps.core.metrics import Rounds, Throughput
 from rayps.core.records import Event, OutcomeRecord, Point, ProgressRecord, ShardLine, WorkerLine
-from rayps.ps.server.shard import ShardFacts
+from rayps.ps.server.dense_segment import ShardFacts
 from rayps.runtime.journal import Journal
 from rayps.runtime.worker_group import WorkerGroup
 from rayps.tensors.snapshot import Snapshot

@@ -24,7 +24,7 @@ from rayps.federated.client_states_backup import ClientStatesBackup
 from rayps.federated.view import keeper_of
 from rayps.ps.client.session import Session
 from rayps.ps.protocol.space import SpaceRank
-from rayps.ps.server.shard import ShardPart
+from rayps.ps.server.dense_segment import ShardPart
 from rayps.recovery.backup_assignment import Mending
 from rayps.runtime.job_servers import FixedServers, JobServers
 from rayps.runtime.mending import PeerStates

@@ -67,7 +67,7 @@ class SegmentLoad(NamedTuple):
 
 
 class ServerLoad:
-    """A server's last heartbeat (see `rayps.ps.server.orders`), and the rates of what it counts."""
+    """A server's last heartbeat (see `rayps.ps.server.outbound`), and the rates of what it counts."""
 
     def __init__(self) -> None:
         self.bytes, self.cpu = 0, 0.0

@@ -53,7 +53,7 @@ class GroupMessage(enum.IntEnum):
     # server <-> manager. Payloads are JSON, except that of SPACE
     REGISTER = 60  # {"name", "address", "host", "pid", "holds": {space: [[segment, role, generation], ...]}} -> WELCOME
     WELCOME = 61  # {"heartbeat": seconds}
-    HEARTBEAT = 62  # the load, see `rayps.ps.server.orders`; tag counts up
+    HEARTBEAT = 62  # the load, see `rayps.ps.server.outbound`; tag counts up
     SPACE = 63  # payload = a pickled Space: sent before the first orders about it
     ORDERS = 64  # {"space", "holdings": [a `SegmentOrder`, ...]}
     REPORT = 65  # {"space", "events": [[an `Event`, segment, generation, name of a backup], ...]}

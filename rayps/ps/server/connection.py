@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rayps.comm.link import Link, Message
+from rayps.comm.link import Link
 from rayps.core.errors import StaleGeneration
 from rayps.ps.protocol.mailbox import ServerMailbox
 from rayps.ps.protocol.messages import SegmentPayload
 from rayps.ps.server.assignments import AssignedSegment
-from rayps.ps.server.replication import Peer
 
 if TYPE_CHECKING:
     from rayps.ps.server.mailboxes import WholePush
@@ -33,7 +32,6 @@ class ServerPeer:
         self.paused = False  # is not read for now
         self.gone = False
         self.applied = 0  # as a primary's link: the last message that is applied
-        self.told = 0  # and the last that it knows of
         self.box: ServerMailbox | None = None
         self.push: WholePush | None = None  # what its mailbox asked last, prepared to be asked again
 
@@ -54,18 +52,6 @@ class PeerRequest:
     lent: list[AssignedSegment] = field(default_factory=list)  # by mailbox: segments that may use its memory still
     whole: WholePush | None = None  # by mailbox: the pull of such a push
     deadline: float = 0.0
-
-
-@dataclass(slots=True, eq=False)
-class Withheld:
-    """An answer that waits until copies have what it says."""
-
-    request: PeerRequest
-    message: Message
-    payload: Any
-    holdings: list[AssignedSegment]
-    needs: dict[Peer, int]
-    deadline: float
 
 
 def fenced(guest: ServerPeer) -> StaleGeneration:

@@ -7,27 +7,600 @@ which is one vector for any number of workers; otherwise all its pushes in the o
 
 from __future__ import annotations
 
+import struct
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Adagrad
 
 from rayps.core.calendar import Boundary
+from rayps.core.clock import Clock
 from rayps.core.errors import CheckpointError, ConfigError
+from rayps.core.failpoint import passing
 from rayps.core.ledger import WINDOW, Ledger
-from rayps.core.topology import servers_of
+from rayps.core.server_updates import weighted_mean
+from rayps.core.strategy import ServerHalf
+from rayps.core.topology import Servers, servers_of
 from rayps.core.values import Buffer
-from rayps.ps.protocol.mailbox import SharedSlice
-from rayps.ps.protocol.pieces import DensePiece, Extent, KnownRows
-from rayps.ps.protocol.rows import KEPT_LISTS, ShardRows
+from rayps.ps.protocol.mailbox import STEPS, SharedSlice
+from rayps.ps.protocol.pieces import DensePiece, Extent, KnownRows, area_piece
+from rayps.ps.protocol.rows import KEPT_LISTS, Area, ShardRows, gathered, step_rows
 from rayps.ps.protocol.space import Space
-from rayps.ps.server.shard import NEVER, PUSHED, Shard, ShardFacts, ShardPart, ShardState
 from rayps.tensors.flat import Layout
-from rayps.tensors.optim import Factory, Moments
+from rayps.tensors.learning_rate import Ticks, pace_of, within
+from rayps.tensors.optim import Factory, Moments, SlicedOptimizer, fitting
 from rayps.tensors.optim import cut as cut_moments
-from rayps.tensors.packing import flat_bytes
+from rayps.tensors.packing import flat_bytes, full_moments, pack_state, plain_moments, tensor_of, unpack_state
+from rayps.tensors.snapshot import RetainedParts
+
+NEVER = Boundary(0, -1)
+
+
+@dataclass(slots=True)
+class ShardPart:
+    """A shard's share of a checkpoint, after `round` rounds of the slowest worker."""
+
+    round: int
+    lo: int
+    params: Tensor
+    moments: Moments
+    ledger: Ledger
+
+    @property
+    def done(self) -> dict[int, int]:
+        """The steps that each rank had pushed without a gap."""
+        return self.ledger.marks
+
+
+@dataclass(slots=True)
+class ShardFacts:
+    """What the driver polls from a shard while it runs."""
+
+    index: int
+    lo: int
+    hi: int
+    version: int
+    bytes: int
+    staleness: dict[int, int]  # pulls by the rounds that their rank led the slowest
+    laggards: list[int]
+    reached: int  # rounds that the slowest worker has pushed
+    snapshots: list[int] = field(default_factory=list)  # rounds after which a state is retained
+    ages: dict[int, int] = field(default_factory=dict)  # pushes by versions between their pull and their application
+    lost: int = 0  # acknowledged pushes that no worker retained when this shard was restored
+
+
+# ---- changes: what backups apply
+
+CHANGE = struct.Struct("<qqqd")  # kind; then rank, step, weight of a push, or round, number of values, 0
+ONE = struct.Struct("<qqd")  # rank, bytes and weight of one value of a round
+PUSHED, MEAN, VALUES = 1, 2, 3
+
+
+def changes_by(strategy: ServerHalf) -> int:
+    """Return what a change is under this strategy: a push (PUSHED), or a closed round, as its MEAN or its VALUES."""
+    servers = servers_of(strategy)
+    if servers is None or servers.update.listens:
+        return PUSHED
+    return MEAN if servers.update.means else VALUES
+
+
+class FiledPush(NamedTuple):
+    """A push of an open round: elements of the whole shard or of rows, its weight, and what of the shard it covers."""
+
+    value: Tensor
+    weight: float
+    area: Area
+
+
+class ChangeLog:
+    """The changes of a shard: their number, and while `recording` their encoding for the backups."""
+
+    def __init__(self, strategy: ServerHalf, size: int) -> None:
+        """`size` is the shard's number of elements."""
+        self.kind = changes_by(strategy)
+        self.seq = 0
+        self.recording = False
+        self._size = size
+        self._changes: list[bytes] = []
+        self._mean = b""
+
+    def pushed(self, rank: int, step: int, weight: float, data: Buffer) -> bytes:
+        """Encode a push as a change; empty unless recording."""
+        return b"".join([CHANGE.pack(PUSHED, rank, step, weight), data]) if self.recording else b""
+
+    def stepped(self, grad: Tensor, area: Area) -> None:
+        """Record the gradient of a step: the round's mean, where backups apply means."""
+        if self.kind == MEAN:
+            self._mean = area_piece(grad, area, self._size)
+
+    def gathered(self, finished: int, pushes: Sequence[tuple[int, FiledPush]]) -> None:
+        """Record the pushes of a round by rank, where backups apply values."""
+        if self.kind == VALUES:
+            values = [area_piece(push.value, push.area, self._size) for _, push in pushes]
+            heads = [
+                ONE.pack(rank, len(value), push.weight) for (rank, push), value in zip(pushes, values, strict=True)
+            ]
+            self._changes.append(b"".join([CHANGE.pack(VALUES, finished, len(pushes), 0.0), *heads, *values]))
+
+    def closed(self, finished: int) -> None:
+        """Count a closed round, where it is a change, and record its mean."""
+        if self.kind != PUSHED:
+            self.seq += 1
+            if self.recording and self.kind == MEAN:
+                self._changes.append(CHANGE.pack(MEAN, finished, bool(self._mean), 0.0) + self._mean)
+                self._mean = b""
+
+    def since(self, seq: int) -> list[bytes]:
+        """Return the changes after number `seq`, once; empty ones unless recording."""
+        changes, self._changes = self._changes, []
+        return changes if self.recording else [b""] * (self.seq - seq)
+
+
+# ---- the parts of a shard
+
+
+class SegmentOptimizer:
+    """A segment's parameters and the optimizer that steps them, whole or in part, with its learning-rate schedule."""
+
+    def __init__(self, extent: Extent, memory: SharedSlice, factory: Factory, ticks: Ticks) -> None:
+        self.params = memory.params
+        self.whole = 0, self.params.numel()
+        self.area: Area = self.whole  # what the next step changes; the rest of the segment keeps its values
+        self._words = memory.words
+        self._sliced = SlicedOptimizer(factory, extent.layout, self.params, extent.lo, extent.hi)
+        self._pace = pace_of(factory, extent.layout, self._sliced.optimizer, ticks)
+
+    def begin(self, area: Area, step: int) -> None:
+        """Set the area and the round, which determines the learning rate, of the next step."""
+        self.area = area
+        if self._pace is not None:
+            self._pace.at(step)
+
+    def step(self, grad: Tensor, scale: float = 1.0, decays: float | None = None) -> None:
+        """Apply `scale` times a gradient of the area; see `SlicedOptimizer.step`."""
+        area = self.area
+        self._words[STEPS] += 1  # odd: a worker that reads this memory now reads a mixture, and repeats
+        try:
+            if area is self.whole or area == self.whole:
+                self._sliced.step(grad, scale, decays)
+            elif isinstance(area, ShardRows):
+                step_rows(self._sliced, area, grad, scale, decays)
+            else:
+                self._step_range(grad * scale, *area, abs(scale) if decays is None else decays)
+        finally:
+            self._words[STEPS] += 1
+
+    def mean(self, values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+        """Return sum(w_i v_i) / sum(w_i) of gradients of the area, valid until the next call."""
+        return self._sliced.mean(values, weights) if self.area == self.whole else weighted_mean([*values], [*weights])
+
+    def _step_range(self, grad: Tensor, a: int, b: int, decays: float) -> None:
+        # an elementwise optimizer may step all elements, if those outside the range are restored afterwards
+        params, states = self.params.clone(), {id(t): t.clone() for _, t in self._elementwise()}
+        self._sliced.step(grad, decays=decays)
+        params[a:b] = self.params[a:b]
+        self.params.copy_(params)
+        for cut, t in self._elementwise():
+            old = states.get(id(t), torch.zeros_like(t))
+            lo, hi = max(a, cut.start) - cut.start, min(b, cut.stop) - cut.start
+            if lo < hi:
+                old[lo:hi] = t[lo:hi]
+            t.copy_(old)
+
+    def _elementwise(self) -> list[tuple[slice, Tensor]]:
+        """The tensors of the optimizer's state that have one number per element, with their elements."""
+        state = self._sliced.optimizer.state
+        return [
+            (cut, t)
+            for leaf, cut in self._sliced.leaves()
+            for t in state.get(leaf, {}).values()
+            if isinstance(t, Tensor) and t.dim() > 0
+        ]
+
+    def load(self, moments: Moments, extent: Extent) -> None:
+        """Restore an optimizer state of whole parameters."""
+        self._sliced.load(fitting(moments, self._sliced.optimizer), extent.layout)
+
+    def restore(self, moments: Moments, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Restore what `moments` and `groups` returned."""
+        self._sliced.restore(moments)
+        for mine, given in zip(self._sliced.optimizer.param_groups, groups, strict=False):
+            mine.update({key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
+
+    def moments(self) -> Moments:
+        """Return the optimizer's state by parameter name; copies."""
+        return self._sliced.moments()
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Return the numbers of the optimizer's groups, JSON-ready."""
+        plain = (int, float, str, bool, type(None), tuple)
+        return [
+            {key: value for key, value in group.items() if key != "params" and isinstance(value, plain)}
+            for group in self._sliced.optimizer.param_groups
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of parameters and optimizer state."""
+        held = [t for state in self._sliced.optimizer.state.values() for t in state.values()]
+        return sum(t.numel() * t.element_size() for t in [self.params, *held] if isinstance(t, Tensor))
+
+
+class RoundBuffer:
+    """The pushes of open rounds, by step and rank."""
+
+    def __init__(self) -> None:
+        self._pushes: dict[int, dict[int, FiledPush]] = {}
+        self.lent: set[tuple[int, int]] = set()  # step and rank of those in their pusher's memory
+
+    def file(self, step: int, rank: int, push: FiledPush, lent: bool = False) -> None:
+        """Retain a push until its round is closed; one that is `lent` must be owned before its pusher is answered."""
+        self._pushes.setdefault(step, {})[rank] = push
+        if lent:
+            self.lent.add((step, rank))
+
+    def own(self, rank: int) -> None:
+        """Copy the pushes of a rank out of its memory."""
+        for key in [key for key in self.lent if key[1] == rank]:
+            self.lent.discard(key)
+            push = self._pushes[key[0]][rank]
+            self._pushes[key[0]][rank] = push._replace(value=push.value.clone())
+
+    def take(self, step: int) -> list[tuple[int, FiledPush]]:
+        """Remove and return the pushes of a round, in the order of ranks."""
+        if self.lent:
+            self.lent = {key for key in self.lent if key[0] != step}
+        return sorted(self._pushes.pop(step, {}).items())
+
+    def __iter__(self) -> Iterator[tuple[int, int, FiledPush]]:
+        return ((step, rank, push) for step, pushes in self._pushes.items() for rank, push in pushes.items())
+
+
+class RetainedStates(RetainedParts[bytes]):
+    """A shard's states after the rounds of a boundary and after requested ones, until they are fetched."""
+
+    def __init__(self, boundary: Boundary) -> None:
+        super().__init__()
+        self._boundary = boundary
+        self.requested: set[int] = set()
+
+    def due(self, rounds: int) -> bool:
+        """Return whether to retain the state after `rounds`."""
+        return rounds in self.requested or rounds in self._boundary
+
+    def keep(self, rounds: int, part: bytes) -> None:
+        """Retain the state after `rounds`; see `RetainedParts`."""
+        super().keep(rounds, part)
+        passing("host: state kept, not collected")
+        self.requested = {each for each in self.requested if each > rounds}
+
+
+class ShardCounts:
+    """Counters of a shard, for its facts: the lead of pulls, the age of pushes, and lost pushes."""
+
+    def __init__(self) -> None:
+        self.leads: Counter[int] = Counter()  # pulls by rounds that their rank led the slowest
+        self.ages: Counter[int] = Counter()  # pushes by versions since their rank's last pull
+        self.lost = 0
+        self._pulled_at: dict[int, int] = {}  # by rank: the version of its last pull
+
+    def pulled(self, rank: int, version: int, lead: int) -> None:
+        """Count a pull."""
+        self.leads[lead] += 1
+        self._pulled_at[rank] = version
+
+    def pushed(self, rank: int, version: int) -> None:
+        """Count a push, if its rank has pulled from this shard."""
+        if rank in self._pulled_at:
+            self.ages[version - self._pulled_at[rank]] += 1
+
+
+@dataclass(slots=True)
+class ShardState:
+    """The complete state of a shard, for a backup, a move, a branch or a checkpoint."""
+
+    params: Tensor
+    moments: Moments
+    ledger: Ledger
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    version: int = 0
+    seq: int = 0
+    pushes: list[tuple[int, int, float, bytes]] = field(default_factory=list)  # of open rounds: step, rank, weight
+    kept: dict[int, bytes] = field(default_factory=dict)
+    wanted: list[int] = field(default_factory=list)
+
+    def pack(self) -> bytes:
+        """Encode the state; see `rayps.tensors.packing`."""
+        tensors = [self.params.detach().reshape(-1)]
+        head = {
+            "seq": self.seq,
+            "version": self.version,
+            "ledger": self.ledger.to_json(),
+            "moments": plain_moments(self.moments, tensors),
+            "groups": self.groups,
+        }
+        first = len(tensors)
+        head["inbox"] = [[*push[:3], first + i] for i, push in enumerate(self.pushes)]
+        head["kept"] = {str(rounds): first + len(self.pushes) + i for i, rounds in enumerate(sorted(self.kept))}
+        head["wanted"] = self.wanted
+        rest = [*(push[3] for push in self.pushes), *(self.kept[rounds] for rounds in sorted(self.kept))]
+        return pack_state(head, tensors + [tensor_of(each, torch.uint8) for each in rest])
+
+    @classmethod
+    def unpack(cls, data: Buffer) -> ShardState:
+        """Decode what `pack` returned; `params` may be a view of it. Raises CheckpointError."""
+        head, tensors = unpack_state(data)
+        return cls(
+            tensors[0],
+            full_moments(head["moments"], tensors),
+            Ledger.from_json(head["ledger"]),
+            head.get("groups", []),
+            head["version"],
+            head["seq"],
+            [(step, rank, weight, flat_bytes(tensors[i]).tobytes()) for step, rank, weight, i in head["inbox"]],
+            {int(rounds): flat_bytes(tensors[i]).tobytes() for rounds, i in head["kept"].items()},
+            head["wanted"],
+        )
+
+
+# ---- the shard
+
+
+class Shard:
+    """One segment of the dense vector. Implements `rayps.core.strategy.ShardView` for the strategy's server half."""
+
+    def __init__(
+        self,
+        extent: Extent,
+        strategy: ServerHalf,
+        factory: Factory,
+        params: Tensor,
+        start: Ledger | Sequence[int],
+        *,
+        boundary: Boundary = NEVER,
+        private: bool = False,
+        ticks: Ticks | None = None,
+    ) -> None:
+        """Begin with `params` and the pushes in `start`: a ledger, or the first step of each rank.
+
+        `boundary`: the rounds after which a state is retained. With `private`, `params` is the shard's own from now on
+        and other processes cannot read it. `ticks`: the epochs of the phase, for a schedule that counts them.
+        """
+        servers = servers_of(strategy) or Servers()
+        self.extent, self.strategy = extent, strategy
+        self.slice = SharedSlice(params, private=private)
+        self.ledger = start.copy() if isinstance(start, Ledger) else Ledger(start)
+        self.clock = Clock(self.ledger.marks, servers.staleness)
+        self.size = len(self.ledger.marks)  # workers
+        self.closed = self.clock.slowest  # rounds
+        self.rounds = 1  # see ShardView
+        self.version = 0  # steps of the optimizer
+        self.spans, self._borrows = servers.update.spans, servers.update.borrows
+        self.changes = ChangeLog(strategy, self.slice.params.numel())
+        self.retained = RetainedStates(boundary)
+        self._open = RoundBuffer() if servers.update.gathers else None
+        self._counts = ShardCounts()
+        self.optimizer = SegmentOptimizer(extent, self.slice, chosen(factory, servers.adagrad), ticks or Ticks())
+
+    @property
+    def params(self) -> Tensor:
+        """The parameters: a view, valid until the next push."""
+        return self.slice.params
+
+    # ---- steps, by the strategy
+
+    def step(self, grad: Tensor, scale: float = 1.0, decays: float | None = None) -> None:
+        """Apply `scale` times a gradient of what was pushed; elements that were not pushed keep their values.
+
+        `decays`: see `SlicedOptimizer.step`.
+        """
+        if self.changes.recording:
+            self.changes.stepped(grad, self.optimizer.area)
+        self.optimizer.step(grad, scale, decays)
+        self.version += 1
+
+    def step_mean(self, values: Sequence[Tensor], weights: Sequence[float]) -> None:
+        """Apply sum(w_i v_i) / sum(w_i) of gradients of what was pushed, which are only read."""
+        self.step(self.optimizer.mean(values, weights))
+
+    # ---- pushes
+
+    def push(
+        self,
+        rank: int,
+        step: int,
+        value: Tensor,
+        weight: float,
+        offset: int = 0,
+        lent: bool = False,
+        rows: ShardRows | None = None,
+    ) -> bool:
+        """File the push of `rank` for `step`; return False, without effect, if it was filed before.
+
+        `value` covers the elements from `offset` of this shard, or `rows`; elements that it does not cover count as
+        zero. A `lent` value is in the pusher's memory: `own` must be called before the pusher is answered.
+
+        Raises:
+            ValueError: too many steps were skipped, the rank is unknown, or the value does not fit.
+        """
+        optimizer, count = self.optimizer, value.numel()
+        size = optimizer.whole[1]
+        area = optimizer.whole if count == size and not offset and rows is None else _area(count, offset, rows, size)
+        if self.spans:
+            self.rounds = step + 1 - self.ledger.marks.get(rank, 0)
+        if not (self.ledger.fill(rank, step) if self.spans else self.ledger.add(rank, step)):
+            return False
+        self._counts.pushed(rank, self.version)
+        if rows is None and count < size:
+            value, lent = padded(value, offset, size), False
+        elif lent and not self._borrows:
+            value, lent = value.clone(), False
+        if count:
+            optimizer.begin(area, step)
+            self.strategy.on_push(self, value, weight)
+        if self.changes.kind == PUSHED:
+            self.changes.seq += 1
+        if self._open is not None:
+            self._open.file(step, rank, FiledPush(value, weight, area), lent)
+        if step == self.closed or self.spans:  # else another rank is the slowest
+            self.finish()
+        return True
+
+    def skip(self, rank: int, step: int) -> None:
+        """Count a rank's missing pushes below `step` as lost: no worker retains them."""
+        self._counts.lost += self.ledger.skip(rank, step)
+        self.finish()
+
+    def own(self, rank: int) -> None:
+        """Copy the pushes of a rank that are still needed out of the rank's memory."""
+        if self._open is not None and self._open.lent:
+            self._open.own(rank)
+
+    def finish(self) -> None:
+        """Close the rounds that all ranks have pushed."""
+        before, self.closed = self.closed, self.clock.slowest
+        for finished in range(before, self.closed):
+            self._close(finished)
+
+    def _close(self, finished: int) -> None:
+        """Apply the strategy's end of a round."""
+        if self._open is not None:
+            pushes = self._open.take(finished)
+            if self.changes.recording:
+                self.changes.gathered(finished, pushes)
+            values, area = gathered([(push.value, push.area) for _, push in pushes], self.optimizer.whole[1])
+            if area.elements if isinstance(area, ShardRows) else area[0] < area[1]:
+                self.optimizer.begin(area, finished)
+                self.strategy.on_round(self, values, [push.weight for _, push in pushes])
+        self._closed(finished)
+
+    def _closed(self, finished: int) -> None:
+        self.changes.closed(finished)
+        if self.retained.due(finished + 1):
+            self.retained.keep(finished + 1, self.state(parts=False).pack())
+
+    # ---- as a backup
+
+    def replay(self, change: memoryview) -> None:
+        """Apply one change of the primary. Raises ValueError."""
+        view = memoryview(change).cast("B")
+        kind, first, second, weight = CHANGE.unpack_from(view)
+        body = view[CHANGE.size :]
+        self.changes.recording = False
+        if kind == PUSHED:
+            value, offset, rows = self.extent.read_push(body)
+            self.push(first, second, value, weight, offset, rows=rows)
+        elif kind == MEAN:
+            self._close_as(first, self.extent.read_push(body) if second else None)
+        elif kind == VALUES:
+            at = second * ONE.size
+            for i in range(second):
+                rank, size, weight = ONE.unpack_from(body, i * ONE.size)
+                value, offset, rows = self.extent.read_push(body[at : at + size])
+                at += size
+                self.push(rank, first, value.clone(), weight, offset, rows=rows)  # no effect if the state contained it
+        else:
+            raise ValueError(f"there is no change of kind {kind} of a dense segment")
+
+    def _close_as(self, finished: int, mean: DensePiece | None) -> None:
+        """Close a round with the mean that the primary computed."""
+        for rank in self.ledger.marks:
+            self.ledger.skip(rank, finished + 1)
+        if self._open is not None:
+            self._open.take(finished)
+        self.closed = finished + 1  # the state may contain pushes of later rounds: later changes close those
+        if mean is not None:
+            value, area = self._filed(mean)
+            self.optimizer.begin(area, finished)
+            self.step(value)
+        self._closed(finished)
+
+    def _filed(self, piece: DensePiece) -> tuple[Tensor, Area]:
+        """A piece as it is filed: its elements, with zeros where it has none, and its area."""
+        (value, offset, rows), size = piece, self.optimizer.whole[1]
+        return (padded(value, offset, size) if rows is None and value.numel() < size else value), piece.area
+
+    # ---- pulls
+
+    def pulled(self, rank: int) -> int:
+        """Count a pull; return by how many rounds `rank` leads the slowest."""
+        lead = self.ledger.marks[rank] - self.closed
+        self._counts.pulled(rank, self.version, lead)
+        return lead
+
+    def facts(self, index: int) -> ShardFacts:
+        """Return what the driver and the dashboard ask for."""
+        return ShardFacts(
+            index,
+            self.extent.lo,
+            self.extent.hi,
+            self.version,
+            self.params.numel() * self.params.element_size(),
+            dict(self._counts.leads),
+            self.clock.laggards(),
+            self.clock.slowest,
+            sorted(self.retained),
+            dict(self._counts.ages),
+            self._counts.lost,
+        )
+
+    # ---- states
+
+    def state(self, parts: bool = True) -> ShardState:
+        """Return the whole state; its parameters are a view. Without `parts`, retained states are left out."""
+        size = self.optimizer.whole[1]
+        return ShardState(
+            self.params,
+            self.optimizer.moments(),
+            self.ledger,
+            self.optimizer.groups(),
+            self.version,
+            self.changes.seq,
+            [(step, rank, p.weight, area_piece(p.value, p.area, size)) for step, rank, p in self._open or ()],
+            dict(self.retained) if parts else {},
+            sorted(self.retained.requested),
+        )
+
+    def restore(self, state: ShardState) -> None:
+        """Take over a state; its parameters and its ledger were given to the constructor."""
+        self.changes.seq, self.version = state.seq, state.version
+        self.optimizer.restore(state.moments, state.groups)
+        for step, rank, weight, piece in state.pushes if self._open is not None else ():
+            value, area = self._filed(self.extent.read_push(memoryview(bytearray(piece))))
+            self._open.file(step, rank, FiledPush(value, weight, area))  # type: ignore[union-attr]
+        self.retained.update(state.kept)
+        self.retained.requested = set(state.wanted)
+
+
+def chosen(factory: Factory, adagrad: float | None) -> Factory:
+    """Return the workload's optimizer, or Adagrad with this rate (Duchi, Hazan, Singer, JMLR 2011), same schedule."""
+    if adagrad is None:
+        return factory
+    # a group, because a part of a model may have no parameters
+    return within(factory, lambda _: lambda params: Adagrad([{"params": params}], lr=adagrad))
+
+
+def padded(value: Tensor, offset: int, size: int) -> Tensor:
+    """Return `size` elements: zeros, and `value` from `offset` on."""
+    whole = torch.zeros(size, dtype=value.dtype)
+    whole[offset : offset + value.numel()] = value
+    return whole
+
+
+def _area(count: int, offset: int, rows: ShardRows | None, size: int) -> Area:
+    if rows is not None and count != rows.elements:
+        raise ValueError(f"a push of {count} elements does not fit into rows of {rows.elements}")
+    if offset < 0 or count + offset > size:
+        raise ValueError(f"a push of {count} elements at {offset} does not fit into {size}")
+    return rows if rows is not None else (offset, offset + count)
+
+
+# ---- the segment
 
 
 class DenseSegment:

@@ -23,8 +23,7 @@ from rayps.ps.protocol.mailbox import ASKED, ASLEEP, AVAILABLE, PAGE, MailboxCal
 from rayps.ps.protocol.messages import Role, SegmentPayload
 from rayps.ps.server.assignments import AssignedSegment, AssignedSpace
 from rayps.ps.server.connection import PeerRequest, ServerPeer
-from rayps.ps.server.dense_segment import DenseSegment
-from rayps.ps.server.shard import Shard
+from rayps.ps.server.dense_segment import DenseSegment, Shard
 
 _EMPTY = memoryview(b"")
 _INFINITE, _INFINITE_STEP = float("inf"), 1 << 62

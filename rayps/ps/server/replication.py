@@ -16,14 +16,16 @@ import enum
 import logging
 import struct
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Protocol
 
 from rayps.comm.link import Link, Message
 from rayps.core.errors import LinkError
 from rayps.core.failpoint import passing
-from rayps.ps.protocol.messages import Event, GroupMessage, Role, SegmentPayload, pack, read_numbers
-from rayps.ps.server.assignments import AssignedSegment, SegmentReport
+from rayps.ps.protocol.messages import Event, GroupMessage, Role, SegmentPayload, pack, read_numbers, unpack
+from rayps.ps.server.assignments import AssignedSegment, AssignedSpace, Assignments, SegmentReport
+from rayps.ps.server.connection import PeerRequest, ServerPeer
 
 log = logging.getLogger(__name__)
 
@@ -344,4 +346,77 @@ def stuck_on(needs: dict[Peer, int]) -> list[str]:
     return sorted(peer.server for peer, tag in needs.items() if peer.acked < tag)
 
 
-__all__ = ["MARK", "Peer", "ReplicaCopy", "Replication", "Stage", "stuck_on"]
+# ---- the backup's half
+
+
+class Backups:
+    """The segments for which this server is a backup: applies what their primaries send, and acknowledges it."""
+
+    def __init__(self, holdings: Assignments) -> None:
+        self._holdings = holdings
+        self._applied: set[ServerPeer] = set()  # whose messages are not acknowledged yet
+
+    def apply(self, held: AssignedSpace, request: PeerRequest) -> list[int]:
+        """Apply STATE or FORWARD; return the segments on which it had no effect.
+
+        The reasons: the message is older than the segment, an earlier message is missing, or it cannot be applied.
+        """
+        if request.kind == GroupMessage.STATE:
+            done = _tried(held, request.b, lambda: self._state(held, request))
+            refused = [] if done else [request.b]
+        else:
+            changes = [SegmentPayload(request.b, int(request.weight), request.payload)]
+            if request.b < 0:
+                changes = unpack(request.payload)
+            refused = [c.segment for c in changes if not _tried(held, c.segment, partial(_forward, held, request, c))]
+        passing("copy: applied, not acknowledged")
+        request.guest.applied = request.tag
+        self._applied.add(request.guest)
+        return refused
+
+    def acknowledged(self) -> list[tuple[ServerPeer, int]]:
+        """Return the links with applied messages since the last call, and the tag of the last applied one."""
+        applied, self._applied = self._applied, set()
+        return [(peer, peer.applied) for peer in applied if not peer.gone]
+
+    def _state(self, held: AssignedSpace, request: PeerRequest) -> bool:
+        index, generation = request.b, int(request.weight)
+        if not 0 <= index < held.space.segments:
+            return False
+        known = held.holdings.get(index)
+        by_mark = len(request.payload) == MARK.size
+        if by_mark:
+            has = known is not None and known.usable and known.segment is not None and (known.segment.seq, known.line)
+            if not has or has != MARK.unpack(request.payload):
+                return False
+        segment = None if by_mark else held.make(index)
+        if segment is not None:
+            segment.load(request.payload)
+        holding = self._holdings.is_to_be_copy(held, index, generation, request.guest)
+        if holding is None:
+            return False
+        if segment is not None:
+            holding.segment, holding.line = segment, generation
+            holding.usable = request.weight == generation
+        return True
+
+
+def _tried(held: AssignedSpace, index: int, work: Callable[[], bool]) -> bool:
+    try:
+        return work()
+    except Exception as error:  # whatever it is, this copy is not what it should be, and the next state replaces it
+        log.error("segment %d of space %d cannot be copied", index, held.number, exc_info=error)
+        if index in held.holdings:
+            held.holdings[index].source = None
+        return False
+
+
+def _forward(held: AssignedSpace, request: PeerRequest, change: SegmentPayload) -> bool:
+    holding = held.holdings.get(change.segment)
+    if holding is None or holding.segment is None or holding.source is not request.guest:
+        return False
+    if change.generation < holding.generation:
+        return False
+    holding.segment.replay(change.data)
+    holding.generation = holding.line = change.generation
+    return True

@@ -12,6 +12,7 @@ import math
 import struct
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rayps.comm.link import Message
@@ -21,17 +22,29 @@ from rayps.ps.protocol.mailbox import MailboxCall, SharedSlice
 from rayps.ps.protocol.messages import GroupMessage, SegmentPayload, numbers, pack, read_numbers, refusal, unpack
 from rayps.ps.protocol.space import ServedSegment
 from rayps.ps.server.assignments import AssignedSegment, AssignedSpace
-from rayps.ps.server.connection import NOBODY, PeerRequest, ServerPeer, Withheld, fenced
+from rayps.ps.server.connection import NOBODY, PeerRequest, ServerPeer, fenced
 from rayps.ps.server.consistent_readers import ConsistentReaders
 from rayps.ps.server.dense_segment import DenseSegment
 from rayps.ps.server.mailboxes import MailboxHead, WholePush, request_of
-from rayps.ps.server.replication import Replication, stuck_on
+from rayps.ps.server.replication import Peer, Replication, stuck_on
 from rayps.ps.tables.delta import delta
 from rayps.ps.tables.table_segment import TableSegment
 
 READER = -1
 OPERATIONS = frozenset({GroupMessage.PUSH, GroupMessage.PULL, GroupMessage.PUSH_PULL, GroupMessage.READ})
 _JOIN = struct.Struct("<dq")
+
+
+@dataclass(slots=True, eq=False)
+class Withheld:
+    """An answer that waits until copies have what it says."""
+
+    request: PeerRequest
+    message: Message
+    payload: Any
+    holdings: list[AssignedSegment]
+    needs: dict[Peer, int]
+    deadline: float
 
 
 class ReplySender(Protocol):

@@ -26,14 +26,12 @@ from rayps.core.errors import LinkError, NotFound, StaleGeneration
 from rayps.ps.protocol.mailbox import BY_MEMORY, BY_MESSAGE, SharedSlice
 from rayps.ps.protocol.messages import GroupMessage, numbers
 from rayps.ps.protocol.space import ServedSegment, Space
-from rayps.ps.server import replica
 from rayps.ps.server.assignments import AssignedSegment, AssignedSpace, Assignments, SegmentReport
 from rayps.ps.server.connection import PeerRequest, ServerPeer
 from rayps.ps.server.fair_queue import FairQueue
 from rayps.ps.server.mailboxes import Mailboxes, request_of
-from rayps.ps.server.orders import Address, Load, ManagerSession
-from rayps.ps.server.outbound import Outbound
-from rayps.ps.server.replication import Peer, Replication
+from rayps.ps.server.outbound import Address, Load, ManagerSession, Outbound
+from rayps.ps.server.replication import Backups, Peer, Replication
 from rayps.ps.server.requests import OPERATIONS, RequestHandler
 
 log = logging.getLogger(__name__)
@@ -76,7 +74,7 @@ class GroupServerLoop:
         self._paused: set[ServerPeer] = set()
         self._more = False  # to serve
         self._again: set[ServerPeer] = set()  # those of whom more may be there to read
-        self._copied: set[ServerPeer] = set()  # to be told what is applied
+        self._backups = Backups(self._holdings)
         self._strange: dict[int, float] = {}  # spaces that nobody told of, and since when they are waited for
         self._arrived: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -136,7 +134,7 @@ class GroupServerLoop:
         return done.result(timeout)
 
     def facts(self) -> dict[str, Any]:
-        """Its load: see `rayps.ps.server.orders`."""
+        """Its load: see `rayps.ps.server.outbound`."""
         fair = self._fair
         return self._load.now(self._holdings, len(self._guests), lambda n: (fair.throttled(n), fair.queued(n)))
 
@@ -338,11 +336,9 @@ class GroupServerLoop:
 
     def _copy(self, held: AssignedSpace, request: PeerRequest) -> None:
         guest = request.guest
-        refused = replica.take(self._holdings, held, request)
+        refused = self._backups.apply(held, request)
         if refused:
             self.say(guest, Message(GroupMessage.STALE, request.tag), numbers(refused))
-        guest.applied = request.tag
-        self._copied.add(guest)
 
     def _refuse_strange(self, request: PeerRequest) -> None:
         if request.kind in FROM_SERVERS:
@@ -356,12 +352,8 @@ class GroupServerLoop:
 
     def _tend(self) -> None:
         now = time.monotonic()
-        if self._copied:
-            copied, self._copied = self._copied, set()
-            for guest in copied:
-                if not guest.gone and guest.applied > guest.told:
-                    guest.told = guest.applied
-                    self.say(guest, Message(GroupMessage.COPIED, guest.applied), None)
+        for guest, tag in self._backups.acknowledged():
+            self.say(guest, Message(GroupMessage.COPIED, tag), None)
         for held in list(self._holdings.spaces.values()):
             if held.parked or held.withheld or self._serving.reads(held):
                 self._serving.expire(held, now)

@@ -19,9 +19,8 @@ from rayps.core.calendar import Boundary
 from rayps.core.user_module import unpack
 from rayps.ps.protocol.space import Space
 from rayps.ps.server.assignments import AssignedSegment
-from rayps.ps.server.dense_segment import DenseSegment, part_of
+from rayps.ps.server.dense_segment import DenseSegment, ShardFacts, ShardPart, part_of
 from rayps.ps.server.server import GroupServerLoop
-from rayps.ps.server.shard import ShardFacts, ShardPart
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import recipe_of
 from rayps.tensors.optim import Factory
