@@ -1,4 +1,4 @@
-"""Who is connected to a server, what they ask, and what they have not been told yet."""
+"""The inbound connections of a server, and their requests."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rayps.ps.server.assignments import AssignedSegment
 if TYPE_CHECKING:
     from rayps.ps.server.mailboxes import WholePush
 
-PATIENCE = 60.0  # seconds that a pull may wait where its worker does not say
-NOBODY = -2  # no rank yet, or fenced
+PATIENCE = 60.0  # seconds that a pull may wait if its worker gives no limit
+NOBODY = -2  # the rank of a connection that has not joined, or is fenced
 
 
 class ServerPeer:
@@ -28,8 +28,8 @@ class ServerPeer:
         self.rank = NOBODY
         self.incarnation = 0
         self.patience = PATIENCE
-        self.full = False  # takes no more for now
-        self.paused = False  # is not read for now
+        self.full = False  # its send buffer is full
+        self.paused = False  # it is not read until its space has room
         self.gone = False
         self.applied = 0  # as a primary's link: the last message that is applied
         self.box: ServerMailbox | None = None
@@ -38,7 +38,7 @@ class ServerPeer:
 
 @dataclass(slots=True, eq=False)
 class PeerRequest:
-    """What a guest asks for."""
+    """A request of a connection."""
 
     guest: ServerPeer
     kind: int
@@ -55,7 +55,7 @@ class PeerRequest:
 
 
 def fenced(guest: ServerPeer) -> StaleGeneration:
-    """What a guest hears whose rank a newer worker has taken."""
+    """Return the error for a connection whose rank a newer worker has taken."""
     return StaleGeneration(
         f"{guest.link.peer} does not hold its rank any more: a newer worker has joined with it", peer=guest.link.peer
     )

@@ -1,7 +1,13 @@
-"""The links that a server makes itself: to its manager, and to the servers that keep its copies.
+"""The links that a server opens: the session with its manager, and links to the servers of its backups.
 
-To connect may take its time (and two servers may call each other at once), so it is done in threads; what comes of it
-is the loop's business again.
+While no manager is connected, the server keeps serving under its last orders. Links are opened in threads, because
+connecting waits; all else runs in the server's loop.
+
+A load is JSON-ready data:
+{"cpu": share of one core since the last, "bytes": of all parameters and optimizer states here, copies too,
+ "connections": n, "spaces": {number: {"bytes", "rows", "evicted", "operations", "rejected", "throttled",
+ "queued" (bytes), "seconds" (of service), "segments": {index: [bytes, rows, operations, seq]}}}}
+Counters are never reset. The segments are those of which the server is primary.
 """
 
 from __future__ import annotations
@@ -36,44 +42,44 @@ Address = str | Callable[[], str]
 
 
 class OrderTarget(Protocol):
-    """What orders need of the host."""
+    """What a manager session needs of the server."""
 
     name: str
     address: str
     where: str  # the machine
 
     def learnt(self, space: Space) -> None:
-        """A space is known, or its quota has changed."""
+        """Handle a new space, or its new quota."""
 
     def forgotten(self, number: int) -> None:
-        """A space is closed."""
+        """Handle a closed space."""
 
     def facts(self) -> dict[str, Any]:
         """The heartbeat."""
 
 
 class ManagerSession:
-    """One server's side of what it and its manager say."""
+    """The server's half of the session with its manager: registration, orders, reports, heartbeats."""
 
     def __init__(self, desk: OrderTarget, holdings: Assignments, copies: Replication, heartbeat: float) -> None:
         self._desk, self._holdings, self._copies = desk, holdings, copies
         self.link: Link | None = None
         self.every = heartbeat
         self.next_beat = 0.0
-        self.alone_since: float | None = time.monotonic()  # None: the manager is there
+        self.alone_since: float | None = time.monotonic()  # None: the manager is connected
         self._beats = 0
         self._told = 0  # tag of the newest orders
         self._reports: list[SegmentReport] = []
         self.lock = threading.RLock()  # of the link: the loop's, and that of `beat_for`
-        self._turned = time.monotonic()  # when the loop came by last
+        self._turned = time.monotonic()  # when the loop called `turn` last
         self._load: dict[str, Any] = {"spaces": {}}
 
     def say(self, report: SegmentReport) -> None:
-        """Report at the end of this turn; what is said without a manager is found again in what is held."""
+        """Send a report at the end of this turn; a new manager receives all reports that are still true."""
         self._reports.append(report)
 
     def met(self, link: Link) -> None:
-        """The manager is there: say who this is, and what is held."""
+        """Register with a connected manager: name, address, and the segments here."""
         self.link, self.alone_since, self._told = link, None, 0
         desk = self._desk
         holds = {
@@ -86,16 +92,16 @@ class ManagerSession:
         self.next_beat = time.monotonic()
 
     def left(self) -> None:
-        """The manager is gone."""
+        """Handle the loss of the manager."""
         with self.lock:
             self.link, self.alone_since = None, time.monotonic()
 
     def hear(self, message: Message) -> None:
-        """Do what the manager says."""
+        """Apply a message of the manager."""
         try:
             self._obey(message)
-        except Exception as error:  # e.g. the job's optimizer cannot be made here: other spaces go on
-            log.error("%s cannot do what its manager says", self._desk.name, exc_info=error)
+        except Exception as error:  # e.g. the job's optimizer cannot be built here; other spaces are not affected
+            log.error("%s cannot apply its manager's message", self._desk.name, exc_info=error)
 
     def _obey(self, message: Message) -> None:
         if message.kind == GroupMessage.WELCOME:
@@ -122,7 +128,7 @@ class ManagerSession:
             self._desk.forgotten(message.a)
 
     def turn(self, now: float) -> None:
-        """Say what is to be said: reports, and the heartbeat when it is due."""
+        """Send the reports, and the heartbeat when it is due."""
         self._turned = now
         if self.link is None:
             return
@@ -160,11 +166,11 @@ class ManagerSession:
         with self.lock:
             if self.link is None:
                 return
-            with contextlib.suppress(LinkError):  # found again when it is read
+            with contextlib.suppress(LinkError):  # the next read raises it again
                 self.link.queue(Message(kind, tag), json.dumps(body).encode())
 
     def _all(self) -> list[SegmentReport]:
-        """Everything that is so, for a manager that may not know."""
+        """Return all reports that are true now, for a new manager."""
         found: list[SegmentReport] = []
         for number, held in self._holdings.spaces.items():
             for holding in held.holdings.values():
@@ -175,7 +181,7 @@ class ManagerSession:
 
 
 class Load:
-    """Makes one heartbeat after another."""
+    """Computes the loads of successive heartbeats."""
 
     def __init__(self) -> None:
         self._cpu, self._at = time.process_time(), time.monotonic()
@@ -219,7 +225,7 @@ def _of_space(held: AssignedSpace, throttled: int, queued: int) -> dict[str, Any
 
 
 class Outbound:
-    """Outgoing links of one server. All but the calls in threads belongs to its loop."""
+    """The outgoing links of one server. For its loop's thread, except connecting."""
 
     def __init__(
         self,
@@ -231,7 +237,7 @@ class Outbound:
         copies: Replication,
         command: ManagerSession,
     ) -> None:
-        """`later(work)` lets the loop do something; `poll` is the loop's. Without a manager none is looked for."""
+        """`later(work)` runs `work` in the loop; `poll` is the loop's. `manager` None: there is none to connect to."""
         self._name, self._secret, self._manager = name, secret, manager
         self._poll, self._later, self._copies, self._command = poll, later, copies, command
         self._peers: dict[int, Peer] = {}
@@ -245,7 +251,7 @@ class Outbound:
             self._command.beat_for(time.monotonic())
 
     def attend(self, descriptor: int) -> bool:
-        """Something has arrived, or may leave; False where the link is none of these."""
+        """Receive from and send to a ready link; False if it is not one of these."""
         peer = self._peers.get(descriptor)
         if peer is not None:
             self._attend_peer(peer)
@@ -257,7 +263,7 @@ class Outbound:
         return False
 
     def close(self) -> None:
-        """Hang up."""
+        """Close all links."""
         self._closing.set()
         for peer in list(self._peers.values()):
             self._copies.lost(peer, "this server is closing")
@@ -295,7 +301,7 @@ class Outbound:
         self.flush_peer(peer)
 
     def hang_up(self, peer: Peer) -> None:
-        """A link to another server is not needed any more, or failed."""
+        """Close a link to another server that is not needed any more, or failed."""
         if peer.link is not None and not peer.link.closed:
             descriptor = peer.link.fileno()
             if self._peers.pop(descriptor, None) is not None:
@@ -313,7 +319,7 @@ class Outbound:
         self.flush_peer(peer)
 
     def flush_peer(self, peer: Peer) -> None:
-        """Send what leaves; then states that wait for room."""
+        """Send queued messages, then states that wait for room on the link."""
         if peer.link is None:
             return
         try:
@@ -326,7 +332,7 @@ class Outbound:
             self._copies.lost(peer, str(error))
 
     def flush_peers(self) -> None:
-        """The same for those that have something waiting."""
+        """Flush the peers with queued messages."""
         for peer in list(self._peers.values()):
             if peer.link is not None and peer.link.queued:
                 self.flush_peer(peer)
@@ -342,7 +348,7 @@ class Outbound:
             while not self._closing.is_set() and (manager := self._manager) is not None:
                 try:
                     link = self._call(manager if isinstance(manager, str) else manager())
-                except Exception as error:  # whoever is asked for the address may fail in ways of its own
+                except Exception as error:  # the function that returns the address may raise anything
                     log.info("%s: no manager yet: %s", self._name, error)
                     self._closing.wait(AGAIN_SECONDS)
                 else:
@@ -372,9 +378,9 @@ class Outbound:
         self.flush_manager()
 
     def flush_manager(self) -> None:
-        """Send what leaves."""
+        """Send queued messages to the manager."""
         link = self._command.link
         if link is not None:
-            with self._command.lock, contextlib.suppress(LinkError):  # found again when it is read
+            with self._command.lock, contextlib.suppress(LinkError):  # the next read raises it again
                 link.flush()
                 self._watch(link)

@@ -1,12 +1,14 @@
-"""From a primary to its copies: a state, then every change in order; and which answers have to wait for them.
+"""Replication of segments: the primary's half sends states and changes, the backup's half applies them.
 
-There is one link for each space and server. What is sent carries a tag that counts up, and COPIED names the last that
-was applied. A copy that is *due* was promised everything that was answered so far, and has not been told yet: answers
-wait for it. One that is *new* was promised nothing before its state is on its way.
+Guarantee: no answer leaves before every backup that was promised its content has acknowledged it.
 
-Where a promotion finds a copy that may have everything already, the state that is sent is its mark alone: how many
-changes, and the generation of the last. Two segments with the same mark are the same to the bit, for within a
-generation there is one primary; whoever has another mark refuses, and is sent all of it. Raft compares its logs so:
+There is one link for each space and server. Each message carries a tag that counts up, and COPIED names the last one
+that was applied. A copy that is *due* was promised everything answered so far, but its state is not sent yet: answers
+wait for it. A copy that is *new* was promised nothing until its state is sent: no answer waits for it.
+
+After a promotion, a copy may already have everything: it is then sent only the mark of the state (number of changes,
+generation of the last). Two segments with the same mark are equal to the bit, because a generation has one primary. A
+copy with another mark refuses it, and is sent the whole state. Raft compares its logs so:
 Ongaro and Ousterhout, "In search of an understandable consensus algorithm", USENIX ATC 2014.
 """
 
@@ -36,7 +38,7 @@ ROOM = 32 << 20  # bytes that wait on a link before a further state is made
 
 
 class Stage(enum.Enum):
-    """How far a copy is."""
+    """The progress of a copy."""
 
     NEW = "new"
     DUE = "due"
@@ -45,7 +47,7 @@ class Stage(enum.Enum):
 
 
 class Peer:
-    """The way to one server for one space."""
+    """The link to one server for one space."""
 
     def __init__(self, space: int, server: str, address: str) -> None:
         self.space, self.server, self.address = space, server, address
@@ -55,7 +57,7 @@ class Peer:
         self.acked = 0
         self.copies: dict[int, ReplicaCopy] = {}
         self.todo: deque[ReplicaCopy] = deque()  # whose state is to be sent
-        self.watched: set[ReplicaCopy] = set()  # of whom something is to be said once they have got everything
+        self.watched: set[ReplicaCopy] = set()  # to be reported once they have everything
         self.bytes = 0  # of states
 
 
@@ -80,14 +82,14 @@ class Calls(Protocol):
         """Its link is not needed any more, or failed."""
 
     def report(self, report: SegmentReport) -> None:
-        """Tell the manager."""
+        """Send the manager a report."""
 
     def settled(self, space: int, *, anew: bool) -> None:
-        """Answers of this space may have become free; `anew`: what they wait for may be something else now."""
+        """Send the answers of this space that need not wait any more; `anew`: what they wait for may have changed."""
 
 
 class Replication:
-    """All copies that one server's primaries keep."""
+    """The backups of one server's primaries."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
@@ -128,7 +130,7 @@ class Replication:
             self._drop(holding, server)
 
     def restate(self, holding: AssignedSegment) -> None:
-        """Something was loaded: each copy gets all of it again."""
+        """Send each copy the whole state again, because a state was loaded."""
         for copy in holding.copies.values():
             if copy.stage in (Stage.SENT, Stage.DUE):
                 copy.whole = True
@@ -208,7 +210,7 @@ class Replication:
 
     def _send(self, copy: ReplicaCopy, kind: GroupMessage, payload: bytes) -> None:
         copy.tag = copy.peer.sent + 1
-        # a state that nobody has loaded yet says so by half a generation: it must not be served by its copy either
+        # half a generation more marks a state before the first load: its copy must not serve it either
         generation = copy.holding.generation + (0.0 if copy.holding.usable else 0.5)
         self._say(copy.peer, kind, copy.holding.index, generation, payload)
 
@@ -230,16 +232,16 @@ class Replication:
         except LinkError as error:
             self.lost(peer, str(error))
 
-    # ---- what is heard
+    # ---- what is received
 
     def connected(self, peer: Peer, link: Link) -> None:
-        """It can be reached."""
+        """Use the link to a peer, and send the states that are due."""
         link.queue_limit = 1 << 60  # bounded by what workers have under way, and by ROOM
         peer.link = link
         self.pump(peer)
 
     def heard(self, peer: Peer, message: Message) -> None:
-        """COPIED, or a refusal."""
+        """Handle COPIED or a refusal."""
         if message.kind == GroupMessage.COPIED:
             peer.acked = max(peer.acked, message.tag)
             for copy in list(peer.watched):
@@ -251,7 +253,7 @@ class Replication:
             self._calls.settled(peer.space, anew=True)
 
     def _look(self, copy: ReplicaCopy) -> None:
-        """Say what has become true of a copy."""
+        """Report what has changed about a copy."""
         if copy.stage != Stage.SENT or copy.first > copy.peer.acked:
             return
         if not copy.synced:
@@ -264,7 +266,7 @@ class Replication:
     def _refused(self, peer: Peer, index: int, tag: int) -> None:
         copy = peer.copies.get(index)
         if copy is None or copy.stage != Stage.SENT or tag < copy.first:
-            return  # about what was sent before
+            return  # it refers to an earlier state
         if not copy.whole and tag == copy.first:
             copy.whole = True
             self._due(copy)
@@ -272,7 +274,7 @@ class Replication:
             self._give_up(copy)
 
     def lost(self, peer: Peer, why: str) -> None:
-        """The link failed: its copies may lack something, until orders say what becomes of them."""
+        """Mark the copies of a failed link as lost: answers wait for them until new orders arrive."""
         if peer.lost:
             return
         peer.lost = True
@@ -285,15 +287,15 @@ class Replication:
         self._calls.settled(peer.space, anew=True)
 
     def _give_up(self, copy: ReplicaCopy) -> None:
-        if copy.stage != Stage.NEW:  # one that was promised nothing is not waited for
+        if copy.stage != Stage.NEW:  # answers do not wait for a new one
             copy.stage = Stage.LOST
         copy.peer.watched.discard(copy)
         self._report(Event.COPY_LOST, copy)
 
-    # ---- who waits for whom
+    # ---- which answers wait
 
     def needs(self, holdings: Iterable[AssignedSegment]) -> dict[Peer, int]:
-        """Which tags must be acknowledged before an answer about these segments may leave."""
+        """Return the tag that each peer must acknowledge before an answer about these segments is sent."""
         found: dict[Peer, int] = {}
         for holding in holdings:
             for copy in holding.copies.values():
@@ -305,7 +307,7 @@ class Replication:
         return found
 
     def _hand(self, holding: AssignedSegment) -> None:
-        """Say HANDED once the copies of a segment that leaves have everything."""
+        """Report HANDED once the copies of a leaving segment have everything."""
         if holding.role != Role.LEAVING or holding.handed:
             return
         behind = [c for c in holding.copies.values() if c.stage != Stage.SENT or c.peer.acked < c.tag]
@@ -323,7 +325,7 @@ class Replication:
         self._calls.report(report)
 
     def all_of(self, holding: AssignedSegment) -> list[SegmentReport]:
-        """What is so about a segment's copies, for a manager that does not know."""
+        """Return reports of the state of a segment's copies, for a new manager."""
         number = holding.space.number
         found = []
         for server, copy in holding.copies.items():
@@ -336,7 +338,7 @@ class Replication:
 
 
 def _tell(holding: AssignedSegment) -> None:
-    """Let a segment write its changes down only where there are copies; before the state that they follow is made."""
+    """Let a segment record its changes only if it has copies; call it before their state is made."""
     if holding.segment is not None:
         holding.segment.copied = bool(holding.copies)
 
@@ -404,7 +406,7 @@ class Backups:
 def _tried(held: AssignedSpace, index: int, work: Callable[[], bool]) -> bool:
     try:
         return work()
-    except Exception as error:  # whatever it is, this copy is not what it should be, and the next state replaces it
+    except Exception as error:  # the copy may be inconsistent now; the next state replaces it
         log.error("segment %d of space %d cannot be copied", index, held.number, exc_info=error)
         if index in held.holdings:
             held.holdings[index].source = None
