@@ -123,10 +123,10 @@ class _RowUpdate:
     def must_be_finite(self, step: int, rank: int | None = None) -> None:
         """Raises TrainingError: a row is not finite, since round `step` or earlier; by the push of `rank` if given."""
         if self._fault is None and self._overflown is not None:
-            who = "" if rank is None else f" by the push of worker-{rank}"
+            source = "" if rank is None else f" by the push of worker-{rank}"
             self._fault = TrainingError(
                 f"table {self._table.name!r}: the row of id {self._overflown}, or its optimizer state, is not finite "
-                f"(NaN or infinite) since round {step}{who}, although the gradient is:\nlower the table's lr",
+                f"(NaN or infinite) since round {step}{source}, although the gradient is:\nlower the table's lr",
                 parameter=self._table.name,
                 id=self._overflown,
                 round=step,
