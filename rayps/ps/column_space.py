@@ -2,8 +2,8 @@
 
 A job has one space, and where a replica is several workers one for each column. Ranks in it are data ranks.
 
-A server answers a PART once the round is closed there, so that the question must be asked before. The one under way is
-given up when another round is wanted.
+A server answers a PART request when it closes that round, so the request must arrive before. A request for one round is
+cancelled when another round is wanted.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class ColumnSpace:
         self._collector: Collector | None = None
 
     def rank(self, data: int) -> SpaceRank:
-        """A new holder of a data rank, which fences the one before."""
+        """Return a new incarnation of a data rank; servers refuse the earlier ones."""
         return SpaceRank(self._group.door(), self.space, self._group.join(self.space.number, data))
 
     @contextmanager
     def session(self) -> Iterator[Session]:
-        """A session of rank -1, which loads and reads. Raises as `Session.join`."""
+        """Open a session of rank -1, which loads and reads. Raises as `Session.join`."""
         session = self._session()
         session.join()
         try:
@@ -64,7 +64,7 @@ class ColumnSpace:
         self._load({}, part, tables, range(self.space.segments) if segments is None else segments)
 
     def restore(self, part: Snapshot, tables: Mapping[int, Any], segments: list[int], skips: Mapping[int, int]) -> int:
-        """Load lost segments again, without the steps below `skips` by rank; how many pushes they lack by that."""
+        """Load lost segments again, without the steps below `skips` by rank; return how many pushes that loses."""
         missing = self._load(skips, part, tables, segments)
         self._group.restored(self.space.number, segments)
         return missing
@@ -94,7 +94,7 @@ class ColumnSpace:
             self._collector = Collector(self._session, list(range(self.space.segments)))
 
     def stop_collecting(self) -> None:
-        """Fetch nothing more."""
+        """Stop fetching states."""
         if self._collector is not None:
             self._collector.close()
             self._collector = None
@@ -118,7 +118,7 @@ class ColumnSpace:
         return [None if states is None else part_of(states[i], rounds, lo) for i, (lo, _) in enumerate(self.space.cuts)]
 
     def saved(self, rounds: int) -> None:
-        """Tell the servers that the state after `rounds` is in a checkpoint."""
+        """Notify the servers that a checkpoint has the state after `rounds`."""
         if self._collector is not None:
             self._collector.saved(rounds)
 
@@ -161,7 +161,7 @@ class Collector:
         self._thread.start()
 
     def want(self, rounds: int) -> None:
-        """Fetch the states after `rounds`; what was wanted before and is not there is given up."""
+        """Fetch the states after `rounds`; cancel an unfinished request for another round."""
         with self._news:
             changed = rounds != self._states.wanted
             self._states.wanted = rounds
@@ -171,17 +171,17 @@ class Collector:
             late.hang_up()
 
     def saved(self, rounds: int) -> None:
-        """Tell the servers that this state is kept elsewhere."""
+        """Notify the servers that a checkpoint has this state."""
         with self._news:
             self._saved.append(rounds)
             self._news.notify_all()
 
     def held(self, slowest: int) -> tuple[int, list[int]]:
-        """How far the space has come, as far as it matters to who collects, and the rounds that are here."""
+        """Return the progress that the driver may assume, and the rounds whose states have been fetched."""
         with self._news:
             wanted, held = self._states.wanted, sorted(self._states)
             if wanted and wanted not in held:
-                # nobody is past it as long as the question is open
+                # no worker is past the wanted round while the request for it is open
                 return (max(slowest, wanted + 1) if self._missed == wanted else min(slowest, wanted)), held
             return slowest, held
 
@@ -204,14 +204,14 @@ class Collector:
         try:
             while self._turn():
                 pass
-        except Exception:  # a fault of ours: without checkpoints the run still goes on
+        except Exception:  # a bug: the run continues without checkpoints
             log.exception("the thread that collects checkpoints failed")
         finally:
             if self._talk is not None:
                 self._talk.close()
 
     def _turn(self) -> bool:
-        """Do the next thing that is to be done; False once it is over."""
+        """Do the next request; return False after `close`."""
         with self._news:
             self._news.wait_for(lambda: self._ended or self._saved or self._next())
             if self._ended:
@@ -248,7 +248,7 @@ class Collector:
             answers = talk.exchange(GroupMessage.PART, dict.fromkeys(self._segments, b""), step=rounds)
         except LinkError:
             raise
-        except RaypsError as error:  # the round was over before the question came
+        except RaypsError as error:  # the round had closed before the request arrived
             log.debug("%s", error)
             with self._news:
                 self._missed = rounds

@@ -414,7 +414,9 @@ class ServerConnection:
         return link.try_recv(into)
 
 
-ManagerDoor = dict[str, Any] | Callable[[], dict[str, Any]]  # {"address", "secret"} of a manager, or what finds it
+ManagerDoor = (
+    dict[str, Any] | Callable[[], dict[str, Any]]
+)  # {"address", "secret"} of a manager, or a function that returns it
 Door = ManagerDoor | StaticMap  # where the map of a space comes from
 
 RETRY_SECONDS = 0.2  # between two attempts to find a manager that was lost
@@ -422,7 +424,10 @@ FIND_SECONDS = 0.25  # limit of one such attempt
 
 
 class MapSubscription:
-    """One space's map, kept up to date over a link to the manager. For one thread.
+    """One space's map, updated over a link to the manager. For one thread.
+
+    An outdated map is safe: servers refuse requests to segments that they do not hold. So a manager that was lost is
+    looked for only while a request waits for a newer map.
 
     Raises:
         PeerLost, PeerTimeout: no manager answers.
@@ -453,7 +458,7 @@ class MapSubscription:
         self.map = found
 
     def look(self) -> SpaceMap | None:
-        """A newer map, if one has come; does not wait. Raises NotFound: the space is closed."""
+        """Return a newer map, None if none has arrived; does not wait. Raises NotFound: the space is closed."""
         link = self._link
         if link is None:
             return None
@@ -469,7 +474,7 @@ class MapSubscription:
         return newer
 
     def seek(self) -> None:
-        """Look for a manager that was lost; does nothing where none was, or just after another try."""
+        """Connect to a manager that was lost, at most every RETRY_SECONDS; does nothing while connected."""
         now = time.monotonic()
         if self._link is None and now >= self._next:
             self._next = now + RETRY_SECONDS
@@ -480,7 +485,7 @@ class MapSubscription:
 
     @property
     def lost(self) -> bool:
-        """Whether the manager is not there."""
+        """Whether there is no connection to the manager."""
         return self._link is None
 
     def fileno(self) -> int:
@@ -488,12 +493,12 @@ class MapSubscription:
         return -1 if self._link is None else self._link.fileno()
 
     def hang_up(self) -> None:
-        """End what waits here. Any thread may call it."""
+        """End every wait of another thread. Any thread may call it."""
         if (link := self._link) is not None:
             link.hang_up()
 
     def close(self) -> None:
-        """Leave. Safe to call twice."""
+        """Close the connection. Safe to call twice."""
         self._drop()
 
     def _call(self, timeout: float) -> None:
@@ -520,7 +525,7 @@ def subscribe(door: Door, space: int, name: str, timeout: float) -> MapSubscript
 
 
 def _map_of(message: Message, known: SpaceMap | None) -> SpaceMap | None:
-    """The map in a message, where it is newer than the one that is known. Raises what the manager says instead."""
+    """Return the map in a message if it is newer than the known one. Raises the error that the manager sent."""
     if message.kind == GroupMessage.ERROR:
         raise error_of(message)
     if message.kind != GroupMessage.MAP:
