@@ -30,7 +30,7 @@ from rayps.comm.ring import algorithms
 from rayps.core.clock import Clock
 from rayps.core.costs import amount, costs
 from rayps.core.grid import Grid
-from rayps.core.job import MOVES, Status
+from rayps.core.job_status import MOVES, Status
 from rayps.core.partition import place, slices, spots
 from rayps.core.pipeline.schedule import idle, table
 from rayps.core.pipeline.simulate import simulate

@@ -20,7 +20,7 @@ from service_site import Site
 
 from rayps.cli import doctor
 from rayps.core.errors import NotFound
-from rayps.core.job import Status
+from rayps.core.job_status import Status
 from rayps.service import adoption, job_folders, processes
 from rayps.service.adoption import FolderRow, StoreRow, compare, filed
 from rayps.service.store import Store

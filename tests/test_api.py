@@ -17,7 +17,7 @@ from rayps_api.guard import is_private
 from rayps_api.rollup import Rollup, Rollups
 from service_site import Site
 
-from rayps.core.job import Status
+from rayps.core.job_status import Status
 
 
 @pytest.fixture(scope="module")

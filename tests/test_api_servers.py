@@ -17,7 +17,7 @@ from service_site import Site
 from rayps.cli import main as cli
 from rayps.cluster.local import surrounding
 from rayps.core.errors import ClusterError, ConfigError, Conflict, NotFound
-from rayps.core.job import Status
+from rayps.core.job_status import Status
 from rayps.service import drivers as drivers_module
 from rayps.service import groups as groups_module
 from rayps.service.client import Client

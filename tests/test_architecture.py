@@ -45,7 +45,7 @@ DEEP = {"ps", "federated", "parallel"}  # their subfolders are rooms of their ow
 LAZY = {  # (module, what it imports within a function): why
     ("runtime.training", "rayps.cluster.ray_cluster"): "a run on a given cluster needs no Ray",
     ("runtime.loop", "rayps.cluster.ray_cluster"): "a run on a given cluster needs no Ray",
-    ("federated.robust_rules", "rayps.federated.rules"): "the job service reads rules without numpy",
+    ("federated.robust_rules", "rayps.federated.rule_arithmetic"): "the job service reads rules without numpy",
     ("cli.doctor", "resource"): "not on every system",
 }
 

@@ -14,7 +14,7 @@ from rayps.federated.attacks import agreed, counted, spoilt, usual_z
 from rayps.federated.exact_sum import NOT_FINITE, TOO_LARGE
 from rayps.federated.population.attack_spec import attack_of
 from rayps.federated.robust_rules import rule_of
-from rayps.federated.rules import aggregate
+from rayps.federated.rule_arithmetic import aggregate
 
 CLIENTS, SIZE = 20, 37
 OMNISCIENT = ["alie(clients=4)", "alie(clients=4,z=2)", "inner_product(clients=4,eps=3)"]

@@ -21,7 +21,7 @@ import rayps
 from rayps.cli import doctor, jobs, show
 from rayps.cli import main as cli
 from rayps.core.errors import ConfigError, NoResources, TrainingError, Unauthorized
-from rayps.core.job import Status
+from rayps.core.job_status import Status
 from rayps.service.client import Client
 from rayps.service.job_file import load, read
 from rayps.service.settings import Settings

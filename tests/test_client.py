@@ -16,7 +16,7 @@ import pytest
 from service_site import Site
 
 from rayps.core.errors import ConfigError, Conflict, NotFound, Unauthorized, Unreachable
-from rayps.core.job import Status
+from rayps.core.job_status import Status
 from rayps.service import client as client_module
 from rayps.service.client import Client
 

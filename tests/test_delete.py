@@ -14,7 +14,7 @@ from service_site import Site
 
 from rayps.cli import main as cli
 from rayps.core.errors import Conflict, NotFound
-from rayps.core.job import Status
+from rayps.core.job_status import Status
 from rayps.service import job_folders
 from rayps.service.client import Client
 

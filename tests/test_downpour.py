@@ -17,8 +17,8 @@ from torch import nn
 import rayps
 from rayps import AllReduce, Downpour, ParameterServer, Pipeline, TensorParallel
 from rayps.core.errors import ConfigError, PeerTimeout
-from rayps.core.ledger import Ledger
 from rayps.core.metrics import Rounds
+from rayps.core.repeated_pushes import Ledger
 from rayps.core.strategy import Phase
 from rayps.ps.group import start
 from rayps.runtime.preflight import preflight

@@ -20,7 +20,7 @@ import rayps
 from rayps import AllReduce, ParameterServer
 from rayps.cluster.local import PROTOCOL, LocalCluster, surrounding, until
 from rayps.core.errors import CheckpointError, ConfigError, DataError, TrainingError, WorkloadError
-from rayps.core.job import Status
+from rayps.core.job_status import Status
 from rayps.runtime.driver import Driver
 from rayps.runtime.driver_actor import DriverActor
 from rayps.runtime.journal import Journal

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from rayps.core.errors import ConfigError
-from rayps.core.job import MOVES, Status, may_move
+from rayps.core.job_status import MOVES, Status, may_move
 from rayps.strategies.job import JobSpec
 
 BAD = [

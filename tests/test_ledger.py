@@ -13,7 +13,7 @@ from torch.optim import SGD
 
 from rayps.core.errors import CheckpointError
 from rayps.core.failpoint import VARIABLE, parse
-from rayps.core.ledger import WINDOW, Ledger, anywhere
+from rayps.core.repeated_pushes import WINDOW, Ledger, anywhere
 from rayps.ps.client.replay_buffer import ReplayBuffer
 from rayps.ps.protocol.pieces import Extent
 from rayps.ps.server.dense_segment import Shard

@@ -17,7 +17,7 @@ from rayps.cluster.local import LocalCluster
 from rayps.core.calendar import Calendar
 from rayps.core.errors import ConfigError
 from rayps.core.families import LOCAL_UPDATES
-from rayps.core.job import Status
+from rayps.core.job_status import Status
 from rayps.core.metrics import Rounds, history
 from rayps.core.strategy import Phase
 from rayps.runtime.driver import Driver

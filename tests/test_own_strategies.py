@@ -16,7 +16,7 @@ from small_work import Small, distance, kinds, train
 from rayps.cli import main as cli
 from rayps.cluster.local import LocalCluster
 from rayps.core.errors import ConfigError
-from rayps.core.job import Status
+from rayps.core.job_status import Status
 from rayps.core.text import written
 from rayps.runtime.driver import Driver
 from rayps.runtime.journal import Journal

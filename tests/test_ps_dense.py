@@ -8,7 +8,7 @@ import torch
 from torch.optim import SGD, Adagrad, Adam
 
 from rayps.core.errors import CheckpointError, ConfigError
-from rayps.core.ledger import WINDOW, Ledger
+from rayps.core.repeated_pushes import WINDOW, Ledger
 from rayps.core.topology import ASP, PerPush, PerRound, Servers
 from rayps.ps.server.dense_segment import MEAN, PUSHED, VALUES, DenseSegment, changes_by, part_of, state_of
 from rayps.strategies.base import Strategy

@@ -13,8 +13,8 @@ import rayps
 from rayps import AllReduce, ParameterServer, Pipeline, TensorParallel
 from rayps.cluster.local import until
 from rayps.core.errors import ConfigError, NotFound, RaypsError, WorkloadError
-from rayps.core.job import Status
-from rayps.core.ledger import Ledger
+from rayps.core.job_status import Status
+from rayps.core.repeated_pushes import Ledger
 from rayps.core.user_module import pack
 from rayps.ps.column_space import first_state
 from rayps.ps.group import start

@@ -14,7 +14,7 @@ from rayps import AllReduce, ParameterServer
 from rayps.cluster.local import LocalCluster
 from rayps.core.errors import ConfigError, RaypsError, TrainingError, WorkloadError
 from rayps.core.grid import Grid
-from rayps.core.ledger import Ledger
+from rayps.core.repeated_pushes import Ledger
 from rayps.core.replica import Pipeline, TensorParallel
 from rayps.parallel.division.build import blank, keep_only
 from rayps.parallel.division.divide import divide, words

@@ -13,7 +13,7 @@ from rayps.federated.aggregate import Aggregate
 from rayps.federated.buffer_statistics import NEGATIVE, BufferStatistics
 from rayps.federated.population.attack_spec import attack_of
 from rayps.federated.robust_rules import rule_of
-from rayps.federated.rules import aggregate, geometric_median
+from rayps.federated.rule_arithmetic import aggregate, geometric_median
 
 CLIENTS, SIZE, LIARS = 12, 23, (0, 5)
 SELECTING = ["krum(f=2)", "multi_krum(f=2)", "multi_krum(f=2,m=3)", "bulyan(f=2)", "krum(f=1,bucket=2)"]

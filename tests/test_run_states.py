@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from rayps.core.errors import TrainingError, WorkloadError
-from rayps.core.job import Status
+from rayps.core.job_status import Status
 from rayps.recovery.backup_assignment import Mending
 from rayps.runtime.decide import (
     AwaitCheckpoint,

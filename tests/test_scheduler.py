@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from rayps.core.errors import ClusterError, ConfigError
-from rayps.core.job import Status, may_move
+from rayps.core.job_status import Status, may_move
 from rayps.service import drivers, processes
 from rayps.service.liveness import MOST_STEP, QuietTime, QuietTimes
 from rayps.service.plan import (

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from torch.optim import SGD, Adam
 
 from rayps.core.calendar import Boundary
-from rayps.core.ledger import WINDOW
+from rayps.core.repeated_pushes import WINDOW
 from rayps.ps.protocol.pieces import Extent
 from rayps.ps.server.dense_segment import Shard, part_of
 from rayps.strategies.parameter_server import ParameterServer

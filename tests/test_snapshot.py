@@ -4,7 +4,7 @@ from torch import nn
 
 from rayps.core.calendar import Calendar
 from rayps.core.errors import CheckpointError
-from rayps.core.ledger import Ledger
+from rayps.core.repeated_pushes import Ledger
 from rayps.core.strategy import Phase
 from rayps.strategies.all_reduce import AllReduce
 from rayps.tensors import checkpoint, optim

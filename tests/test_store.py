@@ -11,7 +11,7 @@ from typing import TypeVar
 import pytest
 
 from rayps.core.errors import ConfigError, Conflict, NotFound
-from rayps.core.job import MOVES, Status
+from rayps.core.job_status import MOVES, Status
 from rayps.service.store import Store
 from rayps.service.user_tokens import UserTokens
 from rayps.strategies.job import JobSpec

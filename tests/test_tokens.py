@@ -19,7 +19,7 @@ import pytest
 from service_site import Site
 
 from rayps.cli.main import main
-from rayps.core.job import Status
+from rayps.core.job_status import Status
 
 SECRET = re.compile(r"rps_[\w-]{20,}|#code=[\w-]+")
 

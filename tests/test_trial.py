@@ -18,7 +18,7 @@ from torch.nn import functional
 import rayps
 from rayps.cluster.local import LocalCluster, until
 from rayps.core.errors import WorkloadError
-from rayps.core.job import Status
+from rayps.core.job_status import Status
 from rayps.runtime.driver import Driver
 from rayps.runtime.journal import Journal
 from rayps.runtime.preflight import MOST_BYTES, TrialFacts, bytes_of, untried

@@ -17,7 +17,7 @@ from rayps import AllReduce, ParameterServer
 from rayps.cluster.local import LocalCluster
 from rayps.core import user_code
 from rayps.core.errors import RaypsError, TrainingError, WorkloadError
-from rayps.core.job import Status
+from rayps.core.job_status import Status
 from rayps.runtime.driver import Driver
 from rayps.runtime.journal import Journal
 from rayps.strategies.catalogue import parse, wire

@@ -18,7 +18,7 @@ from service_site import Site
 from rayps.cluster import ray_cluster
 from rayps.cluster.local import FIRST_PROTOCOL, PROTOCOL, surrounding
 from rayps.core.errors import ClusterError
-from rayps.core.job import Status
+from rayps.core.job_status import Status
 from rayps.ps.manager.manager import ManagerActor
 from rayps.runtime import driver_actor
 from rayps.runtime.driver_actor import DriverActor

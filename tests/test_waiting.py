@@ -12,7 +12,7 @@ import pytest
 import sqlalchemy as sa
 from test_scheduler import FakeCluster, FakePlace
 
-from rayps.core.job import Status
+from rayps.core.job_status import Status
 from rayps.service import store as store_module
 from rayps.service.plan import Action, Dependencies, OpenJob, Seal, Start, Wait, needs, plan
 from rayps.service.scheduler import Scheduler

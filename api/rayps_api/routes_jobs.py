@@ -15,7 +15,8 @@ from fastapi.responses import JSONResponse
 
 from rayps.core.errors import ConfigError, Conflict, NotFound
 from rayps.core.failpoint import passing
-from rayps.core.job import Status, misnamed
+from rayps.core.job_status import Status
+from rayps.core.workload_name import misnamed
 from rayps.service import job_folders, strategy_check
 from rayps.service.strategy_check import PhaseFacts, checked
 from rayps.strategies.catalogue import own_names, parse

@@ -13,7 +13,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 import rayps.strategies.catalogue
 from rayps.core.errors import ConfigError
-from rayps.core.job import Status
+from rayps.core.job_status import Status
 from rayps_api.guard import Guard
 from rayps_api.openapi import interface
 from rayps_api.schemas import ClusterOut, Login, Ready, StrategyOut, problems

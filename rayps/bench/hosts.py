@@ -18,7 +18,7 @@ from rayps.bench.netns import Hosts, bits
 from rayps.bench.together import together
 from rayps.comm.link import Listener
 from rayps.comm.ring import Ring
-from rayps.comm.ring.autotune import NAMES
+from rayps.comm.ring.choose_algorithm import NAMES
 from rayps.comm.ring.describe import RingChoices
 from rayps.core.errors import ConfigError
 

@@ -21,7 +21,7 @@ from rayps.bench.peer import peer
 from rayps.bench.together import together
 from rayps.cluster.local import ActorHandle, Cluster
 from rayps.comm.ring import Ring
-from rayps.comm.ring.autotune import NAMES
+from rayps.comm.ring.choose_algorithm import NAMES
 from rayps.comm.ring.ring import Backend
 from rayps.core.errors import ConfigError
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rayps.core.errors import RaypsError, TrainingError
-from rayps.core.job import Status
+from rayps.core.job_status import Status
 from rayps.service import job_folders
 from rayps.service.client import Client
 from rayps.service.settings import Settings

@@ -12,7 +12,7 @@ import typer
 from rayps.cli import show
 from rayps.cli.show import Output
 from rayps.core.errors import ConfigError
-from rayps.core.job import Status
+from rayps.core.job_status import Status
 from rayps.federated.remote.signed_orders import NAME, ClientToken
 from rayps.service.answers import TokenAnswer
 from rayps.service.client import Client

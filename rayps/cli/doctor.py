@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rayps.core.errors import ConfigError
-from rayps.core.job import Status
+from rayps.core.job_status import Status
 from rayps.service import adoption
 from rayps.service.settings import Settings
 

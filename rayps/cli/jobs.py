@@ -12,7 +12,7 @@ import typer
 
 from rayps.cli import show
 from rayps.cli.show import Output
-from rayps.core.job import Status
+from rayps.core.job_status import Status
 from rayps.core.records import Event, GroupFacts
 from rayps.service.answers import JobAnswer
 from rayps.service.client import Client, Job

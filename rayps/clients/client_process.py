@@ -24,7 +24,7 @@ import torch
 
 from rayps.clients.client_folder import ClientFolder
 from rayps.core.errors import ConfigError, Conflict, NotFound, RaypsError, Unauthorized, Unreachable, WorkloadError
-from rayps.core.job import Status
+from rayps.core.job_status import Status
 from rayps.core.user_code import user_code
 from rayps.data.base import Data
 from rayps.data.other_files import elsewhere

@@ -20,6 +20,7 @@ _Shared = TypeVar("_Shared")
 Bundle = dict[str, float]
 PROTOCOL = 1  # version of the calls between a service and actors that outlive it: increment it with each change
 FIRST_PROTOCOL = 1  # version of rayps 0.1.0, which writes none
+LOCAL_CPUS = 16  # logical CPUs of a Ray that rayps starts, if the machine has fewer cores
 WORKER_NICENESS = "0"  # niceness on a Ray of rayps: at Ray's default, 15, one busy program almost stops workers
 
 

@@ -1,9 +1,9 @@
 """Which worker may start which round: the vector clock of a group of workers. Pure; no I/O, no threads.
 
-A worker's clock is the number of rounds it has pushed without a gap: its mark in a `rayps.core.ledger`. Bounded
-staleness lets a worker pull while its clock is at most `staleness` ahead of the slowest (Ho et al., "More Effective
-Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013): 0 is a barrier, None is fully
-asynchronous.
+A worker's clock is the number of rounds it has pushed without a gap: its mark in a `Ledger` of
+`rayps.core.repeated_pushes`. Bounded staleness lets a worker pull while its clock is at most `staleness` ahead of the
+slowest (Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013): 0 is
+a barrier, None is fully asynchronous.
 """
 
 from __future__ import annotations

@@ -44,7 +44,17 @@ from rayps.federated.exact_sum import NOT_FINITE, TOO_LARGE, ExactSum, refusal
 from rayps.federated.gather_replies import Gathering, Replies
 from rayps.federated.population.attack_spec import AttackSpec, attack_of
 from rayps.federated.robust_rules import AggregationRule, rule_of
-from rayps.federated.rules import Matrix, Picks, Vector, aggregate, beside, clip_factor, median, members, picks
+from rayps.federated.rule_arithmetic import (
+    Matrix,
+    Picks,
+    Vector,
+    aggregate,
+    beside,
+    clip_factor,
+    median,
+    members,
+    picks,
+)
 
 BEFORE = "rule.before"  # name in the server's memory of the last round's result, where a rule starts with it
 _REASONS = (NOT_FINITE, TOO_LARGE, NEGATIVE)  # reasons for a rejection; workers sum their counts, per client

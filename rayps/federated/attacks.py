@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rayps.federated.population.attack_spec import AttackSpec
-from rayps.federated.rules import Matrix, Vector
+from rayps.federated.rule_arithmetic import Matrix, Vector
 
 OWN = ("sign_flip", "gaussian", "nan")  # attacks that need nothing but the attacker's own update
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rayps.comm.ring.ring import Ring
-from rayps.federated.rules import Matrix
+from rayps.federated.rule_arithmetic import Matrix
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ A rule makes one update of a round's replies. f: how many of the replies may com
 `bucket=s` for all but mean: means of s replies, drawn from the seed, replace the replies (Karimireddy, He and Jaggi,
 "Byzantine-robust learning on heterogeneous datasets via bucketing", ICLR 2022); n is then ceil(replies / s). All rules
 but mean count each reply once: the number of samples is reported by the client, and an attacker may report any number.
-Papers of the rules: `rayps.federated.rules`, which has the arithmetic.
+Papers of the rules: `rayps.federated.rule_arithmetic`, which has the arithmetic.
 
 To add a rule, write a class here: a frozen dataclass derived from `AggregationRule` with a `name`, its options as
 fields, `needs`, `drawback`, and `combine`. numpy is imported only when a rule is applied: the job service parses rules
@@ -36,7 +36,7 @@ from rayps.federated.population.option_text import REQUIRED, Option, read, shown
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from rayps.federated.rules import Matrix, Picks, Vector
+    from rayps.federated.rule_arithmetic import Matrix, Picks, Vector
 
 SKEWED = 0.35  # largest `skew` without a warning; evenly distributed rows stay far below
 _WHOLE = {"f": 0, "m": 1, "bucket": 1, "iterations": 1}  # least value of the option
@@ -45,9 +45,9 @@ RULES: dict[str, type[AggregationRule]] = {}
 
 def _kernels() -> ModuleType:
     """Return the module of the arithmetic, which imports numpy."""
-    from rayps.federated import rules
+    from rayps.federated import rule_arithmetic
 
-    return rules
+    return rule_arithmetic
 
 
 @dataclass(frozen=True)

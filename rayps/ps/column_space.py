@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rayps.core.errors import LinkError, RaypsError
-from rayps.core.ledger import Ledger
+from rayps.core.repeated_pushes import Ledger
 from rayps.ps.client.session import Session
 from rayps.ps.group import ManagerClient
 from rayps.ps.protocol.messages import GroupMessage

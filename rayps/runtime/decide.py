@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from rayps.core.errors import LinkError, PeerTimeout, RaypsError, TrainingError
 from rayps.core.families import Rebuild, Recovery, ReplaceOne, RestartAll
-from rayps.core.job import Status
+from rayps.core.job_status import Status
 from rayps.recovery.backup_assignment import Mending
 
 MOST_LETTERS = 400  # longest reason in an event, in characters

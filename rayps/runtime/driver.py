@@ -23,7 +23,7 @@ from rayps.cluster.local import Cluster
 from rayps.core.calendar import Calendar
 from rayps.core.errors import RaypsError
 from rayps.core.families import RestartAll, has_remote_clients, learns_by_client, recovery_now
-from rayps.core.job import Status
+from rayps.core.job_status import Status
 from rayps.core.records import ProgressRecord
 from rayps.core.strategy import Phase
 from rayps.core.topology import runs_in_step

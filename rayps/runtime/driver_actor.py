@@ -16,7 +16,7 @@ from pathlib import Path
 from rayps.cluster.local import PROTOCOL, LocalCluster, surrounding
 from rayps.core.errors import RaypsError
 from rayps.core.failpoint import passing
-from rayps.core.job import Status
+from rayps.core.job_status import Status
 from rayps.core.values import Keywords
 from rayps.runtime.driver import Driver
 from rayps.runtime.journal import Journal

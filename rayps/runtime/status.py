@@ -11,7 +11,7 @@ from pathlib import Path
 from rayps.cluster.members import GroupMember
 from rayps.core.calendar import Calendar
 from rayps.core.grid import Grid
-from rayps.core.job import Status
+from rayps.core.job_status import Status
 from rayps.core.metrics import Rounds, Throughput
 from rayps.core.records import Event, OutcomeRecord, Point, ProgressRecord, ShardLine, WorkerLine
 from rayps.ps.server.dense_segment import ShardFacts

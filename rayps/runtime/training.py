@@ -16,10 +16,10 @@ from types import FrameType
 import pyarrow as pa
 from torch import nn
 
-from rayps.cluster.local import Cluster
+from rayps.cluster.local import LOCAL_CPUS, Cluster
 from rayps.core import metrics
 from rayps.core.errors import CheckpointError, ConfigError, RaypsError, TrainingError
-from rayps.core.job import LOCAL_CPUS, Status
+from rayps.core.job_status import Status
 from rayps.core.records import Event, ProgressRecord
 from rayps.ps.tables.embedding import load, load_states
 from rayps.runtime.display import Display

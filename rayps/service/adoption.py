@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rayps.core.errors import ConfigError
-from rayps.core.job import Status
+from rayps.core.job_status import Status
 from rayps.core.records import OutcomeRecord, read_json
 from rayps.service import job_folders, processes
 from rayps.service.job_folders import JobRow

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 import httpx2
 
 from rayps.core.errors import ConfigError, Conflict, NotFound, RaypsError, ServiceError, Unauthorized, Unreachable
-from rayps.core.job import Status
+from rayps.core.job_status import Status
 from rayps.core.records import Event, Point
 from rayps.core.values import Json
 from rayps.service.answers import ClusterAnswer, GroupRow, JobAnswer

@@ -17,8 +17,8 @@ from typing import Any
 import yaml
 
 from rayps.core.errors import ConfigError
-from rayps.core.job import misnamed
 from rayps.core.values import Keywords
+from rayps.core.workload_name import misnamed
 from rayps.strategies.job import JobSpec
 
 MOST_BYTES = 1_000_000

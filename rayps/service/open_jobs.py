@@ -6,7 +6,7 @@ and after an error all rows of jobs that have not ended are read.
 
 from __future__ import annotations
 
-from rayps.core.job import Status
+from rayps.core.job_status import Status
 from rayps.service.plan import needs
 from rayps.service.store import JobRecord, Store
 from rayps.service.waiting import Waiting, WaitingJobs

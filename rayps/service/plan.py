@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from rayps.core.job import Status, may_move
+from rayps.core.job_status import Status, may_move
 from rayps.core.records import OutcomeRecord, ProgressRecord
 from rayps.strategies.job import JobSpec
 

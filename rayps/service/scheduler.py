@@ -18,7 +18,7 @@ from pathlib import Path
 from rayps.cluster.local import Actors, Bundle
 from rayps.core.errors import ClusterError, ConfigError, Conflict, NotFound, RaypsError
 from rayps.core.failpoint import passing
-from rayps.core.job import Status, may_move
+from rayps.core.job_status import Status, may_move
 from rayps.core.records import AttemptRecord, ProgressRecord, read_json
 from rayps.federated.remote.mailbox import FOLDER, Mailbox
 from rayps.service.drivers import BEGUN, LAUNCHED, Drivers, DriverView, RayHome, foreign

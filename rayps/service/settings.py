@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
+from rayps.cluster.local import LOCAL_CPUS
 from rayps.core.errors import ConfigError
-from rayps.core.job import LOCAL_CPUS
 from rayps.core.values import Keywords
 from rayps.service.plan import SIGN_SECONDS
 

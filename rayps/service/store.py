@@ -1,8 +1,8 @@
 """The store: jobs, their events and the tokens. Metrics and logs are in the job folders.
 
-Guarantees: what a method has written is durable when it returns (one SQLite file, WAL, synchronous=FULL). A status move
-is checked against `rayps.core.job.MOVES` in the transaction that writes it: of two concurrent moves one is refused
-and changes nothing. There is one writer, whose transactions begin IMMEDIATE, and several readers.
+Guarantees: what a method has written is durable when it returns (one SQLite file, WAL, synchronous=FULL). A change
+of status is checked against `rayps.core.job_status.MOVES` in the transaction that writes it: of two concurrent changes
+one is refused and writes nothing. There is one writer, whose transactions begin IMMEDIATE, and several readers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 
 from rayps.core.errors import ConfigError, Conflict, NotFound
 from rayps.core.failpoint import passing
-from rayps.core.job import Status, may_move
+from rayps.core.job_status import Status, may_move
 from rayps.core.values import Keywords
 from rayps.service.job_folders import JobRow
 from rayps.service.state_disk import StateDisk, is_full

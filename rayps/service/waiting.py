@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rayps.cluster.local import Bundle
-from rayps.core.job import Status
+from rayps.core.job_status import Status
 from rayps.service.plan import Seal, Start
 
 Shape = tuple[tuple[tuple[str, float], ...], str | None]  # a job's resources and its server group

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from rayps.core.calendar import Calendar, PhaseSpan
 from rayps.core.errors import CheckpointError
-from rayps.core.ledger import Ledger, anywhere
 from rayps.core.records import Point, RingTable
+from rayps.core.repeated_pushes import Ledger, anywhere
 from rayps.tensors.checkpoint import SavedState
 from rayps.tensors.flat import Layout
 from rayps.tensors.local_state import LocalState, below

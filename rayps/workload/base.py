@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from rayps.core.errors import ConfigError, UserError, WorkloadError
-from rayps.core.job import misnamed
 from rayps.core.user_module import Finder, broken
+from rayps.core.workload_name import misnamed
 from rayps.data.base import Batch, Data
 
 

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from rayps.comm.ring.autotune import Autotuner
+from rayps.comm.ring.choose_algorithm import Autotuner
 from rayps.comm.ring.mesh import Mesh
 from rayps.comm.ring.shared_memory import SharedMemoryFold, tensor_of
 from rayps.comm.ring.torch_groups import Delegate

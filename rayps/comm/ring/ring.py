@@ -15,7 +15,7 @@ from torch import Tensor
 from rayps.comm.link import Listener, Prefer
 from rayps.comm.ring import algorithms as ring_algorithms
 from rayps.comm.ring.algorithms import raw
-from rayps.comm.ring.autotune import Autotuner
+from rayps.comm.ring.choose_algorithm import Autotuner
 from rayps.comm.ring.collectives import HALF, CollectiveHandle, Collectives, Tensors, flat_cpu, must_add
 from rayps.comm.ring.describe import RingChoices, in_words
 from rayps.comm.ring.mesh import Mesh, link_up

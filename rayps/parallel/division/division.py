@@ -17,7 +17,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from rayps.core.ledger import anywhere
+from rayps.core.repeated_pushes import anywhere
 from rayps.core.replica import Replica
 from rayps.parallel.pipeline.skip import Route
 from rayps.parallel.tensor import Plan

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rayps.core.errors import PeerTimeout
-from rayps.core.ledger import Ledger
+from rayps.core.repeated_pushes import Ledger
 from rayps.ps.protocol.messages import GroupMessage, SegmentPayload, numbers, pack, read_numbers
 from rayps.ps.server.assignments import AssignedSegment, AssignedSpace
 from rayps.ps.server.connection import PeerRequest, ServerPeer

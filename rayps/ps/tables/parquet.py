@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from rayps.core.errors import CheckpointError
-from rayps.core.ledger import Ledger
+from rayps.core.repeated_pushes import Ledger
 from rayps.core.values import Buffer, JsonObject
 from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables import segment_state

@@ -12,7 +12,7 @@ from typing import TypedDict
 import numpy as np
 
 from rayps.core.errors import CheckpointError
-from rayps.core.ledger import LedgerJson
+from rayps.core.repeated_pushes import LedgerJson
 from rayps.core.values import Buffer
 from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables.pages import Field

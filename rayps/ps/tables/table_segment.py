@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rayps.core.clock import Clock
 from rayps.core.errors import CheckpointError, ConfigError, TrainingError
-from rayps.core.ledger import WINDOW, Ledger
+from rayps.core.repeated_pushes import WINDOW, Ledger
 from rayps.core.server_updates import weighted_mean
 from rayps.core.strategy import ServerHalf
 from rayps.core.topology import Servers, servers_of

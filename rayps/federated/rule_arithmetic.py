@@ -1,4 +1,4 @@
-"""Robust aggregation rules: pure functions of a matrix of updates, one row for each reply.
+"""The arithmetic of robust aggregation rules: pure functions of a matrix of updates, one row for each reply.
 
     krum, multi_krum    Blanchard, El Mhamdi, Guerraoui and Stainer, "Machine learning with adversaries: Byzantine
                         tolerant gradient descent", NeurIPS 2017

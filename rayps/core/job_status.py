@@ -1,11 +1,8 @@
-"""A job's status, its legal transitions, and the form of a workload's name. Pure; no I/O."""
+"""A job's status, and which changes of it are allowed. Pure."""
 
 from __future__ import annotations
 
 import enum
-import re
-
-LOCAL_CPUS = 16  # logical CPUs of a Ray that rayps starts, if the machine has fewer cores
 
 
 class Status(enum.StrEnum):
@@ -46,24 +43,3 @@ MOVES: dict[Status, set[Status]] = {
 def may_move(old: Status, new: Status) -> bool:
     """Return whether a job may change from `old` to `new`."""
     return new in MOVES[old]
-
-
-def misnamed(workload: str) -> str | None:
-    """Return why a text cannot name a workload's class, and how to fix it; None if it can.
-
-    A name is `module:Class` (of a module such as `package.digits`) or `file.py:Class`. It cannot carry arguments: the
-    class is created without any.
-    """
-    place, colon, name = workload.rpartition(":")
-    module = all(part.isidentifier() for part in place.split("."))
-    if colon and name.isidentifier() and (module or place.endswith(".py")):
-        return None
-    called = re.match(r"(.+?):(\w+)\(", workload)
-    if called is None:
-        return f"workload {workload!r} should name a module or file and a class: 'digits:Digits' or 'digits.py:Digits'"
-    place, name = called.groups()
-    return (
-        f"workload {workload!r} has arguments, and a workload is named by its class alone: write {place}:{name}\n"
-        f"and give the arguments of {name}.__init__ defaults, or derive a class that sets them; in Python, rayps.train "
-        f"takes an instance such as {name}(...)"
-    )

@@ -1,0 +1,26 @@
+"""The text form of a workload's name: `module:Class` or `file.py:Class`. Pure."""
+
+from __future__ import annotations
+
+import re
+
+
+def misnamed(workload: str) -> str | None:
+    """Return why a text cannot name a workload's class, and how to fix it; None if it can.
+
+    A name is `module:Class` (of a module such as `package.digits`) or `file.py:Class`. It cannot carry arguments: the
+    class is created without any.
+    """
+    place, colon, name = workload.rpartition(":")
+    module = all(part.isidentifier() for part in place.split("."))
+    if colon and name.isidentifier() and (module or place.endswith(".py")):
+        return None
+    called = re.match(r"(.+?):(\w+)\(", workload)
+    if called is None:
+        return f"workload {workload!r} should name a module or file and a class: 'digits:Digits' or 'digits.py:Digits'"
+    place, name = called.groups()
+    return (
+        f"workload {workload!r} has arguments, and a workload is named by its class alone: write {place}:{name}\n"
+        f"and give the arguments of {name}.__init__ defaults, or derive a class that sets them; in Python, rayps.train "
+        f"takes an instance such as {name}(...)"
+    )
