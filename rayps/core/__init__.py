@@ -1,1 +1,1 @@
-"""Pure values and decisions below all other folders: no torch, no ray."""
+"""The lowest folder: pure values and decisions, which import no other folder of rayps, neither torch nor ray."""

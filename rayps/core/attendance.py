@@ -6,5 +6,8 @@ import random
 
 
 def attends(seed: int, meeting: int, rank: int, probability: float) -> bool:
-    """Return whether `rank` takes part; independent over averages and ranks, equal for equal arguments."""
+    """Return whether `rank` takes part in average number `meeting`, with this probability.
+
+    The draws of different averages and ranks are independent; equal arguments always give the same result.
+    """
     return probability >= 1 or random.Random(f"attends {seed} {meeting} {rank}").random() < probability

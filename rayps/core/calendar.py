@@ -1,4 +1,4 @@
-"""Which rounds belong to which phase and epoch of a run, and after which a snapshot is taken. Pure.
+"""The rounds of each phase and epoch of a run, and the rounds after which a snapshot is taken. Pure.
 
 A round is one batch of every replica. An epoch's number of rounds depends on the number of replicas of its phase.
 """
@@ -14,14 +14,14 @@ from rayps.core.grid import Grid
 
 
 class Planned(Protocol):
-    """A phase, as far as its length needs it; `epochs` None = until the run ends."""
+    """A phase, with what its length depends on. `epochs` None = the phase lasts until the run ends."""
 
     @property
     def epochs(self) -> int | None:
         """The number of epochs of the phase."""
 
     def grid(self, workers: int) -> Grid:
-        """How `workers` are laid out in it."""
+        """The layout of `workers` in this phase."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Boundary:
         return rounds == self.end or (self.every > 0 and (rounds - self.origin) % self.every == 0)
 
     def following(self, rounds: int) -> int:
-        """Return the first such round that is not before `rounds`; the end if there is none."""
+        """Return the first round of a snapshot that is not before `rounds`; `end` if there is none."""
         if self.every <= 0:
             return self.end
         return min(self.end, self.origin - (self.origin - rounds) // self.every * self.every)
@@ -44,7 +44,7 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True)
 class PhaseSpan:
-    """One phase: rounds `begin` to `end` since the start of the run; its first epoch is `epoch`."""
+    """One phase: its rounds are `begin` to `end`, counted from the start of the run; its first epoch is `epoch`."""
 
     begin: int
     end: int
@@ -55,7 +55,7 @@ class PhaseSpan:
 
     @property
     def origin(self) -> tuple[int, int]:
-        """The round and the epoch at the start of the phase."""
+        """The numbers of the round and of the epoch with which the phase begins."""
         return self.begin, self.epoch
 
     def epoch_of(self, done: int) -> int:
@@ -69,9 +69,9 @@ class Calendar:
     def __init__(
         self, phases: Sequence[Planned], steps: Sequence[int], workers: int, *, epochs: int | None, rounds: int | None
     ) -> None:
-        """Compute the spans; `steps` are the rounds of an epoch in each phase.
+        """Compute the phases' spans; `steps` has the rounds of an epoch in each phase.
 
-        The job has so many `epochs`, or `rounds`.
+        The job lasts `epochs` epochs or, if `epochs` is None, `rounds` rounds.
 
         Raises:
             ConfigError: the phases' epochs and the job's epochs or rounds contradict each other.
@@ -107,9 +107,9 @@ class Calendar:
         return self.at(number).epoch_of(number)
 
     def cut(self, planned: int, at: int) -> bool:
-        """End at `at` the phase that was to end at round `planned`; the later phases begin earlier.
+        """End the phase that was planned to end at round `planned` at round `at`; later phases begin earlier.
 
-        False if there is no such phase: the phases have changed since.
+        Return False, without a change, if no phase is planned to end at `planned` any more.
         """
         number = next((i for i, span in enumerate(self.spans) if span.end == planned and span.begin <= at), None)
         if number is None:
@@ -121,7 +121,7 @@ class Calendar:
         return True
 
     def after(self, epochs: int) -> int:
-        """Return the rounds of so many complete epochs."""
+        """Return the number of rounds after which the run has completed `epochs` epochs."""
         span = next((span for span in reversed(self.spans) if span.epoch <= epochs), self.spans[0])
         return span.begin + (epochs - span.epoch) * span.steps
 

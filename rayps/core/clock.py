@@ -15,7 +15,7 @@ class Clock:
     """Rounds pushed by each rank, and the bound on their difference."""
 
     def __init__(self, done: Mapping[int, int], staleness: int | None) -> None:
-        """Use `done` as the ranks' clocks; it is read at each call, and its owner decides which pushes count."""
+        """Use `done` as the ranks' clocks. It is read again at each call; its owner decides which pushes it counts."""
         self.staleness = staleness
         self.done = done
 
@@ -33,6 +33,6 @@ class Clock:
         return self.staleness is None or self.lead(rank) <= self.staleness
 
     def laggards(self) -> list[int]:
-        """Return the slowest ranks, for which the others wait."""
+        """Return the ranks with the smallest clock: the other ranks wait for them."""
         slowest = self.slowest
         return sorted(rank for rank, done in self.done.items() if done == slowest)

@@ -12,7 +12,7 @@ def compression_of(given: object) -> tuple[str, float]:
     """Return the name of a `compression`, and the fraction of the elements that top_k sends.
 
     Raises:
-        ConfigError: it is none of fp16, bf16, int8, top_k, top_k:FRACTION and auto.
+        ConfigError: `given` is none of fp16, bf16, int8, top_k, top_k:FRACTION and auto.
     """
     name, colon, share = given.partition(":") if isinstance(given, str) else ("", "", "")
     try:

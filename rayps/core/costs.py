@@ -1,7 +1,7 @@
 """The cost of a strategy on a grid, by formula: bytes and messages per step, waiting, memory. Pure.
 
-The strategy's `cost` gives the traffic between replicas (formulas of `rayps.core.traffic`). Added here: the traffic
-inside a divided replica, the idle time of a pipeline, and the memory of a worker.
+The strategy's `cost` gives the traffic between replicas (formulas of `rayps.core.traffic`). This module adds the
+traffic inside a divided replica, the idle time of a pipeline, and the memory of a worker.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Costs:
 
     @property
     def bytes(self) -> float | None:
-        """Bytes of all workers in a step; None where a part is not known."""
+        """Bytes that all workers send in a step; None if the bytes of a part are not known."""
         known = [cost.bytes for cost in self.traffic if cost.bytes is not None]
         return sum(known) if len(known) == len(self.traffic) else None
 
     @property
     def messages(self) -> float | None:
-        """Messages of all workers in a step; None where a part is not known."""
+        """Messages that all workers send in a step; None if the messages of a part are not known."""
         known = [cost.messages for cost in self.traffic if cost.messages is not None]
         return sum(known) if len(known) == len(self.traffic) else None
 
@@ -70,7 +70,7 @@ def costs(strategy: StrategyView, workers: int, sizes: Sizes, rows: Table | None
     """Return what a step of `strategy` costs. `rows` is a user's own schedule table.
 
     Raises:
-        ConfigError: so many workers are not a whole number of replicas.
+        ConfigError: `workers` is not a whole number of replicas.
     """
     topology = strategy.topology
     grid, replica = topology.grid(workers), topology.replica
@@ -103,7 +103,7 @@ def costs(strategy: StrategyView, workers: int, sizes: Sizes, rows: Table | None
 
 
 def held_bytes(row: list[Action], sizes: Sizes, micro_batches: int, split: bool) -> float:
-    """Return the most bytes of activations that a stage with these actions holds at once; 0 if sizes are not known."""
+    """Return the largest number of bytes of activations that a stage with these actions holds; 0 if it is not known."""
     if not sizes.kept:
         return 0.0
     counts = [cut.stop - cut.start for cut in slices(sizes.batch, micro_batches)]

@@ -11,7 +11,7 @@ def direction(groups: Iterable[Mapping[str, bool]]) -> int:
     """Return 1, or -1 where the optimizer of these parameter groups maximizes.
 
     Raises:
-        ConfigError: one group maximizes and another does not.
+        ConfigError: one of the groups maximizes and another one minimizes.
     """
     found = {bool(group.get("maximize", False)) for group in groups}
     if len(found) != 1:

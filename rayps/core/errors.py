@@ -15,10 +15,10 @@
     │   ├── ActorDied            an actor's process has ended
     │   └── NoResources          the cluster lacks the requested resources
     └── ServiceError             the job service, seen from a client
-        ├── Unreachable          no answer at that address
+        ├── Unreachable          no service answers at the address
         ├── Unauthorized         the token is missing, wrong or revoked
         ├── NotFound             no such job
-        └── Conflict             the job's state does not allow it
+        └── Conflict             the job's state does not allow the request
 
 A message says what happened and how to fix it; `error.data` holds the facts. Errors survive pickling between actors.
 """
@@ -137,6 +137,6 @@ class NotFound(ServiceError):
 
 
 class Conflict(ServiceError):
-    """The job's state does not allow what was asked."""
+    """The job's state does not allow the request."""
 
     exit_code = 5

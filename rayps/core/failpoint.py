@@ -1,9 +1,9 @@
-"""Named places in the code at which a test can make its own process die, as a crash or the kernel would.
+"""Named places in the code at which a test can kill its own process, as a crash or the kernel would.
 
-`RAYPS_FAILPOINT="shard: applied, not acknowledged=17"` kills this process, without any cleanup, at the 17th visit of
-the place with that name; several are joined by `;`. Without the variable a place costs one lookup in an empty
-dictionary. Places are where the states of two processes differ: their names say what one of them has and the other has
-not.
+`RAYPS_FAILPOINT="shard: applied, not acknowledged=17"` kills this process, without any cleanup, when it visits the
+place with that name for the 17th time; several places are separated by `;`. If the variable is not set, a visit costs
+one lookup in an empty dictionary. A place is where the states of two processes differ: its name says what one process
+has and the other has not.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ VARIABLE = "RAYPS_FAILPOINT"
 
 
 def parse(text: str) -> dict[str, int]:
-    """Return the visit at which each named place kills the process. Raises ValueError."""
+    """Parse a value of the variable into {place: visit at which the process is killed}. Raises ValueError."""
     found = {}
     for item in filter(None, text.split(";")):
         place, _, visit = item.rpartition("=")
@@ -29,13 +29,13 @@ _left = parse(os.environ.get(VARIABLE, ""))
 
 
 def arm(text: str) -> None:
-    """Set places as the variable does, for this process from now on. Raises ValueError."""
+    """Arm the places that `text` names, as the variable does, from now on. Raises ValueError."""
     _left.clear()
     _left.update(parse(text))
 
 
 def passing(place: str) -> None:
-    """Visit `place`; the process ends here if this visit was armed."""
+    """Count a visit of `place`; kill the process if `place` is armed for this visit."""
     if _left and place in _left:
         _left[place] -= 1
         if _left[place] == 0:

@@ -2,7 +2,7 @@
 
     rows       Reshuffled | Fixed | ByClient     how rows are distributed to workers
     recovery   RestartAll | ReplaceOne | Rebuild     what follows the death of one worker or server
-    loop       the name of the worker's loop: a key of `rayps.worker.families`, or "module:Class" of a user's own
+    loop       the name of the worker's loop: a key of `rayps.worker.families`, or "module:Class" of a user's own loop
 
 `recovery_of` and `loop_of` derive the defaults from a topology.
 """
@@ -18,12 +18,12 @@ _Source = TypeVar("_Source", covariant=True)
 
 
 class RowSource(Protocol):
-    """What a row distribution needs of the data."""
+    """The methods of the data that a distribution of rows calls."""
 
     keeps_rows: bool
 
     def steps(self, size: int) -> int:
-        """Return the rounds of an epoch with so many replicas."""
+        """Return the number of rounds of an epoch with `size` replicas."""
 
 
 class DataMethods(Protocol[_Source]):
@@ -50,11 +50,14 @@ class Reshuffled:
 
     @property
     def remote(self) -> bool:
-        """Whether the clients are processes outside of the cluster, with their own data."""
+        """Whether the clients are processes outside of the cluster, which hold the data."""
         return False
 
     def rounds(self, data: RowSource, replicas: int) -> int:
-        """Return the rounds of an epoch; set the row distribution of the data. Raises DataError, ConfigError."""
+        """Set how the data distributes its rows, and return the number of rounds of an epoch.
+
+        Raises DataError, ConfigError.
+        """
         data.keeps_rows = False
         return data.steps(replicas)
 
@@ -99,12 +102,12 @@ class ByClient:
         return True
 
     def rounds(self, data: RowSource, replicas: int) -> int:
-        """See Reshuffled: one round."""
+        """Return 1, as an epoch is one round of clients; see Reshuffled."""
         data.keeps_rows = False
         return 1
 
     def source(self, workload: DataMethods[_Source]) -> _Source:
-        """See Reshuffled; with remote clients a worker only evaluates."""
+        """Return the training data; with remote clients the evaluation data, because workers only evaluate."""
         return workload.evaluation_data() if self.remote else workload.data()
 
 
@@ -112,7 +115,7 @@ Rows = Reshuffled | Fixed | ByClient
 
 
 class HasRows(Protocol):
-    """A strategy, as far as its rows are concerned."""
+    """A strategy, of which only `rows` is used."""
 
     @property
     def rows(self) -> Rows:
@@ -162,10 +165,11 @@ def recovery_of(topology: Topology) -> Recovery:
 
 
 def recovery_now(declared: Recovery, *, holds_tables: bool, rejoins: bool) -> Recovery:
-    """What a death brings about in a run as it is now, under a strategy that declares `declared`.
+    """Return what follows a death in a run, under a strategy that declares `declared`.
 
-    Parameters in one space with tables are too large for a snapshot, so one is replaced. `rejoins`: a replica can begin
-    again from the servers; where it cannot, all restart.
+    If the parameters are in one space with tables (`holds_tables`), they are too large for a snapshot, so the dead
+    worker or server is replaced. `rejoins`: a replica can start again from the servers' parameters; if it cannot, all
+    workers restart.
     """
     if isinstance(declared, Rebuild):
         if not declared.from_servers:
@@ -175,7 +179,7 @@ def recovery_now(declared: Recovery, *, holds_tables: bool, rejoins: bool) -> Re
 
 
 class HasRecovery(Protocol):
-    """A strategy, as far as failures are concerned."""
+    """A strategy, of which only `recovery` is used."""
 
     @property
     def recovery(self) -> Recovery:
@@ -183,7 +187,7 @@ class HasRecovery(Protocol):
 
 
 def rebuilds(strategy: HasRecovery, *, from_servers: bool) -> bool:
-    """Return whether a dead worker's state is rebuilt from the servers; else whether from its peers."""
+    """Return whether a dead worker's state is rebuilt from the servers (`from_servers`), or else from its peers."""
     return strategy.recovery == Rebuild(from_servers)
 
 

@@ -1,8 +1,8 @@
 """The layout of workers: ranks on a grid of data x stage x tensor. Pure.
 
 A *replica* is one whole copy of the model, on `stage * tensor` workers; a *column* is the workers of all replicas that
-hold the same part of it. The tensor index varies fastest, then the stage, so that a replica's ranks are neighbours and
-fit onto one host where it has room. If a replica is one worker, there is one column: all workers.
+hold the same part of the model. The tensor index varies fastest, then the stage, so that a replica's ranks are
+neighbours and fit onto one host that has room for them. If a replica is one worker, there is one column: all workers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ class Point(NamedTuple):
     tensor: int
 
     def line(self, axis: str) -> str:
-        """Return the name of all ranks that differ along an axis only: `stage:0:1` is replica 0, tensor ranks 1."""
+        """Return the name of the line through this point along `axis`: `stage:0:1` is replica 0, tensor ranks 1.
+
+        The line has all ranks whose coordinates differ on that axis only.
+        """
         return ":".join([axis, *(str(at) for name, at in zip(AXES, self, strict=True) if name != axis)])
 
 
@@ -37,7 +40,7 @@ class Grid:
 
     @classmethod
     def of(cls, workers: int, stages: int = 1, tensor: int = 1) -> Grid:
-        """Return the grid of so many workers. Raises ConfigError: not a whole number of replicas."""
+        """Return the grid of `workers` workers. Raises ConfigError: `workers` is not a whole number of replicas."""
         size = stages * tensor
         if workers % size:
             parts = f"{stages} stages x {tensor} tensor ranks = {size} workers"
@@ -55,7 +58,7 @@ class Grid:
 
     @property
     def columns(self) -> int:
-        """The number of parts of the model: workers of one replica."""
+        """The number of parts of the model, which is the number of workers of one replica."""
         return self.stage * self.tensor
 
     def at(self, rank: int) -> Point:
@@ -72,13 +75,13 @@ class Grid:
         return rank % self.columns
 
     def words(self, rank: int) -> str:
-        """Format a rank's coordinates, by the axes that exist: `replica 1, stage 0`."""
+        """Format a rank's coordinates on the axes with more than one index: `replica 1, stage 0`."""
         lengths, here = (self.data, self.stage, self.tensor), self.at(rank)
         names = ("replica", "stage", "tensor rank")
         return ", ".join(f"{name} {i}" for name, i, n in zip(names, here, lengths, strict=True) if n > 1)
 
     def along(self, axis: str, rank: int) -> list[int]:
-        """Return the ranks that differ from `rank` on this axis only, in its order; `rank` is included."""
+        """Return the ranks that differ from `rank` on `axis` only, `rank` included, in the axis's order."""
         here, at = self.at(rank), AXES.index(axis)
         length = (self.data, self.stage, self.tensor)[at]
         return [self.rank(*(i if j == at else place for j, place in enumerate(here))) for i in range(length)]

@@ -20,7 +20,7 @@ class Status(enum.StrEnum):
 
     @property
     def terminal(self) -> bool:
-        """Whether the job has ended; such a status is written once."""
+        """Whether a job with this status has ended; its status does not change again."""
         return not MOVES[self]
 
 

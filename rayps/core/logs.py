@@ -1,4 +1,4 @@
-"""Capture a worker process's stdout, stderr and log records, line by line, until the driver fetches them."""
+"""Capture a worker process's stdout, stderr and log records, line by line, until the driver fetches the lines."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ class LogBuffer:
         return [(time.time(), f"[{dropped} lines dropped]"), *lines] if dropped else lines
 
     def wait(self, seconds: float) -> None:
-        """Return once there is a line, or `release` is called, or after `seconds`."""
+        """Block until there is a line, until `release` or `wake` is called, or for `seconds`."""
         self._filled.wait(seconds)
 
     def wake(self) -> None:
-        """End a `wait`; an incomplete line stays open."""
+        """End a `wait`; keep an incomplete line, which may still grow."""
         self._filled.set()
 
     def release(self) -> None:
-        """Add an incomplete line as it is, and end a `wait`."""
+        """Add an incomplete line as a line, and end a `wait`."""
         for tee in self._tees:
             tee.end_line()
         self._filled.set()
@@ -55,7 +55,7 @@ class LogBuffer:
     def capture(self, *, records: bool = True) -> None:
         """Capture this process's stdout, stderr and, with `records`, its log records from now on.
 
-        What is captured is still written to where it went before.
+        Captured text is also written to the original stdout and stderr.
         """
         self._tees = [_Tee(sys.stdout, self), _Tee(sys.stderr, self)]
         sys.stdout, sys.stderr = self._tees
@@ -82,7 +82,7 @@ class _Tee(io.TextIOBase):
         return len(text)
 
     def end_line(self) -> None:
-        """Add what was written after the last end of line as a line."""
+        """Add the text since the last end of line as a line."""
         with self._lock:
             rest, self._rest = self._rest, ""
         if rest:

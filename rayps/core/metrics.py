@@ -1,4 +1,4 @@
-"""Metric points: one per round for the whole group, merged from one per round and rank. Pure; no I/O."""
+"""Metric points: merge the points of a round, one of each rank, into one point of the group. Pure; no I/O."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pyarrow as pa
 
 from rayps.core.records import Point
 
-# means over ranks; data: time to get the batch; the last two with sparse tables: time in pulls of rows, and of it
-# while it computed
+# means over ranks; data: time to get the batch; the last two are for sparse tables: the time of pulls of rows, and
+# the part of it during which the worker computed
 SECONDS = ("seconds", "compute", "data", "wait", "move", "pull", "pull_hidden")
-KEPT_ROUNDS = 5_000  # a round that some rank never reports (it was replaced) is returned after so many newer ones
+KEPT_ROUNDS = 5_000  # a round that a replaced rank never reports is returned after so many newer rounds
 
 
 class Rounds:
@@ -47,7 +47,7 @@ class Rounds:
         return done
 
     def again(self, generation: int, begin: int) -> None:
-        """Restart from round `begin`: points of later rounds are dropped, of earlier ones they may still arrive."""
+        """Restart from round `begin`: drop the points of later rounds, and still accept points of earlier rounds."""
         self.generation = generation
         self._rounds = {number: held for number, held in self._rounds.items() if number < begin}
         self._evaluations = {number: held for number, held in self._evaluations.items() if number < begin}
@@ -63,7 +63,7 @@ class Rounds:
             self._below += 1
 
     def flush(self) -> list[Point]:
-        """Return what is left at the end, although some rank did not report it."""
+        """Return the points of the rounds that some ranks did not report, at the end of the run."""
         done = [self._merge(number, self._rounds[number]) for number in sorted(self._rounds)]
         self._rounds.clear()
         return done
@@ -119,7 +119,7 @@ class Throughput:
         self._seen: deque[tuple[float, int]] = deque()
 
     def add(self, samples: int, now: float) -> None:
-        """Record that so many samples were processed by `now`."""
+        """Record that `samples` samples were processed between the last call and `now`."""
         self._seen.append((now, samples))
         while len(self._seen) > 2 and self._seen[0][0] < now - self._window:
             self._seen.popleft()
@@ -154,10 +154,10 @@ COLUMNS: list[tuple[str, pa.DataType]] = [
 
 
 def history(points: list[Point]) -> pa.Table:
-    """Return the rounds of a run as a table; of a round that was repeated after a failure only the last result.
+    """Return the rounds of a run as a table. A round that was repeated after a failure has its last result only.
 
-    `staleness` is the largest lead in the round. Evaluations are in the row of the round before them, in columns named
-    `evaluation_<metric>`. Numbers that a strategy added to its rounds are in columns of their names.
+    `staleness` is the largest lead of a rank in the round. An evaluation is in the row of the round before it, in
+    columns named `evaluation_<metric>`. Numbers that a strategy added to its rounds are in columns of their names.
     """
     rounds: dict[int, Point] = {}
     for point in points:

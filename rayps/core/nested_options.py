@@ -1,7 +1,7 @@
-"""Options that are flat in text and in Python, and grouped into values of their own inside. Pure.
+"""Options that are flat in text and in Python, and are stored in nested dataclasses. Pure.
 
-A field with the metadata `NESTED` holds a value of the dataclass that is its default factory; the options of that value
-are written as if they were the outer class's own: `FedAvg(dropout=0.1)` is
+A field with the metadata `NESTED` holds a value of the dataclass that is the field's default factory. The options of
+that value are written as if they were options of the outer class: `FedAvg(dropout=0.1)` is
 `FedAvg(population=PopulationSpec(dropout=0.1))`, in the text form `fedavg:dropout=0.1`.
 """
 
@@ -14,19 +14,19 @@ from typing import Any, Protocol, TypeAlias
 from rayps.core.values import Json, JsonObject, Keywords
 
 Option: TypeAlias = dataclasses.Field[Any]  # a field of any type
-NESTED = {"nested": True}  # the metadata of such a field
+NESTED = {"nested": True}  # the metadata of a field with a nested value
 
 
 class HasName(Protocol):
-    """A strategy or a replica, as far as its wire form needs it; its options are its dataclass fields."""
+    """A strategy or a replica, as far as its wire form needs it: a name, and options that are its dataclass fields."""
 
     @property
     def name(self) -> str:
-        """By which it is found again."""
+        """The name by which its class is found."""
 
 
 def options_of(kind: type) -> list[Option]:
-    """Return the options of a class as they are written, in order; none if it is no dataclass."""
+    """Return the options of a class as they are written, in order; an empty list if the class is no dataclass."""
     found: list[Option] = []
     for field in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
         inner = _kind(field)
@@ -45,7 +45,10 @@ def written_options(value: Any) -> Iterator[tuple[Option, Any]]:
 
 
 def wire_of(value: HasName) -> JsonObject:
-    """Return a strategy or a replica as JSON-ready data: its name and options, without a None that is the default."""
+    """Return a strategy's or a replica's name and options as JSON-ready data.
+
+    An option that is None by default and is None is left out.
+    """
     found: JsonObject = {"name": value.name}
     for field, held in sorted(written_options(value), key=lambda option: option[0].default is None):
         if field.default is not None or held is not None:
@@ -66,9 +69,10 @@ def _plain(value: Any) -> Any:
 
 
 class FlatOptions:
-    """A frozen dataclass that takes its nested options flat, and shows them flat.
+    """A frozen dataclass whose nested options are given and read as if they were its own fields.
 
-    Derived dataclasses get this class's `__init__`, also those that are decorated with plain `@dataclass(frozen=True)`.
+    Derived dataclasses inherit this class's `__init__`, also those that are decorated with plain
+    `@dataclass(frozen=True)`.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -105,7 +109,7 @@ class FlatOptions:
 
 
 def _taken(kind: type, field: Option, options: Keywords) -> Any:
-    """Build the value of a field from the options that belong to it; these are removed from `options`."""
+    """Build the value of a field from the `options` that belong to it, and remove these from `options`."""
     inner = _kind(field)
     given = options.pop(field.name, dataclasses.MISSING)
     if given is dataclasses.MISSING:

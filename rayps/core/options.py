@@ -1,6 +1,6 @@
-"""Checks of a strategy's options: they name the option, what was given and what was expected.
+"""Checks of a strategy's options. An error names the option, the given value and the expected values.
 
-Each raises ConfigError. With `none`, None is allowed too; `said` is added after what was expected.
+Each check raises ConfigError. With `none`, None is allowed too; `said` is appended to the expected values.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from rayps.core.values import Json
 
 
 def whole(owner: object, field: str, least: int = 1, *, none: bool = False, said: str = "") -> None:
-    """Check for a whole number of at least `least`."""
+    """Check that the option is a whole number of at least `least`."""
     given = getattr(owner, field)
     if (given is None and none) or (isinstance(given, int) and not isinstance(given, bool) and given >= least):
         return
@@ -28,7 +28,7 @@ def number(
     expected: str = "",
     none: bool = False,
 ) -> None:
-    """Check for a finite number within these bounds; `expected` describes them in other words."""
+    """Check that the option is a finite number within these bounds; `expected` is used for them in the error's text."""
     given = getattr(owner, field)
     if given is None and none:
         return
@@ -42,14 +42,14 @@ def number(
 
 
 def choice(owner: object, field: str, known: tuple[str, ...]) -> None:
-    """Check for one of these words."""
+    """Check that the option is one of the words in `known`."""
     given = getattr(owner, field)
     if given not in known:
         raise _wrong(field, given, " or ".join(known) if len(known) < 3 else f"one of {', '.join(known)}")
 
 
 def flag(owner: object, field: str) -> None:
-    """Check for True or False."""
+    """Check that the option is True or False."""
     given = getattr(owner, field)
     if not isinstance(given, bool):
         raise _wrong(field, given, "true or false")

@@ -14,7 +14,7 @@ from rayps.core.errors import ConfigError
 
 
 def part(n: int, parts: int, i: int) -> tuple[int, int]:
-    """Return the bounds of the i-th of the `slices` of `n` elements."""
+    """Return the bounds of slice `i` of `slices(n, parts)`."""
     return n * i // parts, n * (i + 1) // parts
 
 
@@ -53,11 +53,12 @@ def spots(
     points: int = 128,
     bound: float | None = None,
 ) -> list[tuple[int, ...]]:
-    """Place segments as `place`, and after each segment's server the next `replicas` servers clockwise, for backups.
+    """Place segments as `place` does, and the `replicas` backups of each on the next servers clockwise.
 
-    `hosts` are the machines of the servers: backups go to other machines than the server's own first, and to as many
-    different ones as there are. With fewer servers there are fewer backups. With `bound` a server that has `bound`
-    times the mean of backups is skipped too, unless that would lose another machine. Raises ConfigError.
+    Return for each segment the indices of its server and of its backups' servers. `hosts` are the machines of the
+    servers: backups are placed on other machines than the server's own first, and on as many different machines as
+    there are. With fewer servers there are fewer backups. With `bound`, a server that has `bound` times the mean number
+    of backups is skipped too, unless skipping it would put the segment on fewer machines. Raises ConfigError.
     """
     if not servers or len(set(servers)) != len(servers):
         raise ConfigError(f"segments need servers of different names, got {list(servers)!r}", servers=list(servers))
@@ -84,7 +85,7 @@ def spots(
 
 
 def _clockwise(ring: list[tuple[int, int]], first: int, servers: int) -> list[int]:
-    """Return the servers in clockwise order from here."""
+    """Return the servers in clockwise order from position `first` of the ring."""
     met: dict[int, None] = {}
     for step in range(len(ring)):
         met.setdefault(ring[(first + step) % len(ring)][1])

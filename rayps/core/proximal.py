@@ -41,10 +41,12 @@ def prox(regularizer: str | None, v: Tensor, t: float) -> Tensor:
 
 
 def canonical(given: Json) -> str | None:
-    """Return a regularizer as text, `l1(weight=0.1)`, from that, from `l1(0.1)`, or from {"name": "l1", "weight": 0.1}.
+    """Return a regularizer as canonical text, such as `l1(weight=0.1)`.
+
+    `given` is that text, `l1(0.1)`, or {"name": "l1", "weight": 0.1}.
 
     Raises:
-        ConfigError: it is none of these, or the weight is not a finite number of at least 0.
+        ConfigError: `given` is none of these forms, or the weight is not a finite number of at least 0.
     """
     if given is None:
         return None
@@ -57,7 +59,7 @@ def canonical(given: Json) -> str | None:
 
 
 def _read(spec: Json) -> tuple[str, float]:
-    """The name and the weight of a regularizer in wire form. Raises ValueError: it is none."""
+    """Return the name and the weight of a regularizer in wire form. Raises ValueError: `spec` is no regularizer."""
     if not isinstance(spec, dict) or set(spec) != {"name", "weight"}:
         raise ValueError("a regularizer has a name and a weight")
     name, weight = spec["name"], spec["weight"]

@@ -1,7 +1,7 @@
 """Records that a run leaves behind: metric points, events, and what `progress.json` and `outcome.json` hold.
 
-A point and an event are open: what they hold beside their common fields depends on their kind and on the strategy. All
-others are closed. The fields are the keys of the JSON data.
+Points and events are open: which fields they have beside the common ones depends on their kind and on the strategy. All
+other records are closed. The fields are the keys of the JSON data.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import json
 from pathlib import Path
 from typing import Any, NotRequired, TypeAlias, TypedDict
 
-Point: TypeAlias = dict[str, Any]  # `kind`, `round`, `rank` or none of it, and numbers by the names of metrics
-Event: TypeAlias = dict[str, Any]  # `kind` and `message`; `seq` and `time` once it is filed; and facts of its kind
-RingTable: TypeAlias = dict[str, Any]  # what a ring chose, for the same bits again; of several rings by their labels
-GroupFacts: TypeAlias = dict[str, Any]  # what a server group's manager, or a job's space on it, says of itself
+Point: TypeAlias = dict[str, Any]  # `kind`, `round`, a `rank` if it is of one rank, and numbers by the names of metrics
+Event: TypeAlias = dict[str, Any]  # `kind` and `message`; facts of its kind; in the journal `seq` and `time` too
+RingTable: TypeAlias = dict[str, Any]  # a ring's choices, with which a resumed run gives the same bits
+GroupFacts: TypeAlias = dict[str, Any]  # the state of a server group's manager or of a job's space
 
 
 class ActorSite(TypedDict):
@@ -24,7 +24,7 @@ class ActorSite(TypedDict):
 
 
 class WorkerLine(ActorSite):
-    """A worker, as progress shows it. The shares of its time are known once it has made a round."""
+    """A worker, as progress shows it. The shares of its time are known after its first round."""
 
     rank: int
     status: str
@@ -33,7 +33,7 @@ class WorkerLine(ActorSite):
     wait: NotRequired[float]
     move: NotRequired[float]
     samples_per_second: NotRequired[float]
-    part: NotRequired[str]  # of the model, where a replica is several workers
+    part: NotRequired[str]  # the part of the model, if a replica is several workers
 
 
 class ShardLine(ActorSite):
@@ -44,11 +44,11 @@ class ShardLine(ActorSite):
     hi: NotRequired[int]
     version: NotRequired[int]
     bytes: NotRequired[int]
-    ages: NotRequired[dict[str, int]]  # pushes by how many versions old their parameters were
+    ages: NotRequired[dict[str, int]]  # number of pushes, by the age of their parameters in versions
 
 
 class ProgressRecord(TypedDict, total=False):
-    """Where a run stands."""
+    """The state of a run, as `progress.json` holds it."""
 
     time: float
     status: str
@@ -71,7 +71,7 @@ class ProgressRecord(TypedDict, total=False):
 
 
 class OutcomeRecord(TypedDict, total=False):
-    """How a run ended."""
+    """The end of a run, as `outcome.json` holds it."""
 
     status: str
     message: str
@@ -92,9 +92,9 @@ class AttemptRecord(TypedDict, total=False):
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON object from a file that is replaced as a whole; None if there is none, or it is no JSON object.
+    """Read a JSON object from a file that is replaced as a whole; None if there is no file or no JSON object in it.
 
-    The caller names the type of the record.
+    The caller declares the type of the record.
     """
     try:
         found = json.loads(path.read_bytes())

@@ -13,7 +13,7 @@ from typing import TypedDict
 
 from rayps.core.errors import CheckpointError
 
-WINDOW = 1024  # steps that may be recorded above a gap; more is an error, not a retry
+WINDOW = 1024  # a step so far above the first gap, or farther, is an error: it is not a retry
 
 
 class LedgerJson(TypedDict):
@@ -37,14 +37,14 @@ class Ledger:
                 self.add(rank, step)
 
     def seen(self, rank: int, step: int) -> bool:
-        """Return whether the push is recorded. Raises ValueError: there is no such rank."""
+        """Return whether this push is recorded. Raises ValueError: `rank` is not one of the ledger's ranks."""
         return step < self._mark(rank) or step in self._above[rank]
 
     def add(self, rank: int, step: int) -> bool:
-        """Record a push; False, without a change, if it is recorded already.
+        """Record a push; return False, without a change, if it is recorded already.
 
         Raises:
-            ValueError: there is no such rank, or the step is `WINDOW` or more above the first gap.
+            ValueError: `rank` is not one of the ledger's ranks, or `step` is `WINDOW` or more above the first gap.
         """
         mark = self._mark(rank)
         if step == mark and not self._above[rank]:  # in order: the usual case
@@ -66,7 +66,7 @@ class Ledger:
         return True
 
     def skip(self, rank: int, step: int) -> int:
-        """Count all steps below `step` as applied, as no worker retains them; return how many pushes are lost."""
+        """Count all steps of `rank` below `step` as applied, as no worker retains them; return how many are lost."""
         lost = max(0, step - self._mark(rank)) - sum(1 for known in self._above[rank] if known < step)
         self.marks[rank] = max(self.marks[rank], step)
         self._above[rank] = {known for known in self._above[rank] if known >= self.marks[rank]}
@@ -74,7 +74,7 @@ class Ledger:
         return lost
 
     def reach(self, rank: int) -> int:
-        """Return one more than the highest recorded step."""
+        """Return one more than the highest recorded step of `rank`."""
         return max(self._above[rank], default=self._mark(rank) - 1) + 1
 
     def copy(self) -> Ledger:

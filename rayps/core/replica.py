@@ -1,17 +1,17 @@
-"""What one copy of the model is made of: one worker, or several that divide it. Plain data, no torch.
+"""A replica, which is one copy of the model: one worker, or several workers that divide it. Plain data, no torch.
 
-`Pipeline` distributes the model's layers, in order, over several workers and cuts a batch into micro-batches:
-Huang et al., "GPipe", NeurIPS 2019 (`gpipe`: all m forwards, then all backwards); Narayanan et al., "Efficient
-Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021 (`1f1b`, `interleaved` with v `chunks`
-of the model on each of the p workers); Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024 (`zero_bubble`: ZB-H1).
-Workers idle (p-1)/(m+p-1) of the time, interleaved (p-1)/(vm+p-1); a worker holds m micro-batches under gpipe,
-min(m, p-rank) under 1f1b. The gradient is that of the whole batch, exactly.
+`Pipeline` distributes the model's layers, in order, over several workers and cuts a batch into micro-batches: Huang et
+al., "GPipe", NeurIPS 2019 (`gpipe`: all m forwards, then all backwards); Narayanan et al., "Efficient Large-Scale
+Language Model Training on GPU Clusters Using Megatron-LM", SC 2021 (`1f1b`, `interleaved` with v `chunks` of the model
+on each of the p workers); Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024 (`zero_bubble`: ZB-H1). Workers idle
+(p-1)/(m+p-1) of the time, under interleaved (p-1)/(vm+p-1). A worker holds the activations of m micro-batches under
+gpipe, of min(m, p-rank) under 1f1b. The gradient is that of the whole batch, exactly.
 
 `TensorParallel` divides every layer among `size` workers: Shoeybi et al., "Megatron-LM: Training Multi-Billion
 Parameter Language Models Using Model Parallelism", 2019, part 3. A linear layer y = x W^T + b with W [out, in] is split
-by its output (each worker computes a slice of y) or by its input (each takes a slice of x, and the partial sums are
-added). "out" followed by "in" exchanges nothing between the two layers. Papers call the split of W's rows row-wise,
-libraries that write y = x A call the same one column-wise: rayps names what is split.
+by its output (each worker computes a slice of y) or by its input (each worker takes a slice of x, and the partial sums
+are added). No data is exchanged between an "out" layer and the "in" layer after it. Papers call the split of W's rows
+row-wise, libraries that write y = x A call the same split column-wise; rayps names the side that is split.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Replica:
 class TensorParallel(Replica):
     """Divide each layer among `size` workers: for layers too wide for one worker, and fast connections.
 
-    `plan` gives by a layer's name how it is split: out, in, heads (attention), rows (an embedding's), none; a name may
-    end in *. Without `plan` the split is chosen automatically; layers that a given plan does not name stay whole.
+    `plan` maps a layer's name to its split: out, in, heads (attention), rows (an embedding's), none; a name may end in
+    *. Without `plan` the split is chosen automatically; layers that a given plan does not name stay whole.
 
     Example:
         rayps.train(work, strategy=rayps.TensorParallel(size=2), workers=2)
@@ -72,8 +72,8 @@ class Pipeline(Replica):
     """Cut a model into `stages`, layer by layer: for deep models, and slow connections between machines.
 
     `boundaries` are the numbers of the layers at which a new part begins (stages * chunks - 1 of them). Without them,
-    layers are divided by `balance`: equal parameters, or equal measured time. `stage` is what holds a stage: None = one
-    worker, or a TensorParallel.
+    layers are divided by `balance`: equal parameters, or equal measured time. `stage` is what computes a stage: one
+    worker (None), or the workers of a TensorParallel.
 
     Example:
         rayps.train(work, strategy=rayps.Pipeline(stages=2, micro_batches=4), workers=2)
@@ -127,10 +127,10 @@ def pipeline_of(replica: Replica | None) -> Pipeline | None:
 
 
 def must_go_with(replica: object, **others: object) -> None:
-    """Check the option `replica`; `others` are options that must be None where it is given.
+    """Check the option `replica`; `others` are options that must be None if it is given.
 
     Raises:
-        ConfigError: it is no replica, or it is one and another option is given.
+        ConfigError: `replica` is neither None nor a Replica, or it is given together with another option.
     """
     if replica is None:
         return
@@ -159,7 +159,7 @@ def _must_rise(given: object, count: int) -> None:
 
 
 def _is_split(given: object) -> bool:
-    """Return whether it is a split: a name, `name:UNIT`, or `out*BLOCKS:UNIT`."""
+    """Return whether `given` is a split: a name, `name:UNIT`, or `out*BLOCKS:UNIT`."""
     if not isinstance(given, str):
         return False
     whole, colon, unit = given.partition(":")

@@ -2,8 +2,9 @@
 
 Pure; works on tensors without importing torch.
 
-Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014. In step, the servers step once
-by the mean of N pushes, weighted by samples; out of step they apply each push as it arrives, scaled by 1/N.
+Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014. If workers run in step, the
+servers apply one step by the mean of a round's N pushes, weighted by samples. Otherwise they apply each push as it
+arrives, scaled by 1/N.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def plain_servers(
     """Return the topology of a plain parameter server with these options. Sparse tables follow the same clock.
 
     Raises:
-        ConfigError: an option is invalid, or two cannot be combined.
+        ConfigError: an option is invalid, or two options cannot be combined.
     """
     given = SimpleNamespace(shards=shards, replay_mb=replay_mb)
     options.whole(given, "shards")
@@ -70,7 +71,7 @@ def summing_servers(
 
 
 def update_of(staleness: int | None) -> Update:
-    """Return the update of a plain parameter server: by the round's mean in step, by each push out of step."""
+    """Return when a plain parameter server applies pushes: staleness 0, a round's mean; else each push on arrival."""
     return PerRound(means=True, borrows=True) if staleness == 0 else PerPush(borrows=True)
 
 
@@ -94,23 +95,23 @@ def apply_sum(shard: ShardView, value: Vector, weight: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PlainServers:
-    """The server half alone: of a parameter server, or of Downpour where a push stands for several steps.
+    """The server half of a parameter server, or of Downpour, under which a push stands for several steps.
 
-    For parameters and tables without a job (`rayps.ServerGroup`, tables in one process), and what a server group
-    receives of a job. A group's record holds it as `to_wire` returns it.
+    It is used for parameters and tables without a job (`rayps.ServerGroup`, tables in one process), and it is sent to a
+    server group in place of a job's strategy. A group's record holds it as `to_wire` returns it.
     """
 
     topology: Servers
 
     @property
     def name(self) -> str:
-        """The name of the strategy whose server half it is."""
+        """The name of the strategy to which this server half belongs."""
         servers = self.topology
         return "downpour" if servers.update.spans else "parameter_server"
 
     @property
     def server_half(self) -> PlainServers:
-        """Itself."""
+        """The object itself."""
         return self
 
     def on_push(self, shard: ShardView, value: Vector, weight: float) -> None:
@@ -126,9 +127,9 @@ class PlainServers:
         apply_mean(shard, values, weights)
 
     def to_wire(self) -> JsonObject:
-        """Return the strategy's options as JSON-ready data, without those that are None and without `replica`.
+        """Return the strategy's options as JSON-ready data, without options that are None and without `replica`.
 
-        Servers do not need the number of workers of a replica: each column has a space of its own.
+        Servers do not need the number of workers of a replica: each column has its own space.
         """
         servers = self.topology
         found: JsonObject = {"name": self.name, "shards": servers.count, "replay_mb": servers.replay_mb}
@@ -141,7 +142,7 @@ class PlainServers:
 
     @classmethod
     def from_wire(cls, found: Mapping[str, Json]) -> PlainServers:
-        """Read what `to_wire` wrote. Raises ValueError, TypeError, ConfigError: it cannot be read."""
+        """Read what `to_wire` wrote. Raises ValueError, TypeError, ConfigError: `found` cannot be read."""
         options: Keywords = dict(found)
         name = options.pop("name", None)
         if name not in ("parameter_server", "downpour"):
@@ -155,7 +156,7 @@ class PlainServers:
 def weighted_mean(values: list[Vector], weights: list[float]) -> Vector:
     """Return sum(w_i v_i) / sum(w_i), added in the order given. Raises ValueError: all weights are 0.
 
-    Half precision adds in float32 and is rounded once. A value of weight 0 is not read: it may be NaN.
+    Half-precision values are added in float32 and rounded once. A value of weight 0 is not read, as it may be NaN.
     """
     total = sum(weights)
     if total == 0:

@@ -9,6 +9,6 @@ from rayps.core.values import Json
 
 
 def near(name: Json, known: Iterable[str]) -> str:
-    """` (did you mean 'this'?)` if a known name is similar, or ""."""
+    """Return ` (did you mean 'this'?)` if a known name is similar to `name`, else ""."""
     found = difflib.get_close_matches(str(name), list(known), 1)
     return f" (did you mean {found[0]!r}?)" if found else ""

@@ -24,23 +24,23 @@ if TYPE_CHECKING:  # the annotations need torch, the module does not
     from rayps.tensors.flat import Gradient
 
 Vector: TypeAlias = "Tensor"  # parameters or a gradient as one vector [size], or a slice of it
-RoundMemory: TypeAlias = dict[str, Any]  # what a strategy keeps between its rounds, in whatever types it chooses
+RoundMemory: TypeAlias = dict[str, Any]  # a strategy's state between rounds; the strategy chooses the types
 
 
 class RingView(Protocol):
-    """The ring as a strategy sees it: exchanges between all workers, which all of them make in the same order."""
+    """The ring as a strategy uses it: collectives of all workers, which call them in the same order."""
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum over workers, in the memory of `x`."""
+        """Return the sum of `x` over workers, in the memory of `x`."""
 
     def mean(self, x: Tensor | Gradient, *, in_place: bool = True) -> Tensor:
-        """Return the mean over workers; of gradients weighted by their samples."""
+        """Return the mean of `x` over workers; the mean of gradients is weighted by their samples."""
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Every worker's `x` [...] as [size, ...], by rank."""
+        """Return every worker's `x` [...] as one tensor [size, ...], in the order of ranks."""
 
     def progress(self) -> ProgressView:
-        """The rounds of all workers, in memory that they share."""
+        """Return the workers' numbers of completed rounds, in memory that they share."""
 
 
 class ProgressView(Protocol):
@@ -50,39 +50,39 @@ class ProgressView(Protocol):
         """Set this worker's number of completed rounds."""
 
     def meet(self, rounds: int) -> None:
-        """Return once all workers have completed that many rounds."""
+        """Wait until all workers have completed `rounds` rounds."""
 
 
 class ServerView(Protocol):
     """The servers, as a strategy uses them."""
 
     def pull(self) -> Tensor:
-        """Return the parameters [size], as soon as the clock allows."""
+        """Return the parameters [size]; wait until the clock allows the pull."""
 
     def push(self, value: Tensor | Gradient, weight: float = 1.0, lo: int = 0, rounds: int = 1) -> None:
-        """Send a gradient; it counts as `rounds` steps."""
+        """Send elements from `lo` on of a gradient; the push counts as `rounds` steps."""
 
     def settle(self) -> None:
-        """Return once every push is acknowledged."""
+        """Wait until the servers have acknowledged every push."""
 
     def wait(self, rank: int, rounds: int) -> None:
-        """Return once a rank's pushes stand for so many rounds."""
+        """Wait until the pushes of worker `rank` stand for `rounds` steps."""
 
 
 class RoundPlan(Protocol):
-    """The plan, as a strategy uses it."""
+    """The plan of a run, as a strategy uses it."""
 
     @property
     def end(self) -> int:
-        """The position at which this strategy ends."""
+        """The position (number of batches taken) at which this strategy's phase ends."""
 
     @property
     def origin(self) -> tuple[int, int]:
-        """The position and the epoch at which this strategy began."""
+        """The position and the epoch at which this strategy's phase began."""
 
     @property
     def seed(self) -> int:
-        """Of the job."""
+        """The job's seed."""
 
 
 class ClientRounds(Protocol):
@@ -103,15 +103,15 @@ class WorkerView(Protocol):
     server: ServerView
     clients: ClientRounds  # clients of the data, for federated strategies
     params: Vector
-    memory: RoundMemory  # the strategy's state between rounds; empty at a start or replacement. Where workers
-    # train separately, its tensors, and numbers as tensors, are restored with the worker's parameters and moments
-    shared: dict[str, Tensor]  # tensors equal on all workers; restored as long as the strategy continues
-    done: bool  # set by all workers in the same round: the stop rule is met, and the phase ends
+    memory: RoundMemory  # the strategy's state between rounds; empty when the worker starts or is replaced. If workers
+    # train separately, its tensors and (as tensors) its numbers are restored with the worker's parameters and moments
+    shared: dict[str, Tensor]  # tensors that are equal on all workers; they are restored while the same strategy runs
+    done: bool  # the stop rule is met, and the phase ends; all workers set it in the same round
     reason: str  # why the phase ends, as text
 
     @property
     def optimizer(self) -> Optimizer:
-        """The worker's own optimizer. None where only servers step: a strategy that steps has one."""
+        """The worker's own optimizer; None if only servers step."""
 
     @property
     def rows(self) -> int:
@@ -128,61 +128,63 @@ class WorkerView(Protocol):
         """Return the gradient of the loss on `batch`, with its number of samples."""
 
     def mean_grad(self, batch: Batch) -> Vector:
-        """Return `ring.mean(grad(batch))`, read-only; parts are sent while the gradient is computed."""
+        """Return `ring.mean(grad(batch))`, read-only; parts are sent while the rest of the gradient is computed."""
 
     def step(self, grad: Gradient | Vector) -> None:
         """Apply a gradient vector with this worker's optimizer, clipped to the workload's `clip_norm`."""
 
     def clipped(self, vector: Vector) -> Vector:
-        """Return the vector, or a scaled copy where its norm is above the workload's `clip_norm`.
+        """Return the vector, or a scaled copy if its norm is above the workload's `clip_norm`.
 
-        `grad` and `step` clip by themselves; use this for other vectors that are pushed where a worker `steps_locally`.
+        `grad` and `step` clip by themselves; use this for other vectors that are pushed by a worker that
+        `steps_locally`.
         """
 
     def say(self, **numbers: float) -> None:
-        """Add numbers to this round's point, equal on all workers: columns of the history by these names."""
+        """Add numbers, equal on all workers, to this round's point: the history has a column for each name."""
 
     def event(self, kind: str, message: str, **facts: Json) -> None:
-        """Add an event of the job; called by one worker, such as rank 0."""
+        """Add an event to the job's journal; one worker calls this, such as rank 0."""
 
     def mean(self, vector: Vector, samples: float = 1.0, *, exact: bool = False) -> Vector:
         """Return the mean of a vector over workers, weighted by `samples`, as a new tensor.
 
-        It is zero where no worker has samples. It is sent with `compression`, unless `exact`.
+        The mean is zero if no worker has samples. The vector is sent with the strategy's `compression`, unless `exact`.
         """
 
     def mean_later(self, vector: Vector, samples: float = 1.0, *, slot: int = 0) -> Vector:
         """Start a `mean` in the background; store the returned tensor in `memory`, unchanged, until `arrived`.
 
-        Vectors that are parts of one need slots of their own: compression has error feedback for each.
+        Vectors that are parts of one vector need a `slot` each, as compression keeps error feedback for each slot.
         """
 
     def arrived(self, parcel: Vector) -> Vector:
-        """Return the mean that `mean_later` started; wait for it. For a half-precision vector it is float32."""
+        """Wait for the mean that `mean_later` started; return it. The mean of a half-precision vector is float32."""
 
     def own_loss(self) -> float:
         """Return the loss of this worker's model on all of the evaluation data."""
 
     def sync_optimizer_and_buffers(self, samples: float, *, momentum: str, buffers: str) -> None:
-        """Keep, reset or average the optimizer's moments over the workers, and keep or average the buffers.
+        """Keep, reset or average the optimizer's moments over the workers, and keep or average the model's buffers.
 
-        `momentum` is keep, reset or average; `buffers` is keep or average; `samples` is this worker's weight.
+        `momentum` is keep, reset or average; `buffers` is keep or average; `samples` is this worker's weight in an
+        average.
         """
 
     def together(self, samples: float, *, momentum: str, buffers: str) -> None:
-        """Deprecated name of `sync_optimizer_and_buffers`: warns, and is removed in the next release."""
+        """Call `sync_optimizer_and_buffers`. Deprecated name: it warns, and is removed in the next release."""
 
 
 class ShardView(Protocol):
     """One slice of the parameters, as `on_push` and `on_round` use it."""
 
     size: int  # workers
-    rounds: int  # steps of the worker that the current push stands for: 1, or more where pushes are `spans`
+    rounds: int  # steps of the worker for which the current push stands: 1, or more under `PerPush(spans=True)`
 
     def step(self, grad: Vector, scale: float = 1.0, decays: float | None = None) -> None:
         """Apply `scale` times a gradient slice, which is only read, with the shard's optimizer.
 
-        `decays`: the number of whole steps that this one counts for, by which weight decay is multiplied; None =
+        `decays` is the number of whole steps for which this step counts; weight decay is multiplied by it. None =
         |`scale`|.
         """
 
@@ -192,7 +194,7 @@ class ShardView(Protocol):
 
 @runtime_checkable
 class ServerHalf(Protocol):
-    """What servers need of a strategy: its topology, and how it applies pushes."""
+    """The part of a strategy that servers use: its topology, and how it applies pushes."""
 
     @property
     def name(self) -> str:
@@ -204,13 +206,16 @@ class ServerHalf(Protocol):
 
     @property
     def server_half(self) -> ServerHalf:
-        """What servers receive in place of it: itself, or a value that does the same on servers."""
+        """The value that servers receive in place of the strategy; it applies pushes as the strategy does."""
 
     def on_push(self, shard: ShardView, value: Vector, weight: float) -> None:
         """Handle one push on arrival: under `PerPush`, and `PerRound(listens=True)`."""
 
     def on_round(self, shard: ShardView, values: list[Vector], weights: list[float]) -> None:
-        """Handle the pushes of a round under `PerRound`, once all have arrived, in the order of ranks."""
+        """Called once for each round under `PerRound`, when all its pushes have arrived.
+
+        `values` and `weights` are in the order of ranks.
+        """
 
 
 class StrategyView(ServerHalf, Protocol):
@@ -226,7 +231,7 @@ class StrategyView(ServerHalf, Protocol):
 
     @property
     def loop(self) -> str:
-        """The worker's loop that runs it."""
+        """The name of the worker's loop that runs this strategy; see `rayps.core.families`."""
 
     @property
     def evaluate_every(self) -> int:
@@ -234,22 +239,22 @@ class StrategyView(ServerHalf, Protocol):
 
     @property
     def tables(self) -> StrategyView | None:
-        """The strategy of the servers of sparse tables; None = a model with tables cannot be trained."""
+        """The strategy of the servers that hold sparse tables; None = a model with tables cannot be trained."""
 
     def to_wire(self) -> JsonObject:
-        """Return its name and options as JSON-ready data."""
+        """Return the strategy's name and options as JSON-ready data."""
 
     def grid(self, workers: int) -> Grid:
-        """Return the layout of `workers`. Raises ConfigError: not a whole number of replicas."""
+        """Return the layout of `workers`. Raises ConfigError: `workers` is not a whole number of replicas."""
 
     def cost(self, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
         """Return the traffic of a step between replicas and with servers, by formula."""
 
     def scale_warning(self, workers: int) -> str | None:
-        """Return a warning where the optimizer's step size does not depend on the gradient's scale; None otherwise."""
+        """Return a warning if the optimizer's step size does not depend on the gradient's scale; None otherwise."""
 
     def split(self, model: Module, ring: RingView | None) -> Module:
-        """Return which part of the model this worker holds."""
+        """Return the part of `model` that this worker holds."""
 
     def round(self, w: WorkerView) -> None:
         """Run one round on the worker."""
@@ -261,7 +266,7 @@ class StrategyView(ServerHalf, Protocol):
         """Run on the worker after its last round."""
 
     def consensus(self, w: WorkerView) -> Vector | None:
-        """Return the vector that all workers would agree on if training ended now; None = `w.params`."""
+        """Return the vector on which all workers would agree if training ended now; None = `w.params`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,9 +278,9 @@ class Phase:
 
     @property
     def name(self) -> str:
-        """The name of its strategy."""
+        """The name of the phase's strategy."""
         return self.strategy.name
 
     def grid(self, workers: int) -> Grid:
-        """How `workers` are laid out in it. Raises ConfigError where they are no whole number of replicas."""
+        """Return the layout of `workers` in this phase. Raises ConfigError: they are not a whole number of replicas."""
         return self.strategy.grid(workers)

@@ -32,7 +32,7 @@ _WORDS = {"none": None, "null": None, "true": True, "false": False}
 
 
 def may_stand_first(name: str, option: str | None) -> None:
-    """Let `name(4)` be `name(option=4)`; None: no option of `name` may omit its key."""
+    """Allow the key of `option` to be omitted: `name(4)` is `name(option=4)`. None: no key may be omitted."""
     if option is not None:
         FIRST[name] = option
 
@@ -41,7 +41,7 @@ def form(text: str, depth: int = 0) -> JsonObject:
     """Parse `name`, `name:option=value,...` or `name(option=value,...)` into {"name": ..., option: ...}.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the text has none of these forms.
     """
     text = text.strip()
     opens, colon = text.find("("), text.find(":")
@@ -77,7 +77,7 @@ def scalar(text: str) -> Json:
 
 
 def written(spec: Json) -> str:
-    """Return a strategy in wire form as text; `parse` reads it again."""
+    """Return a strategy in wire form as text, which `parse` reads again."""
     if isinstance(spec, list):
         return " > ".join(
             f"{phase['epochs']}*{written(phase['strategy'])}" if phase.get("epochs") else written(phase["strategy"])

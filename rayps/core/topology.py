@@ -4,8 +4,8 @@
     Servers        workers push to and pull from servers that hold the parameters in slices
     SharedVector   workers of one host step one vector in shared memory
 
-A topology defines whether workers run in step, how they are laid out on a grid, what a step costs by formula, and what
-cannot be combined with it (`check`). All other code asks the topology, never the strategy's name.
+A topology defines whether workers run in step, how they are laid out on a grid, what a step costs by formula, and which
+options and models it cannot be combined with (`check`). All other code asks the topology, never the strategy's name.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Consistency = BSP | SSP | ASP
 
 
 def consistency_of(staleness: int | None) -> Consistency:
-    """Return the consistency of an option `staleness`: 0, a number of rounds, or None."""
+    """Return the consistency that an option `staleness` means: 0, a number of rounds, or None."""
     return ASP() if staleness is None else SSP(staleness) if staleness else BSP()
 
 
@@ -71,7 +71,7 @@ def consistency_of(staleness: int | None) -> Consistency:
 class PerPush:
     """Servers call `on_push` for each push as it arrives, and never `on_round`."""
 
-    borrows: bool = False  # `on_push` only reads a value and stores none: it may get the sender's memory
+    borrows: bool = False  # `on_push` only reads a value and does not keep it, so it may be given the sender's memory
     spans: bool = False  # a push stands for all rounds since the last push; else for one
 
     @property
@@ -86,7 +86,7 @@ class PerPush:
 
     @property
     def listens(self) -> bool:
-        """Whether `on_push` changes anything."""
+        """Whether `on_push` changes the shard's state."""
         return True
 
 
@@ -95,8 +95,8 @@ class PerRound:
     """Servers call `on_round` once they have all workers' pushes of the round."""
 
     means: bool = False  # see PerPush
-    borrows: bool = False  # `on_round` only reads values and stores none
-    listens: bool = False  # `on_push` is called too, as each push arrives, and changes something
+    borrows: bool = False  # `on_round` only reads values and does not keep them
+    listens: bool = False  # `on_push` is also called, as each push arrives, and changes the shard's state
 
     @property
     def gathers(self) -> bool:
@@ -117,11 +117,11 @@ Update = PerPush | PerRound
 
 @dataclass(frozen=True, slots=True)
 class JobFacts:
-    """The job around the strategy, against which a topology is checked."""
+    """The facts of a job against which its strategy's topology is checked."""
 
     branch: str | None = None  # the space on a server group from which the job branches
     tables: tuple[str, ...] = ()  # names of the model's sparse tables
-    clip_norm: float | None = None  # the workload's
+    clip_norm: float | None = None  # the workload's `clip_norm`
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,15 +141,15 @@ class Peers:
 
     @property
     def group_size(self) -> int:
-        """Servers of the group that a job starts for itself if it names none; 0 = it needs none."""
+        """The number of servers of the group that a job starts if it names no group; 0 = the job needs no group."""
         return 0 if self.tables is None else self.tables.count
 
     def grid(self, workers: int) -> Grid:
-        """Return the layout of `workers`. Raises ConfigError: not a whole number of replicas."""
+        """Return the layout of `workers`. Raises ConfigError: `workers` is not a whole number of replicas."""
         return _grid(self.replica, workers)
 
     def check(self, name: str, job: JobFacts) -> None:
-        """Refuse what cannot be combined with strategy `name`. Raises ConfigError."""
+        """Refuse a job that cannot be combined with this topology; `name` is the strategy's. Raises ConfigError."""
         if job.tables and self.tables is None:
             raise _no_tables(name, job)
         _refuse_replica(self.replica, job)
@@ -168,7 +168,7 @@ class Servers:
     """Servers hold the parameters in `count` slices; workers push to and pull from them."""
 
     count: int = 1
-    replicas: int | None = None  # backups of each slice on other servers of a private group; None = no such group
+    replicas: int | None = None  # backups of each slice, in a private server group; None = fixed servers
     consistency: Consistency = field(default_factory=BSP)
     update: Update = field(default_factory=PerRound)
     replica: Replica | None = None  # see Peers
@@ -178,7 +178,7 @@ class Servers:
     )
     adagrad: float | None = None  # learning rate of an Adagrad on the servers; None = the workload's optimizer
     own_copies: bool = False  # each worker also steps its own copy between two pulls
-    tables: bool = False  # the servers also hold sparse tables, by the same rules
+    tables: bool = False  # the servers also hold sparse tables, and apply their pushes by the same rules
     prefetch: bool = True  # see Peers
     push_every: int = 1  # steps between two pushes of a worker
     pull_every: int = 1  # steps between two pulls
@@ -200,14 +200,14 @@ class Servers:
 
     @property
     def group_replay_bytes(self) -> int:
-        """Bytes of pushes that a worker retains for a server group, whose servers are replaced without a restart."""
+        """Bytes of pushes that a worker retains for a server group, which replaces servers without a restart."""
         return int(1e6 * (REPLAY_MB if self.replay_mb is None else self.replay_mb))
 
     @property
     def replay_bytes(self) -> int:
         """Bytes of pushes that a worker retains for fixed servers.
 
-        0 in step: a failure restarts all from one snapshot.
+        0 if workers run in step, because a failure then restarts all of them from one snapshot.
         """
         return 0 if self.in_step else self.group_replay_bytes
 
@@ -220,7 +220,7 @@ class Servers:
         return max(self.count, columns)
 
     def scale_warning(self, workers: int) -> str | None:
-        """Return a warning where the optimizer's step size does not depend on the gradient's scale; None otherwise."""
+        """Return a warning if the optimizer's step size does not depend on the gradient's scale; None otherwise."""
         if self.in_step or workers == 1:
             return None
         return (
@@ -250,14 +250,15 @@ class Servers:
 
 @dataclass(frozen=True, slots=True)
 class SharedVector:
-    """The workers of one host step one vector in shared memory, without waiting for each other. Nothing is sent.
+    """The workers of one host apply their steps to one vector in shared memory, without waiting for each other.
 
-    After a worker's death it is unknown which of its steps were written, so all workers restart from the last snapshot.
+    No message is sent. After a worker's death it is unknown which of its steps were written, so all workers restart
+    from the last snapshot.
     """
 
     @property
     def in_step(self) -> bool:
-        """True: workers are not at the same round, but start and end together as if they were."""
+        """True: workers run different rounds, but start and end together, as workers in step do."""
         return True
 
     @property
@@ -306,7 +307,7 @@ def replica_of(strategy: ServerHalf) -> Replica | None:
 
 
 def replicas_in(strategy: ServerHalf, workers: int) -> int:
-    """Return the copies of the model that `workers` hold. Raises ConfigError: not a whole number."""
+    """Return the copies of the model that `workers` hold. Raises ConfigError: they are not a whole number."""
     topology = strategy.topology
     return topology.grid(workers).data
 
@@ -324,7 +325,7 @@ def runs_in_step(strategy: ServerHalf) -> bool:
 
 
 def group_of(topology: Topology) -> tuple[int, int]:
-    """Return servers and backups of the group that a job under this topology needs, if it needs one."""
+    """Return the numbers of servers and of backups of a group for this topology; (0, 0) if it has no servers."""
     servers = topology.tables if isinstance(topology, Peers) else topology
     return (servers.count, servers.replicas or 0) if isinstance(servers, Servers) else (0, 0)
 
@@ -343,7 +344,7 @@ def _no_tables(name: str, job: JobFacts) -> ConfigError:
 
 
 def _refuse_replica(replica: Replica | None, job: JobFacts) -> None:
-    """Refuse a divided model that has sparse tables: its columns would each need the rows."""
+    """Refuse a divided model that has sparse tables: each of its columns would need the tables' rows."""
     if replica is not None and job.tables:
         known = ", ".join(map(repr, job.tables))
         raise ConfigError(
@@ -357,13 +358,13 @@ def _refuse_branch(name: str, job: JobFacts) -> None:
     if job.branch is not None:
         raise ConfigError(
             f"branch is {job.branch!r}, and {name} has no parameters on servers: start with parameter_server, or "
-            "leave it out",
+            "leave out branch",
             field="branch",
         )
 
 
 def _refuse_clipping(name: str, job: JobFacts) -> None:
-    """Refuse `clip_norm` where the norm would lack the rows of tables, whose mean is known to the servers only."""
+    """Refuse `clip_norm` for tables: only the servers know the mean gradient of their rows, so the norm lacks it."""
     if job.clip_norm is not None and job.tables:
         raise ConfigError(
             f"clip_norm is {job.clip_norm!r} and {name} trains sparse tables: no worker has the mean gradient of "

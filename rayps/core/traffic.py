@@ -1,8 +1,8 @@
 """Formulas of traffic: bytes and messages that a step sends. Pure.
 
 N workers hold a vector of V bytes (a column's, where the model is divided among several workers: `rayps.core.grid`). A
-formula gives what all workers together send in a step, without evaluation and snapshots; traffic with servers counts
-both directions. A strategy's `cost` is a list of these.
+formula gives what all workers together send in a step, without evaluation and snapshots; of traffic with servers it
+counts both directions. A strategy's `cost` is a list of these.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The numbers of the model and of a replica's batch on which costs depend, as far as known."""
+    """The sizes of the model and of a replica's batch on which costs depend; 0 or () = not known."""
 
     parameters: int  # elements of the whole model
     width: int = 4  # bytes of an element
@@ -39,7 +39,7 @@ class Sizes:
     crossings: tuple[Crossing, ...] = ()  # between chunks
     kept: tuple[float, ...] = ()  # bytes that each chunk stores for its backward pass, for one sample
     summed: tuple[float, ...] = ()  # per stage: bytes that its tensor ranks sum for one sample (whole tensors)
-    gathered: tuple[float, ...] = ()  # per stage: bytes that they gather for one sample
+    gathered: tuple[float, ...] = ()  # per stage: bytes that its tensor ranks gather for one sample
     exchanges: tuple[int, ...] = ()  # per stage: sums and gathers of one forward and backward pass
 
     @property
@@ -62,7 +62,10 @@ class TrafficCost:
 
 
 def ring_mean(grid: Grid, sizes: Sizes, compression: str | None, *, overlaps: bool) -> list[TrafficCost]:
-    """Cost of a mean of gradients around the ring of each column, per step. `overlaps`: most of it during backward."""
+    """Return the cost per step of the mean of gradients around the ring of each column.
+
+    `overlaps`: most of the gradient is sent during backward.
+    """
     n, vectors = grid.data, [size * sizes.width for size in sizes.columns]
     if n == 1:
         return [one_replica()]
@@ -81,21 +84,21 @@ def ring_mean(grid: Grid, sizes: Sizes, compression: str | None, *, overlaps: bo
 
 
 def one_replica() -> TrafficCost:
-    """Cost of gradients between replicas if there is one replica: nothing is sent."""
-    return TrafficCost("gradients between replicas", "0: there is one", 0, 0, 0)
+    """Return the cost of gradients between replicas if there is one replica: nothing is sent."""
+    return TrafficCost("gradients between replicas", "0: there is one replica", 0, 0, 0)
 
 
 def table_rows() -> TrafficCost:
-    """Cost of rows of sparse tables between workers and servers."""
+    """Return the cost of rows of sparse tables between workers and servers."""
     return TrafficCost("rows of sparse tables", "2 x the distinct rows that a batch touches", None, None)
 
 
 def periodic_mean(
     grid: Grid, sizes: Sizes, compression: str | None, every: int | None, *, moments: bool = False
 ) -> list[TrafficCost]:
-    """Cost of a mean of the parameters every `every` steps (None: not known), divided by the steps between.
+    """Return the cost per step of a mean of the parameters every `every` steps (None: not known).
 
-    `moments`: the optimizer's moments are averaged with them, uncompressed.
+    `moments`: the optimizer's moments are averaged too, uncompressed.
     """
     n, vector = grid.data, sum(size * sizes.width for size in sizes.columns)
     if n == 1:
@@ -117,9 +120,9 @@ def periodic_mean(
 
 
 def summed_replies(grid: Grid, sizes: Sizes, beside: int) -> TrafficCost:
-    """Cost of sums of clients' replies, in fixed point, around the ring once a round.
+    """Return the cost of summing clients' replies, in fixed point, around the ring once a round.
 
-    `beside` is the number of further vectors of the size of w.
+    `beside` is the number of further vectors of the size of the parameters.
     """
     n = grid.data
     longer = (3 if sizes.width == 8 else 2) * 8 / sizes.width * (1 + beside)  # than the vector
@@ -136,7 +139,7 @@ def summed_replies(grid: Grid, sizes: Sizes, beside: int) -> TrafficCost:
 def push_pull(
     grid: Grid, sizes: Sizes, shards: int, compression: str | None, *, push_every: int, pull_every: int, overlaps: bool
 ) -> list[TrafficCost]:
-    """Cost of pulls from and pushes to `shards` servers. `overlaps`: a push overlaps with the next step."""
+    """Return the cost of pulls from and pushes to `shards` servers. `overlaps`: a push overlaps with the next step."""
     share, why = compressed(compression, sizes.width)
     what, each = f"{shards} shard{'s'[: shards != 1]}", f"V/{shards} to each shard"
     parts = []
@@ -156,7 +159,7 @@ def push_pull(
 
 
 def compressed(compression: str | None, width: int) -> tuple[float | None, str]:
-    """Return the fraction of a vector's bytes that is sent, and its text; None where it depends on the data."""
+    """Return the fraction of a vector's bytes that is sent, and its text; None if it depends on the data."""
     if compression is None:
         return 1.0, ""
     if compression in _FACTORS:

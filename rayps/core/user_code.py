@@ -1,8 +1,8 @@
 """Call the user's own code: an exception becomes an error that names the method and the line.
 
 Another thread can ask how long the current call has been running, and whether it has exceeded its time limit. An
-uncaught exception of another thread of the user's ends only that thread, as in plain Python; it is recorded here, as
-text, so that a job that waits for the thread can name the reason.
+uncaught exception in a thread that the user started ends only that thread, as in plain Python. This module records it
+as text, so that a job that waits for the thread can name the reason.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _NO_MEMORY = (
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of the user's code that has not returned. `first`: the first one of this method in its thread."""
+    """A running call of the user's code. `first`: it is the first call of this method in its thread."""
 
     method: str
-    seconds: float  # since it started, or since a call within it returned
+    seconds: float  # seconds since the call started, or since a call within it returned
     first: bool
 
 
@@ -74,10 +74,10 @@ def peers_awaited() -> Iterator[None]:
 
 @contextmanager
 def user_code(method: str) -> Iterator[None]:
-    """Turn what the user's `method` raises into a WorkloadError; rayps's own errors pass.
+    """Turn what the user's `method` raises into a WorkloadError; rayps's own errors pass unchanged.
 
-    SystemExit (`sys.exit()`) and KeyboardInterrupt are turned too: they would end a thread without a message. Only in
-    the main thread KeyboardInterrupt passes: there it is Ctrl-C.
+    SystemExit (`sys.exit()`) and KeyboardInterrupt are turned too, as they would end a thread without a message. In the
+    main thread KeyboardInterrupt passes, because there it is Ctrl-C.
     """
     thread = threading.get_ident()
     outer, first = _calls.get(thread), method not in _methods()
@@ -134,7 +134,7 @@ def place_of(error: BaseException) -> str:
 
 
 def placed(message: str, where: str) -> str:
-    """Return an error's message with the place where it was raised in its first line."""
+    """Insert the place where an error was raised into the first line of its message."""
     first, end, rest = message.partition("\n")
     return f"{first.removesuffix(':')} {where}{':' if first.endswith(':') else ''}{end}{rest}"
 
@@ -147,7 +147,7 @@ def lacks_memory(error: BaseException) -> bool:
 
 
 def too_large(who: str, error: BaseException) -> WorkloadError:
-    """Return the error that `who` has no memory for the model, with ways to fix it."""
+    """Return the error that process `who` has too little memory for the model, with ways to fix it."""
     said = (str(error).strip().splitlines() or [type(error).__name__])[0].rpartition("DefaultCPUAllocator: ")[2]
     return WorkloadError(
         f"{who} ran out of memory ({said}):\n"
@@ -167,15 +167,15 @@ _Found = TypeVar("_Found")
 def allowed(call: Call, timeout: float) -> float:
     """Return the seconds that a call may take: `timeout`, or more for the first call of a method.
 
-    The first call may load or compile.
+    The first call may load data or compile code.
     """
     return max(timeout, START_SECONDS) if call.first else timeout
 
 
 def overdue(call: Call | None, timeout: float, round: int | None, ends: Sequence[str] = ()) -> str | None:
-    """Return why a member whose thread is in this call counts as dead; None if it does not.
+    """Return why a member counts as dead while its thread is in `call`; None if `call` is within its limit.
 
-    `round` is the current one, where known. `ends` are the exceptions that ended threads of its process.
+    `round` is the member's current round, if known. `ends` are the exceptions that ended threads of its process.
     """
     if call is None or call.seconds <= allowed(call, timeout):
         return None
@@ -185,10 +185,10 @@ def overdue(call: Call | None, timeout: float, round: int | None, ends: Sequence
 
 
 def awaited(run: Callable[[], _Found], timeout: float, *, where: str, stopped: Callable[[], bool]) -> _Found | None:
-    """Call `run` in a thread; return its result, or raise its exception. None once `stopped()`.
+    """Call `run` in a thread; return its result, or raise its exception. Return None once `stopped()`.
 
     Raises:
-        WorkloadError: a call of the user's code did not return in time. Its thread continues.
+        WorkloadError: a call of the user's code did not return within its limit. The thread continues.
     """
     found: list[tuple[_Found | None, BaseException | None]] = []
 
@@ -208,7 +208,7 @@ def awaited(run: Callable[[], _Found], timeout: float, *, where: str, stopped: C
         if call is not None and call.seconds > (most := max(timeout, START_SECONDS)):
             raise WorkloadError(
                 f"{call.method}() has not returned for {call.seconds:.0f} s in the {where} (the limit is {most:g} s):\n"
-                "raise timeout if it needs longer, or find out what it waits for"
+                "raise timeout if the call needs longer, or find out what it waits for"
             )
     value, error = found[0]
     if error is not None:
@@ -239,7 +239,7 @@ def record_thread_ends() -> None:
 
 
 def ended_threads(since: int = 0) -> list[str]:
-    """Return the recorded exceptions, in order, from number `since` on."""
+    """Return the recorded exceptions that ended threads, in order, from number `since` on."""
     with _lock:
         return _ends[since:]
 

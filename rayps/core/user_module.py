@@ -2,7 +2,7 @@
 
 A name is "module:Class" or "path/file.py:Class", relative to a working directory. `pack` includes the user's modules in
 the bytes, so that the process that unpacks them needs none of the user's files (an import inside a function runs only
-when it is called, and does need its file).
+when the function is called, and does need the imported file).
 """
 
 from __future__ import annotations
@@ -36,17 +36,20 @@ class Finder:
     """
 
     def __init__(self, what: str, plural: str, base: str) -> None:
-        """Set the kind: `what` as text, such as "workload"; `base` the public name of the class it derives from."""
+        """Set the kind of class: `what` in singular, such as "workload", and `plural`, for messages.
+
+        `base` is the public name of the class from which the user's class must derive.
+        """
         self._what, self._plural, self._base = what, plural, base
         self._modules: list[str] = []  # modules that find() imported
-        self._paths: list[str] = []  # folders that it added to sys.path
+        self._paths: list[str] = []  # folders that find() added to sys.path
         self._found: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
 
     def find(self, target: str, working_dir: str | Path | None, base: type) -> type[Any]:
         """Return the class that `target` names.
 
         Raises:
-            WorkloadError: what was tried, and the line of the user's file that failed.
+            WorkloadError: the class cannot be found or imported; names the user's line that failed.
         """
         place, _, name = target.rpartition(":")
         root = Path(working_dir or ".").absolute()
@@ -62,7 +65,7 @@ class Finder:
         return found
 
     def target_of(self, kind: type) -> str:
-        """Return the name by which a class can be found again: as it was found, else where it is defined."""
+        """Return the name under which a class can be found again: that given to `find`, else its module's."""
         return self._found.get(kind) or f"{kind.__module__}:{kind.__qualname__}"
 
     def forget(self) -> None:
@@ -128,10 +131,10 @@ class Finder:
         known = [key for key, kind in classes.items() if issubclass(kind, base) and kind is not base]
         if found is None:
             near = difflib.get_close_matches(name, classes, n=3, cutoff=0.5) or known
-            hint = f"did you mean {', '.join(near)}?" if near else f"no class there derives from {self._base}"
+            hint = f"did you mean {', '.join(near)}?" if near else f"no class in this file derives from {self._base}"
             raise WorkloadError(f"{module.__file__} has no class {name!r}: {hint}", target=target)
         if not isinstance(found, type) or not issubclass(found, base):
-            hint = f"; the {self._plural} there are {', '.join(known)}" if known else ""
+            hint = f"; the {self._plural} in this file are {', '.join(known)}" if known else ""
             raise WorkloadError(
                 f"{name} in {module.__file__} is not a {self._what}: derive it from {self._base}{hint}", target=target
             )
@@ -139,7 +142,7 @@ class Finder:
 
 
 def broken(what: str, error: BaseException) -> WorkloadError:
-    """Describe an error by the user's last line and its place."""
+    """Return the error of a failed import, with the user's last line and its place."""
     last = traceback.format_exception_only(error)[-1].strip().splitlines()[0][:300]
     return WorkloadError(f"{what} failed: {last}{_where(error)}", module=what)
 
@@ -163,7 +166,7 @@ def pack(workload: Any) -> bytes:
     """Return a workload, a training function or a class as bytes, with the user's modules in them.
 
     Raises:
-        WorkloadError: something in it cannot be sent, such as an open file or a lock.
+        WorkloadError: the value holds something that cannot be sent, such as an open file or a lock.
     """
     with _packing:
         known = cloudpickle.list_registry_pickle_by_value()
@@ -175,7 +178,7 @@ def pack(workload: Any) -> bytes:
         except (Exception, SystemExit) as error:
             raise WorkloadError(
                 f"{_name(workload)} cannot be sent to workers: {type(error).__name__}: {error}\n"
-                "create such things inside model(), data() or loss(), not in __init__"
+                "create such objects inside model(), data() or loss(), not in __init__"
             ) from error
         finally:
             for key in keys:
@@ -186,22 +189,22 @@ def unpack(packed: bytes) -> Any:
     """Unpack what `pack` packed. This runs the user's code: accept bytes only from the driver of the same job.
 
     Raises:
-        WorkloadError: a package that it needs is not installed here.
+        WorkloadError: the workload needs a package that is not installed on this machine.
     """
     try:
         return pickle.loads(packed)
     except (Exception, SystemExit) as error:
         raise WorkloadError(
             f"the workload cannot be unpacked here: {type(error).__name__}: {error}\n"
-            "install the package it needs on every machine of the cluster"
+            "install the package that it needs on every machine of the cluster"
         ) from error
 
 
 def by_value(value: Any, protocol: int) -> tuple[Any, ...]:
-    """Return what `__reduce_ex__` of a user's object returns, so that its class is sent by value.
+    """Return what `__reduce_ex__` of a user's object returns, changed so that the object's class is sent by value.
 
     Raises:
-        WorkloadError: something in its class cannot be sent.
+        WorkloadError: the object's class holds something that cannot be sent.
     """
     found = object.__reduce_ex__(value, max(2, protocol))
     assert isinstance(found, tuple), "protocol 2 gives a tuple"

@@ -13,5 +13,5 @@ Buffer: TypeAlias = bytes | bytearray | memoryview  # contiguous memory; of a nu
 
 
 def is_number(value: Json) -> TypeGuard[float]:
-    """Return whether it is a finite number; True and False are none."""
+    """Return whether `value` is a finite number; True and False are not numbers."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

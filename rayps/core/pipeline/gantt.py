@@ -46,9 +46,10 @@ class Bar(NamedTuple):
 
 
 def text(timeline: Timeline, width: int = 100, *, colour: bool = False, unit: str = "") -> str:
-    """Return the chart in at most `width` columns, a line per worker; `colour` by ANSI codes, for a terminal only.
+    """Return the chart in at most `width` columns, a line per worker.
 
-    `unit` is that of time, such as " s"; without it, time is in units of the simulation.
+    `colour`: use ANSI codes, for a terminal only. `unit` is the unit of time, such as " s"; without it, time is in
+    units of the simulation.
     """
     heads = [f"stage {rank} " for rank in range(len(timeline.rows))]
     margin = max(map(len, heads))
@@ -125,7 +126,7 @@ def _label(bar: Bar, width: int, dense: bool, chunked: bool) -> str:
 
 
 def _key(timeline: Timeline, dense: bool, colour: bool) -> str:
-    """Return the legend."""
+    """Return the legend of the text chart."""
     kinds = [kind for kind in "FBW" if any(a.kind == kind for row in timeline.rows for a, _, _ in row)]
     words = [f"{_painted(kind, kind, 0, colour)} {NAMES[kind]}" for kind in kinds]
     if any(bar.chunk for bars in rows(timeline) for bar in bars):

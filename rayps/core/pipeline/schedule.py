@@ -37,14 +37,17 @@ def table(schedule: str, stages: int, micro_batches: int, chunks: int = 1) -> Ta
     """Return the actions of each of `stages` workers in one step.
 
     Raises:
-        ConfigError: there is no such schedule, or the numbers do not fit it.
+        ConfigError: the schedule is unknown, or does not allow these numbers.
     """
     check(schedule, stages, micro_batches, chunks)
     return [_row(schedule, stages, micro_batches, chunks, rank) for rank in range(stages)]
 
 
 def needs(action: Action, chunks: int) -> Iterator[Action]:
-    """Return what must be done before `action`, here or on a neighbour; `chunks` are those of the whole model."""
+    """Return the actions that must be complete before `action`, on its own worker or on a neighbour.
+
+    `chunks` is the number of chunks of the whole model.
+    """
     kind, chunk, micro = action
     if kind == "F":
         if chunk > 0:
@@ -63,12 +66,14 @@ def splits(found: Table) -> bool:
 
 
 def idle(schedule: str, stages: int, micro_batches: int, chunks: int = 1) -> Fraction:
-    """Return the share of the workers' time that is idle, by formula: equal stages, B twice as long as F, no transfers.
+    """Return the share of the workers' time that is idle, by formula.
+
+    The formula assumes equal stages, a B that takes twice as long as an F, and no time for transfers.
 
     gpipe, 1f1b (p-1)/(m+p-1); interleaved (p-1)/(vm+p-1). zero_bubble, with F = B = W = 1: the paper's ZB-H1 idles
-    (p-1)(F+B-W) beside the work m(F+B+W), (p-1)/(3m+p-1) of the time, once m >= p. With fewer micro-batches the first
-    worker waits for the round trip of the first one, 2p-1, and does all its m B and m W after that: a step takes
-    2m+2p-1. Both together: 1 - 3m / max(3m+p-1, 2m+2p-1).
+    (p-1)(F+B-W) beside the work m(F+B+W), which is (p-1)/(3m+p-1) of the time, if m >= p. With fewer micro-batches the
+    first worker waits 2p-1 for the round trip of the first micro-batch, and runs all its m B and m W after that: a step
+    takes 2m+2p-1. Both cases together: 1 - 3m / max(3m+p-1, 2m+2p-1).
     """
     check(schedule, stages, micro_batches, chunks)
     p, m = stages, micro_batches
@@ -87,9 +92,9 @@ def idle_words(schedule: str) -> str:
 def peak(schedule: str, stages: int, micro_batches: int, rank: int, chunks: int = 1) -> int:
     """Return the most activations (of a micro-batch in a chunk) that worker `rank` holds at once, by formula.
 
-    An activation is held from its F to its B, or to its W where there is one. gpipe m; 1f1b min(m, p-rank); zero_bubble
-    min(m, p) everywhere, equal to 1f1b on its first worker: later workers delay their W to fill the end; interleaved
-    min(vm, 2(p-rank-1) + (v-1)p + 1), chunks being 1/v of a stage.
+    An activation is held from its F to its B, or to its W where the backward pass is split. gpipe m; 1f1b min(m,
+    p-rank); zero_bubble min(m, p) everywhere, equal to 1f1b on its first worker: later workers delay their W to fill
+    the end; interleaved min(vm, 2(p-rank-1) + (v-1)p + 1), chunks being 1/v of a stage.
     """
     check(schedule, stages, micro_batches, chunks)
     most = {"gpipe": micro_batches, "zero_bubble": stages}.get(schedule)
@@ -115,9 +120,9 @@ def check(schedule: str, stages: int, micro_batches: int, chunks: int) -> None:
 
 
 def _row(schedule: str, p: int, m: int, v: int, rank: int) -> list[Action]:
-    """Build a row of any schedule but gpipe: some F ahead, then F and B alternately, then the rest of B.
+    """Build a worker's row of any schedule but gpipe: some F ahead, then F and B alternately, then the remaining B.
 
-    W is `behind` its B.
+    In a split backward pass each W follows its B by `behind` micro-batches.
     """
     block = p if schedule == "interleaved" else m  # micro-batches that pass one chunk before the next chunk's turn
     turns = [range(at, min(at + block, m)) for at in range(0, m, block)]

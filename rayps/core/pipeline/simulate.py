@@ -40,10 +40,10 @@ class Timeline:
 def simulate(
     table: Table, seconds: Callable[[Action], Seconds] | dict[str, Seconds] | None = None, transfer: Seconds = 0
 ) -> Timeline:
-    """Run a table in simulated time: each worker runs its actions in order, each as soon as its inputs are there.
+    """Run a table in simulated time: each worker runs its actions in order, each as soon as its inputs have arrived.
 
-    `seconds` are those of an action, or of each kind {"F": 1, "B": 2}; without them, F 1 and B 2, or F, B and W 1 each.
-    `transfer` is the time of a tensor between two workers, which continue meanwhile.
+    `seconds` gives the time of an action, or of each kind of action, such as {"F": 1, "B": 2}; None: F takes 1 and B 2,
+    or F, B and W take 1 each. `transfer` is the time to send a tensor between two workers, which continue meanwhile.
 
     Raises:
         ConfigError: the table deadlocks.

@@ -15,10 +15,10 @@ from rayps.core.values import Json
 
 
 def validate(table: Table, stages: int, micro_batches: int, chunks: int = 1) -> None:
-    """Check that every pass occurs once, on its worker, and that no worker waits for ever.
+    """Check that every pass occurs once and on its own worker, and that the table does not deadlock.
 
     Raises:
-        ConfigError: naming the worker, the action, and what is missing before it.
+        ConfigError: the table cannot run; the text names the worker, the action, and what is missing before it.
     """
     if len(table) != stages:
         raise _wrong(f"it has {len(table)} rows, and there are {stages} stages: give one row for each")
@@ -42,7 +42,7 @@ def walk(table: Table) -> Iterator[tuple[int, Action]]:
     """Return the table's actions in an order in which they can run, each with its worker's rank.
 
     Raises:
-        ConfigError: the table deadlocks; names what each worker waits for.
+        ConfigError: the table deadlocks; the text names what each worker waits for.
     """
     chunks = 1 + max((action.chunk for row in table for action in row), default=-1)
     at, done, moved = [0] * len(table), set[Action](), True
@@ -63,13 +63,13 @@ def walk(table: Table) -> Iterator[tuple[int, Action]]:
 
 
 def to_json(table: Table) -> str:
-    """Return, per worker, a list of actions such as "0F1" (chunk 0, forward, micro-batch 1)."""
+    """Return the table as JSON: per worker a list of actions such as "0F1" (chunk 0, forward, micro-batch 1)."""
     rows = ",\n ".join(json.dumps([str(action) for action in row]) for row in table)
     return f"[{rows}]\n"
 
 
 def to_csv(table: Table) -> str:
-    """Return a line per worker, its actions such as 0F1 between commas."""
+    """Return the table as CSV: a line per worker, with actions such as 0F1 between commas."""
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows([[str(action) for action in row] for row in table])
     return out.getvalue()
@@ -79,7 +79,7 @@ def read(text: str) -> tuple[Table, int, int, int]:
     """Read a table from JSON or CSV and validate it; return it with its stages, micro-batches and chunks.
 
     Raises:
-        ConfigError: it cannot be read, or cannot run.
+        ConfigError: the text is not a table, or the table cannot run.
     """
     try:
         rows = json.loads(text) if text.lstrip().startswith(("[", "{")) else list(csv.reader(io.StringIO(text)))
