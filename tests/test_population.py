@@ -264,7 +264,7 @@ def test_rare_clients_are_waited_for():
     world = Population(0, [1] * 3, available="bernoulli(p=0.001,every=10)")
     waits = [world.round(t).waited for t in range(30)]
     assert all(wait % 10 == 0 for wait in waits) and 1000 < statistics.mean(waits) < 10_000
-    with pytest.raises(TrainingError, match="in the next 10000 looks"):
+    with pytest.raises(TrainingError, match="in the next 10000 checks"):
         Population(0, [1] * 3, available="bernoulli(p=1e-9)").round(0)
 
 

@@ -1,15 +1,15 @@
-"""Make one update of a round's replies: screen, clip, rule. The result is equal on all workers.
+"""Combine the replies of one round into one update: screen, clip, apply the rule. The result is equal on all workers.
 
     a client's w_k          from `Trainer`, or from a process outside of the cluster
-    [attack]                attackers change their update as if they had sent it so
-    screen                  a reply that is not finite, or too large for the sum, is rejected by name; so is one with
-                            buffers that no model can have (`statistics`)
+    [attack]                simulated attackers replace their update before it is screened
+    screen                  a reply that is not finite, or too large for the sum, is rejected; so is a reply with
+                            buffers that no model can have (`statistics`); the client is named
     clip                    w_k - w_t is scaled down to the norm `clip`
        local privacy        each client's own noise belongs here: clipped, and still with the client
-    meet                    rule "mean": n_k w_k are added in fixed point (`exact`), over all workers in one sum
+    meet                    rule "mean": n_k w_k are added in fixed point (`exact_sum`), over all workers in one sum
        secure aggregation   its masks belong here: limbs are integers modulo 2^64, and only their sum is read
     rule                    the other rules need all updates at once: rows in cohort order, gathered on each worker;
-                            what clients send besides (buffers, `sums`) goes through the same rule, each as own rows
+                            buffers and `sums` of the clients go through the same rule, each as a matrix of its own
        central privacy      its noise belongs here, on the sum of clipped updates, over a divisor fixed beforehand
     server                  `Federated.server` with `RoundAggregate.mean`, `RoundAggregate.delta`, `RoundAggregate.sums`
 
@@ -57,7 +57,7 @@ from rayps.federated.rule_arithmetic import (
 )
 
 BEFORE = "rule.before"  # name in the server's memory of the last round's result, where a rule starts with it
-_REASONS = (NOT_FINITE, TOO_LARGE, NEGATIVE)  # reasons for a rejection; workers sum their counts, per client
+_REASONS = (NOT_FINITE, TOO_LARGE, NEGATIVE)  # reasons for a rejection; workers sum how often each occurred, per client
 _UPDATE, _BUFFERS = "", "buffers"  # names of a reply's parts; all others are those of `sums`
 
 
@@ -66,10 +66,10 @@ class RoundAggregate:
     """The result of a round, equal on every worker."""
 
     mean: Tensor | None  # mean of the w_k; None: no result, or replies started from several models
-    delta: Tensor | None  # the mean, or the rule's result, of the w_k - w_t
+    delta: Tensor | None  # the mean of the w_k - w_t, or under a robust rule its result for them
     sums: dict[str, Tensor]  # sums of what clients sent besides, unweighted
     count: int = 0  # replies that could be used
-    weight: float = 0.0  # their samples; under a robust rule each reply counts once
+    weight: float = 0.0  # the samples of the usable replies; under a robust rule the number of these replies
     rejected: list[tuple[int, str]] = field(default_factory=list)  # client, why
     buffers: Tensor | None = (
         None  # as `BufferStatistics` packs them; None where clients send none, or there is no result
@@ -79,10 +79,10 @@ class RoundAggregate:
 
 
 class _ReplySums:
-    """What workers add up in a round: one vector of int64, so that they meet in one sum."""
+    """The sums over a round's replies, in one vector of int64, so that one all-reduce adds up all workers' parts."""
 
     def __init__(self, kinds: Mapping[str, tuple[int, torch.dtype]], places: int) -> None:
-        """`kinds`: by name, length and dtype of what is added up; `places`: the most clients of a round."""
+        """Allocate the sums for at most `places` clients in a round; `kinds`: length and dtype of each sum, by name."""
         rooms, told = [ExactSum.room(size, dtype) for size, dtype in kinds.values()], len(_REASONS) * places
         self._home = torch.zeros(sum(rooms) + told, dtype=torch.int64)
         parts = torch.split(self._home, [*rooms, told])
@@ -93,38 +93,38 @@ class _ReplySums:
         self.told, self.places = parts[-1], places  # how often each reason was given for each place
 
     def clear(self) -> None:
-        """Begin at zero."""
+        """Set all sums to zero."""
         for each in (self.main, *self.beside.values()):
             each.clear()
 
     def meet(self, ring: Ring, refused: Sequence[int]) -> None:
-        """Add up everyone's; `refused` is this worker's `told`."""
+        """Add the sums of all ranks; `refused` is this worker's count of rejections, laid out as `told`."""
         self.told.copy_(torch.tensor(refused))
         for each in (self.main, *self.beside.values()):
-            _ = each.limbs  # limbs carried; they are in _home
+            _ = each.limbs  # settles the carries of the limbs, which are views of _home
         ring.sum(self._home)
 
 
 @dataclass(slots=True)
 class _OpenRound:
-    """The round under way."""
+    """A round whose replies are being collected on this worker."""
 
     round: int
     w_t: Tensor
-    buffers: Tensor | None  # the model's before the round, packed
+    buffers: Tensor | None  # the model's buffers before the round, packed
     place: dict[int, int]  # each client's number in the cohort
     sums: _ReplySums
-    refused: list[int] = field(init=False)  # here: how often each reason was given for each place
+    refused: list[int] = field(init=False)  # on this worker: how often each reason was given for each place
 
     def __post_init__(self) -> None:
         self.refused = [0] * (len(_REASONS) * self.sums.places)
 
     def refuse(self, client: int, why: str) -> None:
-        """Count a reply that is left out."""
+        """Count the rejection of a client's reply."""
         self.refused[_REASONS.index(why) * self.sums.places + self.place[client]] += 1
 
     def rejected(self) -> list[tuple[int, str]]:
-        """Whose replies were left out, and why, once the workers have met."""
+        """Return the clients whose replies were rejected, with the reason; valid after `_ReplySums.meet`."""
         told = self.sums.told.view(len(_REASONS), self.sums.places).T.tolist()
         return [
             (client, why)
@@ -155,10 +155,10 @@ class Aggregate:
         """Prepare for updates of `size` elements of `dtype`, from a job of so many `clients`.
 
         Args:
-            rule, attack: as text, in wire form, or parsed (`choices`).
-            extras: what clients send besides to be summed (`sums`): by name, its length and dtype.
-            statistics: the buffers that they send; None where they send none.
-            least: replies that a round needs.
+            rule, attack: text, wire form, or a parsed object.
+            extras: the length and dtype of each vector in a reply's `sums`, by name.
+            statistics: the layout of the buffers that clients send; None where they send none.
+            least: the fewest replies with which a round changes the model.
             asynchronous: replies may have started from older models, so only their updates are summed.
         """
         self.rule, self.clip = rule_of(rule), clip
@@ -169,7 +169,7 @@ class Aggregate:
         self.gathers = self.rule.robust or (self.attack is not None and self.attack.omniscient)
         self._whole = not (asynchronous or self.gathers or clip is not None)  # sums w_k, not w_k - w_t
         self._asynchronous = asynchronous
-        self._sums: _ReplySums | None = None  # for as many clients as a round had so far
+        self._sums: _ReplySums | None = None  # allocated for the largest round so far
         gathered: dict[str, tuple[int, torch.dtype]] = {_UPDATE: (size, dtype)}
         if self.rule.robust:
             gathered |= self._extras
@@ -179,7 +179,8 @@ class Aggregate:
     def begin(self, round: int, clients: Sequence[int], w_t: Tensor, buffers: Tensor | None = None) -> None:
         """Start a round in which these clients reply, in cohort order, equal on all workers.
 
-        w_t must not change until `meet`. `buffers`: those of the model before the round, packed, if there are any.
+        w_t must not change until `meet`. `buffers`: the model's buffers before the round, packed; None if there are
+        none.
         """
         if self._sums is None or len(clients) > self._sums.places:
             self._sums = _ReplySums(self._kinds(), max(1, len(clients)))
@@ -189,11 +190,11 @@ class Aggregate:
         self._gathering.clear()
 
     def _kinds(self) -> dict[str, tuple[int, torch.dtype]]:
-        """What is added up: by name, its length and dtype."""
+        """Return the length and dtype of each sum, by name."""
         kinds = {_UPDATE: (0 if self.gathers else self.size, self.dtype)}
         if not self.rule.robust:
             kinds |= self._extras
-            if self._statistics is not None:  # and the samples as weights
+            if self._statistics is not None:  # one more element: the sum of the samples, which weight the buffers
                 kinds[_BUFFERS] = (self._statistics.size + 1, torch.float64)
         return kinds
 
@@ -244,7 +245,7 @@ class Aggregate:
         return why
 
     def _refusal(self, sent: Mapping[str, Tensor], samples: float) -> str | None:
-        """Return why what a client sends besides its update cannot be used."""
+        """Return why the `sums` or buffers of a reply cannot be used; None if they can."""
         for each in (sent if self.rule.robust else self._weighted(sent, samples)).values():
             why = refusal(each)
             if why is not None:
@@ -252,7 +253,7 @@ class Aggregate:
         return None if self._statistics is None else self._statistics.refusal(sent[_BUFFERS])
 
     def _weighted(self, sent: Mapping[str, Tensor], samples: float) -> dict[str, Tensor]:
-        """Return the summand of the mean: buffers times samples, then the samples."""
+        """Return the vector that the mean adds for a reply's buffers: buffers times samples, then the samples."""
         if _BUFFERS not in sent or self._statistics is None:
             return dict(sent)
         count = torch.tensor([float(samples)], dtype=torch.float64)
@@ -261,7 +262,7 @@ class Aggregate:
     def _added(
         self, client: int, vectors: tuple[Tensor, Tensor], weight: float, sent: Mapping[str, Tensor]
     ) -> str | None:
-        """Add or store the update of (w_k, base); return the reason if it is rejected."""
+        """Add the update of (w_k, base), or store it for a robust rule; return the reason if the reply is rejected."""
         (reply, base), main = vectors, self._now.sums.main
         attack = self.attack if client in self._attackers else None
         if self._whole and (attack is None or attack.name not in OWN):
@@ -279,7 +280,7 @@ class Aggregate:
             update = update * factor if factor < 1 else update.clone()
         if not self.gathers:
             return main.add(update, weight)
-        why = main.add(update[:0], weight)  # counts it, and its weight
+        why = main.add(update[:0], weight)  # counts the reply and its weight
         if why is None:
             more = {name: each.clone() for name, each in sent.items()} if self.rule.robust else {}
             self._gathering.add(self._now.place[client], weight, {_UPDATE: update, **more})
@@ -290,7 +291,7 @@ class Aggregate:
     def meet(self, ring: Ring, memory: MutableMapping[str, Tensor] | None = None) -> RoundAggregate:
         """Return the round's result; all workers call it.
 
-        `memory` is the server's, where a rule stores its last result.
+        `memory` is the server's memory, in which a rule stores its last result.
         """
         main = self._now.sums.main
         self._now.sums.meet(ring, self._now.refused)
@@ -315,7 +316,7 @@ class Aggregate:
         return met
 
     def _take_beside(self, met: RoundAggregate) -> None:
-        """Compute the sums of what clients sent besides, under the mean."""
+        """Compute, under the mean, the result's `sums` and buffers."""
         met.sums = {name: each.total() for name, each in self._now.sums.beside.items() if name != _BUFFERS}
         if self._statistics is not None and met.skipped is None:
             total = self._now.sums.beside[_BUFFERS].total()

@@ -1,4 +1,4 @@
-"""Options of an aggregation: the rule, and how many replies a round needs. Pure."""
+"""The aggregation options of a strategy: rule, clipping, and how many replies a round needs. Pure."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from rayps.federated.robust_rules import AggregationRule, rule_of
 
 @dataclass(frozen=True)
 class Aggregation:
-    """The `rule` that makes one update of the replies, each clipped to the norm `clip` first.
+    """The options with which the replies of a round become one update.
 
-    `min_replies`: a round with fewer leaves the model unchanged. `enough`: a round ends after this many replies.
-    `over_selection`: ask (1 + so much) times the clients that are needed, and end with the needed number.
+    Each reply is clipped to the norm `clip`, then `rule` combines them. `min_replies`: a round with fewer leaves the
+    model unchanged. `enough`: a round ends after this many replies. `over_selection`: a share s; a round that needs n
+    replies asks (1 + s) n clients, and ends with n replies.
     """
 
     rule: Json | AggregationRule = "mean"
@@ -38,11 +39,11 @@ class Aggregation:
         return rule_of(self.rule)
 
     def asked(self, needed: int, clients: int) -> int:
-        """Return how many of `clients` a round asks that needs the replies of `needed`."""
+        """Return how many of `clients` a round asks if it needs the replies of `needed` clients."""
         return min(clients, int(needed * (1 + self.over_selection) + 0.5))
 
     def must_be_met(self, asked: int, clients: int) -> None:
-        """Refuse `min_replies` above the clients that a round asks. Raises ConfigError."""
+        """Check `min_replies`. Raises ConfigError: it is more than the clients that a round asks."""
         if self.min_replies > asked:
             raise ConfigError(
                 f"min_replies is {self.min_replies}, and a round asks {asked} of {clients} clients: no round would "

@@ -1,4 +1,4 @@
-"""What attackers send, to test a rule against them. Which clients attack: `AttackSpec`.
+"""The vectors that simulated attackers send, to test a rule. `AttackSpec` says which clients attack, and how.
 
     sign_flip, gaussian   Blanchard et al., NeurIPS 2017
     alie                  Baruch, Baruch and Goldberg, "A little is enough: circumventing defenses for distributed
@@ -37,7 +37,7 @@ def spoilt(attack: AttackSpec, update: Tensor, *seed: int) -> Tensor:
 
 
 def counted(attack: AttackSpec, weight: float) -> float:
-    """Return the number of samples that an attacker reports."""
+    """Return the number of samples that an attacker of this kind reports; `weight` is its true number."""
     return weight * attack.factor if attack.name == "inflated_counts" else weight
 
 
@@ -47,7 +47,7 @@ def false_buffers(attack: AttackSpec, buffers: Tensor) -> Tensor:
 
 
 def false_sums(attack: AttackSpec, sent: Tensor) -> Tensor:
-    """Return what an attacker sends in place of one of the strategy's `sums`."""
+    """Return the vector that an attacker sends in place of `sent`, one of its reply's `sums`."""
     return sent * -attack.scale if attack.name == "false_c" else sent
 
 

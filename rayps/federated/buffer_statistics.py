@@ -31,7 +31,7 @@ class BufferStatistics:
         self._bounded = torch.cat(bounded) if bounded else torch.empty(0, dtype=torch.bool)
 
     def packed(self, buffers: Mapping[str, Tensor]) -> Tensor:
-        """Return buffers of these names as one vector [size] on the CPU, float64."""
+        """Return the buffers as one vector [size] on the CPU, float64, in the order of the positions."""
         parts = [buffers[name].detach().cpu().reshape(-1).double() for name in self._like]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64)
 
@@ -40,7 +40,7 @@ class BufferStatistics:
         return NEGATIVE if bool((vector[self._bounded] < 0).any()) else None
 
     def spread(self, vector: Tensor, buffers: Mapping[str, Tensor]) -> None:
-        """Write a vector into buffers of these names; whole numbers are rounded, and clamped to their dtype."""
+        """Write a vector [size] into the buffers; values of integer buffers are rounded, and clamped to their dtype."""
         at = 0
         for name in self._like:
             value = buffers[name]

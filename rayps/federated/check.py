@@ -68,7 +68,10 @@ def _must_be_plain(name: str, workload: Workload) -> None:
 
 
 def _of_the_least(aggregation: Aggregation, least: int, asked: int) -> None:
-    """Refuse options that need more real clients than the `asked` of a round that starts with the least number."""
+    """Check the options against the smallest round of real clients. Raises ConfigError.
+
+    A round starts with `least` connected clients, of which it asks `asked`.
+    """
     if aggregation.min_replies > asked:
         raise ConfigError(
             f"min_replies is {aggregation.min_replies}, and a round starts with {least} clients, and asks "
@@ -79,7 +82,7 @@ def _of_the_least(aggregation: Aggregation, least: int, asked: int) -> None:
 
 
 def _unmeasured(name: str, side: ClientSide, workload: Workload) -> str | None:
-    """Return a warning where clients have models of their own that nothing would evaluate."""
+    """Return a warning if clients have models of their own and the job computes no metric of them; None otherwise."""
     if not (side.model or side.finetune):
         return None
     with user_code("evaluation_data"):
@@ -95,7 +98,7 @@ def _unmeasured(name: str, side: ClientSide, workload: Workload) -> str | None:
 
 
 def _skew(clients: Clients) -> float | None:
-    """Return how different the clients' label distributions are; None where labels are not classes."""
+    """Return how different the clients' label distributions are; None if the labels are not classes."""
     if clients.labels is None or len(clients.labels[0]) > _LABELS:
         return None
     return skew(clients.labels[1].tolist())

@@ -1,4 +1,4 @@
-"""One model that trains clients in turn. It knows no worker, no ring and no file.
+"""Train clients one after another in one model. The module uses neither workers nor rings nor files.
 
 The cost of a batch beyond forward, backward and step is microseconds: a client's rows are read once a round, a batch is
 one copy of them, a gradient becomes a vector only on request, and SGD without memory steps all parameters in one call,
@@ -36,7 +36,7 @@ _BESIDE = "beside/"  # prefix, in a client's state, of the buffers of its own mo
 
 @dataclass(slots=True)
 class ClientRows:
-    """A client's own rows: their numbers, and how numbers become a batch. `relabel` changes a batch's labels."""
+    """A client's own rows: their numbers, and the function that reads them. `relabel` changes a batch's labels."""
 
     numbers: Ints
     take: Callable[[Ints], Batch]
@@ -61,20 +61,20 @@ class Task:
 
 @dataclass(slots=True)
 class ClientReply:
-    """A client's result. `w` and `buffers` are the model's memory: valid until the next client trains."""
+    """A client's result. `w` and `buffers` are the model's own memory: valid until the next client trains."""
 
     w: Tensor
     n: int
     sums: Tensors
     state: Tensors
     buffers: Tensors
-    loss: float  # mean over all samples of its training
+    loss: float  # mean over all samples of this training
     samples: int
     steps: int
 
 
 class Grad:
-    """A gradient in the memory that backward wrote; it becomes a vector on request, or in arithmetic."""
+    """A gradient in the tensors that backward wrote; it is copied into one vector on request, or in arithmetic."""
 
     __slots__ = ("_turn", "_vector", "used")
 
@@ -84,7 +84,7 @@ class Grad:
 
     @property
     def vector(self) -> Tensor:
-        """Return it as a new vector."""
+        """Return the gradient as a new vector."""
         if self._vector is None:
             self._vector = self._turn.collected()
         return self._vector
@@ -112,7 +112,7 @@ class Grad:
 
 
 class ClientTurn:
-    """A client, as a strategy's `client` uses it."""
+    """The client that is being trained, as a strategy's `client` method uses it: rows, model and optimizer."""
 
     def __init__(self, trainer: Trainer, strategy: FederatedView, task: Task, rows: ClientRows) -> None:
         self.w, self.w_t = trainer.flat.vector, task.w_t
@@ -136,7 +136,10 @@ class ClientTurn:
         return self._trainer.sign
 
     def batches(self, epochs: int | None = None) -> Iterator[Batch]:
-        """Yield E epochs, or L steps, of this client's rows, with a fresh optimizer; the same ones if called again."""
+        """Yield the batches of E epochs or L steps of this client's rows. A second call yields the same batches.
+
+        Each call creates a fresh optimizer.
+        """
         self._trainer.fresh()
         self.steps = 0
         task, rows, local = self._task, self._rows, self._strategy.local
@@ -157,7 +160,7 @@ class ClientTurn:
     def _cut(self, positions: Ints, size: int) -> Iterator[Batch]:
         """Yield batches of these positions among the rows; all rows are read once where an epoch needs them.
 
-        Each has memory of its own: the bits of a sum of products depend on the alignment of its terms.
+        Each batch is a copy: the bits of a sum of products depend on the alignment of its terms in memory.
         """
         if self._held is None and 2 * len(positions) >= self.n:
             held = self._made(self._rows.numbers)
@@ -183,7 +186,7 @@ class ClientTurn:
         Raises WorkloadError: the user's loss failed or is not a scalar.
         """
         if self._last is not None and not self._last.used:
-            _ = self._last.vector  # replaced by the new gradient
+            _ = self._last.vector  # copied before backward overwrites the gradient
         trainer = self._trainer
         for p in trainer.parameters:
             p.grad = None
@@ -220,7 +223,7 @@ class ClientTurn:
 
 
 class Trainer:
-    """A flat model that clients train in turn, each with a fresh state of the workload's optimizer."""
+    """A flat model in which clients are trained in turn, each with a new optimizer of the workload."""
 
     def __init__(self, flat: FlatModel, workload: Workload, device: str = "cpu") -> None:
         self.flat, self.workload, self.device = flat, workload, device
@@ -240,19 +243,22 @@ class Trainer:
         return self._rates is not None
 
     def at(self, tick: int) -> None:
-        """Set the rates of the workload's schedule at this step. Raises WorkloadError."""
+        """Set the learning rates that the workload's schedule gives for step `tick`.
+
+        Raises WorkloadError: the schedule failed.
+        """
         if self._rates is not None and tick != self._tick:
             self._tick = tick
             self._read()
 
     def _read(self) -> None:
-        """Determine how the optimizer steps, at the current rates."""
+        """Read the optimizer's current rates, and determine whether a step is plain SGD."""
         if self._rates is not None:
             self._rates.apply(self._optimizer.param_groups, self._tick)
         self._begin = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
         self._torchs = type(self._optimizer).__module__.startswith("torch.optim.") and not self._optimizer.state
         where = {id(p): i for i, p in enumerate(self.parameters)}
-        self._plain: list[tuple[list[int], float]] | None = None  # per group: its parameters, minus its rate
+        self._plain: list[tuple[list[int], float]] | None = None  # per group: its parameters, and its negative rate
         if is_plain(self._optimizer) and self.workload.clip_norm is None:
             self._plain = [
                 ([where[id(p)] for p in group["params"]], group["lr"] if group["maximize"] else -group["lr"])
@@ -328,7 +334,7 @@ class Trainer:
         if strategy.client_side.model is not None:
             w, buffers = w.clone(), self.kept()
             turn.losses = []
-            self.put(w, task.buffers | beside_of(task.state))  # not those after the training of w_k
+            self.put(w, task.buffers | beside_of(task.state))  # the buffers from before the training of w_k
             strategy.beside(turn)
             turn.state |= {f"{_BESIDE}{name}": value for name, value in self.kept().items()}
         samples = sum(size for _, size in losses)
@@ -353,12 +359,12 @@ class Trainer:
             self.buffers[name].detach().copy_(value)
 
     def kept(self) -> Tensors:
-        """Return the model's buffers, as copies."""
+        """Return copies of the model's buffers."""
         return {name: value.detach().clone() for name, value in self.buffers.items()}
 
 
 def beside_of(state: Mapping[str, Tensor]) -> Tensors:
-    """Return the buffers of the model that a client keeps for itself; none before it has trained one."""
+    """Return the buffers of the client's own model, from its state; empty before that model was trained."""
     return {name.removeprefix(_BESIDE): value for name, value in state.items() if name.startswith(_BESIDE)}
 
 
@@ -381,7 +387,7 @@ def is_plain(optimizer: Optimizer) -> bool:
 
 
 def _can_cut(batch: Batch) -> bool:
-    """Return whether the rows of a batch are slices of its tensors."""
+    """Return whether a batch of some rows is a slice of each tensor of the batch."""
     return _rows_of(batch.x, batch.size) and (batch.y is None or _rows_of(batch.y, batch.size))
 
 
@@ -394,7 +400,7 @@ def _rows_of(value: Nested, size: int) -> bool:
 
 
 def _some(batch: Batch, index: Tensor) -> Batch:
-    """Return some rows of a batch, as a copy."""
+    """Return a copy of the rows `index` of a batch."""
     if isinstance(batch.x, Tensor) and (batch.y is None or isinstance(batch.y, Tensor)):
         y = None if batch.y is None else batch.y.index_select(0, index)
         return Batch(batch.x.index_select(0, index), y, len(index))

@@ -1,9 +1,10 @@
 """The state of each client between rounds: a private SQLite file, for any number of clients.
 
-A state is named tensors, stored as safetensors, with the round after which it holds. Of each client the newest state is
-stored, and those that belong to the newest snapshot and to later rounds of which the driver may still take one: a run
-can return to any of these. The file is unlinked right after it is opened, as in `rayps.ps.tables.disk`: no file is left
-however the process ends. The driver holds the copy that survives it (`rayps.federated.client_states_backup`).
+A state is named tensors, stored as safetensors, with the round that it follows. Of each client the newest state is
+stored, and those that belong to the newest snapshot and to later rounds of which the driver may still take a snapshot:
+a run can return to any of these. The file is unlinked right after it is opened, as in `rayps.ps.tables.disk`: no file
+is left however the process ends. The driver holds the copy that survives the process
+(`rayps.federated.client_states_backup`).
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ from rayps.core.user_code import user_code
 from rayps.federated.population.cohort import Ints
 from rayps.workload.base import Workload
 
-Row = tuple[int, int, bytes]  # client, the round after which it holds, the state
+Row = tuple[int, int, bytes]  # client, the round that the state follows, the state
 _CACHE = 4096  # KiB of pages that SQLite keeps
 DEALT_STATES = "rayps.federated.client_states:DealtStates"  # a worker's companion, see `WorkerActor.companion`
 CHUNK = 16 << 20  # bytes of states per read
 
 
 class ClientStates:
-    """Clients' states by number and round.
+    """The states of one worker's clients, by client and round.
 
-    Any thread may call it; one round's changes are committed or undone as one.
+    All methods may be called by any thread. The changes of one round are committed or undone together.
     """
 
     def __init__(self, folder: str | None = None) -> None:
-        """Create the file. Raises ConfigError: there is no space for it."""
-        self.saved = 0  # the round of the newest snapshot, which must stay available
+        """Create the file. Raises ConfigError: the file cannot be created, for example because the disk is full."""
+        self.saved = 0  # the round of the newest snapshot, whose states must stay available
         self.kept = 0  # the newest round of which a snapshot may still be taken
         self._lock = threading.Lock()
         try:
@@ -82,9 +83,9 @@ class ClientStates:
         self.file([(client, round, safetensors.torch.save(plain))])
 
     def file(self, rows: Iterable[Row]) -> None:
-        """Add states to the files. Drop the states of each client that no snapshot can contain.
+        """Add states to the file, and drop the states of these clients that no snapshot can contain.
 
-        These are the states older than the client's state at `saved`, and those newer than `kept` except the newest.
+        The dropped states are older than the client's state at `saved`, or newer than `kept` and not the newest.
         """
         with self._lock:
             if not self._db.in_transaction:
@@ -102,7 +103,7 @@ class ClientStates:
                 )
 
     def end(self, *, keep: bool = True) -> None:
-        """Commit what was stored since the last `end`, or undo it."""
+        """Commit the states stored since the last `end`; undo them if `keep` is False."""
         with self._lock:
             if self._db.in_transaction:
                 self._db.execute("commit" if keep else "rollback")
@@ -112,7 +113,8 @@ class ClientStates:
     def rows(self, since: int, upto: int, after: int = -1) -> list[Row]:
         """Return the newest states of rounds above `since` and up to `upto`, of clients above `after`, ascending.
 
-        At least one if there is one, and about 16 MiB at most: call again from the last client on.
+        A call returns about 16 MiB at most, and at least one state if there is any: call again with the last client as
+        `after`.
         """
         asked = (
             "select client, max(round), state from states where client > ? and round > ? and round <= ? "
@@ -144,25 +146,28 @@ class ClientStates:
 
 
 class DealtStates:
-    """Hold the states of the clients of one worker, between the worker's generations.
+    """The states of the clients that are assigned to one worker; they outlive the worker's generations.
 
-    The driver gives them before a generation starts (`take`), and after a snapshot asks for those that changed
+    The driver passes the states before a generation starts (`take`), and after a snapshot fetches those that changed
     (`give`).
     """
 
     def __init__(self, workload: Callable[[], Workload]) -> None:
-        """Prepare; `workload()` returns the job's workload."""
+        """Store `workload`, a function that returns the job's workload."""
         self.states: ClientStates | None = None
         self._workload = workload
 
     def sizes(self) -> Ints:
-        """Return the samples of each client of the data. Raises DataError, WorkloadError."""
+        """Return the number of samples of each client of the data.
+
+        Raises DataError, WorkloadError: the data cannot be read.
+        """
         with user_code("data"):
             found: Ints = self._workload().data().clients.sizes
         return found
 
     def take(self, rows: list[Row] | None, round: int) -> None:
-        """Store these states after `round`; None starts an empty set."""
+        """Add the states that clients have after `round`. With `rows` None, drop all states."""
         if rows is None:
             self.states = ClientStates()
             self.states.saved = round
@@ -171,7 +176,10 @@ class DealtStates:
             self.states.end()
 
     def give(self, since: int, upto: int, after: int) -> list[Row]:
-        """Return changes above round `since` and up to `upto`, of clients above `after`: see `ClientStates.rows`."""
+        """Return the states that changed in rounds above `since` and up to `upto`, of clients above `after`.
+
+        See `ClientStates.rows`.
+        """
         if self.states is None:
             return []
         self.states.saved = since

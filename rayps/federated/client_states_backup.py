@@ -1,7 +1,7 @@
 """The driver's copy of all clients' states, as of its newest snapshot: for recovery, checkpoints and resuming.
 
-After a snapshot the driver requests from each worker what changed since the last one, in parts. Before a generation
-starts, each worker gets the states of its clients. A checkpoint holds them as one Parquet file.
+After a snapshot the driver requests from each worker, in parts, the states that changed since the last one. Before a
+generation starts, each worker gets the states of its clients. A checkpoint holds them as one Parquet file.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from rayps.federated.population.cohort import Ints, homes
 
 _FOLDER, _FILE = "clients", "states.parquet"
 _STRATEGY = b"rayps.strategy"
-_BATCH = 64  # states of a file that are read at once
+_BATCH = 64  # states that are read from a file at once
 _SCHEMA = pa.schema([("client", pa.int64()), ("round", pa.int64()), ("state", pa.binary())])
 
 
 class _Worker(Protocol):
-    """A worker, as far as its states are asked for."""
+    """A worker from which client states are fetched."""
 
     @property
     def handle(self) -> ActorHandle:
-        """By which it is called."""
+        """Return the handle of the worker's actor."""
 
 
 class ClientStatesBackup:
-    """States of a job's clients, if its strategy stores any; otherwise every method does nothing."""
+    """The driver's copy of the states of a job's clients; its methods do nothing if the strategy stores no states."""
 
     def __init__(self) -> None:
         self._sizes: Ints | None = None  # samples of each client, by which they are assigned to workers
@@ -42,7 +42,7 @@ class ClientStatesBackup:
         self._at = 0  # the round of the newest snapshot
 
     def deal(self, workers: Sequence[_Worker], owner: str | None, round: int, timeout: float) -> None:
-        """Give each worker the states of its clients after `round`, before it starts; call it for any strategy.
+        """Send each worker, before it starts, the states of its clients after `round`; call this for every strategy.
 
         `owner`: the strategy that stores states, see `rayps.federated.view.keeper_of`; None = none does. A worker that
         is lost meanwhile is detected by the next call to it.
@@ -72,7 +72,10 @@ class ClientStatesBackup:
             return
 
     def gather(self, workers: Sequence[_Worker], round: int, timeout: float) -> bool:
-        """Fetch what changed up to `round`; return False, without a change, if a worker was lost meanwhile."""
+        """Fetch the states that changed up to `round`.
+
+        Return False if a worker was lost meanwhile; the copy is unchanged then.
+        """
         if not self._strategy:
             return True
         if self._states is None:
@@ -92,11 +95,11 @@ class ClientStatesBackup:
 
     @property
     def beside(self) -> Callable[[Path], list[Path]] | None:
-        """Return a function that writes the states into a checkpoint; None if there are none."""
+        """Return a function that writes the states into a checkpoint's folder; None if there are no states."""
         return self.write if self._states is not None else None
 
     def write(self, folder: Path) -> list[Path]:
-        """Write the states into a checkpoint's folder of tables; return the files in it."""
+        """Write the states into a checkpoint's folder; return the names of the files written."""
         path = folder / _FOLDER / _FILE
         path.parent.mkdir(parents=True)
         with pq.ParquetWriter(path, _SCHEMA.with_metadata({_STRATEGY: self._strategy.encode()})) as writer:
@@ -106,7 +109,7 @@ class ClientStatesBackup:
         return [path]
 
     def read(self, folder: Path, round: int) -> None:
-        """Read what a checkpoint of `round` holds, if it holds any."""
+        """Read the states from a checkpoint of `round`, if it holds any."""
         path = folder / _FOLDER / _FILE
         if not path.exists():
             return

@@ -1,9 +1,9 @@
 """A federated round on a worker: train its part of the cohort, combine once with all workers, step the server.
 
     source      which clients train: a function of the seed and the round (or of the real clients that are connected)
-    train       the worker's part of them, one after another, in one model; each reply is added to the sum at once
+    train       the worker's part of these clients, one after another, in one model; each reply is added to the sum
     aggregate   `rayps.federated.aggregate`: screen -> clip -> rule or mean; the one exchange of the round
-    server      the strategy's hook, computed on every worker with the same result: nothing is sent for it
+    server      the strategy's `server` method, computed on every worker with the same result: nothing is sent for it
 Noise and masks that keep clients' updates private belong between clip and rule: no later step reads a client's own
 update.
 """
@@ -36,15 +36,15 @@ from rayps.tensors.learning_rate import Ticks
 if TYPE_CHECKING:
     from rayps.worker.federated_rounds import FederatedWorker
 
-SHOWN = 50  # most names in an event
-SAID = 3  # most names in its message
+SHOWN = 50  # most names of clients in an event's data
+SAID = 3  # most names of clients in an event's message
 
 
 class FederatedEngine:
-    """The federated part of a worker; its strategy calls `round`."""
+    """The federated rounds of one worker; the worker's strategy calls `round`."""
 
     def __init__(self, w: FederatedWorker) -> None:
-        """Prepare. Raises ConfigError: what preflight would have found."""
+        """Prepare the clients, the trainer and the aggregation. Raises ConfigError: an option does not fit them."""
         strategy = w.plan.strategy
         if not isinstance(strategy, FederatedView):
             raise ConfigError(
@@ -61,8 +61,8 @@ class FederatedEngine:
         self.homes = homes(w.batches.data.clients.sizes, w.size) if stateful else None
         self.states = ClientStates() if stateful else None
         self._losses: list[tuple[int, float, int]] = []  # per usable reply of the round here: client, loss, samples
-        self._spoilt: set[int] = set()  # clients whose state was not stored, as far as reported
-        self._begun, self._counted = 0, False  # number of rounds, and whether one of them changed the model
+        self._spoilt: set[int] = set()  # clients of which it was reported that a state was not stored
+        self._begun, self._counted = 0, False  # number of rounds so far, and whether one of them changed the model
         self.stopped: Callable[[], bool] = lambda: False  # whether the plan was ended from outside
         self.judging: Data | None = None  # the evaluation data, once it is known
         self.source: RemoteReplies | SimulatedReplies = RemoteReplies(self) if remote else SimulatedReplies(self)
@@ -86,11 +86,11 @@ class FederatedEngine:
         )
 
     def at(self, position: int) -> int:
-        """The number of the round within its phase."""
+        """Return the number of the round within its phase."""
         return position - self.w.plan.origin[0]
 
     def tick(self, number: int) -> int:
-        """The step of the workload's schedule in this round of the phase."""
+        """Return the step of the workload's schedule for round `number` of the phase."""
         origin = self.w.plan.origin
         return Ticks(origin, self.w.batches.steps_per_epoch).of(self.w.workload.schedule_every, origin[0] + number)
 
@@ -153,7 +153,7 @@ class FederatedEngine:
                 self._unkept(errand.client)
 
     def _unkept(self, client: int) -> None:
-        """Report the first clients whose new state is not finite: their earlier state is kept."""
+        """Report the first clients whose new state is not finite and was therefore not stored."""
         if client in self._spoilt or len(self._spoilt) >= SAID:
             return
         self._spoilt.add(client)
@@ -167,7 +167,10 @@ class FederatedEngine:
         )
 
     def _serve(self, t: int, met: RoundAggregate) -> str:
-        """Run the server's half, equal on every worker; return why the model is unchanged, if it is."""
+        """Run the strategy's `server` method, equal on every worker.
+
+        Return why the model is unchanged; "" if it changed.
+        """
         w, strategy = self.w, self.strategy
         if met.skipped is not None:
             return met.skipped if met.count else "no reply could be used" if met.rejected else "no client replied"
@@ -180,7 +183,7 @@ class FederatedEngine:
         return None if self._statistics is None else self._statistics.packed(buffers)
 
     def _tell(self) -> None:
-        """Report the clients, as an event."""
+        """Write the event `clients`: how many there are, and their samples."""
         if self.clients is not None and self.w.rank == 0:
             told = self.clients.summary()
             self.w.event("clients", f"{told['clients']} clients with {told['rows']} samples ({told['rule']})", **told)
@@ -188,7 +191,7 @@ class FederatedEngine:
     def _file(
         self, known: Round, met: RoundAggregate, rejected: list[tuple[int, str]], cohort: list[int], why: str
     ) -> None:
-        """Report the outcome of the round's clients, as numbers and as an event."""
+        """Record, as metrics and as an event, which clients of the round replied, were dropped or were rejected."""
         w, names, asked = self.w, self.source.names, len(known.sampled)
         w.say(sampled=asked, replied=met.count, dropped=len(known.dropped), rejected=len(rejected))
         if w.rank:
@@ -215,7 +218,7 @@ class FederatedEngine:
         )
 
     def _warn(self, why: str, rejected: list[tuple[int, str]]) -> None:
-        """Warn at the end if no round changed the model."""
+        """Write a warning at the end of a run in which no round changed the model."""
         rounds = "the only round did not count" if self._begun == 1 else f"none of {self._begun} rounds counted"
         if rejected:
             client, reason = rejected[0]
@@ -224,11 +227,11 @@ class FederatedEngine:
         self.w.event("warning", f"the model was not trained: {rounds}, in the last one {why}")
 
     def evaluate(self) -> dict[str, tuple[float, int]]:
-        """Return sums and samples of `personal_*`; the model is unchanged afterwards."""
+        """Return the sum and the number of samples of each `personal_*` metric; the model is unchanged afterwards."""
         return personal(self)
 
     def state_of(self, client: int) -> tuple[Tensors, Tensors]:
-        """Return the stored state of a client, and its own buffers, on the model's device."""
+        """Return a client's stored state and, from it, the client's own buffers, on the model's device."""
         if self.states is None:
             return {}, {}
         held = {name: value.to(self.w.device) for name, value in self.states.get(client).items()}
@@ -241,20 +244,23 @@ class FederatedEngine:
             self.states.kept = round
 
     def adopt(self, states: ClientStates) -> None:
-        """Continue from these states of the clients of this worker."""
+        """Replace the stored states by these states of this worker's clients."""
         if self.states is not None:
             self.states.close()
             self.states = states
 
 
 def said(away: list[list[str]], count: int) -> str:
-    """Describe up to three of `count` clients with the reason: "a (deadline), b (left) and 4 more"."""
+    """Name up to three of `count` clients, each with its reason: "a (deadline), b (left) and 4 more"."""
     more = count - SAID
     return ", ".join(f"{name} ({why})" for name, why in away[:SAID]) + (f" and {more} more" if more > 0 else "")
 
 
 class FederatedServer:
-    """The server, as a strategy's `server` uses it. `w` is w_t, to be changed in place."""
+    """The server's half of a round, as a strategy's `server` method uses it.
+
+    `w` is w_t; the method changes it in place.
+    """
 
     def __init__(self, w: Tensor, met: RoundAggregate, clients: int, memory: dict[str, Tensor], round: int) -> None:
         self.w, self.clients, self.memory, self.round = w, clients, memory, round

@@ -48,7 +48,7 @@ class ExactSum:
     """The running sum of n_k x_k, of the n_k, and the number of replies.
 
     `limbs` is int64 [limbs, size + 2]: the vector's, then the weights' sum, then the number of replies. Adding the
-    limbs of several of these adds their sums; `meet` does so over a ring.
+    limbs of several ExactSums adds their sums; `meet` does so over a ring.
     """
 
     def __init__(self, size: int, dtype: torch.dtype, home: Tensor | None = None) -> None:
@@ -69,12 +69,12 @@ class ExactSum:
         home = torch.zeros(self.room(size, dtype), dtype=torch.int64) if home is None else home
         self._sums = home.view(LIMBS[dtype], size + 2)
         self._magic = [1.5 * 2.0 ** (52 - FIRST - DIGIT * j) for j in range(LIMBS[dtype])]
-        self._unsettled = 0  # products whose limbs still include the bits of `_magic`
-        self._weights, self._replies, self._mine = [0] * len(self._sums), 0, 0  # not yet in the limbs; added here
+        self._unsettled = 0  # number of products whose limbs still include the bits of `_magic`
+        self._weights, self._replies, self._mine = [0] * len(self._sums), 0, 0  # of replies not in the limbs yet
 
     @staticmethod
     def room(size: int, dtype: torch.dtype) -> int:
-        """Return the number of int64 that the limbs take."""
+        """Return how many int64 elements the limbs need."""
         return LIMBS[dtype] * (size + 2)
 
     # ---- add
@@ -83,7 +83,7 @@ class ExactSum:
         """Add weight * update; return None, or the reason why the reply was rejected, without a change.
 
         Raises:
-            ConfigError: the weight is not a finite number above 0, the lengths differ, or 2^20 replies are in.
+            ConfigError: the weight is not a finite number above 0, the lengths differ, or the sum has 2^20 replies.
         """
         why = self.refusal(update, weight)
         if why is not None:
@@ -109,7 +109,7 @@ class ExactSum:
         return refusal(update, weight)
 
     def _add_block(self, x: Tensor, at: int, weights: list[float]) -> None:
-        """Add a block.
+        """Add weights * the update's block that starts at element `at`.
 
         Products of 53 bits are exact: of a float32 and a weight below 2^24, or of halves of a float64.
         """
@@ -122,7 +122,7 @@ class ExactSum:
                 self._digits(product.numpy(), weight, limbs)
 
     def _digits(self, value: Floats, weight: float, limbs: NDArray[np.int64]) -> None:
-        """Extract digits.
+        """Add the digits of weight * value to the limbs.
 
         Adding 1.5 * 2^52 quanta leaves a float whose bits, minus those of that number, count the quanta.
         """
@@ -164,7 +164,10 @@ class ExactSum:
     # ---- collective
 
     def meet(self, ring: Ring) -> None:
-        """Add the limbs of all ranks; all of them call it. A single reply among all ranks is returned unchanged."""
+        """Add the limbs of all ranks; every rank calls it.
+
+        If there is a single reply on all ranks, its bits are kept unchanged.
+        """
         ring.sum(self.limbs)
         self.pass_on(ring)
 
@@ -188,7 +191,7 @@ class ExactSum:
         return _fraction(self.limbs[:, -2])
 
     def total(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the sum of n_k x_k, rounded once, as a new vector. `dtype`: the updates', or a wider one."""
+        """Return the sum of n_k x_k, rounded once, as a new vector of `dtype`: the updates' dtype, or a wider one."""
         return self._rounded(Fraction(1), dtype or self.dtype)
 
     def mean(self, weight: float | Fraction | None = None, dtype: torch.dtype | None = None) -> Tensor:
@@ -259,7 +262,7 @@ def _two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _value(limbs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the value of limbs [limbs, n] in float64: its rounding, and the rest to as many bits again."""
+    """Return the value of limbs [limbs, n] as two float64 vectors: the rounded value, and the remainder."""
     limbs = limbs.clone()
     for j in range(len(limbs) - 1, 0, -1):  # carry: each limb but the first becomes 0 to 2^DIGIT - 1
         carry = limbs[j] >> DIGIT

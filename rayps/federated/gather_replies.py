@@ -14,7 +14,7 @@ from rayps.federated.rule_arithmetic import Matrix
 
 @dataclass(slots=True)
 class Replies:
-    """All workers' replies of a round, by the name of the part."""
+    """The replies of a round from all workers: for each part of a reply, by name, a matrix with one row per reply."""
 
     rows: dict[str, Matrix]
     weights: list[float]
@@ -22,10 +22,10 @@ class Replies:
 
 
 class Gathering:
-    """One worker's replies of a round, until all workers exchange theirs."""
+    """The replies of a round on one worker, stored until all workers exchange theirs."""
 
     def __init__(self, kinds: Mapping[str, tuple[int, torch.dtype]]) -> None:
-        """Prepare; `kinds`: the length and dtype of each part of a reply, by name.
+        """Prepare to store replies. `kinds`: the length and dtype of each part of a reply, by name.
 
         Half precision is gathered as float32.
         """
@@ -36,15 +36,15 @@ class Gathering:
         self._mine: list[tuple[int, float, Mapping[str, Tensor]]] = []
 
     def clear(self) -> None:
-        """Start a round."""
+        """Drop all stored replies, to start a round."""
         self._mine = []
 
     def add(self, place: int, weight: float, sent: Mapping[str, Tensor]) -> None:
-        """Store the reply of the client at this position of the cohort; its tensors are not copied."""
+        """Store the reply of the client at position `place` of the cohort; its tensors are not copied."""
         self._mine.append((place, weight, sent))
 
     def gather(self, ring: Ring, cohort: list[int]) -> Replies:
-        """Return all workers' replies; all workers call it. `cohort`: the clients by position."""
+        """Exchange the replies; return those of all workers. Every worker calls it. `cohort`: clients by position."""
         most = int(ring.max(torch.tensor([len(self._mine)])))
         head = torch.full((most, 2), -1.0, dtype=torch.float64)
         for at, (place, weight, _) in enumerate(self._mine):

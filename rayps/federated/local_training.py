@@ -31,11 +31,11 @@ class LocalTraining:
 
     @property
     def epochs(self) -> int:
-        """E, or the default where `local_steps` is given."""
+        """The number of epochs E; the default where `local_steps` is given."""
         return self.local_epochs or 1
 
     def rows(self, own: int, default: int) -> int:
-        """Return the rows of a batch of a client with `own` rows; `default` is the data's batch size."""
+        """Return the number of rows in a batch of a client with `own` rows; `default` is the data's batch size."""
         return default if self.batch_size is None else self.batch_size or own
 
     def work(self, own: int, default: int) -> int:

@@ -1,8 +1,8 @@
 """Evaluate each client's own model on its own rows of the evaluation data: metrics `personal_*`.
 
-Its own model is the one that the strategy stores for it (Ditto's v_k), or w after some epochs on its own data
+A client's own model is the one that the strategy stores for it (Ditto's v_k), or w after some epochs on its own data
 (`finetune`), or w with its own buffers (`buffers="keep"`). Each worker evaluates its part of the clients that are in
-both data sets.
+the training data and in the evaluation data.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ ROWS = 1024  # rows of a client that are evaluated at once
 
 
 def personal(engine: FederatedEngine) -> dict[str, tuple[float, int]]:
-    """Return sums and sample counts of this worker's clients; empty where no client has a model of its own."""
+    """Return the sum and the number of samples of each metric over this worker's clients.
+
+    The result is empty if no client has a model of its own.
+    """
     w, strategy = engine.w, engine.strategy
     side = engine.side
     sums: dict[str, tuple[float, int]] = {}
@@ -65,7 +68,7 @@ def _evaluate(engine: FederatedEngine, clients: Clients, rows: Ints, sums: dict[
     with torch.no_grad(), user_code("evaluate"):
         for lo in range(0, len(rows), ROWS):
             batch = clients.batch(rows[lo : lo + ROWS]).to(w.device)
-            with user_code("evaluate"):  # each batch is a sign of progress for the deadline
+            with user_code("evaluate"):  # each batch renews the deadline of user code
                 found = w.part.evaluate(batch)
             for name, mean in found.items():
                 total, count = sums.get(f"personal_{name}", (0.0, 0))

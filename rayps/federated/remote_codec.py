@@ -1,4 +1,4 @@
-"""Messages between a job and its real clients, as safetensors: no pickle; every shape and dtype is sent and checked.
+"""Encode and decode the messages between a job and its real clients, as safetensors.
 
 Parameters: `w` (the model as one vector), `shared/NAME` (the server's state, such as SCAFFOLD's c), `buffers/NAME`; and
 the layout of the model as text. An update: `w` (the client's w_k), `sums/NAME`, `buffers/NAME`; and the number of
@@ -25,7 +25,7 @@ MOST_STEPS = 2**53
 
 
 def packed(w: Tensor, layout: Layout, shared: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> bytes:
-    """Return parameters as a client receives them."""
+    """Encode a round's parameters for its clients."""
     tensors = {"w": w, **_named("shared", shared), **_named("buffers", buffers)}
     return safetensors.torch.save(
         {name: _plain(value) for name, value in tensors.items()}, {"layout": json.dumps(_said(layout))}
@@ -33,10 +33,10 @@ def packed(w: Tensor, layout: Layout, shared: Mapping[str, Tensor], buffers: Map
 
 
 def opened(raw: bytes, layout: Layout) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """Return w, the server's shared values, and buffers.
+    """Decode a round's parameters: w, the server's shared values, and the buffers.
 
     Raises:
-        WorkloadError: they are of another model than the client's.
+        WorkloadError: the parameters are of another model than the client's.
     """
     theirs, ours = json.loads(_metadata(raw)["layout"]), _said(layout)
     if theirs != ours:
@@ -52,7 +52,7 @@ def opened(raw: bytes, layout: Layout) -> tuple[Tensor, dict[str, Tensor], dict[
 
 
 def update(reply: ClientReply) -> bytes:
-    """Return what a client sends: its w_k, counts and loss."""
+    """Encode a client's update: its w_k, sums, buffers, counts and loss."""
     tensors = {"w": reply.w, **_named("sums", reply.sums), **_named("buffers", reply.buffers)}
     counts = {"n": reply.n, "steps": reply.steps, "samples": reply.samples, "loss": reply.loss}
     return safetensors.torch.save(
@@ -61,7 +61,7 @@ def update(reply: ClientReply) -> bytes:
 
 
 def most_bytes(w: Tensor, sums: Collection[str], buffers: Mapping[str, Tensor]) -> int:
-    """Return the largest size of an update."""
+    """Return the largest size of an update in bytes."""
     whole = w.numel() * w.element_size() * (1 + len(sums))
     return whole + sum(value.numel() * value.element_size() + 512 for value in buffers.values()) + _SLACK
 
@@ -69,13 +69,16 @@ def most_bytes(w: Tensor, sums: Collection[str], buffers: Mapping[str, Tensor]) 
 def received(
     raw: bytes, w: Tensor, sums: Collection[str], buffers: Mapping[str, Tensor], most_samples: int
 ) -> ClientReply | str:
-    """Return a client's reply, or why it cannot be used. The rules check whether its numbers are finite."""
+    """Decode a client's update: return the reply, or why it cannot be used.
+
+    Whether the numbers are finite is checked later, by the aggregation.
+    """
     try:
         counts = json.loads(_metadata(raw)["counts"])
         tensors = safetensors.torch.load(raw)
         n, steps, samples, loss = (counts[key] for key in ("n", "steps", "samples", "loss"))
         loss = float(loss)
-    except Exception:  # untrusted bytes may raise anything; it must be caught here
+    except Exception:  # decoding untrusted bytes may raise any exception
         return "its update cannot be read"
     wanted = {"w": w, **{f"sums/{name}": w for name in sums}, **_named("buffers", buffers)}
     if tensors.keys() != wanted.keys():
@@ -93,7 +96,7 @@ def received(
 
 
 def _metadata(raw: bytes) -> dict[str, str]:
-    """Return the metadata beside the tensors. Raises ValueError, KeyError."""
+    """Return the metadata of a safetensors file. Raises ValueError, KeyError: there is none."""
     length = int.from_bytes(raw[:8], "little")
     if not 0 < length <= len(raw) - 8:
         raise ValueError("no safetensors")
@@ -118,7 +121,7 @@ def _of(group: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _plain(value: Tensor) -> Tensor:
-    return value.detach().cpu().contiguous().clone()  # no two may share memory
+    return value.detach().cpu().contiguous().clone()  # safetensors refuses tensors that share memory
 
 
 def _kind(value: Tensor) -> str:

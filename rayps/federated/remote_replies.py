@@ -1,8 +1,8 @@
-"""Replies of real clients for the engine: orders out, updates in, through the files of the job's mailbox.
+"""Replies of real clients for the engine: write orders to the job's mailbox, and read updates from it.
 
 The clients of a round are drawn as simulated ones are, from the seed and the round, among those that are connected.
 Time is real: a round ends when all clients have replied, or at its deadline; later updates are refused. An update of
-another shape, or of more samples than its client joined with, is rejected before any rule.
+another shape, or with more samples than its client reported when it joined, is rejected before any rule.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LISTED = 60  # most clients in a summary
 
 
 class RemoteReplies:
-    """The clients of a job that are processes outside of the cluster, as its worker uses them."""
+    """The real clients of a job, as its worker uses them: `round` asks them, `replies` yields their updates."""
 
     rule = "real clients, with data of their own"
 
@@ -51,11 +51,11 @@ class RemoteReplies:
         self._mailbox = mailbox_of(w.plan.mailbox)
         self._members: list[JoinedClient] = self._mailbox.members()
         self._strategy, self._first = strategy, True
-        self._told: list[tuple[str, int]] = []  # the clients in the last summary
+        self._told: list[tuple[str, int]] = []  # the clients in the last event `clients`
         self.refused: list[tuple[int, str]] = []  # clients whose updates of the round cannot be used, and why
         self._open: RoundOrder | None = None
-        self._files: dict[int, Path] = {}  # updates received, by number
-        self._good: list[int] = []  # updates of the right form
+        self._files: dict[int, Path] = {}  # the files of the updates received, by client
+        self._good: list[int] = []  # clients whose updates have the right form
         self._like: tuple[Tensor, Mapping[str, Tensor]] = engine.w.flat.vector, {}  # expected form of an update
 
     # ---- clients
@@ -70,7 +70,7 @@ class RemoteReplies:
         return [self._members[number].name for number in numbers]
 
     def _summary(self) -> ClientSummary:
-        """As `Clients.summary`; labels are the clients' own."""
+        """Return a summary in the form of `Clients.summary`; its labels are the ones that the clients reported."""
         sizes = np.asarray([member.samples for member in self._members], dtype=np.int64)
         names = [member.name for member in self._members[:_LISTED]]
         return {
@@ -121,14 +121,14 @@ class RemoteReplies:
         return self._arrived(order)
 
     def replies(self) -> Iterator[tuple[int, ClientReply]]:
-        """Return the usable replies, in the order of numbers; one at a time in memory."""
+        """Yield the usable replies, in the order of clients; only one is in memory at a time."""
         for number in self._good:
             reply = self._read(number)
             assert not isinstance(reply, str), "it was checked before"
             yield number, reply
 
     def judged(self, rejected: list[tuple[int, str]]) -> None:
-        """Report to the clients whose updates did not count, with the reason; then delete all updates."""
+        """Write to each rejected client the reason, then delete all updates of the round."""
         if self._open is not None:
             self._mailbox.judge(self._open.serial, dict(rejected))
         self._open, self._files, self._good = None, {}, []
@@ -149,7 +149,7 @@ class RemoteReplies:
         return remote_codec.received(self._files[number].read_bytes(), w_t, self._engine.side.sums, buffers, most)
 
     def _since(self, position: int) -> int:
-        """Return the earliest round to which the job may return: the checkpoint before the newest one."""
+        """Return the earliest round to which the job may return: that of the checkpoint before the newest one."""
         boundary, found = self._engine.w.plan.boundary, 0
         for at in range(position, 0, -1):
             if at in boundary:
@@ -161,7 +161,7 @@ class RemoteReplies:
     # ---- waiting
 
     def _gather(self, t: int) -> Ints:
-        """Return the numbers of the connected clients, once there are enough."""
+        """Wait until enough clients are connected; return their numbers."""
         began = time.monotonic()
         while True:
             self._members = self._mailbox.members()
@@ -219,10 +219,10 @@ class RemoteReplies:
 
 
 def prepared(folder: Path | None) -> str:
-    """Create the mailbox of a job with remote clients, in the job's folder; return its path.
+    """Create, in the job's folder, the mailbox of a job with real clients; return its path.
 
     Raises:
-        ConfigError: there is no folder: real clients could not reach the job.
+        ConfigError: the job has no folder, so real clients could not reach it.
     """
     if folder is None:
         raise _no_service()
@@ -234,7 +234,7 @@ def mailbox_of(folder: str | None) -> Mailbox:
     """Open the job's mailbox on this machine.
 
     Raises:
-        ConfigError: there is none, or this machine does not have it.
+        ConfigError: the job has no folder, or this machine cannot read and write it.
     """
     if folder is None:
         raise _no_service()

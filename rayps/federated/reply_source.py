@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from rayps.federated.engine import FederatedEngine
 
 _CLOCK = "clock"  # name in `shared` of the virtual clock
-_OLD = "version/"  # prefix in `shared` of older parameters
-_AGAIN = 1_000_003  # distance between the seeds of two trainings of a client from one version
+_OLD = "version/"  # prefix, in `shared`, of the parameters of older versions
+_AGAIN = 1_000_003  # difference of the seeds of two trainings of a client from one version
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,28 +31,28 @@ class TrainingTask:
 
     client: int
     version: int
-    staleness: int = 0  # rounds since then
+    staleness: int = 0  # rounds since that start
 
 
 @dataclass(slots=True)
 class Round:
-    """A round before its replies, equal on every worker. Clients are numbers."""
+    """The plan of a round, known before its replies and equal on every worker. Clients are numbers."""
 
     sampled: Sequence[int] | Ints  # clients that were asked
-    dropped: list[tuple[int, str]]  # clients that will not reply, or too late, and why
+    dropped: list[tuple[int, str]]  # clients whose replies will not come, or come too late, and why
     begin: float  # seconds
     end: float
     cohort: list[int] | None = None  # clients that reply, over all workers; None = all that were asked
-    staleness: dict[int, int] | None = None  # replies by rounds since their start, where some started earlier
+    staleness: dict[int, int] | None = None  # number of replies by age in rounds; None = all start in this round
 
 
 class SimulatedReplies:
-    """Clients of the data; each worker trains its part of a round's cohort, one after another."""
+    """The simulated clients of a job, which are parts of the data; each worker trains its part of a round's cohort."""
 
     refused: tuple[tuple[int, str], ...] = ()  # no reply is rejected before the aggregation
 
     def __init__(self, engine: FederatedEngine) -> None:
-        """Prepare. Raises ConfigError: the options do not fit these clients."""
+        """Prepare the population. Raises ConfigError: the options do not fit these clients."""
         self._engine, w = engine, engine.w
         assert engine.clients is not None, "simulated clients are those of the data"
         self._clients = engine.clients
@@ -72,10 +72,10 @@ class SimulatedReplies:
         return [self._clients.names[k] for k in numbers]
 
     def judged(self, rejected: list[tuple[int, str]]) -> None:
-        """Receive which replies were rejected, and why."""
+        """Do nothing: a simulated client need not know why its reply was rejected."""
 
     def round(self, t: int, w_t: Tensor, shared: dict[str, Tensor], buffers: Tensors) -> Round:
-        """Return the clients of round `t`; set those that train here."""
+        """Return the plan of round `t`, and store which of its trainings this worker runs."""
         clock = shared[_CLOCK].cpu().numpy() if _CLOCK in shared and t else clock_at()
         plan, clock = self._events.round(t, clock)
         shared[_CLOCK] = torch.from_numpy(clock.copy())
@@ -99,14 +99,14 @@ class SimulatedReplies:
         )
 
     def _dealt(self, who: Ints) -> list[Ints]:
-        """Return each worker's trainings of a round: by home where clients have states, else by equal load."""
+        """Return each worker's trainings: assigned by the clients' homes if they have states, else by equal load."""
         engine, size = self._engine, self._engine.w.size
         if engine.homes is None:
             return pack(self._costs[who], size)
         return [np.flatnonzero(engine.homes[who] == rank) for rank in range(size)]
 
     def replies(self) -> Iterator[tuple[TrainingTask, ClientReply]]:
-        """Return the replies of this worker's part of the cohort, one after another."""
+        """Train the clients that are assigned to this worker, one after another; yield their replies."""
         engine, w = self._engine, self._engine.w
         for each in self._mine:
             state, own = engine.state_of(each.client)

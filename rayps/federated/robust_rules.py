@@ -1,12 +1,12 @@
-"""Aggregation rules, one class each: its options, its text form, the replies it needs, the attackers it tolerates.
+"""Aggregation rules, one class for each: options, text form, needed replies, tolerated attackers. Add a rule here.
 
 A rule makes one update of a round's replies. f: how many of the replies may come from attackers; n: the replies.
 
     mean                                      weighted by samples; tolerates no attacker
-    krum(f=4)                                 one reply, the one nearest to its neighbours      2f + 2 < n
+    krum(f=4)                                 the one reply nearest to its neighbours           2f + 2 < n
     multi_krum(f=4,m=none)                    the mean of the m nearest (none: n - f)           2f + 2 < n, m <= n - f
-    trimmed_mean(f=4)                         of each coordinate, without its f largest and f smallest   2f < n
-    median                                    of each coordinate
+    trimmed_mean(f=4)                         of each coordinate the mean without f largest, f smallest   2f < n
+    median                                    of each coordinate the median
     geometric_median(iterations=100)          the point with the least sum of distances
     bulyan(f=4)                               a trimmed mean of what Krum chooses               n >= 4f + 3
     centered_clipping(tau=1,iterations=3)     a mean of clipped distances from the last round's result
@@ -14,7 +14,9 @@ A rule makes one update of a round's replies. f: how many of the replies may com
 `bucket=s` for all but mean: means of s replies, drawn from the seed, replace the replies (Karimireddy, He and Jaggi,
 "Byzantine-robust learning on heterogeneous datasets via bucketing", ICLR 2022); n is then ceil(replies / s). All rules
 but mean count each reply once: the number of samples is reported by the client, and an attacker may report any number.
-Papers of the rules: `rayps.federated.rule_arithmetic`, which has the arithmetic.
+`rayps.federated.rule_arithmetic` has the arithmetic of the rules, with their papers; `rayps.federated.aggregate`
+applies a rule to a round's replies; `rayps.federated.aggregation` has the options of a strategy, of which the rule is
+one.
 
 To add a rule, write a class here: a frozen dataclass derived from `AggregationRule` with a `name`, its options as
 fields, `needs`, `drawback`, and `combine`. numpy is imported only when a rule is applied: the job service parses rules
@@ -39,12 +41,12 @@ if TYPE_CHECKING:
     from rayps.federated.rule_arithmetic import Matrix, Picks, Vector
 
 SKEWED = 0.35  # largest `skew` without a warning; evenly distributed rows stay far below
-_WHOLE = {"f": 0, "m": 1, "bucket": 1, "iterations": 1}  # least value of the option
+_WHOLE = {"f": 0, "m": 1, "bucket": 1, "iterations": 1}  # options with whole numbers, and their least value
 RULES: dict[str, type[AggregationRule]] = {}
 
 
 def _kernels() -> ModuleType:
-    """Return the module of the arithmetic, which imports numpy."""
+    """Return the module with the rules' arithmetic; importing it imports numpy."""
     from rayps.federated import rule_arithmetic
 
     return rule_arithmetic
@@ -52,16 +54,16 @@ def _kernels() -> ModuleType:
 
 @dataclass(frozen=True)
 class AggregationRule:
-    """A rule with its options. Derived classes are found by their `name`."""
+    """The base class of aggregation rules: one rule with its options. Derived classes are found by their `name`."""
 
     bucket: int = dataclasses.field(default=1, kw_only=True)
     name: ClassVar[str] = ""
-    robust: ClassVar[bool] = True  # needs all replies of a round at once, and counts each once
-    selects: ClassVar[bool] = False  # chooses some of the clients by their updates, and uses nothing of the others
-    remembers: ClassVar[bool] = False  # starts with the last round's result
-    by_distance: ClassVar[bool] = False  # measures distances of whole rows: a count in them would outweigh the rest
+    robust: ClassVar[bool] = True  # whether the rule needs all replies of a round at once, and counts each once
+    selects: ClassVar[bool] = False  # whether it chooses some clients by their updates, and ignores the others
+    remembers: ClassVar[bool] = False  # whether it starts with the last round's result
+    by_distance: ClassVar[bool] = False  # whether it measures distances of whole rows, in which counts would dominate
     guard: ClassVar[str] = "n >= 1"  # the condition of `needs` on n, in symbols
-    drawback: ClassVar[str] = ""  # the cost where clients' data differ
+    drawback: ClassVar[str] = ""  # what the rule does wrong where clients' data differ: the end of a warning's sentence
 
     def __init_subclass__(cls) -> None:
         RULES[cls.name] = cls
@@ -72,7 +74,7 @@ class AggregationRule:
 
     @classmethod
     def options(cls) -> dict[str, Option]:
-        """Its options by name, `bucket` last."""
+        """The rule's options by name, `bucket` last."""
         fields = sorted(dataclasses.fields(cls), key=lambda field: field.name == "bucket")
         if not cls.robust:
             return {}
@@ -86,11 +88,11 @@ class AggregationRule:
     # ---- how many replies
 
     def needs(self) -> int:
-        """Return the least n for which the rule is defined."""
+        """Return the least number n of replies (after bucketing) for which the rule is defined."""
         return 1
 
     def attackers_of(self, n: int) -> int:
-        """Return how many attackers among n the rule tolerates, n being enough: fewer than half."""
+        """Return how many attackers among n replies the rule tolerates: fewer than half. n is at least `needs()`."""
         return (n - 1) // 2
 
     @property
@@ -99,13 +101,16 @@ class AggregationRule:
         return (self.needs() - 1) * self.bucket + 1
 
     def bears(self, replies: int) -> int:
-        """Return how many attackers among so many replies the rule tolerates."""
+        """Return how many attackers among this many replies the rule tolerates, bucketing included."""
         if not self.robust or replies < self.least:
             return 0
         return self.attackers_of(-(-replies // self.bucket))
 
     def lacking(self, replies: int) -> str | None:
-        """Return why a round with so many replies is skipped, leaving the model unchanged; None if it is not."""
+        """Return why a round with this many replies is skipped and leaves the model unchanged.
+
+        None if it is not skipped.
+        """
         if replies >= self.least:
             return None
         if not replies:
@@ -113,10 +118,10 @@ class AggregationRule:
         return f"{self} needs {self.least} replies ({self._guard()}), received {replies}"
 
     def check(self, cohort: int, attack: AttackSpec | None = None) -> None:
-        """Check that the rule works with a cohort of so many clients, if all of them reply.
+        """Check the rule against a cohort of this many clients, all of which reply.
 
         Raises:
-            ConfigError: it does not, or more of them may be attackers than the rule tolerates.
+            ConfigError: the rule needs more replies, or more of the replies may come from attackers than it tolerates.
         """
         if cohort < self.least:
             raise ConfigError(
@@ -136,7 +141,7 @@ class AggregationRule:
             )
 
     def doubt(self, cohort: int, replies: float) -> str | None:
-        """Return a warning where fewer replies are expected than the rule needs; None where enough are."""
+        """Return a warning if fewer replies are expected than the rule needs; None otherwise."""
         if replies >= self.least:
             return None
         return (
@@ -145,9 +150,9 @@ class AggregationRule:
         )
 
     def warning(self, skew: float | None = None) -> str | None:
-        """Return a warning about the rule's cost where clients' data differ by `skew`.
+        """Return a warning about the rule's cost where clients' data differ by `skew` (None: not known).
 
-        None for the mean. `skew` None: not known.
+        The mean has no such warning: the result is None.
         """
         if not self.robust or (skew is not None and skew < SKEWED):
             return None
@@ -163,37 +168,38 @@ class AggregationRule:
     # ---- the rule
 
     def combine(self, x: Matrix, before: Vector | None) -> Vector:
-        """Return the result of the rows of x [n, P], [P] in float64; of the chosen rows, if it `selects`.
+        """Return the rule's result [P], float64, for the rows of x [n, P].
 
-        `before` is the last round's result; None = there is none.
+        A rule that `selects` combines only the rows that it chooses. `before` is the last round's result; None = there
+        is none.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define how to make one update: define combine")
 
     def picks(self, x: Matrix) -> Picks:
-        """Return which rows of x are chosen, ascending, if it `selects`."""
+        """Return the indices of the rows of x that the rule chooses, ascending; only for a rule that `selects`."""
         raise NotImplementedError(f"{type(self).__name__} selects, and does not define which: define picks")
 
     def beside(self, x: Matrix, before: Vector | None) -> Vector:
-        """Combine, as `combine`, what clients send besides their updates."""
+        """Combine the rows of x, which clients sent besides their updates; arguments and result as for `combine`."""
         return self.combine(x, before)
 
 
 @dataclass(frozen=True)
 class Mean(AggregationRule):
-    """The mean, weighted by samples."""
+    """The mean of the replies, weighted by samples."""
 
     name: ClassVar[str] = "mean"
     robust: ClassVar[bool] = False
 
     def combine(self, x: Matrix, before: Vector | None) -> Vector:
-        """See AggregationRule; here each row counts once."""
+        """See AggregationRule. Here each row counts once: the weighted mean is computed by `ExactSum`."""
         found: Vector = _kernels().mean(x)
         return found
 
 
 @dataclass(frozen=True)
 class Krum(AggregationRule):
-    """The one reply that is nearest to its neighbours."""
+    """The rule Krum: the one reply that is nearest to its neighbours."""
 
     f: int
     name: ClassVar[str] = "krum"
@@ -225,7 +231,7 @@ class Krum(AggregationRule):
 
 @dataclass(frozen=True)
 class MultiKrum(Krum):
-    """The mean of the m replies that are nearest to their neighbours."""
+    """The rule multi-Krum: the mean of the m replies that are nearest to their neighbours."""
 
     m: int | None = None
     name: ClassVar[str] = "multi_krum"
@@ -242,14 +248,17 @@ class MultiKrum(Krum):
         return found
 
     def beside(self, x: Matrix, before: Vector | None) -> Vector:
-        """Return a trimmed mean: a client that was chosen for its update may send false values besides."""
+        """Return a trimmed mean, because a client that was chosen for its update may send false values besides."""
         found: Vector = _kernels().trimmed_mean(x, min(self.f, (len(x) - 1) // 2))
         return found
 
 
 @dataclass(frozen=True)
 class Bulyan(Krum):
-    """Of each coordinate the mean of the values nearest to the median, of the n - 2f replies that Krum chooses."""
+    """The rule Bulyan: for each coordinate the mean of the values nearest to the median.
+
+    The values are those of the n - 2f replies that Krum chooses one after another.
+    """
 
     name: ClassVar[str] = "bulyan"
     guard: ClassVar[str] = "n >= 4f + 3"
@@ -265,14 +274,14 @@ class Bulyan(Krum):
         return found
 
     def combine(self, x: Matrix, before: Vector | None) -> Vector:
-        """See AggregationRule: n - 4f values of each coordinate, of the n - 2f chosen."""
+        """See AggregationRule: the mean of n - 4f values of each coordinate, out of the n - 2f chosen replies."""
         found: Vector = _kernels().near_the_median(x, len(x) - 2 * self.f)
         return found
 
 
 @dataclass(frozen=True)
 class TrimmedMean(AggregationRule):
-    """Of each coordinate the mean without its f largest and f smallest."""
+    """The rule trimmed mean: for each coordinate the mean without the f largest and f smallest values."""
 
     f: int
     name: ClassVar[str] = "trimmed_mean"
@@ -295,7 +304,7 @@ class TrimmedMean(AggregationRule):
 
 @dataclass(frozen=True)
 class Median(AggregationRule):
-    """Of each coordinate the middle."""
+    """The rule median: for each coordinate the median."""
 
     name: ClassVar[str] = "median"
     drawback: ClassVar[str] = "drops what few clients know: rare labels may never be predicted"
@@ -308,7 +317,7 @@ class Median(AggregationRule):
 
 @dataclass(frozen=True)
 class GeometricMedian(AggregationRule):
-    """The point with the least sum of distances to the replies."""
+    """The rule geometric median: the point with the least sum of distances to the replies."""
 
     iterations: int = 100
     name: ClassVar[str] = "geometric_median"
@@ -323,7 +332,7 @@ class GeometricMedian(AggregationRule):
 
 @dataclass(frozen=True)
 class CenteredClipping(AggregationRule):
-    """The mean of clipped distances from the last round's result."""
+    """The rule centered clipping: the last round's result plus the mean of the clipped differences from it."""
 
     tau: float = 1.0
     iterations: int = 3
@@ -343,7 +352,10 @@ for _kind in RULES.values():
 
 
 def rule_of(given: Json | AggregationRule) -> AggregationRule:
-    """Parse a rule from its text or its wire form; return a rule unchanged; None is the mean. Raises ConfigError."""
+    """Parse a rule from its text or wire form. Raises ConfigError: there is no such rule, or an option is invalid.
+
+    A rule is returned unchanged; None gives the mean.
+    """
     if isinstance(given, AggregationRule):
         return given
     found = read("rule", "mean" if given is None else given, _known(), "krum(f=4)")
@@ -351,7 +363,7 @@ def rule_of(given: Json | AggregationRule) -> AggregationRule:
 
 
 def rule_with(option: str) -> str | None:
-    """Return how an option of a rule is written inside a rule; None: no rule has it."""
+    """Return an example of a rule that has this option, as text; None if no rule has it."""
     for kind in sorted(RULES.values(), key=lambda kind: kind.selects):  # rules that need few replies first
         own = kind.options()
         if option in own:

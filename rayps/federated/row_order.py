@@ -1,8 +1,8 @@
 """The order of a client's rows: a function of seed, client and round, equal on every host.
 
 Client k has an endless stream of epochs, each a permutation of its rows, drawn from (seed, epoch, k). A round of E
-epochs takes epochs t E to (t + 1) E of it, one of L steps takes batches t L to (t + 1) L: as if k had taken part in
-every earlier round. So one client alone reads the data as a single worker does in ordinary training.
+epochs takes epochs t E to (t + 1) E of the stream, a round of L steps takes batches t L to (t + 1) L: as if k had taken
+part in every earlier round. So one client alone reads the data as a single worker does in ordinary training.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ Ints = NDArray[np.int64]
 def parts(
     seed: int, client: int, n: int, batch: int, *, round: int, epochs: int, steps: int | None, shuffle: bool = True
 ) -> Iterator[Ints]:
-    """Yield positions among the client's n rows: one array per started epoch, to be cut into batches of `batch`.
+    """Yield the positions of a round among the client's n rows: one array for each started epoch.
 
-    Every part begins with a whole batch; only the last batch of an epoch may be smaller.
+    The caller cuts an array into batches of `batch`. Every array begins with a whole batch; only the last batch of an
+    epoch may be smaller.
     """
     each = math.ceil(n / batch)
     at = round * (epochs * each if steps is None else steps)

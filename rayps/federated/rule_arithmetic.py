@@ -1,4 +1,4 @@
-"""The arithmetic of robust aggregation rules: pure functions of a matrix of updates, one row for each reply.
+"""The arithmetic of the aggregation rules: pure functions of a matrix of updates, one row for each reply.
 
     krum, multi_krum    Blanchard, El Mhamdi, Guerraoui and Stainer, "Machine learning with adversaries: Byzantine
                         tolerant gradient descent", NeurIPS 2017
@@ -13,9 +13,11 @@
                         algorithm 2; the paper clips the clients' momenta, here it is their updates, which hold no
                         momentum of earlier rounds
 
+The rules' classes, where a rule is added, are in `rayps.federated.robust_rules`; they call these functions.
+
 x [n, P], float32 or float64, must be finite: the caller drops other rows first. Distances are sums of squares of
 differences, in float64, never |a|^2 + |b|^2 - 2ab, which cancels where updates are large and similar. Rows are in
-cohort order, and ties are decided for the first row. numpy alone, on one thread: the bits do not depend on the number
+cohort order, and of equal rows the first wins. numpy alone, on one thread: the bits do not depend on the number
 of threads or workers. Each row counts once, whatever its number of samples.
 
 What clients send besides their updates (buffers, SCAFFOLD's c) goes through `beside`, each as a matrix of its own.
@@ -39,8 +41,8 @@ Matrix = NDArray[np.float64] | NDArray[np.float32]
 Vector = NDArray[np.float64]
 Picks = NDArray[np.int64]
 _BLOCK = 1 << 16  # elements of a block of columns
-_NEAR = 1e-9  # least movement of Weiszfeld's iteration, relative to the median distance
-_AT = 1e-12  # relative to the median distance: a nearer row counts as at the point
+_NEAR = 1e-9  # Weiszfeld's iteration ends at a smaller movement; relative to the median distance
+_AT = 1e-12  # a row nearer than this is equal to the point; relative to the median distance
 
 
 def aggregate(
@@ -48,7 +50,7 @@ def aggregate(
 ) -> Vector:
     """Return the result of a rule for the rows of x, [P] in float64.
 
-    `before` is the last round's result (for a rule that `remembers`; None: zeros). `seed` draws the buckets: give
+    `before` is the last round's result, for a rule that `remembers`; None: zeros. `seed` draws the buckets: give
     another in each round. `chosen` is the result of `picks` for x, if known.
 
     Raises:
@@ -66,9 +68,11 @@ def aggregate(
 def beside(
     rule: AggregationRule, x: Matrix, before: Vector | None = None, seed: int = 0, *, chosen: Picks | None = None
 ) -> Vector:
-    """Return a rule's result for the rows of x, which clients sent besides their updates; otherwise as `aggregate`.
+    """Return the result of a rule for the rows of x, which clients sent besides their updates.
 
-    `chosen` is the result of `picks` for the updates, where the rule chooses clients.
+    Otherwise as `aggregate`.
+
+    `chosen` is the result of `picks` for the updates, if the rule chooses clients.
     """
     if chosen is None:
         return aggregate(rule, x, before, seed)
@@ -76,12 +80,12 @@ def beside(
 
 
 def picks(rule: AggregationRule, x: Matrix, seed: int = 0) -> Picks:
-    """Return which rows a rule that `selects` chooses by the updates x: numbers of buckets, ascending."""
+    """Return the indices of the buckets that a rule that `selects` chooses by the updates x, ascending."""
     return rule.picks(buckets(x, rule.bucket, seed))
 
 
 def members(rule: AggregationRule, n: int, chosen: Picks, seed: int = 0) -> list[int]:
-    """Return the rows of n that are in the chosen buckets, ascending."""
+    """Return which of the n rows are in the chosen buckets, ascending."""
     dealt = _dealt(n, rule.bucket, seed)
     return sorted(int(row) for bucket in chosen for row in dealt[int(bucket)])
 
@@ -100,18 +104,18 @@ def trimmed_mean(x: Matrix, f: int) -> Vector:
 
 
 def median(x: Matrix) -> Vector:
-    """Return for each column the middle, or the mean of the two middle values."""
+    """Return for each column the median: the middle value, or the mean of the two middle values."""
     return trimmed_mean(x, (len(x) - 1) // 2)
 
 
 def geometric_median(x: Matrix, iterations: int = 100) -> Vector:
-    """argmin_z sum_i |x_i - z|, by Weiszfeld's iteration from the coordinate median on.
+    """Return argmin_z sum_i |x_i - z|, by Weiszfeld's iteration from the coordinate-wise median on.
 
     With T = sum_i x_i / |x_i - z| over sum_i 1 / |x_i - z|, r = |sum_i (x_i - z) / |x_i - z||, both over the rows that
     are not at z, and eta the number of rows at z: z <- z + max(0, 1 - eta / r) (T - z) (Vardi and Zhang 2000). A row is
-    the minimum if and only if r <= eta there; the row nearest to z is tested once, because the iteration only creeps
-    towards a row, and z continues from a tested row with a smaller sum. The iteration ends when z moves by less than
-    1e-9 of the median distance.
+    the minimum if and only if r <= eta there. Near a row the iteration is slow: therefore the row nearest to z is
+    tested once, and if its sum of distances is smaller than z's, the iteration continues from it. The iteration ends
+    when z moves by less than 1e-9 of the median distance.
     """
     z, tested = median(x), set[int]()
     for _ in range(iterations):
@@ -137,7 +141,10 @@ def geometric_median(x: Matrix, iterations: int = 100) -> Vector:
 
 
 def _weiszfeld(x: Matrix, z: Vector, apart: Vector) -> tuple[Vector, float]:
-    """Return T, and the share of the step from z to T: 0 where z is the minimum. `apart`: the distances to z."""
+    """Return T, and the share of the step from z to T, which is 0 if z is the minimum.
+
+    `apart`: the rows' distances to z.
+    """
     away = apart > _AT * np.median(apart)
     at = len(x) - int(away.sum())
     if at == len(x):
@@ -150,7 +157,10 @@ def _weiszfeld(x: Matrix, z: Vector, apart: Vector) -> tuple[Vector, float]:
 
 
 def krum_picks(x: Matrix, f: int, count: int) -> Picks:
-    """Return the `count` rows with the least sum of squared distances to their n - f - 2 nearest others, ascending."""
+    """Return the `count` rows nearest to their neighbours, ascending.
+
+    The measure is the sum of a row's squared distances to its n - f - 2 nearest other rows.
+    """
     return np.sort(np.argsort(scores(distances(x), f), kind="stable")[:count])
 
 
@@ -177,7 +187,10 @@ def near_the_median(picked: Matrix, keep: int) -> Vector:
 
 
 def centered_clipping(x: Matrix, tau: float, iterations: int = 1, before: Vector | None = None) -> Vector:
-    """Repeat v <- v + mean_i (x_i - v) min(1, tau / |x_i - v|), starting at the last round's result."""
+    """Return v after `iterations` of v <- v + mean_i (x_i - v) min(1, tau / |x_i - v|).
+
+    v starts at `before`, the last round's result.
+    """
     v = np.zeros(x.shape[1]) if before is None else before.astype(np.float64)
     for _ in range(iterations):
         apart = np.sqrt(_squares(x, v))
@@ -187,12 +200,12 @@ def centered_clipping(x: Matrix, tau: float, iterations: int = 1, before: Vector
 
 
 def clip_factor(norm: float, largest: float | None) -> float:
-    """Return the factor that scales an update of this norm to at most `largest`."""
+    """Return the factor that scales an update of norm `norm` to at most the norm `largest`."""
     return 1.0 if largest is None or norm <= largest else largest / norm
 
 
 def distances(x: Matrix) -> NDArray[np.float64]:
-    """Return squared distances between all rows, [n, n]."""
+    """Return the squared distances between all pairs of rows, [n, n]."""
     found = np.zeros((len(x), len(x)))
     for part in _blocks(x):
         block = np.ascontiguousarray(x[:, part], dtype=np.float64)
@@ -203,7 +216,7 @@ def distances(x: Matrix) -> NDArray[np.float64]:
 
 
 def scores(d: NDArray[np.float64], f: int) -> Vector:
-    """Return for each row the sum of its n - f - 2 smallest squared distances to others (at least one)."""
+    """Return for each row the sum of its n - f - 2 (at least one) smallest squared distances to other rows."""
     n = len(d)
     others = np.sort(d + np.diag(np.full(n, np.inf)), axis=1)
     sums: Vector = others[:, : max(1, n - f - 2)].sum(axis=1)
@@ -211,14 +224,14 @@ def scores(d: NDArray[np.float64], f: int) -> Vector:
 
 
 def buckets(x: Matrix, size: int, seed: int) -> Matrix:
-    """Return means of `size` rows each (the last of fewer), in an order drawn from the seed."""
+    """Return the means of buckets of `size` rows; the seed gives the order of rows, the last bucket may be smaller."""
     if size == 1:
         return x
     return np.stack([mean(x[rows]) for rows in _dealt(len(x), size, seed)])
 
 
 def _dealt(n: int, size: int, seed: int) -> list[Picks]:
-    """Return the rows of each bucket; each row is one bucket where size is 1."""
+    """Return the rows of each bucket, in the order drawn by the seed. With size 1 each row is one bucket, in order."""
     order = np.arange(n) if size == 1 else np.random.default_rng(seed).permutation(n)
     return [np.sort(order[at : at + size]) for at in range(0, n, size)]
 
@@ -229,7 +242,7 @@ def _blocks(x: Matrix) -> Iterator[slice]:
 
 
 def _squares(x: Matrix, z: Vector) -> Vector:
-    """Return for each row the squared distance to z."""
+    """Return for each row of x the squared distance to z."""
     found = np.zeros(len(x))
     for part in _blocks(x):
         apart = x[:, part] - z[part]

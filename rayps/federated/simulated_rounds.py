@@ -1,4 +1,4 @@
-"""The rounds of a federated strategy in virtual time: its options, passed to the simulated population."""
+"""Create the virtual-time rounds of a federated strategy's simulated clients from the strategy's options."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from rayps.federated.view import FederatedView
 
 
 def events_of(strategy: FederatedView, sizes: Iterable[int], seed: int, batch_size: int) -> Events:
-    """Return the events of a federated strategy on clients with so many samples; `batch_size` is the data's.
+    """Return the rounds of a federated strategy; `sizes` are the clients' samples, `batch_size` is the data's.
 
     Raises:
-        ConfigError: the strategy's options do not fit so many clients, or a trace cannot be read.
+        ConfigError: the strategy's options do not fit this many clients, or a trace cannot be read.
     """
     population, aggregation, local = strategy.population, strategy.aggregation, strategy.local
     world = Population(

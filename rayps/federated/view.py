@@ -1,4 +1,4 @@
-"""A federated strategy, as the engine, the population and real clients use it."""
+"""The interface of a federated strategy that the engine, the population and real clients use."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Buffered:
-    """Asynchronous rounds: one ends after `size` updates, of `concurrency` clients that train at any time."""
+    """The options of asynchronous rounds. A round ends after `size` updates; `concurrency` clients train at once."""
 
     size: int
     concurrency: int | None = None  # None = the share `fraction` of the clients
-    max_staleness: int | None = None  # versions; an older update is dropped; None = none is
+    max_staleness: int | None = None  # in versions; an older update is dropped; None = no update is dropped
 
 
 @dataclass(frozen=True, slots=True)
 class ClientSide:
-    """What a client stores, what it sends besides its update, and what its optimizer must be."""
+    """The client's half of a strategy: what a client stores and sends besides its update, and its kind of optimizer."""
 
     sums: tuple[str, ...] = ()  # names in `c.reply`, summed unweighted, each as long as w
     state: tuple[str, ...] = ()  # names in `c.state`, stored between rounds
-    model: str | None = None  # which of these is the client's own model
+    model: str | None = None  # the name in `state` of the client's own model
     keeps_buffers: bool = False  # BatchNorm statistics stay with each client; otherwise they are averaged
     finetune: int | None = None  # epochs of training of a copy of w before its evaluation on the client's rows
     plain: bool = False  # the optimizer must be SGD without momentum or weight decay
@@ -46,13 +46,13 @@ class ClientSide:
 
     @property
     def measured(self) -> bool:
-        """Whether each client is evaluated with a model, or buffers, of its own."""
+        """Whether each client is evaluated with a model or buffers of its own."""
         return bool(self.finetune or self.model or self.keeps_buffers)
 
 
 @runtime_checkable
 class FederatedView(StrategyView, Protocol):
-    """What a federated strategy declares, and the paper's halves: `client` and `server`."""
+    """A federated strategy: the options that it declares, and the paper's two halves, `client` and `server`."""
 
     @property
     def fraction(self) -> float:
@@ -64,15 +64,15 @@ class FederatedView(StrategyView, Protocol):
 
     @property
     def aggregation(self) -> Aggregation:
-        """How a round makes one update of its replies."""
+        """The options with which the replies of a round become one update."""
 
     @property
     def population(self) -> PopulationSpec:
-        """The simulated world of the clients."""
+        """The options of the simulated clients."""
 
     @property
     def buffered(self) -> Buffered | None:
-        """How updates are buffered where replies may have started from older parameters; None = rounds are in step."""
+        """The options of asynchronous rounds; None = all clients of a round start together."""
 
     @property
     def clients(self) -> Json:
@@ -86,37 +86,37 @@ class FederatedView(StrategyView, Protocol):
         """Train a client on `c.w`, which is w_t at the start."""
 
     def beside(self, c: ClientTurn) -> None:
-        """Run the client's own work after its reply."""
+        """Run the client's work that is not part of its reply, after the reply; for example, train its own model."""
 
     def weight(self, n: int, staleness: int) -> float:
-        """Return the weight of one reply in `s.delta`, of n samples, started so many rounds ago."""
+        """Return the weight in `s.delta` of a reply of n samples whose training started `staleness` rounds ago."""
 
     def server(self, s: FederatedServer) -> None:
-        """Update the server by the replies: `s.w` is w_t, and w_(t+1) afterwards."""
+        """Update the server from the replies: `s.w` is w_t at the start, and must be w_(t+1) at the end."""
 
 
 def attackers_of(strategy: FederatedView) -> AttackSpec | None:
-    """The attack that is simulated under a strategy; None = there is none."""
+    """Return the attack that a strategy simulates; None if it simulates none."""
     return strategy.population.attackers
 
 
 def is_buffered(strategy: FederatedView) -> bool:
-    """Whether replies may have begun from older parameters."""
+    """Return whether replies may have started from older parameters."""
     return strategy.buffered is not None
 
 
 def deadline_of(strategy: FederatedView) -> float:
-    """Seconds of a round of real clients."""
+    """Return the deadline of a round of real clients, in seconds."""
     return round_seconds(strategy.population)
 
 
 def joining_under(strategy: FederatedView) -> JoinOptions | None:
-    """How a job waits for real clients; None = they are simulated."""
+    """Return how a job waits for real clients; None if its clients are simulated."""
     return joining_of(strategy.clients)
 
 
 def keeper_of(strategy: StrategyView) -> str | None:
-    """Return the name of a strategy that stores states of clients on the workers; None = it stores none."""
+    """Return the strategy's name if it stores states of clients on the workers; None otherwise."""
     if not isinstance(strategy, FederatedView) or has_remote_clients(strategy):
         return None  # real clients store their own
     side = strategy.client_side

@@ -1,1 +1,1 @@
-"""The simulated clients in virtual time: availability, replies, times. Pure functions of the seed."""
+"""Simulate clients in virtual time: when they are available, which reply and when. Pure functions of the seed."""

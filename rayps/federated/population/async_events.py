@@ -24,7 +24,7 @@ STALE = "stale"  # the reason for an update that started too many versions ago
 
 
 class _Trip(NamedTuple):
-    """A running training, as stored in the state: ordered by end, then by start."""
+    """A training that is running, as stored in the clock's state; sorted by its end, then by its start."""
 
     end: int
     serial: int
@@ -32,7 +32,7 @@ class _Trip(NamedTuple):
     version: int
     again: int
     begin: int
-    reason: int  # index in REASONS
+    reason: int  # index in REASONS: the outcome
 
 
 class AsyncBuffer:
@@ -60,12 +60,12 @@ class AsyncBuffer:
             )
 
     def round(self, t: int, state: Ints) -> tuple[Plan, Ints]:
-        """Return round `t`, and the state at the start of the next one; see `rayps.federated.population.events`.
+        """Return round `t`, and the clock's state after it; see `rayps.federated.population.events`.
 
-        The plan's `trainings` are in the order of arrival; its `sampled` are those that started in this round.
+        The plan's `trainings` are in the order of arrival; its `sampled` are the clients that started in this round.
 
         Raises:
-            TrainingError: no client is available, and none will be; or every update is lost.
+            TrainingError: no client is available now or later; or every update is lost.
         """
         now, serial = state[0, :2].tolist()
         flight = [_Trip(*each) for each in state[1:].tolist()]
@@ -87,7 +87,7 @@ class AsyncBuffer:
 
 
 class _Round:
-    """One round while it is being computed."""
+    """The simulation of one round."""
 
     def __init__(self, buffer: AsyncBuffer, t: int, now: int, serial: int, flight: list[_Trip]) -> None:
         self.now, self.serial, self.waited = now, serial, 0
@@ -99,7 +99,7 @@ class _Round:
         self._order = everyone[np.argsort(hashes(buffer.world.seed, "cohort", everyone, t))]
 
     def run(self) -> None:
-        """Simulate until the buffer is full: all that end at one moment, then those that start at it."""
+        """Simulate until the buffer is full. At each moment, first trainings end, then other trainings start."""
         while len(self.trainings) < self._buffer.size:
             self._begin()
             moment = self._flight[0].end
@@ -146,7 +146,10 @@ class _Round:
                 self._send(np.asarray([client], dtype=np.int64), self.started[client])
 
     def _next(self, count: int, busy: set[int]) -> Iterator[int]:
-        """Return the first `count` clients that can start, in the round's order: free, available, not started in it."""
+        """Return the first `count` clients that can start, in the round's order.
+
+        A client can start if it is available, is not training, and has not started from this version.
+        """
         at, found = 0, 0
         while at < len(self._order) and found < count:
             some = self._order[at : at + 4 * count + 60]  # examining all would be slow with many clients

@@ -1,4 +1,4 @@
-"""Attacks to test an aggregation: how some of the clients try to spoil the model. Pure, no numpy.
+"""The options of a simulated attack: which clients attack, and what they falsify. Pure, no numpy.
 
 Attacks, by `clients=` of the job's clients, drawn from its seed
     sign_flip(clients=4,scale=1)      sends -scale times its update
@@ -42,7 +42,7 @@ _ATTACKS: dict[str, dict[str, Option]] = {
 
 @dataclass(frozen=True, slots=True)
 class AttackSpec:
-    """How some of the clients try to spoil the model."""
+    """A simulated attack: its name, the number of attackers, and its options."""
 
     name: str
     clients: int
@@ -71,10 +71,10 @@ class AttackSpec:
         return y if self.classes is None else self.classes - 1 - y
 
     def settled(self, labels: Sequence[str] | None) -> AttackSpec:
-        """Return the attack for data with labels of these names: sets the number of classes, if not given.
+        """Return the attack with its number of classes set from the names of the data's labels, if it was not given.
 
         Raises:
-            ConfigError: labels are not classes (None), so the number must be given.
+            ConfigError: the number is missing, and the labels are not classes (`labels` is None).
         """
         if not self.flips_labels or self.classes is not None:
             return self
@@ -93,7 +93,7 @@ class AttackSpec:
         )  # maps the first label to the last, also where the first is not 0
 
     def check(self, clients: int) -> None:
-        """Raise ConfigError if so many clients leave no honest one."""
+        """Check the number of attackers. Raises ConfigError: they leave none of `clients` honest."""
         if self.clients >= clients:
             raise ConfigError(
                 f"{self}: {self.clients} attackers of {clients} clients leave no honest one", field="attack"
@@ -112,7 +112,7 @@ def attack_of(given: Json) -> AttackSpec | None:
 
 
 def attack_with(option: str) -> str | None:
-    """Return how an option of an attack is written inside an attack; None: no attack has it."""
+    """Return an example of an attack that has this option, as text; None if no attack has it."""
     found = next((name for name, options in _ATTACKS.items() if option in options), None)
     return None if found is None else f"{found}(clients=1,{option}=2)"
 
@@ -120,7 +120,7 @@ def attack_with(option: str) -> str | None:
 def skew(counts: Sequence[Sequence[int]]) -> float:
     """Return how different the clients' labels are: the mean total variation distance to the labels of all data.
 
-    `counts` [clients][labels]. 0: all equal; near 1: each client has labels of its own.
+    `counts` [clients][labels]. The result is 0 if all clients have equal shares, near 1 if no two share a label.
     """
     whole = [sum(column) for column in zip(*counts, strict=True)]
     everyone = sum(whole)

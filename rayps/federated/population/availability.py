@@ -22,16 +22,16 @@ Pairs = list[list[tuple[float, float]]]
 
 
 class Availability(Protocol):
-    """Which clients are available, until when, and when to check again."""
+    """The interface of an availability: which clients are available, until when, and when to check again."""
 
     def there(self, clients: Ints, now: int, round: int, attempt: int) -> NDArray[np.bool_]:
-        """Return whether each of `clients` can start now; `attempt` counts the checks in this round."""
+        """Return for each of `clients` whether it can start now; `attempt` counts the checks in this round."""
 
     def until(self, clients: Ints, now: int) -> Ints:
-        """Return when each of `clients`, which are available now, leaves."""
+        """Return for each of `clients`, all of which are available now, when it leaves."""
 
     def next(self, clients: Ints, now: int) -> int | None:
-        """Return the next moment after `now` at which to check again; None = none of `clients` ever returns."""
+        """Return the next moment after `now` at which to check `clients` again; None if none of them ever returns."""
 
 
 def availability(seed: int, spec: CheckedForm) -> Availability:
@@ -69,7 +69,7 @@ class Always:
 
 
 class Bernoulli(Always):
-    """Each client is available with probability p, drawn for each round; an available client stays."""
+    """Each client is available with probability p, drawn for each round; a client that is available does not leave."""
 
     def __init__(self, seed: int, p: float, every: int) -> None:
         self._seed, self._p, self._every = seed, p, max(1, every)
@@ -84,7 +84,7 @@ class Bernoulli(Always):
 
 
 class Diurnal:
-    """Each client is available for one stretch of every day, from a moment of its own."""
+    """Each client is available for one interval of every day, whose start differs between clients."""
 
     def __init__(self, seed: int, length: int, day: int, spread: float) -> None:
         self._seed, self._length, self._day, self._spread = seed, length, max(1, day), spread
@@ -127,7 +127,7 @@ class TraceIntervals:
         self._first = np.where(
             (at < len(self._on)) & (self._on[found] < bases + self._stride), self._on[found] - bases, -1
         )
-        #: how long a trace that is on when its period ends stays on in the next one
+        #: for each trace: how long an interval that lasts until the period's end continues in the next period
         self._over = np.where(self._first == 0, self._off[found] - bases, 0)
 
     def there(self, clients: Ints, now: int, round: int, attempt: int) -> NDArray[np.bool_]:
@@ -160,7 +160,7 @@ class TraceIntervals:
         return None if soonest >= FOREVER else now + soonest
 
     def _find(self, clients: Ints, now: int) -> tuple[Ints, Ints]:
-        """Return each client's moment on the long axis, and the last interval that begins until then; -1 = none."""
+        """Return for each client its moment on the long axis, and the last interval that begins by then (-1: none)."""
         local = min(now, self._stride - 1) if self._period is None else now % self._period
         moment = (clients % self._traces) * self._stride + local
         return moment, np.searchsorted(self._on, moment, side="right") - 1

@@ -34,7 +34,7 @@ def hashes(seed: int, purpose: str, clients: Ints, *at: int) -> NDArray[np.uint6
 
 
 def number(seed: int, purpose: str, *at: int) -> int:
-    """Return 64 random bits for one moment, in microseconds: another function than `hashes`, as uniform."""
+    """Return 64 random bits for one moment, in microseconds; other bits than those of `hashes`."""
     found = _mixed(seed ^ (zlib.crc32(purpose.encode()) << 32))
     for each in at:
         found = _mixed(found ^ _mixed(each + _GOLDEN))
@@ -58,7 +58,7 @@ def cohort_size(clients: int, fraction: float) -> int:
 
 
 def cohort(seed: int, round: int, clients: int, fraction: float) -> Ints:
-    """Return the positions that round `round` asks, sorted, each once: `cohort_size` of all `clients`.
+    """Return the positions of the clients that round `round` asks: `cohort_size` of all `clients`, sorted, each once.
 
     Raises:
         ConfigError: there is no client, or the fraction is outside (0, 1].
@@ -73,7 +73,7 @@ def cohort(seed: int, round: int, clients: int, fraction: float) -> Ints:
 
 
 def first(seed: int, round: int, candidates: Ints, count: int) -> Ints:
-    """Return the `count` candidates, or all, that come first in the round's random order; sorted.
+    """Return the `count` candidates (all, if there are fewer) that come first in the round's random order, sorted.
 
     The order of the candidates does not depend on the other clients.
     """
@@ -84,11 +84,10 @@ def first(seed: int, round: int, candidates: Ints, count: int) -> Ints:
 
 
 def pack(costs: Ints, workers: int) -> list[Ints]:
-    """Return positions in `costs` for each worker: the largest first, to the least loaded (Graham 1969).
+    """Return for each worker its positions in `costs`, sorted.
 
-    Lists are sorted.
-
-    It has no effect on a round's result, only on the time of the slowest worker.
+    The largest cost comes first and goes to the least loaded worker (Graham 1969). The assignment has no effect on a
+    round's result, only on the time of the slowest worker.
     """
     loads = [(0.0, rank) for rank in range(workers)]
     dealt: list[list[int]] = [[] for _ in range(workers)]
@@ -101,7 +100,7 @@ def pack(costs: Ints, workers: int) -> list[Ints]:
 
 
 def homes(costs: Ints, workers: int) -> Ints:
-    """Return the rank that stores each client's state, in every round."""
+    """Return for each client the rank that stores its state, in every round."""
     found = np.zeros(len(costs), dtype=np.int64)
     for rank, positions in enumerate(pack(costs, workers)):
         found[positions] = rank

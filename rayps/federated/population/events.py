@@ -17,14 +17,14 @@ from rayps.federated.population.population import Plan, Population
 
 
 class Events(Protocol):
-    """The rounds of a run."""
+    """The interface of a run's virtual clock: it computes the rounds one after another."""
 
     def round(self, t: int, clock: Ints) -> tuple[Plan, Ints]:
-        """Return round `t`, and the clock after it. Raises TrainingError: no client is available, and none will be."""
+        """Return round `t`, and the clock after it. Raises TrainingError: no client is available now or later."""
 
 
 class InStep:
-    """Rounds that wait for their replies: all clients of one start together."""
+    """Synchronous rounds: all clients of a round start together, and the round waits for their replies."""
 
     def __init__(self, world: Population) -> None:
         self.world = world

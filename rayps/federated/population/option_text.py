@@ -17,18 +17,18 @@ CheckedForm: TypeAlias = dict[str, Any]
 
 
 class Option(NamedTuple):
-    """An option: its default, and the least whole number; None = any number above 0."""
+    """A numeric option: its default, and its least value if it is a whole number; `least` None: any number above 0."""
 
     default: Json
     least: int | None = None
-    signed: bool = False  # any number at all
+    signed: bool = False  # any number is allowed, also 0 and negative ones
 
 
 def read(field: str, given: Json, known: Mapping[str, Mapping[str, Option]], example: str) -> CheckedForm:
     """Parse text or a mapping into {"name": ..., every option of it: ...}, with checked numbers.
 
     Raises:
-        ConfigError: naming the field, what was given and what is allowed.
+        ConfigError: the form or a value is invalid; names the field, what was given and what is allowed.
     """
     if not isinstance(given, (str, Mapping)):
         raise ConfigError(f"{field} is {given!r}: give text such as {example}", field=field)
@@ -59,7 +59,7 @@ def read(field: str, given: Json, known: Mapping[str, Mapping[str, Option]], exa
 
 
 def shown(name: str, options: Mapping[str, float | None]) -> str:
-    """Return the text form; options that are None are left out."""
+    """Return the text form of a name with its options; options that are None are left out."""
     inside = ",".join(f"{key}={value:g}" for key, value in options.items() if value is not None)
     return f"{name}({inside})" if inside else name
 

@@ -39,14 +39,14 @@ _AVAILABLE: dict[str, JsonObject] = {
     "diurnal": {"share": 0.5, "day": 86400.0, "spread": 1.0},
     "trace": {"file": None, "intervals": None, "period": None},
 }
-_SHARES = {"p", "share"}  # above 0 and up to 1
+_SHARES = {"p", "share"}  # options whose value is above 0 and up to 1
 _POSITIVE = {"median", "low", "high", "every", "day", "period"}
-_SPREAD = {"spread"}  # from 0 to 1
+_SPREAD = {"spread"}  # options whose value is from 0 to 1
 _LONGEST = 1e9  # seconds: thirty years, far below the largest int64 of microseconds
 
 
 def speed_of(given: Json) -> CheckedForm:
-    """Return a speed as {"name": ..., every option: ...}. Raises ConfigError."""
+    """Parse a speed into {"name": ..., every option: ...}. Raises ConfigError: it is not one of the module's forms."""
     if given is None:
         given = "constant"
     if isinstance(given, (int, float)) and not isinstance(given, bool):
@@ -64,7 +64,10 @@ def speed_of(given: Json) -> CheckedForm:
 
 
 def available_of(given: Json) -> CheckedForm:
-    """Return an availability as {"name": ..., every option: ...}. Raises ConfigError."""
+    """Parse an availability into {"name": ..., every option: ...}.
+
+    Raises ConfigError: it is not one of the module's forms.
+    """
     if given is None:
         given = "always"
     if isinstance(given, (list, tuple)):
@@ -78,7 +81,7 @@ def available_of(given: Json) -> CheckedForm:
 
 
 def intervals(given: Iterable[Iterable[Sequence[float]]], period: float | None) -> list[list[tuple[float, float]]]:
-    """Return for each client its (on, off) in seconds, sorted. Raises ConfigError."""
+    """Return each client's (on, off) in seconds, sorted. Raises ConfigError: they overlap or exceed the period."""
     checked: list[list[tuple[float, float]]] = []
     for client, each in enumerate(given):
         try:
@@ -143,7 +146,10 @@ class PopulationSpec:
         return attack_of(self.attack)
 
     def must_be_unset(self) -> None:
-        """Refuse all options of simulated clients but `deadline`, where clients are real. Raises ConfigError."""
+        """Check the options of a job with real clients.
+
+        Raises ConfigError: one for simulated clients (all but `deadline`) is given.
+        """
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name != "deadline" and value != field.default:
@@ -164,7 +170,7 @@ def check_fraction(fraction: Json) -> None:
 
 
 def check_replies(min_replies: int, enough: int | None, over_selection: float) -> None:
-    """Raise ConfigError for invalid numbers of replies, or numbers under which no round would count."""
+    """Check the numbers of replies. Raises ConfigError: one is invalid, or no round could ever change the model."""
     if not is_number(over_selection) or not 0 <= over_selection <= 10:
         raise ConfigError(
             f"over_selection is {over_selection!r}: give how many clients beyond the needed ones to ask, as a share of "
@@ -221,7 +227,7 @@ def _shown(value: Json) -> str:
 
 
 def _one_of(field: str, found: CheckedForm, first: str, second: str) -> None:
-    """Check that a trace is a file or a list."""
+    """Check that a trace has either a file (`first`) or a list (`second`). Raises ConfigError."""
     if (found[first] is None) == (found[second] is None):
         raise ConfigError(f"{field}: trace takes either {first}=... or {second}=...", field=field)
     if found[first] is not None and not isinstance(found[first], str):

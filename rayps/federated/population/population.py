@@ -27,15 +27,15 @@ LOOKS = 10_000  # checks without an available client, before a round fails
 _LATEST = 1 << 60  # microseconds: the end of virtual time
 
 
-REASONS = ("", "offline", "dropout", "deadline")  # outcome of a client's training; "" = it replied
+REASONS = ("", "offline", "dropout", "deadline")  # why a client's reply was lost; "" = the client replied
 
 
 class Training(NamedTuple):
     """One reply: the client, and the version of the parameters at its start."""
 
     client: int
-    version: int  # the round at whose start the parameters were these
-    staleness: int  # versions since then, when the server uses the reply
+    version: int  # the training starts from the parameters at the start of this round
+    staleness: int  # versions between the training's start and the use of its reply
     again: int  # how often this client had already started from this version
     begin: float  # virtual seconds
     end: float
@@ -43,15 +43,15 @@ class Training(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """One round: what to train, and the outcome of every client that was asked."""
+    """The schedule of one round: the trainings, and the outcome of every client that was asked."""
 
     round: int
     sampled: Ints  # positions of the clients that were asked, sorted
-    trains: Ints  # those of them whose replies count, sorted
-    dropped: list[tuple[int, str]]  # the others, and why: dropout, offline, deadline, late
+    trains: Ints  # positions of the asked clients whose replies count, sorted
+    dropped: list[tuple[int, str]]  # the other asked clients, and why: dropout, offline, deadline, late
     begin: float  # virtual seconds: when the clients were asked
     end: float  # when the round ended
-    waited: float = 0.0  # how long no client was available before it started
+    waited: float = 0.0  # virtual seconds without an available client before the round started
     trainings: tuple[
         Training, ...
     ] = ()  # one per reply: of `trains` in their order, or in order of arrival in a buffer
@@ -59,31 +59,31 @@ class Plan:
 
     @property
     def staleness(self) -> dict[int, int]:
-        """Return the number of replies by age in versions."""
+        """Return the number of replies of each age; an age is in versions."""
         return dict(sorted(Counter(each.staleness for each in self.trainings).items()))
 
 
 @dataclass(frozen=True)
 class TrainingFates:
-    """The outcomes of clients that start to train at one moment: arrays of equal length."""
+    """The outcomes of trainings that start at one moment: arrays with one element per client."""
 
     clients: Ints
-    ends: Ints  # microseconds at which each replies, or the round gives it up
-    reasons: list[str] = field(default_factory=list)  # "" = it replies
+    ends: Ints  # microseconds at which each client replies, or the round stops waiting for it
+    reasons: list[str] = field(default_factory=list)  # why each reply is lost; "" = the client replies
 
 
 class Population:
     """N clients with a speed, an availability and random losses of their own.
 
     Args:
-        seed: of every draw.
+        seed: the seed of every draw.
         work: samples that each client trains in a round (n_k E, or L B); its length is N.
         fraction: share of all clients that a round needs.
         speed, available: see `options`.
         dropout: probability that a client that was asked never replies.
         deadline: virtual seconds after which a client is given up; None = never.
         enough: a round ends after so many replies; None = when no more replies are to come.
-        over_selection: ask (1 + so much) times as many clients as are needed, and end with the needed number.
+        over_selection: a share s; a round that needs n replies asks (1 + s) n clients, and ends with n replies.
 
     Raises:
         ConfigError: there are no clients, or an option is invalid.
@@ -126,10 +126,10 @@ class Population:
         self._pace = self._paces()
 
     def round(self, t: int, now: float = 0.0) -> Plan:
-        """Return round `t`, where the one before ended at `now`.
+        """Return round `t`, given that the round before it ended at `now` (microseconds).
 
         Raises:
-            TrainingError: no client is available, and none will be.
+            TrainingError: no client is available now or later.
         """
         moment, candidates = self.someone(t, micros(now), self._all)
         sampled = first(self.seed, t, candidates, self.asked)
@@ -158,10 +158,10 @@ class Population:
         )
 
     def someone(self, t: int, now: int, among: Ints) -> tuple[int, Ints]:
-        """Return the first moment from `now` on at which some of the clients `among` are available, and which.
+        """Return the first moment from `now` on at which any of the clients `among` is available, and which are.
 
         Raises:
-            TrainingError: none of them is, and none will be.
+            TrainingError: none of them is available now or later.
         """
         moment: int | None = now
         for attempt in range(LOOKS):
@@ -172,8 +172,8 @@ class Population:
                 return moment, among[there]
             moment = self._available.next(among, moment)
         raise TrainingError(
-            f"round {t}: none of {len(among)} clients is available at {now / 1e6:g} virtual seconds, and none will be"
-            + (f" in the next {LOOKS} looks" if moment is not None else "")
+            f"round {t}: none of {len(among)} clients is available at {now / 1e6:g} virtual seconds, nor "
+            + (f"in the next {LOOKS} checks" if moment is not None else "later")
             + ": raise their availability (available=...), or give the trace a period",
             round=t,
         )
@@ -185,7 +185,7 @@ class Population:
     def send(self, clients: Ints, now: int, t: int, again: int = 0) -> TrainingFates:
         """Return the outcomes of clients that start round `t` at `now` (microseconds), for the first time or again.
 
-        Without a deadline a client that is lost by dropout is noticed when its reply was due.
+        Without a deadline, a client that is lost by dropout is detected at the moment at which its reply was due.
         """
         seconds, place = self._pace[clients], (t, again) if again else (t,)
         jitter = self._speed.get("jitter", 0.0)
@@ -203,7 +203,7 @@ class Population:
         ]
         ends = np.minimum(np.minimum(due, leaves), latest)
         if self._deadline is not None:
-            ends = np.where(lost & (leaves >= ends), latest, ends)  # it is detected at the deadline
+            ends = np.where(lost & (leaves >= ends), latest, ends)  # a lost client is detected at the deadline
         return TrainingFates(clients, ends, reasons)
 
     def _paces(self) -> NDArray[np.float64]:

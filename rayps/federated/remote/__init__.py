@@ -1,1 +1,1 @@
-"""Clients that are processes outside of the cluster, with their own data: over HTTP, files and signed orders."""
+"""Real clients, which are processes outside of the cluster: their files, signed orders and join options."""

@@ -1,7 +1,7 @@
 """How a job waits for real clients: `clients=remote`, or `remote(least=3,wait=600)`. Pure.
 
-    least=1     so many must be connected before a round starts
-    wait=600    seconds that the job waits for them, each time; then it fails, and names those that were connected
+    least=1     the number of clients that must be connected before a round starts
+    wait=600    seconds that the job waits for these clients in each round; then the job fails and names those connected
 
 `deadline` of the strategy is then in real seconds, 600 by default: an update that arrives later does not count in the
 round. Options of simulated clients (speed, available, dropout, attack, enough, over_selection) do not apply to real
@@ -25,17 +25,17 @@ REMOTE = "remote"
 
 @dataclass(frozen=True, slots=True)
 class JoinOptions:
-    """The number of clients for which a round waits, and the time."""
+    """The options of `clients=remote`: the number of clients for which a round waits, and for how long."""
 
     least: int = 1
     wait: float = 600.0
 
 
 def joining_of(given: Json) -> JoinOptions | None:
-    """Parse `clients`; None = the clients are those of the data, simulated on the workers.
+    """Parse the option `clients`. None: the clients are those of the data, simulated on the workers.
 
     Raises:
-        ConfigError: naming what may be given.
+        ConfigError: the text is not of the form `remote(least=3,wait=600)`.
     """
     if given is None:
         return None
@@ -59,5 +59,5 @@ def joining_of(given: Json) -> JoinOptions | None:
 
 
 def round_seconds(population: PopulationSpec) -> float:
-    """Return the seconds of a round of real clients."""
+    """Return the deadline of a round of real clients, in seconds."""
     return DEADLINE if population.deadline is None else population.deadline

@@ -1,18 +1,18 @@
-"""A folder between the service, which real clients call, and the worker, which aggregates: nothing but files.
+"""The folder through which the service, which real clients call, and the worker, which aggregates, exchange files.
 
     door.json                    written by the driver: a machine that cannot read it does not have this folder
     members/NUMBER.json          the clients that have joined, in order; written by the service
     seen/NUMBER, left/NUMBER     the time of a client's last request; the clients that left; by the service
-    starts.json                  the rounds at which the job started again, and its first order then; by the worker
+    starts.json                  each start of the job: its first round and its first order; written by the worker
     standing.json                the clients for which the job waits, as text; by the worker
-    rounds/SERIAL/order.json     a round as the worker drew it, beside parameters.safetensors
+    rounds/SERIAL/order.json     the round's clients, facts and deadline, beside parameters.safetensors; by the worker
     rounds/SERIAL/inbox/NUMBER   updates, by the service
     rounds/SERIAL/taken/NUMBER   the same after the worker has closed the round: `inbox` renamed
     rounds/SERIAL/verdicts.json  why an update of the round did not count; by the worker
 
-Every file appears whole, by rename or link. A round is closed by the rename of its inbox: an update is either in it or
-late, never both, and two workers cannot both take it. A serial is used once: a round that is drawn again (its worker
-was lost, and the job returned to a checkpoint) has another serial, and updates for the old one are refused.
+Every file appears whole, by rename or link. A round is closed by the rename of its inbox: an update is either in the
+inbox or late, never both, and two workers cannot both take it. A serial is used once: a round that is drawn again (its
+worker was lost, and the job returned to a checkpoint) has another serial, and updates for the old one are refused.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ class JoinedClient:
 
 @dataclass(frozen=True, slots=True)
 class RoundOrder:
-    """A round as the worker drew it; `facts` are what is signed for each client."""
+    """The order of a round: the clients that the worker drew, and the facts that are signed for each client."""
 
     serial: int
     round: int
     sampled: dict[int, str]
     begun: float  # seconds since the epoch
-    deadline: float  # seconds after that
-    most_bytes: int  # largest size of an update
+    deadline: float  # seconds after `begun`
+    most_bytes: int  # largest size of an update, in bytes
     facts: OrderFacts
 
 
 class Mailbox:
-    """The folder of one job. Methods of the service come first, then those of the worker."""
+    """The mailbox folder of one job. Methods for the service come first, then those for the driver and the worker."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -73,7 +73,7 @@ class Mailbox:
     # ---- members
 
     def join(self, name: str, key: str, token: str, samples: int) -> JoinedClient:
-        """Add a client. A client that joined before, with the same key, gets its number again.
+        """Add a client and return its number. A client that joined before with the same key gets the same number.
 
         Raises:
             Conflict: another client has that name.
@@ -107,11 +107,11 @@ class Mailbox:
         return [JoinedClient(**facts) for facts in found if facts is not None]
 
     def member(self, number: int, key: str) -> JoinedClient:
-        """Return the member of a number, checked by its key. Raises Unauthorized."""
+        """Return the client with this number. Raises Unauthorized: no client has both this number and this key."""
         facts = read_json(self._member(number))
         hashed = hashlib.sha256(key.encode()).hexdigest()
         if facts is None or not secrets.compare_digest(str(facts["key"]), hashed):
-            raise Unauthorized("no client of that number and key has joined this job: join first", status=401)
+            raise Unauthorized("no client with that number and key has joined this job: join first", status=401)
         return JoinedClient(**facts)
 
     def seen(self, number: int) -> None:
@@ -119,7 +119,7 @@ class Mailbox:
         _touch(self.folder / "seen" / str(number))
 
     def leave(self, number: int) -> None:
-        """Record that a client has left; it may join again."""
+        """Record that a client has left; the client may join again."""
         _touch(self.folder / "left" / str(number))
 
     def last_seen(self, number: int) -> float:
@@ -130,7 +130,7 @@ class Mailbox:
             return float("inf")
 
     def state(self, number: int) -> Literal["here", "away", "left"]:
-        """Return whether the client can be asked."""
+        """Return "here" if the client is connected, else "away", or "left". Only clients that are here are asked."""
         if (self.folder / "left" / str(number)).exists():
             return "left"
         return "here" if self.last_seen(number) < AWAY_SECONDS else "away"
@@ -147,11 +147,11 @@ class Mailbox:
         return None if facts is None else _order(facts)
 
     def is_open(self, serial: int) -> bool:
-        """Return whether updates are still accepted."""
+        """Return whether the round still accepts updates."""
         return (self._round(serial) / "inbox").is_dir()
 
     def has(self, serial: int, number: int) -> bool:
-        """Return whether an update of this client is in, or was taken."""
+        """Return whether the round has this client's update, in its inbox or taken."""
         home = self._round(serial)
         return (home / "inbox" / str(number)).exists() or (home / "taken" / str(number)).exists()
 
@@ -163,13 +163,18 @@ class Mailbox:
         return path
 
     def part(self, serial: int, number: int) -> Path:
-        """Return the path to write an update to before `deliver`. Raises Conflict: the round is closed."""
+        """Return the path of the file into which an update is written before `deliver`.
+
+        Raises Conflict: the round is closed.
+        """
         if not self.is_open(serial):
             raise self._late(serial)
         return self._round(serial) / f".{number}-{secrets.token_hex(8)}"
 
     def deliver(self, serial: int, number: int, part: Path) -> bool:
-        """Add a complete update to the round; return False if there is one already, which stays. The part is deleted.
+        """Move a complete update from `part` into the round; return False if the client's update is there already.
+
+        The earlier update stays, and the part is deleted.
 
         Raises:
             Conflict: the round is closed.
@@ -187,14 +192,14 @@ class Mailbox:
         return True
 
     def verdict(self, serial: int, number: int) -> str | None:
-        """Return why the client's update of a closed round did not count; None = it did, or nothing is known of it."""
+        """Return why the client's update of a closed round did not count; None if it did, or if nothing is known."""
         found = (read_json(self._round(serial) / "verdicts.json") or {}).get(str(number))
         return None if found is None else str(found)
 
     def withdraw(self, number: int) -> None:
         """Exclude a client whose token was revoked.
 
-        It is not asked again, and its updates of an open round do not count.
+        The client is not asked again, and its updates of an open round do not count.
         """
         self.leave(number)
         order = self.newest()
@@ -225,7 +230,7 @@ class Mailbox:
         _write(self.folder / "door.json", {"host": os.uname().nodename})
 
     def reachable(self) -> bool:
-        """Return whether this machine has the folder, and may write there."""
+        """Return whether this machine has the folder, and this process may write in it."""
         return (self.folder / "door.json").is_file() and os.access(self._rounds, os.W_OK)
 
     def say(self, waits: str | None) -> None:
@@ -234,9 +239,9 @@ class Mailbox:
             _write(self.folder / "standing.json", {"waits": waits, "time": time.time()})
 
     def starts(self, round: int, first: bool) -> list[list[int]]:
-        """Return the rounds at which the job started, or started again, and its first order then.
+        """Return each start of the job as (its first round, its first order).
 
-        `first`: add this start.
+        With `first`, add a start at `round` whose first order is `first`.
         """
         path = self.folder / "starts.json"
         known: list[list[int]] = (read_json(path) or {}).get("starts", [])
@@ -251,7 +256,7 @@ class Mailbox:
     def begin(
         self, facts: OrderFacts, sampled: dict[int, str], deadline: float, most_bytes: int, parameters: bytes
     ) -> RoundOrder:
-        """Draw a round, or continue the open one if it is equal to the bit: updates for it still count."""
+        """Open a new round. If an open round is equal to it bit for bit, continue that one: its updates still count."""
         digest = hashlib.sha256(parameters).hexdigest()
         facts = {**facts, "parameters": {"sha256": digest, "bytes": len(parameters)}}
         before = self.newest()
@@ -272,14 +277,14 @@ class Mailbox:
         return order
 
     def arrived(self, serial: int) -> set[int]:
-        """Return the clients whose updates are in."""
+        """Return the clients whose updates are in the round's inbox."""
         try:
             return {int(path.name) for path in (self._round(serial) / "inbox").iterdir()}
         except FileNotFoundError:
             return set()
 
     def close(self, serial: int) -> dict[int, Path]:
-        """Close a round, and return its updates by number; nothing if another worker has closed it."""
+        """Close a round and return its updates, by client; empty if another worker has closed the round."""
         home = self._round(serial)
         try:
             (home / "inbox").rename(home / "taken")
@@ -294,9 +299,9 @@ class Mailbox:
         if verdicts:
             _write(home / "verdicts.json", {str(number): reason for number, reason in verdicts.items()})
         for path in (home / "taken").iterdir():
-            path.write_bytes(b"")  # its name stays: a second copy of it is detected
+            path.write_bytes(b"")  # the empty file stays: a second copy of the update is detected
         for path in home.glob(".*-*"):
-            path.unlink(missing_ok=True)  # a part of an update, whose sender or service has ended
+            path.unlink(missing_ok=True)  # an incomplete update, whose client or service has ended
 
     def _forget(self, serial: int) -> None:
         for old in self._serials():
@@ -316,7 +321,7 @@ class Mailbox:
 
 
 def _same(one: OrderFacts, other: OrderFacts) -> bool:
-    """Return whether two rounds are equal, bit for bit."""
+    """Return whether two orders are equal, parameters included, bit for bit."""
     plain = [
         json.loads(json.dumps({k: v for k, v in each.items() if k not in ("serial", "starts")}))
         for each in (one, other)
@@ -329,7 +334,7 @@ def _order(facts: Keywords) -> RoundOrder:
 
 
 def _write(path: Path, value: Keywords, new: bool = False) -> bool:
-    """Write a whole file at once; with `new` only if there is none, else return False."""
+    """Write a file atomically. With `new`, write only if the file does not exist, and return whether it was written."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     with part.open("w", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""Signed orders: a client outside of the cluster accepts only orders signed by the service that its token names.
+"""Signed orders: a real client accepts only orders signed by the service whose key its token names.
 
 Nothing is encrypted here: updates and token can be read on the network unless TLS is used. Ed25519 (RFC 8032) signs a
 prefix of rayps and the order's text. The token carries the SHA-256 fingerprint of the public key, so a proxy between
@@ -39,7 +39,7 @@ class Key:
 
     @classmethod
     def kept(cls, path: Path) -> Self:
-        """Return the key in a file of mode 0600, created if there is none.
+        """Return the key stored in `path`, a file of mode 0600; create the file if there is none.
 
         Raises:
             ConfigError: the file holds no key.
@@ -72,7 +72,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class ClientToken:
-    """Hold a client's token: the secret, its job, its client (None = any), and the fingerprint of the service's key."""
+    """A client's token: its secret, its job (None: any), its client (None: any), and the service key's fingerprint."""
 
     secret: str
     job: str | None
@@ -90,7 +90,7 @@ class ClientToken:
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """Parse a token. Raises ConfigError: it is not a client token."""
+        """Parse a token's text. Raises ConfigError: the text is not a client token."""
         parts = text.strip().split(".")
         name = _name(parts[4]) if len(parts) == 5 else None
         well = len(parts) == 4 or name is not None
@@ -103,7 +103,10 @@ class ClientToken:
         return cls(parts[2], None if parts[1] == ANY_JOB else parts[1], parts[3], name)
 
     def check(self, public: str) -> None:
-        """Raise Unauthorized if the key is not that of the service that created this token."""
+        """Check the service's public key.
+
+        Raises Unauthorized: it is not the key of the service that created this token.
+        """
         try:
             known = fingerprint(public)
         except ValueError as error:
@@ -113,14 +116,17 @@ class ClientToken:
 
 
 class OrderedParameters(TypedDict):
-    """The parameters that a round begins with."""
+    """A description of the file of parameters with which a round begins."""
 
     sha256: str
     bytes: int
 
 
 class OrderFacts(TypedDict, total=False):
-    """What an order says. The service adds `job`, `client`, `name` and `seconds` for each client, and signs it."""
+    """The content of an order.
+
+    The service adds `job`, `client`, `name` and `seconds` for each client, and signs the order.
+    """
 
     kind: str
     round: int
@@ -135,13 +141,13 @@ class OrderFacts(TypedDict, total=False):
     job: str
     client: int
     name: str
-    seconds: float  # that are left
-    trained: float  # the client's own: seconds of its training
-    ends: float  # the client's own: until when an update is in time
+    seconds: float  # seconds left until the round's deadline
+    trained: float  # set by the client: the seconds of its training
+    ends: float  # set by the client: until when its update is in time
 
 
 def is_client_token(text: str) -> bool:
-    """Return whether a bearer token is a client's."""
+    """Return whether a bearer token is a client's token."""
     return text.startswith(f"{_SCHEME}.")
 
 
@@ -156,10 +162,10 @@ def order_text(facts: OrderFacts) -> str:
 
 
 def verified(text: str, signature: str, public: str, expected: str) -> OrderFacts:
-    """Return the order, if the key has the expected fingerprint and the signature is valid.
+    """Return the order in `text`, after checking the key's fingerprint and the signature.
 
     Raises:
-        Unauthorized: it is not; no part of the order may be used.
+        Unauthorized: one of them is wrong; no part of the order may be used.
     """
     try:
         known, key = fingerprint(public), Ed25519PublicKey.from_public_bytes(bytes_of(public))
@@ -192,7 +198,7 @@ def _wrong_key() -> Unauthorized:
 
 
 def _name(text: str) -> str | None:
-    """Return the name in a token; None if it has none."""
+    """Return the client's name in a token; None if the token has no name."""
     try:
         found = bytes_of(text).decode()
     except ValueError:
@@ -206,5 +212,5 @@ def text_of(value: bytes) -> str:
 
 
 def bytes_of(text: str) -> bytes:
-    """Decode such text. Raises ValueError."""
+    """Decode the result of `text_of`. Raises ValueError: `text` is not such a text."""
     return base64.b64decode(text.encode() + b"=" * (-len(text) % 4), altchars=b"-_", validate=True)
