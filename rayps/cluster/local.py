@@ -19,19 +19,19 @@ from rayps.core.errors import ActorDied, ConfigError, NoResources
 _Shared = TypeVar("_Shared")
 Bundle = dict[str, float]
 PROTOCOL = 1  # version of the calls between a service and actors that outlive it: increment it with each change
-FIRST_PROTOCOL = 1  # version of rayps 0.1.0, which writes none
+FIRST_PROTOCOL = 1  # version of rayps 0.1.0, whose actors do not report a version
 LOCAL_CPUS = 16  # logical CPUs of a Ray that rayps starts, if the machine has fewer cores
 WORKER_NICENESS = "0"  # niceness on a Ray of rayps: at Ray's default, 15, one busy program almost stops workers
 
 
 class ActorReply(Protocol):
-    """The future result of a call."""
+    """The reply to a call, which arrives later."""
 
     def done(self) -> bool:
-        """Whether the result is here."""
+        """Whether the reply has arrived."""
 
     def result(self, timeout: float | None = None) -> Any:
-        """Return the result. Raises TimeoutError, ActorDied, or what the method raised."""
+        """Return the result; wait for it. Raises TimeoutError, ActorDied, or what the method raised."""
 
 
 class ActorHandle(Protocol):
@@ -40,17 +40,17 @@ class ActorHandle(Protocol):
     name: str
 
     def call(self, method: str, *args: Any) -> ActorReply:
-        """Call a method; at most once, never retried."""
+        """Call a method of the actor, at most once: a failed call is never repeated."""
 
 
 class Reservation(Protocol):
-    """Resources that were reserved together."""
+    """Resources that were reserved together, as bundles."""
 
     def hosts(self) -> list[str]:
         """The host of each bundle."""
 
     def release(self) -> None:
-        """Release them."""
+        """Release the resources."""
 
 
 class Actors(Protocol):
@@ -70,14 +70,14 @@ class Actors(Protocol):
         restarts: int = 0,
         **kwargs: Any,
     ) -> ActorHandle:
-        """Start an actor; `here` keeps it on this host, `gang` and `index` put it into a reserved bundle.
+        """Start an actor; `here` places it on this host, `gang` and `index` place it in a reserved bundle.
 
-        `restarts`: how often it is started again, with the same arguments, after its process died (-1: always); an
-        actor of threads never is.
+        `restarts`: how often the actor is started again, with the same arguments, after its process died (-1: always).
+        A cluster of threads ignores it.
         """
 
     def find(self, name: str) -> ActorHandle | None:
-        """Return the living actor of that name."""
+        """Return the living actor of that name; None if there is none."""
 
     def free(self) -> Bundle:
         """Return the free resources: {"cpu": ..., "gpu": ...}."""
@@ -89,20 +89,20 @@ class Actors(Protocol):
         """Return the resources of each host: free, or all."""
 
     def kill(self, handle: ActorHandle) -> None:
-        """End an actor now."""
+        """End an actor at once."""
 
     def close(self) -> None:
-        """Disconnect from the cluster; end it if it was started here."""
+        """Disconnect from the cluster; end the cluster if this process started it."""
 
 
 class Cluster(Actors, Protocol):
     """A cluster on which actors run."""
 
     def share(self, value: _Shared) -> _Shared:
-        """Store a value once for several calls; pass the result as the argument."""
+        """Store a value once for several calls; pass the returned reference as the argument."""
 
     def reserve(self, bundles: list[Bundle], timeout: float) -> Reservation | None:
-        """Reserve all bundles or none; None if there are none. Raises NoResources."""
+        """Reserve all bundles or none; return None for an empty list. Raises NoResources."""
 
 
 class KeyValues(Protocol):
@@ -115,14 +115,14 @@ class KeyValues(Protocol):
         """Return a key's value; None if there is no such key."""
 
     def delete(self, key: str) -> None:
-        """Delete the key."""
+        """Delete a key and its value."""
 
 
 def resolve(target: str) -> type:
     """Return the class at `module:Class`.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such module or class.
     """
     module, _, name = target.partition(":")
     try:
@@ -154,12 +154,12 @@ _providers: list[Callable[[], Surroundings | None]] = []
 
 
 def provide(provider: Callable[[], Surroundings | None]) -> None:
-    """Register what knows the surrounding cluster; `ray_cluster` calls it when it is imported."""
+    """Register the function that returns the surrounding cluster; `ray_cluster` calls this when it is imported."""
     _providers.append(provider)
 
 
 def rendezvous() -> KeyValues:
-    """Return the map shared with the surrounding cluster: Ray's inside Ray, else this process's."""
+    """Return the key-value map of the surrounding cluster: Ray's inside Ray, else this process's."""
     return _surroundings()[0]
 
 
@@ -169,7 +169,7 @@ def surrounding() -> Cluster:
 
 
 def host_address() -> str:
-    """Return the address at which the cluster's other hosts reach this one; loopback if there are none."""
+    """Return the address at which the cluster's other hosts reach this host; loopback if there are no others."""
     return _surroundings()[2]
 
 
@@ -315,7 +315,7 @@ def _local_cluster(cluster: list[LocalCluster] = []) -> LocalCluster:  # noqa: B
 
 
 def refuse_if_too_large(bundles: list[Bundle], total: Bundle) -> None:
-    """Refuse more than the whole cluster has.
+    """Refuse a job that needs more resources than the whole cluster has.
 
     Raises:
         NoResources: carries `needed` and `total`.
@@ -333,7 +333,7 @@ def refuse_if_too_large(bundles: list[Bundle], total: Bundle) -> None:
 
 
 def not_free(bundles: list[Bundle], free: Bundle, timeout: float) -> NoResources:
-    """Return the error after a wait for resources that stayed in use."""
+    """Return the error for resources that other jobs still used after a wait of `timeout` seconds."""
     return NoResources(
         f"the job needs {sum(b.get('cpu', 0) for b in bundles):g} CPUs at once, {free['cpu']:g} are free "
         f"after {timeout:g} s:\nwait for other jobs, use fewer workers, or raise timeout",
@@ -343,7 +343,10 @@ def not_free(bundles: list[Bundle], free: Bundle, timeout: float) -> NoResources
 
 
 def until(ready: Callable[[], bool], timeout: float, pause: float = 0.01) -> bool:
-    """Wait until `ready()` or the deadline, with pauses that grow to 0.2 s; return whether it became ready."""
+    """Wait until `ready()` returns true or `timeout` seconds have passed; return whether `ready()` was true.
+
+    The pauses between two calls grow to 0.2 s.
+    """
     deadline = time.monotonic() + timeout
     while not ready():
         if time.monotonic() >= deadline:

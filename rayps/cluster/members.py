@@ -35,7 +35,7 @@ class GroupMember:
     handle: ActorHandle
     place: ActorHost | None = None
     facts: Any = None  # WorkerFacts or ShardFacts of the last poll
-    dead: str | None = None  # why it counts as dead
+    dead: str | None = None  # why the member counts as dead; None if it is alive
     question: ActorReply | None = None
     asked_at: float = 0.0
 
@@ -53,7 +53,7 @@ class GroupMember:
         return facts
 
     def look(self, timeout: float, round: int) -> None:
-        """Check whether a call of the user's code is overdue outside of its rounds: the member then counts as dead."""
+        """Mark the member as dead if a call of the user's code, outside of its rounds, has exceeded its time limit."""
         answer = self._answer(timeout, "calls")
         if answer is not None:
             found = (overdue(call, timeout, round, answer.ends) for call in answer.calls)
@@ -78,7 +78,7 @@ class GroupMember:
             return None
 
     def heard(self, reply: ActorReply) -> None:
-        """Wait until a call has returned; a member on which it fails counts as dead."""
+        """Wait until a call has returned; if the call fails, the member counts as dead."""
         try:
             reply.result(START_SECONDS)
         except ClusterError as error:
@@ -88,9 +88,9 @@ class GroupMember:
 
 
 def place(members: Sequence[GroupMember], check: Callable[[], None] = lambda: None) -> None:
-    """Get the addresses of new members; one that did not start counts as dead.
+    """Get the addresses of new members; a member that does not start in time counts as dead.
 
-    An exception of `check` ends the wait.
+    `check` is called during the wait; an exception that it raises ends the wait.
     """
     asked = [(member, member.handle.call("place")) for member in members]
 
@@ -112,14 +112,14 @@ def place(members: Sequence[GroupMember], check: Callable[[], None] = lambda: No
 
 
 def settle(replies: Sequence[ActorReply], members: Sequence[GroupMember]) -> None:
-    """Wait until these members have started a new generation; earlier facts are dropped."""
+    """Wait until the members' calls that start a new generation have returned; drop the facts of earlier polls."""
     for reply, member in zip(replies, members, strict=True):
         member.question, member.facts = None, None
         member.heard(reply)
 
 
 def enter(working_dir: str | None) -> None:
-    """Work where the user does, if that folder is here, so that relative paths and imports mean the same."""
+    """Change to the user's working directory if it exists here, so that relative paths and imports mean the same."""
     if working_dir and Path(working_dir).is_dir() and Path.cwd() != Path(working_dir):
         os.chdir(working_dir)
         sys.path.insert(0, working_dir)

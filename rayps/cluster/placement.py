@@ -1,8 +1,8 @@
-"""Place workers on hosts: a replica inside one host where it fits, else with the reason. Pure.
+"""Place workers on hosts: each replica inside one host if it fits, else on several, with the reason. Pure.
 
-Within a replica activations are exchanged several times a step, between replicas a gradient once. So first as many
-replicas as possible are put inside one host each, and the others are spread over as few hosts as possible, neighbours
-together.
+Within a replica activations are exchanged several times a step, between replicas a gradient once. Therefore as many
+replicas as possible are placed inside one host each; every other replica is spread over as few hosts as possible, with
+neighbouring ranks on the same host.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rayps.core.grid import Grid
 
 Bundle = Mapping[str, float]
 _WORDS = {"cpu": "CPU", "gpu": "GPU", "memory": "bytes of memory"}
-_EPSILON = 1e-6  # amounts are sums of floats; Ray counts to 1e-4
+_EPSILON = 1e-6  # tolerance, as amounts are sums of floats; Ray's own resolution is 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +33,14 @@ def slots(free: Bundle, bundle: Bundle) -> int:
 
 
 def _room(kind: str, free: float, amount: float) -> int:
-    if kind == "gpu" and amount < 1:  # a worker's share is of one device
+    if kind == "gpu" and amount < 1:  # a worker's share cannot span two devices
         whole = math.floor(free + _EPSILON)
         return whole * math.floor(1 / amount + _EPSILON) + math.floor((free - whole + _EPSILON) / amount)
     return math.floor((free + _EPSILON) / amount)
 
 
 def together(bundle: Bundle, count: int) -> dict[str, float]:
-    """Return what so many workers need on one host. More than one GPU means whole GPUs for each worker."""
+    """Return the resources that `count` workers need on one host. More than one GPU is whole GPUs for each worker."""
     found = {kind: round(amount * count, 4) for kind, amount in bundle.items()}
     gpu = bundle.get("gpu", 0.0)
     if 0 < gpu < 1:
@@ -64,7 +64,7 @@ def seat(hosts: Mapping[str, Bundle], grid: Grid, bundle: Bundle) -> Seating | N
         if fits:
             chosen = [
                 min(fits, key=lambda name: (room[name], name))
-            ] * size  # the fullest host first, so that others stay free
+            ] * size  # the host with least room first, so that the others stay free
         else:
             reasons[replica] = _why(hosts, bundle, size, taken=bool(replica))
             chosen = []
@@ -78,7 +78,7 @@ def seat(hosts: Mapping[str, Bundle], grid: Grid, bundle: Bundle) -> Seating | N
 
 
 def _why(hosts: Mapping[str, Bundle], bundle: Bundle, size: int, taken: bool) -> str:
-    """Describe what no host has enough of."""
+    """Describe the resources of which no host has enough."""
     needed = together(bundle, size)
     lacking = [kind for kind, amount in bundle.items() if amount and not _one_has(hosts, kind, amount, size)]
     kinds = lacking or [kind for kind, amount in bundle.items() if amount]
@@ -109,7 +109,7 @@ def bundles(hosts: Sequence[str], grid: Grid, bundle: Bundle) -> tuple[list[dict
 
 
 def words(hosts: Sequence[str], grid: Grid, reasons: Mapping[int, str]) -> str:
-    """Describe where the replicas are, and why where one is on several hosts."""
+    """Describe on which hosts the replicas are, and why a replica is on several hosts."""
     counts = [len({hosts[rank] for rank in grid.replica(data)}) for data in range(grid.data)]
     spread = [data for data, count in enumerate(counts) if count > 1]
     inside, size = grid.data - len(spread), f"{grid.columns} workers"

@@ -83,7 +83,7 @@ def _cause(error: ray.exceptions.RayTaskError) -> Exception:
 
 
 def _must_answer(address: str) -> None:
-    # Ray itself would try for two minutes, with output of its own
+    # Ray's own attempt takes two minutes and prints output
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_SECONDS).close()
@@ -156,9 +156,9 @@ _AUTHENTICATION = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
 class _Environment:
-    """The variables that Ray and rayps set for one Ray, restored when the process leaves it.
+    """The environment variables that Ray and rayps set for one Ray, and their earlier values, to restore.
 
-    The token of a private Ray would otherwise be sent to the next one that the process joins.
+    Without the restoration, the token of a private Ray would be sent to the next Ray that the process joins.
     """
 
     _NAMES = (*_AUTHENTICATION, "RAY_worker_niceness")
@@ -168,11 +168,11 @@ class _Environment:
         self._set: dict[str, str | None] = {}
 
     def note(self) -> None:
-        """Record, when the Ray is up, which variables were set for it."""
+        """Record which variables were set for the Ray; called when it is up."""
         self._set = {name: value for name, value in self._now().items() if value != self._before[name]}
 
     def restore(self) -> None:
-        """Restore the earlier values; a variable that was changed again meanwhile is left."""
+        """Restore the earlier values, except of variables that were changed again in the meantime."""
         now = self._now()
         for name, value in self._set.items():
             before = self._before[name]
@@ -194,12 +194,12 @@ class _Session:
     def __init__(self, owner: Owner, address: str, environment: _Environment, temp: Scratch | None) -> None:
         self.owner, self.address = owner, address
         self.holders = 0  # clusters that were opened and not closed
-        self.gangs: set[RayReservation] = set()  # number of runs on it
+        self.gangs: set[RayReservation] = set()  # the reservations of the runs that use it
         self.left = False
         self._environment, self._temp = environment, temp
 
     def leave(self) -> None:
-        """End the private Ray, or disconnect from the joined one."""
+        """End the Ray if rayps started it, or disconnect from it if rayps joined it."""
         self.left = True
         try:
             if _current() == self.address:
@@ -221,7 +221,8 @@ class _Process:
     def moving(self) -> Iterator[None]:
         """Prevent other threads from starting, joining or leaving a Ray.
 
-        Raises ClusterError: one of them does not end.
+        Raises:
+            ClusterError: another thread's start, join or leave does not end.
         """
         if not self._lock.acquire(timeout=_MOVE_SECONDS):
             raise ClusterError(f"another thread has been starting, joining or leaving a Ray for {_MOVE_SECONDS:g} s")
@@ -231,7 +232,7 @@ class _Process:
             self._lock.release()
 
     def session(self) -> _Session | None:
-        """The Ray that rayps has joined or started, unless other code has ended it or joined another."""
+        """The Ray that rayps has joined or started; None if other code has since ended it or joined another Ray."""
         if self._session is not None and (self._session.left or _current() != self._session.address):
             self._session.left, self._session = True, None
         return self._session
@@ -269,17 +270,17 @@ def _current() -> str | None:
 def _read_authentication(read: list[dict[str, str | None]] = []) -> None:  # noqa: B006  one per process
     # Ray caches the environment: without this a changed variable has no effect
     now = {name: os.environ.get(name) for name in _AUTHENTICATION}
-    if read != [now]:  # only then: threads of Ray may read its configuration meanwhile
+    if read != [now]:  # only after a change, as threads of Ray may read its configuration meanwhile
         _raylet.Config.initialize("")
         read[:] = [now]
     _raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _identity(address: str) -> str:
-    """Return the id of the cluster at an address.
+    """Return the id of the cluster at an address. Ray's own attempt would take 20 s and give no reason.
 
-    Raises: ClusterError: the token is refused, or no head of Ray answers. Ray itself would try for 20 s, without the
-    reason.
+    Raises:
+        ClusterError: the cluster refuses the token, or no head of a Ray answers at the address.
     """
     _must_answer(address)
     try:
@@ -292,7 +293,7 @@ def _identity(address: str) -> str:
 
 
 def _same(address: str, current: str) -> bool:
-    """Return whether the cluster at an address is the current one; by its id, since a head has many names."""
+    """Return whether the cluster at an address is the current one; compares their ids, since a head has many names."""
     if address == current:
         return True
     try:
@@ -341,11 +342,12 @@ class RayCluster:
     def join(cls, address: str, namespace: str = NAMESPACE) -> RayCluster:
         """Join the cluster at `host:port`, or with "auto" the one that RAY_ADDRESS names or that runs on this machine.
 
-        A process can be in one Ray. One that rayps started is ended first, and one that rayps joined is left, unless a
-        run uses it. If the process is in the cluster already, nothing is done.
+        A process can be in one Ray. If the process is in this cluster already, nothing is done. A Ray that rayps
+        started is ended first, and a Ray that rayps joined is left, unless a run uses it.
 
-        Raises: ClusterError: nothing answers there, the token is refused, or the process is in another Ray that rayps
-        does not own.
+        Raises:
+            ClusterError: nothing answers at the address, the token is refused, or the process is in another Ray that
+            rayps does not own.
         """
         with _process.moving():
             wanted, owner, current = _head(address), _process.owner(), _current()
@@ -461,7 +463,7 @@ class RayCluster:
         refuse_if_too_large(bundles, self.total())
         wanted = [_ray_bundle(bundle) for bundle in bundles]
         if not any(wanted):
-            return None  # nothing to reserve, and Ray accepts no empty bundle
+            return None  # there is nothing to reserve, and Ray accepts no empty bundle
         group = placement_group(wanted, strategy="PACK")
         if not group.wait(timeout):
             remove_placement_group(group)
@@ -472,7 +474,7 @@ class RayCluster:
         """See Cluster."""
         assert isinstance(handle, RayHandle)
         if self._session is not None and self._session.left:
-            return  # a private Ray has ended with its actors
+            return  # the private Ray has ended, and its actors with it
         ray.kill(handle.actor, no_restart=True)
 
     def close(self) -> None:
@@ -495,7 +497,7 @@ def _started(cpus: int, gpus: int | None) -> _Session:
     _read_authentication()
     _hush()
     try:
-        below = str(temp.path / "r")  # Ray's folder is readable by all users; the one above is private
+        below = str(temp.path / "r")  # Ray's folder is readable by all users, but the folder above it is private
         ray.init(address="local", num_cpus=cpus, num_gpus=gpus, namespace=NAMESPACE, _temp_dir=below, **_QUIET)
     except BaseException:
         temp.close()

@@ -15,14 +15,14 @@ _LOOK_SECONDS = 3.0  # seconds until free resources are checked again; doubled e
 
 @dataclass(frozen=True, slots=True)
 class WorkerResources:
-    """Reserved bundles, and the bundle of each rank; `message` describes where replicas are."""
+    """The reserved bundles, and the bundle of each rank; `message` describes on which hosts the replicas are."""
 
     gang: Reservation | None = None
     index: list[int] = field(default_factory=list)
     message: str | None = None
 
     def release(self) -> None:
-        """Release them."""
+        """Release the bundles."""
         if self.gang is not None:
             self.gang.release()
 
@@ -30,11 +30,11 @@ class WorkerResources:
 def reserve(cluster: Cluster, resources: Bundle, grid: Grid, timeout: float) -> WorkerResources:
     """Reserve the workers' resources together, all or none.
 
-    If there is no space for all now, and the cluster is large enough to keep replicas whole, it waits for that, and
-    checks again from time to time.
+    If too few resources are free now, and the cluster is large enough to place each replica inside one host, wait until
+    enough are free, with a check from time to time.
 
     Raises:
-        NoResources: the cluster is too small, or too little is free until the timeout.
+        NoResources: the cluster is too small, or not enough is free before the timeout.
     """
     one_each = [resources] * grid.size
     if grid.columns == 1 or not any(resources.values()):
@@ -49,7 +49,7 @@ def reserve(cluster: Cluster, resources: Bundle, grid: Grid, timeout: float) -> 
         try:
             gang = cluster.reserve(wanted, max(min(patience, left), 0.1))
         except NoResources as error:
-            if "free" not in error.data:  # never enough
+            if "free" not in error.data:  # the cluster will never have enough
                 raise
             if left <= patience:
                 raise not_free(one_each, error.data["free"], timeout) from None

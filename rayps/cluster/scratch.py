@@ -1,6 +1,6 @@
-"""A temporary folder of one process, or shared by several; a later process removes those left behind.
+"""Temporary folders, of one process or shared by several; a later process removes folders that were left behind.
 
-An owner holds a lock on a file in it, which the system releases when the owner ends, however it ends.
+The owner of a folder holds a lock on a file in it; the system releases the lock when the owner ends, however it ends.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _LOCK = "owner.lock"
 
 
 class Scratch:
-    """A folder below the system's temporary one, whose path is short; `close` removes it."""
+    """A folder of one process, with a short path, in the system's temporary folder; `close` removes it."""
 
     def __init__(self, parent: Path | None = None) -> None:
         parent = parent or _short_temp()
         sweep(parent)
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-        # locked before it has its name: a sweep never finds it open
+        # the file is locked before it gets its name, so a sweep never finds it unlocked
         part = self.path / f"{_LOCK}.part"
         self._lock = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -44,16 +44,17 @@ class Scratch:
 class SharedScratch:
     """A folder that all processes of a user on this host share under one key: the first process fills it.
 
-    It stays while one of them has it open; the last to `close` removes it.
+    The folder exists while a process has it open; the last process to `close` it removes it.
     """
 
     def __init__(
         self, key: str, fill: Callable[[Path], None], *, what: str, timeout: float = 600.0, parent: Path | None = None
     ) -> None:
-        """Return when the folder is full. `what` describes `fill`, for the error of a process that waits.
+        """Return when the folder is full. `what` describes `fill`, for the error of a waiting process.
 
         Raises:
-            DataError: another process has not filled it within `timeout` seconds, or the folder is another user's.
+            DataError: another process has not filled the folder within `timeout` seconds, or the folder is another
+            user's.
         """
         parent = parent or _short_temp()
         sweep(parent)
@@ -67,12 +68,12 @@ class SharedScratch:
             raise
 
     def _enter(self, deadline: float, what: str) -> int:
-        """Take a shared lock on the folder, while it exists."""
+        """Take a shared lock on the folder, if it still exists; return the descriptor."""
         while True:
             self.path.mkdir(mode=0o700, exist_ok=True)
             if self.path.stat().st_uid != os.getuid() or self.path.is_symlink():
                 raise DataError(f"{self.path} belongs to another user: remove it, or set TMPDIR", file=str(self.path))
-            with contextlib.suppress(FileNotFoundError):  # removed in between
+            with contextlib.suppress(FileNotFoundError):  # another process removed it in between
                 lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 with contextlib.suppress(BlockingIOError, FileNotFoundError):
                     fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -113,7 +114,7 @@ class SharedScratch:
 
 
 def sweep(parent: Path) -> list[Path]:
-    """Remove the folders in `parent` whose owners, processes of this user, have ended; return them."""
+    """Remove the folders in `parent` whose owners have ended, if they belong to this user; return them."""
     gone = []
     for lock in parent.glob(f"{PREFIX}*/{_LOCK}"):
         with contextlib.suppress(OSError):  # another user's, or removed meanwhile, or its owner is alive

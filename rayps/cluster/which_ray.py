@@ -1,7 +1,7 @@
 """Decide which Ray a process uses: from facts, without Ray and without a connection.
 
-A process can be in one Ray at a time. `head` finds the address that is meant, `move` decides about the Ray in which the
-process is already.
+A process can be in one Ray at a time. `head` finds the address of the wanted Ray; `move` decides what happens to the
+Ray that the process is in already.
 """
 
 from __future__ import annotations
@@ -36,10 +36,13 @@ class Move(enum.StrEnum):
 
 
 def move(owner: Owner, *, named: bool, same: bool, busy: bool) -> Move:
-    """Return what to do. `named`: an address is given; `same`: it is this process's Ray; `busy`: a run uses that Ray.
+    """Return what to do.
 
-    Without an address the Ray of the process is used, whichever code joined it. With one, a Ray that rayps started or
-    joined is left, unless a run uses it; one that rayps does not own is never left.
+    `named`: an address is given. `same`: the address is that of this process's Ray. `busy`: a run uses this process's
+    Ray.
+
+    Without an address, the process stays in its Ray, whichever code joined it. With an address, it leaves a Ray that
+    rayps started or joined, unless a run uses that Ray; it never leaves a Ray that rayps does not own.
     """
     if owner is Owner.NONE:
         return Move.JOIN if named else Move.START
@@ -60,8 +63,8 @@ def head(
 ) -> str:
     """Return the `host:port` that an address means.
 
-    For "auto" that is, in this order: `inside`, the Ray that the process has joined; `environment`, the value of
-    RAY_ADDRESS; `last`, the Ray that `ray start` started last on this machine, if it still runs; the only one of
+    "auto" means the first of these that exists: `inside`, the Ray that the process has joined; `environment`, the value
+    of RAY_ADDRESS; `last`, the Ray that `ray start` started last on this machine, if it still runs; the only one of
     `found`, the heads that run on this machine.
 
     Raises:
@@ -101,7 +104,7 @@ def _checked(given: str, name: str) -> str:
 
 
 def foreign(address: str, current: str) -> ClusterError:
-    """Return the error of a process that other code brought into another Ray."""
+    """Return the error for an address when other code has brought this process into another Ray."""
     return ClusterError(
         f"address is {address!r}, and this process is in the Ray at {current}, which rayps did not start; a process "
         "can be in one:\nleave address out to use that Ray, call ray.shutdown() before, or start from another process",
@@ -111,7 +114,7 @@ def foreign(address: str, current: str) -> ClusterError:
 
 
 def busy(address: str, current: str) -> ClusterError:
-    """Return the error of a process in which another run uses the Ray that would be left."""
+    """Return the error for an address when another run uses the Ray that this process would have to leave."""
     return ClusterError(
         f"address is {address!r}, and a run of this process uses the Ray at {current}; a process can be in one:\n"
         "wait until that run has ended, or start this one from another process",
@@ -121,7 +124,7 @@ def busy(address: str, current: str) -> ClusterError:
 
 
 def token_refused(address: str, *, sent: bool) -> ClusterError:
-    """Return the error of a process whose token is missing or is not the cluster's."""
+    """Return the error for a token that is missing or is not the cluster's."""
     which = "refused the token of this process" if sent else "requires a token, and this process sends none"
     return ClusterError(
         f"the Ray cluster at {address!r} {which}:\n"

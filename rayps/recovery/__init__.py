@@ -1,1 +1,1 @@
-"""The state of dead members: which worker holds a backup of whose state, and how it is restored."""
+"""The state of dead workers: which worker holds whose backup, and how the state is restored."""

@@ -10,7 +10,10 @@ from rayps.core.grid import Grid
 
 @dataclass(frozen=True, slots=True)
 class HeldRounds:
-    """The rounds of a worker whose states another one holds; not `whole`: only what the worker's twins lack."""
+    """The rounds of which another worker holds a worker's state.
+
+    `whole`: the states are complete; else they are only the part that the worker's twins lack.
+    """
 
     rounds: tuple[int, ...]
     whole: bool = True
@@ -18,7 +21,10 @@ class HeldRounds:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a replaced worker's state is: `giver` holds that of `owner`; `rest` holds what a twin lacks."""
+    """Where the state of a replaced worker is: worker `giver` holds the state of worker `owner`.
+
+    `rest` is the worker that holds the part which a twin's state lacks.
+    """
 
     giver: int
     owner: int
@@ -26,20 +32,23 @@ class Source:
 
     @property
     def twin(self) -> bool:
-        """Whether it is the giver's own state."""
+        """Whether the giver gives its own state, as a twin of the lost worker, and not a stored copy of the lost state.
+
+        A twin is the worker at the same place in another replica.
+        """
         return self.giver == self.owner
 
 
 @dataclass(frozen=True, slots=True)
 class Mending:
-    """All workers continue from `round`: survivors from their own states, the lost from their sources."""
+    """How all workers continue from `round`: survivors from their own states, replaced workers from their sources."""
 
     round: int
     sources: dict[int, Source]
 
     @property
     def complete(self) -> bool:
-        """Whether what twins lack is there too."""
+        """Whether the parts that twins' states lack are available too."""
         return all(not source.twin or source.rest is not None for source in self.sources.values())
 
 
@@ -50,15 +59,16 @@ class Bond:
     line: int  # see `rayps.recovery.slots.StateSlots`
     doors: tuple[str, ...]  # all workers' addresses for backups
     keeper: int  # the worker that holds this one's backup
-    twin: bool  # whether this worker has a twin
-    recalls: bool = False  # start from a retained state, not from the snapshot
-    source: Source | None = None  # where that state is, if not on this worker
+    twin: bool  # whether this worker has a twin: a worker at the same place in another replica
+    recalls: bool = False  # whether the worker starts from a retained state, not from the snapshot
+    source: Source | None = None  # where the retained state is; None = on this worker
 
 
 def keepers(grid: Grid, hosts: Sequence[str]) -> list[int | None]:
-    """Return, for each rank, the worker that holds its backup: a twin if there is one, else a neighbour of its replica.
+    """Return, for each rank, the worker that holds its backup.
 
-    The next one in a circle that is on another host, else the next one. None: there is no other worker.
+    It is a twin if there is one, else another worker of the replica. Of these it is the next one, in a circle, on
+    another host; if all are on one host, the next one. None: the job has one worker.
     """
     return [_keeper(grid, hosts, rank) for rank in range(grid.size)]
 
@@ -72,12 +82,13 @@ def _keeper(grid: Grid, hosts: Sequence[str], rank: int) -> int | None:
 
 
 def mending(grid: Grid, holdings: Mapping[int, Mapping[int, HeldRounds]]) -> Mending | None:
-    """Return the newest round that every worker has or can get.
+    """Return the newest round from which every worker can continue, and the source of each lost worker's state.
 
     `holdings`: for each survivor, the states that it holds.
 
-    If only a twin has the newest round, an older one is taken: buffers and random numbers are each worker's own. None:
-    there is no such round, because a worker, its twins and its backup were lost together.
+    If only a twin has a lost worker's newest round, an older round is preferred, because a twin lacks the worker's own
+    buffers and random state. None: there is no common round, because a worker, its twins and its backup were lost
+    together.
     """
     lost = [rank for rank in range(grid.size) if rank not in holdings]
     if not holdings:

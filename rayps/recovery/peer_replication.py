@@ -1,8 +1,8 @@
 """Backups of workers' states on other workers.
 
-On one host the neighbour holds descriptors of the worker's shared memory: nothing is copied. On another host the bytes
-are sent over a connection of their own during the worker's next step; the worker waits only if the bytes of the round
-before have not arrived yet. If the worker has a twin, only what the twin lacks is sent.
+On one host the other worker holds descriptors of the worker's shared memory: nothing is copied. On another host the
+bytes are sent over a connection of their own during the worker's next step; the worker waits only if the bytes of the
+previous round have not arrived yet. If the worker has a twin, only what the twin lacks is sent.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from rayps.recovery.slots import OWN, SLOTS, CommittedState, StateSlots, glance,
 
 log = logging.getLogger(__name__)
 
-SLOTS_ELSEWHERE = 3  # slots of a worker whose bytes are sent: a round may be in transit while the others are one ahead
-_KEPT_ROUNDS = 3  # slots for a worker on another host
+SLOTS_ELSEWHERE = 3  # slots of a worker with a backup on another host: one more, as a round may be in transit
+_KEPT_ROUNDS = 3  # rounds that are kept for a worker on another host
 _LOOK_SECONDS = 1.0
-_DOOR = 0  # the generation of these connections: they outlive generations
+_DOOR = 0  # the generation number of these connections, which outlive the job's generations
 
 
 class ReplicationMessage(IntEnum):
@@ -38,9 +38,9 @@ class ReplicationMessage(IntEnum):
 
     OFFER = 1  # the descriptors sent before are those of `a`'s slots; no payload
     STATE = 2  # payload: `a`'s state; tag 1 = whole
-    KEPT = 3  # the answer
+    KEPT = 3  # answers STATE: the state is stored
     ASK = 4  # requests the state of `a` after round `b`, on the line `tag`; weight 1 = only what a twin lacks
-    GIVEN = 5  # the answer; no payload: the state is not here
+    GIVEN = 5  # answers ASK; no payload: the sender does not have the state
 
 
 @dataclass(slots=True)
@@ -55,7 +55,10 @@ class _Kept:
 
 
 class PeerReplication:
-    """One worker's own slots, and its backups of others. Any process of the job may request them; a thread answers."""
+    """One worker's own slots, and the backups that it holds of others.
+
+    A thread answers requests of the job's processes.
+    """
 
     def __init__(self, rank: int, secret: bytes, host: str = "127.0.0.1") -> None:
         self.rank = rank
@@ -71,7 +74,7 @@ class PeerReplication:
         self._thread.start()
 
     def own(self, slots: int) -> StateSlots:
-        """Return this worker's slots, `slots` of them; a smaller set is replaced. Raises LinkError."""
+        """Return this worker's slots, `slots` of them; if fewer exist, they are replaced. Raises LinkError."""
         if self._vault is None or len(self._vault.descriptors) < slots:
             if self._vault is not None:
                 self._vault.close()
@@ -84,7 +87,7 @@ class PeerReplication:
             self._vault.shut()
 
     def holdings(self, line: int) -> dict[int, HeldRounds]:
-        """Return what is here of a line: the rounds of each worker."""
+        """Return, for each worker, the rounds of its states on `line` that are held here."""
         found: dict[int, HeldRounds] = {}
         with self._lock:
             for owner, kept in self._kept.items():
@@ -97,13 +100,13 @@ class PeerReplication:
         return found
 
     def forget(self, line: int, upto: int) -> None:
-        """Drop bytes of other lines, and of rounds above `upto`: they are of no use any more."""
+        """Drop stored states of other lines and of rounds above `upto`: they cannot be used any more."""
         with self._lock:
             for kept in self._kept.values():
                 kept.blobs = {at: held for at, held in kept.blobs.items() if at[0] == line and at[1] <= upto}
 
     def state(self, owner: int, line: int, rounds: int) -> CommittedState | None:
-        """Return a copy of a state that is here."""
+        """Return a copy of the state of `owner` after `rounds` rounds; None if it is not held here."""
         if owner == self.rank:
             state = None if self._vault is None else self._vault.read(rounds)
             return state if state is not None and state.line == line else None
@@ -132,7 +135,7 @@ class PeerReplication:
             while not self._closed:
                 for key in self._stirred():
                     self._attend(key)
-        except Exception:  # a bug of rayps: this worker holds no backups any more, the run continues without
+        except Exception:  # a bug of rayps: the run continues, but this worker holds no more backups
             log.exception("keeper-%d failed", self.rank)
         finally:
             self._listener.close()
@@ -160,7 +163,7 @@ class PeerReplication:
         try:
             for message in link.feed():
                 self._hear(link, message)
-        except LinkError:  # its backup stays: it is needed now
+        except LinkError:  # the peer died: its backup stays, as it is needed now
             del self._links[fd]
             link.close()
 
@@ -193,9 +196,11 @@ class PeerReplication:
 def fetch(
     source: Source, addresses: list[str], secret: bytes, line: int, rounds: int, timeout: float
 ) -> CommittedState:
-    """Return the state of a dead worker, from its twin or from the holder of its backup. `addresses` are all workers'.
+    """Return the state of a dead worker, from its twin or from the holder of its backup.
 
-    Raises PeerTimeout, PeerLost (the holder has died too), LinkError (it does not have the state any more).
+    `addresses` are those of all workers.
+
+    Raises PeerTimeout, PeerLost (the giver has died too), LinkError (the giver does not have the state any more).
     """
     state = _asked(addresses[source.giver], source.owner, secret, (line, rounds), timeout)
     if state is None:
@@ -204,14 +209,14 @@ def fetch(
             peer=f"worker-{source.giver}",
         )
     if source.twin:
-        state.tensors.pop("rng", None)  # the twin's own
+        state.tensors.pop("rng", None)  # the random state is the twin's, not the dead worker's
     return state
 
 
 def fetch_rest(
     source: Source, rank: int, addresses: list[str], secret: bytes, line: int, rounds: int, timeout: float
 ) -> CommittedState | None:
-    """Return what the twin of `rank` lacks, if a worker still has it."""
+    """Return the part of the state of `rank` that its twin lacks; None if no worker has it any more."""
     if source.rest is None:
         return None
     with contextlib.suppress(LinkError):
@@ -242,9 +247,10 @@ class Mirror:
         twin: bool = False,
         prefer: Prefer = "auto",
     ) -> None:
-        """Connect; `keeper` holds this worker's own slots, `address` is that of the worker that holds its backup.
+        """Connect to the worker at `address`, which holds this worker's backup; `keeper` holds this worker's own slots.
 
-        `twin`: only what a twin lacks is sent to another host. Raises PeerTimeout, PeerLost, LinkError.
+        `twin`: this worker has a twin, so only what the twin lacks is sent to another host. Raises PeerTimeout,
+        PeerLost, LinkError.
         """
         rank = self.rank = keeper.rank
         self._timeout, self._twin = timeout, twin
@@ -256,8 +262,8 @@ class Mirror:
         self.bytes = 0  # bytes sent for the latest round
         self.seconds_waiting = 0.0
         self._due = threading.Condition()
-        self._rounds: deque[int] = deque()  # committed and not sent yet
-        self._newest, self._kept = -1, -1  # rounds
+        self._rounds: deque[int] = deque()  # rounds that are committed and not sent yet
+        self._newest, self._kept = -1, -1  # the newest committed round, and the newest round that the holder has stored
         self._over: LinkError | None = None
         self._thread: threading.Thread | None = None
         if isinstance(self._link, SharedLink):
@@ -270,7 +276,10 @@ class Mirror:
             self._thread.start()
 
     def committed(self, rounds: int) -> None:
-        """Send the new round of the slots. Waits while the round before it is still in transit."""
+        """Send the state of round `rounds`, which the worker has just committed.
+
+        Wait while the state of the previous round is still in transit.
+        """
         if self.here or self._over is not None:
             return
         began = time.perf_counter()
@@ -287,11 +296,11 @@ class Mirror:
 
     @property
     def lost(self) -> str:
-        """Why there is no backup any more; empty while there is one."""
+        """Why the worker has no backup any more; empty while it has one."""
         return "" if self._over is None else str(self._over)
 
     def close(self) -> None:
-        """Close; the holder keeps what it has. Safe to call twice."""
+        """Close the connection; the holder keeps the states that it has. Safe to call twice."""
         with self._due:
             self._over = self._over or LinkError(
                 "the backup's connection was closed on this side", peer=self._link.peer
@@ -307,7 +316,7 @@ class Mirror:
             for rounds in self._committed_rounds():
                 blob = self.vault.blob(rounds)
                 if blob is None:
-                    continue  # its slot was overwritten
+                    continue  # the slot of this round was overwritten
                 if self._twin:
                     state = parse(blob)
                     blob = memoryview(pack(state, OWN)) if state is not None else blob
@@ -324,7 +333,7 @@ class Mirror:
                 self._due.notify_all()
 
     def _committed_rounds(self) -> Iterator[int]:
-        """Return each committed round in order: workers may need any of the newest two to agree on one."""
+        """Return each committed round in order: recovery may need either of the newest two to find a common round."""
         while True:
             with self._due:
                 while not self._due.wait_for(lambda: bool(self._rounds) or self._over is not None, timeout=60.0):

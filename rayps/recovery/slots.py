@@ -1,12 +1,12 @@
-"""A worker's committed states, in memory that survives its process while a neighbour on its host has the descriptor.
+"""A worker's committed states, in memory that survives the worker's process while another worker holds the descriptor.
 
 After each step the worker copies its state (parameters, the optimizer's moments, buffers, random state) into one of a
 few slots in turn. The round's number is written last and seals the slot, so a process killed during the copy leaves the
 states of the earlier rounds intact. A slot is one shared segment without a name: a backup on the same host costs only
-the passing of its descriptor, and its bytes are what is sent to another host.
+the passing of its descriptor; for a backup on another host its bytes are sent.
 
-Workers of a grid differ by at most one round: a worker with the mean gradient of round t steps, one without it does
-not. So two slots are enough for all workers to return to a common round.
+Workers of a grid differ by at most one round: a worker with the mean gradient of round t steps, a worker without it
+does not. So two slots are enough for all workers to return to a common round.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from rayps.tensors.optim import Moments, ParamState, by_name, moments_of
 
 SLOTS = 2
 _MAGIC = b"raypsvlt"
-# magic, line, round (-1: not sealed), bytes of the table, offset of the facts, their bytes
+# magic, line, round (-1: not sealed), bytes of the table, offset of the facts, bytes of the facts
 _HEAD = struct.Struct("<8sqqqqq")
-_ROUND = 16  # offset of the header
+_ROUND = 16  # offset of the round's number in the header
 _ALIGN = 64
-OWN = ("buffer/", "rng")  # prefix of the tensors that a twin does not have
+OWN = ("buffer/", "rng")  # prefixes of the names of tensors that a twin does not have
 
 
 class StateFacts(TypedDict, total=False):
-    """What a state has beside tensors, as JSON."""
+    """The JSON-ready values of a state, beside its tensors."""
 
-    numbers: dict[str, ParamState]  # of the optimizer, by parameter
-    points: list[Point]  # that the driver may not have heard
+    numbers: dict[str, ParamState]  # numbers in the optimizer's state, by parameter
+    points: list[Point]  # points that the driver may not have received
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class CommittedState:
 
     @property
     def whole(self) -> bool:
-        """Whether it is more than what a twin lacks."""
+        """Whether the state is complete, and not only the part that a twin lacks."""
         return "params" in self.tensors
 
     @property
@@ -73,7 +73,7 @@ class CommittedState:
 
     @property
     def rng(self) -> Tensor | None:
-        """The random state, if it is included."""
+        """The random state; None if this state does not include it."""
         return self.tensors.get("rng")
 
 
@@ -82,7 +82,7 @@ def tensors_of(
 ) -> tuple[dict[str, Tensor], StateFacts]:
     """Return the tensors and values that `StateSlots.commit` takes, without a copy.
 
-    `moments` are by parameter name; `points` may not have reached the driver yet.
+    `moments` are by parameter name; `points` are those that the driver may not have received.
     """
     named, numbers = by_name(moments)
     tensors = {"params": params} | named
@@ -99,11 +99,11 @@ class StateSlots:
     """
 
     def __init__(self, slots: int = SLOTS) -> None:
-        """Prepare the slots. Raises LinkError where there is no shared memory."""
+        """Prepare the slots. Raises LinkError: the system has no shared memory."""
         self._slots = [_Slot() for _ in range(slots)]
         self._lock = threading.Lock()
         self._line, self._writer = -1, 0
-        self.bytes = 0  # of the latest state
+        self.bytes = 0  # bytes of the latest state
 
     @property
     def descriptors(self) -> list[int]:
@@ -138,13 +138,13 @@ class StateSlots:
         return True
 
     def rounds(self) -> list[int]:
-        """Return the rounds whose states are here, in order."""
+        """Return the rounds of the states in the slots, in order."""
         with self._lock:
             found = [slot.sealed() for slot in self._slots]
             return sorted(at[1] for at in found if at is not None and at[0] == self._line)
 
     def blob(self, rounds: int) -> memoryview | None:
-        """Return the state after `rounds` as bytes in place: valid until its slot is overwritten."""
+        """Return the bytes of the state after `rounds` rounds in place, valid until overwritten; None if absent."""
         with self._lock:
             for slot in self._slots:
                 if slot.sealed() == (self._line, rounds):
@@ -152,7 +152,7 @@ class StateSlots:
         return None
 
     def read(self, rounds: int) -> CommittedState | None:
-        """Return a copy of the state after `rounds`."""
+        """Return a copy of the state after `rounds` rounds; None if it is not in a slot."""
         blob = self.blob(rounds)
         return None if blob is None else parse(bytes(blob))
 
@@ -183,7 +183,7 @@ class _Slot:
         return self._memory.view[: _size(self._memory.view)]
 
     def sealed(self) -> tuple[int, int] | None:
-        """Return line and round of its state."""
+        """Return line and round of the slot's state; None if the slot is not sealed."""
         return _sealed(self._memory.view)
 
     def age(self) -> int:
@@ -250,9 +250,9 @@ class _Slot:
 
 
 def parse(blob: Buffer) -> CommittedState | None:
-    """Return the state in a slot's bytes, as views of them; None if it is not sealed.
+    """Return the state in a slot's bytes, as views of the bytes; None if the slot is not sealed.
 
-    Raises LinkError: it is damaged.
+    Raises LinkError: the bytes are damaged.
     """
     view = memoryview(blob)
     if view.readonly:  # torch needs writable memory
@@ -275,7 +275,10 @@ def parse(blob: Buffer) -> CommittedState | None:
 
 
 def look(fd: int) -> CommittedState | None:
-    """Return a copy of the state in a neighbour's segment; None if it is not sealed. Its owner may be writing."""
+    """Return a copy of the state in another worker's segment; None if it is not sealed.
+
+    The owner may write meanwhile.
+    """
     size = os.fstat(fd).st_size
     memory = Memory(os.dup(fd), size, read_only=True)
     try:
@@ -289,12 +292,12 @@ def look(fd: int) -> CommittedState | None:
 
 
 def glance(fd: int) -> tuple[int, int] | None:
-    """Return line and round of the state in a neighbour's segment."""
+    """Return line and round of the state in another worker's segment; None if it is not sealed."""
     return _sealed(memoryview(os.pread(fd, _HEAD.size, 0)))
 
 
 def pack(state: CommittedState, only: tuple[str, ...] | None = None) -> bytearray:
-    """Return a state as a slot's bytes; `only` the tensors whose names begin so."""
+    """Return a state as a slot's bytes. `only`: prefixes of the names of the tensors to include; None = all tensors."""
     chosen = {k: v for k, v in state.tensors.items() if only is None or k.startswith(only)}
     facts = state.facts if only is None else {"points": state.facts.get("points", [])}
     slot = _Slot()

@@ -1,7 +1,7 @@
-"""One worker's part of recovery.
+"""One worker's part of recovery: commits, backups of other workers, and the state to continue from.
 
-It commits the worker's state after each step and measures the cost, holds the states of neighbours, and finds the state
-to continue from after a failure.
+`Committer` commits the worker's state after each step and measures the cost. `WorkerBackup` holds the states of other
+workers, and finds the state from which the worker continues after a failure.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ log = logging.getLogger(__name__)
 
 
 class CommittedWorker(Protocol):
-    """A worker, as far as its backup needs it: its state between two rounds."""
+    """A worker, as far as its backup uses it: its state between two rounds."""
 
     @property
     def position(self) -> int:
-        """The number of batches that it has taken."""
+        """The number of batches that the worker has taken."""
 
     @property
     def flat(self) -> FlatModel:
@@ -51,7 +51,7 @@ class CommittedWorker(Protocol):
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """The optimizer with its moments."""
+        """The optimizer with its moments; None if only servers step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class CommitCost:
 
     @classmethod
     def most(cls, costs: Iterable[CommitCost]) -> CommitCost | None:
-        """Return the cost of the worker that pays most."""
+        """Return the largest of these costs; None if there is none."""
         return max(costs, key=lambda cost: (cost.share, cost.kept), default=None)
 
     def __str__(self) -> str:
@@ -81,18 +81,15 @@ class Committer:
     """Commit one worker's state after each round of one generation."""
 
     def __init__(self, mirror: Mirror, writer: int, points: Callable[[], list[Point]]) -> None:
-        """Prepare; `writer` is the generation that may commit.
-
-        `points` are those that the driver may not have received.
-        """
+        """Prepare the commits; `writer` is the generation that may commit."""
         self._mirror, self._writer, self._points = mirror, writer, points
-        self._frozen: set[str] | None = None  # parameters that need no gradient never change
+        self._frozen: set[str] | None = None  # names of the parameters that need no gradient: they never change
         self._rounds = 0
         self._seconds, self._began = 0.0, 0.0
         self._over = False
 
     def commit(self, worker: CommittedWorker) -> None:
-        """Commit the worker's current state. If that fails the run continues, without a backup."""
+        """Commit the worker's current state. If the commit fails, the run continues without a backup."""
         if self._over:
             return
         began = time.perf_counter()
@@ -108,7 +105,7 @@ class Committer:
         failpoint.passing("vault: after a commit")
         ended = time.perf_counter()
         if self._rounds == 0:
-            self._began = ended  # the first one allocates the memory, and belongs to no round
+            self._began = ended  # the first commit allocates the memory, so it is not counted as part of a round
         else:
             self._seconds += ended - began
         self._rounds += 1
@@ -137,12 +134,15 @@ class Committer:
         )
 
     def close(self) -> None:
-        """Close the connection to the holder; it keeps what it has."""
+        """Close the connection to the worker that holds the backup, which keeps the states that it has."""
         self._mirror.close()
 
 
 def overlaid(snapshot: Snapshot, rank: int, state: CommittedState, rest: CommittedState | None = None) -> Snapshot:
-    """Return a column's snapshot with a worker's newer state in place of its own; `rest` is what the twin lacked."""
+    """Return a column's snapshot in which the state of worker `rank` is replaced by its newer `state`.
+
+    `rest` is the part that a twin's state lacks.
+    """
     rng = rest.rng if rest is not None else state.rng
     return replace(
         snapshot,
@@ -159,7 +159,7 @@ _HEARD_LATE = ("round", "evaluation")  # kinds of points that are stored
 
 
 class BackedPlan(Protocol):
-    """A worker's plan, as far as its backup needs it."""
+    """A worker's plan, as far as its backup uses it."""
 
     @property
     def generation(self) -> int:
@@ -171,7 +171,7 @@ class BackedPlan(Protocol):
 
     @property
     def start(self) -> int:
-        """The position at the start."""
+        """The position (number of batches taken) from which the generation starts."""
 
     @property
     def timeout(self) -> float:
@@ -192,10 +192,10 @@ class WorkerBackup:
         self._lock = threading.Lock()
         self._closed = False
         self._said: list[Point] = []  # the newest points, which the driver may not have received
-        self._given = 0  # of these, how many were the answer to its latest poll
+        self._given = 0  # how many of these were in the answer to the driver's latest poll
 
     def door(self) -> str:
-        """The address for requests of states held here; empty where there is no shared memory."""
+        """Return the address for requests of states held here; "" if the system has no shared memory."""
         with self._lock:
             if self._keeper is None and memory.AVAILABLE and not self._closed:
                 self._keeper = PeerReplication(self._rank, self._secret, self._host)
@@ -209,39 +209,42 @@ class WorkerBackup:
             self._given = max(0, self._given - dropped)
 
     def asked(self) -> None:
-        """Record a poll: the driver has received the answer to the poll before."""
+        """Record a poll, which shows that the driver has received the answer to the previous poll."""
         self._said = self._said[self._given :]
         self._given = len(self._said)
 
     def unheard(self, before: int) -> list[Point]:
-        """Return the points that may have to be sent again when a generation continues from round `before`."""
+        """Return the points that the driver may not have received, to be sent again.
+
+        They are those of rounds before `before`, from which a generation continues.
+        """
         self._said = [point for point in self._said if point["round"] < before]
         self._given = 0
         return [point | {"again": True} for point in self._said]
 
     def inherit(self, points: list[Point], before: int) -> list[Point]:
-        """Take over another worker's points; return those to be sent again, in the next answer.
+        """Take over another worker's points; return those that the next answer to a poll must contain.
 
-        No poll may be answered between the two: points that were not in an answer would count as received with the
-        next.
+        No poll may be answered between this call and that answer: the points would count as received without having
+        been sent.
         """
         self._said = points
         return self.unheard(before)
 
     def shut(self) -> None:
-        """Refuse further commits."""
+        """Refuse further commits of this worker's state."""
         if self._keeper is not None:
             self._keeper.shut()
 
     def holdings(self, line: int) -> dict[int, HeldRounds]:
-        """Return what is held here of this line, of this worker and of others."""
+        """Return, for each worker, the rounds of its states on `line` that this worker holds, its own states included."""
         return {} if self._keeper is None else self._keeper.holdings(line)
 
     def recall(self, plan: BackedPlan, snapshot: Snapshot) -> tuple[Snapshot, list[Point] | None]:
-        """Return the state from which this worker continues, its own or that of the worker that it replaces.
+        """Return the snapshot from which this worker continues: with its own retained state, or the replaced worker's.
 
         The second value is the points that the replaced worker had reported, to be taken over by `inherit` (None: the
-        state is this worker's own). Raises LinkError: no worker holds the state any more.
+        state is this worker's own). Raises LinkError: no worker holds the replaced worker's state any more.
         """
         bond, rest, missed = plan.bond, None, None
         if bond is None or not bond.recalls:
@@ -259,7 +262,7 @@ class WorkerBackup:
         return overlaid(snapshot, plan.rank, state, rest), missed
 
     def begin(self, plan: BackedPlan) -> Committer | None:
-        """Commit from now on, if the plan asks for it. Raises LinkError."""
+        """Start to commit the worker's state, if the plan asks for backups; None if it does not. Raises LinkError."""
         bond = plan.bond
         if bond is None or self._keeper is None:
             return None
@@ -275,7 +278,7 @@ class WorkerBackup:
         return None if self._upkeep is None else self._upkeep.cost
 
     def part(self) -> None:
-        """End the generation. Any thread may call it."""
+        """End the generation's commits. Any thread may call it."""
         upkeep, self._upkeep = self._upkeep, None
         if upkeep is not None:
             upkeep.close()
