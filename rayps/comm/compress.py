@@ -37,7 +37,7 @@ MARGIN = 0.9  # under `auto`, an encoded mean must take less than this share of 
 class Codec(Protocol):
     """An encoding of a vector in fewer bytes."""
 
-    code: int  # its number in a message; above 0
+    code: int  # the codec's number in a message; above 0
 
     def size(self, n: int) -> int:
         """Return the bytes of n encoded elements."""
@@ -46,7 +46,7 @@ class Codec(Protocol):
         """Encode a floating vector as uint8 [size(n)]; `x` does not change."""
 
     def decode(self, data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-        """Return the n elements of `data` as a new vector. Raises ConfigError: the lengths do not match."""
+        """Return the n elements of `data` as a new vector. Raises ConfigError: `data` has another length."""
 
 
 class HalfPrecision:
@@ -86,7 +86,7 @@ class BlockQuantized:
         if n == 0:
             return rows.view(torch.uint8).view(-1)
         scales = torch.maximum(rows.amax(1), rows.amin(1).neg_()).div_(127)
-        steps = torch.where(scales == 0, 1.0, scales)  # nothing but zeros
+        steps = torch.where(scales == 0, 1.0, scales)  # a scale of 0: the block has only zeros
         rows.div_(steps[:, None]).round_().clamp_(-127, 127).nan_to_num_(
             0.0
         )  # a scale that is not finite marks the block
@@ -154,16 +154,17 @@ def codec(text: str) -> Codec:
 
 
 def decoded(code: int, data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-    """Decode data received with a codec's number, as n elements of `dtype`. Raises ConfigError."""
+    """Decode `data` by the codec with the number `code`, as n elements of `dtype`. Raises ConfigError."""
     if code not in _BY_CODE:
         raise ConfigError(f"an encoded vector has the unknown code {code}: is the peer of another version?")
     return _BY_CODE[code].decode(data, n, dtype)
 
 
 def choice(where: str, picked: str, what: str, seconds: dict[str, float] | None = None) -> JsonObject:
-    """Describe as an event how gradients are sent to a ring or a server.
+    """Return the event that says how gradients to a ring or to servers (`where`) are sent.
 
-    `seconds` of `what` by name, "off" for uncompressed.
+    `picked` is the chosen codec, "off" for none. `seconds`: the measured time of `what` with each codec; None = not
+    measured.
     """
     why = what
     if seconds is not None:
@@ -177,18 +178,14 @@ def choice(where: str, picked: str, what: str, seconds: dict[str, float] | None 
 
 
 class ErrorFeedback:
-    """The error of a codec on one sender's vectors so far, added to its next vector.
-
-    The sum of all decoded vectors is the sum of all vectors minus `residual`, up to rounding in its dtype (float32, or
-    float64 for float64). Values that are not finite are sent and not remembered.
-    """
+    """The sum of the errors of a codec on one sender's vectors, which is added to its next vector."""
 
     def __init__(self, codec: Codec, n: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
         self.codec = codec
         self.residual = torch.zeros(n, dtype=torch.promote_types(dtype, torch.float32), device=device)
 
     def encode(self, x: Tensor, lo: int = 0) -> Tensor:
-        """Encode the elements from `lo` of the sender's next vector, plus the earlier error there, as uint8."""
+        """Encode the sender's next vector from element `lo` on, plus the earlier errors of these elements, as uint8."""
         rest = self.residual[lo : lo + x.numel()]
         rest += x
         data = self.codec.encode(rest)
@@ -198,12 +195,12 @@ class ErrorFeedback:
 
 
 def _within(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `x` in a dtype of smaller range; finite values stay finite."""
+    """Return `x` in `dtype`, whose range may be smaller; finite values are clipped to the range."""
     limit = torch.finfo(dtype).max
     if torch.finfo(x.dtype).max <= limit or x.numel() == 0:
         return x.to(dtype)
     least, most = torch.aminmax(x)
-    if -limit <= least and most <= limit:  # nearly always; false if there is a NaN
+    if -limit <= least and most <= limit:  # nearly always true; false if `x` has a NaN
         return x.to(dtype)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))  # bfloat16 cannot represent the limit
     return torch.where(wide.isinf(), wide, wide.clamp(-limit, limit)).to(dtype)

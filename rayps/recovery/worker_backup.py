@@ -237,7 +237,7 @@ class WorkerBackup:
             self._keeper.shut()
 
     def holdings(self, line: int) -> dict[int, HeldRounds]:
-        """Return, for each worker, the rounds of its states on `line` that this worker holds, its own states included."""
+        """Return the rounds of each worker's states on `line` that this worker holds, its own states included."""
         return {} if self._keeper is None else self._keeper.holdings(line)
 
     def recall(self, plan: BackedPlan, snapshot: Snapshot) -> tuple[Snapshot, list[Point] | None]:

@@ -28,7 +28,7 @@ Steps = Generator["bytes | int", bytes, "Greeted"]
 
 @dataclass(frozen=True, slots=True)
 class Greeted:
-    """The result of a handshake: the other side's properties."""
+    """The result of a handshake: name, generation and other properties of the other side."""
 
     peer: str
     generation: int
@@ -37,7 +37,7 @@ class Greeted:
 
 
 def pack_name(name: str) -> bytes:
-    """Encode a peer's name; longer ones are cut at 128 bytes."""
+    """Encode a peer's name, cut at 128 bytes."""
     return name.encode()[:NAME_BYTES]
 
 
@@ -50,7 +50,7 @@ def _proof(secret: bytes, role: bytes, *parts: bytes) -> bytes:
 
 
 def caller(name: str, secret: bytes, generation: int, shared: bool) -> Steps:
-    """Run the connecting side; `shared` asks for shared memory. Raises LinkError: the listener lacks the secret."""
+    """Run the connecting side; `shared` requests shared memory. Raises LinkError: the listener lacks the secret."""
     nonce, mine = os.urandom(_NONCE), pack_name(name)
     hello = _HELLO.pack(MAGIC, nonce, generation, shared, mine)
     yield hello
@@ -64,7 +64,7 @@ def caller(name: str, secret: bytes, generation: int, shared: bool) -> Steps:
 
 
 def listener(name: str, secret: bytes, generation: Callable[[], int]) -> Steps:
-    """Run the accepting side. Raises LinkError: the caller lacks the secret, or is of another generation."""
+    """Run the accepting side. Raises LinkError: the caller does not have the secret, or has another generation."""
     hello = yield _HELLO.size
     magic, _, theirs, shared, raw = _HELLO.unpack(hello)
     peer = _unpack_name(raw)

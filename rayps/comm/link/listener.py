@@ -1,7 +1,7 @@
 """Establish connections: a listener with two sockets (unix and TCP), and `connect`.
 
-Two peers share a host when the handshake over the abstract unix socket succeeds. Such names are scoped by network
-namespace and leave no file behind. `rayps.comm.link.socket_link` defines the messages.
+Two peers share a host when the handshake over the abstract unix socket succeeds. Names of such sockets are scoped by
+network namespace and leave no file behind. `rayps.comm.link.socket_link` defines the messages.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _PendingHandshake:
         self.next(None)
 
     def next(self, data: bytes | None) -> link_hello.Greeted | None:
-        """Run the handshake until it needs more bytes (None) or ends."""
+        """Run the handshake until it ends, and return its result, or until it needs more bytes, and return None."""
         try:
             step = next(self.steps) if data is None else self.steps.send(data)
             while isinstance(step, bytes):
@@ -82,7 +82,7 @@ class _PendingHandshake:
         return None
 
     def read(self) -> link_hello.Greeted | None:
-        """Read what has arrived. Raises OSError, LinkError for a bad handshake."""
+        """Read the bytes that have arrived, as `next` returns. Raises OSError, LinkError: the handshake has failed."""
         data = self.sock.recv(self.need - len(self.got))
         if not data:
             raise ConnectionError("closed during the handshake")
@@ -94,7 +94,10 @@ class _PendingHandshake:
 
 
 class Listener:
-    """Accept connections for an actor, from peers that know the secret. `port` 0 is any free port."""
+    """The two sockets at which an actor accepts connections from peers that know the secret.
+
+    `port` 0 is any free port.
+    """
 
     def __init__(self, name: str, secret: bytes, generation: int = 0, host: str = "127.0.0.1", port: int = 0) -> None:
         self.name = name
@@ -105,7 +108,7 @@ class Listener:
         self.sockets: list[socket.socket] = []
         self._reserve = os.open(
             os.devnull, os.O_RDONLY | os.O_CLOEXEC
-        )  # a descriptor in reserve, to reject callers when there is no other
+        )  # a descriptor in reserve, to reject callers when the process has no other left
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         tcp = self._open(family, (host, port))
         unix = ""
@@ -116,7 +119,7 @@ class Listener:
 
     def _open(self, family: int, where: tuple[str, int] | str) -> socket.socket:
         sock = socket.socket(family, socket.SOCK_STREAM)
-        if not isinstance(where, str) and where[1]:  # a port that this process may just have used
+        if not isinstance(where, str) and where[1]:  # a given port, which this process may have used just before
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             sock.bind(where)
@@ -131,13 +134,14 @@ class Listener:
         return sock
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when `accept_ready` has something to do, for another selector."""
+        """Return a descriptor for a selector; it is readable when `accept_ready` has work to do."""
         return -1 if self._selector.get_map() is None else self._selector.fileno()
 
     def accept(self, timeout: float, want: Callable[[str], bool] | None = None) -> Link:
-        """Return the next peer whose handshake succeeds; others are dropped. Raises PeerTimeout.
+        """Wait for the next peer whose handshake succeeds, and return its connection. Raises PeerTimeout.
 
-        With `want`, only a peer whose name it accepts; the others are kept for later calls.
+        Peers whose handshake fails are dropped. With `want`, only a peer whose name it accepts is returned; the others
+        are kept for later calls.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -154,7 +158,7 @@ class Listener:
             self._selector.select(min(left, 1.0))
 
     def accept_ready(self, want: Callable[[str], bool] | None = None) -> Link | None:
-        """Accept as `accept`, without waiting: None while no handshake is complete."""
+        """Return the next connection as `accept` does, without waiting: None while no handshake is complete."""
         if self.fileno() < 0:
             raise PeerLost(f"the listener of {self.name!r} has been closed", peer=self.name)
         self._progress()
@@ -184,7 +188,7 @@ class Listener:
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                 self._reject(listening)
-            return  # otherwise the caller closed during the handshake
+            return  # for any other error: the caller closed during the handshake
         sock.setblocking(False)
         unix = listening.family == socket.AF_UNIX
         if unix and not _same_user(sock):
@@ -195,9 +199,10 @@ class Listener:
         self._selector.register(sock, selectors.EVENT_READ, pending)
 
     def _reject(self, listening: socket.socket) -> None:
-        """Accept and close one caller for which there is no descriptor, with the descriptor held in reserve.
+        """Accept and close one caller when the process has no descriptor left; this uses the one held in reserve.
 
-        Otherwise the listening socket would stay readable for ever. The caller tries again until its own deadline.
+        If the caller were not accepted, the listening socket would stay readable for ever. The caller tries again until
+        its own deadline.
         """
         if self._reserve >= 0:
             os.close(self._reserve)
@@ -205,7 +210,7 @@ class Listener:
             with contextlib.suppress(OSError):
                 listening.accept()[0].close()
         else:
-            time.sleep(_RETRY[1])  # no new descriptor in reserve: at least do not spin
+            time.sleep(_RETRY[1])  # there is no new descriptor to hold in reserve: sleep, so as not to spin
         with contextlib.suppress(OSError):
             self._reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
@@ -266,9 +271,9 @@ def connect(
 ) -> Link:
     """Connect to the listener at `address`; refused attempts are repeated for `timeout` seconds.
 
-    `prefer="auto"` takes shared memory where both are on one host, else TCP; `unix` keeps payloads on the socket.
-    Raises PeerLost (no listener), PeerTimeout (no answer), StaleGeneration (it is of another generation), LinkError (it
-    lacks the secret).
+    `prefer="auto"` selects shared memory if both peers are on one host, else TCP; `unix` sends payloads on the unix
+    socket too. Raises PeerLost (no listener), PeerTimeout (no answer), StaleGeneration (the listener has another
+    generation), LinkError (the listener does not have the secret).
     """
     target = parse_address(address)
     transports = _transports(target, prefer)

@@ -1,8 +1,8 @@
-"""Memory shared by two processes of one host: anonymous, passed by descriptor, freed with its last user.
+"""Memory shared by two processes of one host: anonymous, passed by descriptor, freed when its last user ends.
 
-It has no name: kill -9 leaves nothing behind, no other user can open it, and the size of /dev/shm does not limit it. It
-is sealed against shrinking, so that a peer cannot remove pages under a reader. Messages on a connection agree on its
-content and on when it may be read.
+The memory has no name: kill -9 leaves nothing behind, no other user can open it, and the size of /dev/shm does not
+limit it. It is sealed against shrinking, so that a peer cannot remove pages that are being read. By messages on their
+connection, the peers agree on the memory's content and on when it may be read.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ AVAILABLE = sys.platform == "linux" and hasattr(os, "memfd_create")
 # whether other processes see writes in the order of writing; otherwise a system call is needed
 ORDERED = platform.machine().lower() in ("x86_64", "amd64")
 
-_SEAL_FUTURE_WRITE = 0x10  # fcntl has no name for it
+_SEAL_FUTURE_WRITE = 0x10  # Python's fcntl has no name for this seal
 
 
 class Fence:
     """A memory fence: makes earlier writes visible before later reads.
 
-    A lock operation includes such an instruction.
+    It runs a lock operation, which includes a fence instruction.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Memory:
 
     @classmethod
     def create(cls, size: int) -> Memory:
-        """Allocate memory, all zero; pages are taken when they are first touched. Raises LinkError."""
+        """Allocate memory, all zero; the system provides a page when it is first touched. Raises LinkError."""
         try:
             fd = os.memfd_create("rayps", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(fd, max(1, size))
@@ -69,14 +69,14 @@ class Memory:
 
     @classmethod
     def attach(cls, fd: int, size: int, *, read_only: bool = False) -> Memory:
-        """Map memory of a peer; takes over `fd`. Raises LinkError: it is smaller than the peer announced."""
+        """Map memory of a peer, and own `fd` from now on. Raises LinkError: the memory is smaller than `size`."""
         if os.fstat(fd).st_size < size:
             os.close(fd)
             raise LinkError(f"a peer passed shared memory of less than the {size} bytes it announced", size=size)
         return cls(fd, size, read_only=read_only)
 
     def seal_writes(self) -> None:
-        """Forbid other processes to map this for writing from now on, where the kernel supports it (Linux 5.1)."""
+        """Forbid other processes to map this memory for writing from now on, if the kernel is Linux 5.1 or newer."""
         with contextlib.suppress(OSError):
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEAL_FUTURE_WRITE)
 
@@ -91,7 +91,7 @@ class Memory:
             self.close_descriptor()
 
     def close(self) -> None:
-        """Release the memory; tensors that still use it keep it alive. Safe to call twice."""
+        """Release the memory; tensors that still use the memory keep it alive. Safe to call twice."""
         self.close_descriptor()
         # Not unmapped here: a tensor may still use it. The mapping ends with the last reference.
         self.view = memoryview(b"")

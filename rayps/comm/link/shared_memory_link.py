@@ -1,8 +1,9 @@
 """A connection between two processes of one host whose payloads are sent through shared memory.
 
 Headers are sent over the unix socket. Each side owns a *lane*, a few megabytes of shared memory, into which it copies
-payloads in chunks while the peer copies earlier chunks out. Every header carries the number of bytes taken out so far,
-so that free space is known without a message of its own. Small payloads are sent on the socket.
+payloads in chunks while the peer copies earlier chunks out. Every header carries the number of bytes that its sender
+has taken out so far, so that the peer knows the free space of its own lane without a further message. Small payloads
+are sent on the socket.
 """
 
 from __future__ import annotations
@@ -54,19 +55,19 @@ class OutgoingLane:
     def __init__(self) -> None:
         self.memory = Memory.create(LANE_BYTES)
         self._place = 0  # offset of the next chunk
-        self._given = 0  # total bytes put in
+        self._given = 0  # total bytes put into the lane
         self._returned = 0  # total bytes that the peer has taken out
 
     def put(self, view: memoryview, done: int) -> tuple[int, int]:
-        """Copy the next chunk of a payload of which `done` bytes are in; return (offset, size).
+        """Copy the next chunk of a payload, of which `done` bytes are in the lane already; return (offset, size).
 
         Size 0: the lane is full.
         """
         if self._given == self._returned:
-            self._place = 0  # the lane is empty: start at 0, which is still in the cache
+            self._place = 0  # the lane is empty: start at offset 0, whose bytes are still in the cache
         left, free = len(view) - done, self.memory.size - (self._given - self._returned)
         if free < min(left, CHUNK_BYTES // 4):
-            return self._place, 0  # many small chunks would cost more than the wait for a larger one
+            return self._place, 0  # many small chunks would cost more than to wait for a larger one
         place = self._place
         size = min(left, CHUNK_BYTES, free, self.memory.size - place)
         self.memory.view[place : place + size] = view[done : done + size]
@@ -83,12 +84,12 @@ class IncomingLane:
     """The peer's lane, from which this side copies payloads."""
 
     def __init__(self) -> None:
-        self.memory: Memory | None = None  # once the peer has offered it
-        self.taken = 0  # total bytes taken out
+        self.memory: Memory | None = None  # None until the peer has offered it
+        self.taken = 0  # total bytes taken out of the lane
         self.told = 0  # of these, bytes reported to the peer
 
     def take(self, place: int, target: memoryview) -> bool:
-        """Copy the bytes at `place` into `target`; return False if they are not all there."""
+        """Copy the bytes at `place` into `target`; return False if not all of them are in the lane yet."""
         size = len(target)
         if self.memory is None or place + size > self.memory.size:
             return False
@@ -103,15 +104,15 @@ class _HeaderReader:
     def __init__(self, sock: socket.socket) -> None:
         self.descriptors: deque[int] = deque()
         self.ended = False
-        self.cause: OSError | None = None  # of the end
+        self.cause: OSError | None = None  # why the connection ended
         self._sock = sock
         self._raw = memoryview(bytearray(1 << 16))
         self._end = 0
 
     def read(self) -> tuple[int, bool]:
-        """Read; return the bytes read, and whether more may be there.
+        """Read from the socket; return the number of bytes read, and whether more may be waiting.
 
-        0 bytes: nothing is there, or the peer has closed.
+        0 bytes: no data has arrived, or the peer has closed.
         """
         try:
             count, descriptors, _, _ = self._sock.recvmsg_into([self._raw[self._end :]], _ANCILLARY)
@@ -147,14 +148,14 @@ class _HeaderReader:
             self._end = len(rest)
 
     def close(self) -> None:
-        """Close descriptors that were not taken."""
+        """Close the descriptors that were not taken."""
         for descriptor in self.descriptors:
             os.close(descriptor)
         self.descriptors.clear()
 
 
 class _Offers:
-    """What the two ends of a link pass each other: the descriptors that have not left yet, and how many did."""
+    """The descriptors that the two ends of a link offer each other: those not sent yet, and the counts."""
 
     __slots__ = ("leaving", "made", "taken")
 
@@ -171,12 +172,13 @@ class SharedLink(Link):
         self.memories: dict[int, Memory] = {}  # memory that the peer offered, by key
         self.descriptors: dict[int, int] = {}  # other descriptors that the peer offered; the receiver closes them
         self._offers = _Offers()
-        self._todo: deque[tuple[Message, memoryview, int]] = deque()  # not sent yet; bytes already in the lane
+        # messages not sent yet: message, payload, bytes already in the lane
+        self._todo: deque[tuple[Message, memoryview, int]] = deque()
         self._lane: OutgoingLane | None = None
         self._incoming = IncomingLane()
         self._reader = _HeaderReader(sock)
         self._inbox: deque[_LaneMessage] = deque()
-        self._refusals: deque[tuple[int, int]] = deque()  # generation that the peer refused, and the own
+        self._refusals: deque[tuple[int, int]] = deque()  # the generation that the peer refused, and the peer's own
 
     @property
     def offers_made(self) -> int:
@@ -198,7 +200,7 @@ class SharedLink(Link):
 
     @property
     def interest(self) -> int:
-        """The `poll` events to wait for while bytes are queued: space on the socket, or in the lane (a message)."""
+        """The `poll` events to wait for while bytes are queued: socket space, or a report of space in the lane."""
         return select.POLLOUT | select.POLLIN if self._out else select.POLLIN
 
     def _append(self, message: Message, payload: Payload | None) -> None:
@@ -212,9 +214,10 @@ class SharedLink(Link):
                 self._todo[-1] = (message, memoryview(bytes(view)), done)
 
     def flush(self) -> bool:
-        """Send what leaves now; False when the rest waits for the socket, True otherwise.
+        """Send what can be sent at once; return False if bytes wait for the socket, True otherwise.
 
-        What waits for space in the lane is sent when the peer's answer is read (`feed`, `recv`); `queued` counts it.
+        Bytes that wait for space in the lane are sent when the peer's report of space is read (`feed`, `recv`);
+        `queued` counts them.
         """
         while self._drain_wire() and self._todo:
             message, view, done = self._todo[0]
@@ -260,7 +263,7 @@ class SharedLink(Link):
         return done
 
     def offer(self, key: int, memory: Memory, *, read_only: bool = False) -> None:
-        """Share `memory` with the peer: it appears in its `memories[key]`. Keys below 1 are the connection's own."""
+        """Share `memory` with the peer: it appears in the peer's `memories[key]`. Keys below 1 are reserved."""
         self._offer(key, memory.size, memory.fd, _READ_ONLY if read_only else 0)
 
     def offer_descriptor(self, key: int, descriptor: int) -> None:
@@ -292,7 +295,7 @@ class SharedLink(Link):
         return True
 
     def _next_parts(self) -> tuple[list[memoryview], list[tuple[int, int, array.array[int]]]]:
-        """Return what one system call may send: up to an offer, or an offer alone with its descriptor."""
+        """Return the buffers for one system call: all up to the next offer, or an offer alone with its descriptor."""
         if not self._offers.leaving:
             return [self._out[i] for i in range(min(len(self._out), 16))], []
         carrier, descriptor = self._offers.leaving[0]
@@ -319,11 +322,11 @@ class SharedLink(Link):
 
     @property
     def ended(self) -> bool:
-        """Whether the peer has closed; what it sent before can still be read."""
+        """Whether the peer has closed; messages that it sent before can still be read."""
         return self._reader.ended
 
     def peek(self) -> Message | None:
-        """The header of the next message, without its payload; None when it has not arrived."""
+        """Return the header of the next message, without its payload; None if it has not arrived."""
         if not self._inbox:
             self.absorb()
         if self._refusals:
@@ -333,7 +336,7 @@ class SharedLink(Link):
         return self.head
 
     def try_recv(self, into: Payload | None = None) -> Message | None:
-        """As `recv`, without waiting: None while the message is not complete."""
+        """Receive as `recv` does, without waiting: return None while the message is not complete."""
         if self.peek() is None:
             return None
         item = self._inbox[0]
@@ -358,7 +361,7 @@ class SharedLink(Link):
 
     def _copy_out(self, item: _LaneMessage) -> None:
         assert item.target is not None
-        if isinstance(item.message.payload, bytes):  # came on the socket
+        if isinstance(item.message.payload, bytes):  # the payload came on the socket
             item.target[:] = item.message.payload
             item.message.payload = EMPTY
             item.filled = item.size
@@ -370,11 +373,14 @@ class SharedLink(Link):
             item.filled += size
         if self._incoming.taken - self._incoming.told >= CHUNK_BYTES:
             self._put(Message(_CREDIT))
-            with contextlib.suppress(LinkError):  # the peer may have closed; what it sent is still valid
+            with contextlib.suppress(LinkError):  # the peer may have closed; what it sent before is still valid
                 self._drain_wire()
 
     def absorb(self) -> None:
-        """Read all headers; payloads stay in shared memory. Then send what has space now."""
+        """Read all headers, and leave payloads in shared memory.
+
+        Then send queued bytes for which there is space now.
+        """
         self._read_headers()
         if self._todo or self._out:
             with contextlib.suppress(LinkError):  # raised again, with its reason, at the next read
@@ -420,7 +426,7 @@ class SharedLink(Link):
             self._refusals.append((a, b))
 
     def drain(self) -> bool:
-        """Read and drop all messages; True when the peer has closed."""
+        """Read and drop all messages; return True if the peer has closed."""
         self.absorb()
         return self._reader.ended
 

@@ -25,7 +25,7 @@ from rayps.core.values import Buffer
 
 EMPTY = memoryview(b"")
 QUEUE_LIMIT = 256 << 20
-REFUSED = -1  # internal kind: "your message carried another generation", answered by the receiver
+REFUSED = -1  # internal kind: the receiver's answer to a message of another generation
 # kind, flags, generation, tag, a, b, weight, payload bytes, bytes taken out of the peer's lane, nothing
 HEADER = struct.Struct("<hHIqqqdQQQ")
 
@@ -59,7 +59,7 @@ def new_payload(size: int) -> memoryview:
 
 
 class Link(ABC):
-    """One end of a connection to `peer`, over any transport. Not safe for two threads at once."""
+    """One end of a connection to `peer`, over any transport. Two threads must not use it at once."""
 
     def __init__(self, sock: socket.socket, peer: str, generation: int, transport: str) -> None:
         sock.setblocking(False)
@@ -74,7 +74,7 @@ class Link(ABC):
         self._out: deque[memoryview] = deque()
 
     def fileno(self) -> int:
-        """Return the socket, for a selector; -1 once closed."""
+        """Return the socket's descriptor, for a selector; -1 once the link is closed."""
         return self._sock.fileno()
 
     @property
@@ -94,17 +94,17 @@ class Link(ABC):
 
     @property
     def ended(self) -> bool:
-        """Whether the peer is known to have closed although messages of it can still be read."""
+        """Whether the peer is known to have closed, although messages from it can still be read."""
         return False
 
     @abstractmethod
     def absorb(self) -> None:
-        """Process what the peer sent about space for payloads."""
+        """Process the peer's reports of free space for payloads."""
 
     # Sending
 
     def send(self, message: Message, payload: Payload | None = None, *, timeout: float) -> None:
-        """Send; wait up to `timeout` seconds without progress. Raises PeerTimeout, PeerLost."""
+        """Send a message; wait up to `timeout` seconds without progress. Raises PeerTimeout, PeerLost."""
         self._append(message, payload)
         self.flush()
         while left := self.queued:
@@ -113,7 +113,7 @@ class Link(ABC):
             self.flush()
 
     def queue(self, message: Message, payload: Payload | None = None, *, copy: bool = True) -> None:
-        """Send what leaves at once and queue the rest for `flush`. Raises PeerTimeout: the queue is full.
+        """Send what can be sent at once, and queue the rest for `flush`. Raises PeerTimeout: the queue is full.
 
         With `copy=False` the payload must not change before `flush` has returned True.
         """
@@ -134,7 +134,7 @@ class Link(ABC):
 
     @abstractmethod
     def flush(self) -> bool:
-        """Send what the peer accepts without waiting; True when nothing is left. Raises PeerLost."""
+        """Send what the peer accepts without waiting; return True if nothing is left to send. Raises PeerLost."""
 
     @abstractmethod
     def _append(self, message: Message, payload: Payload | None) -> None:
@@ -148,7 +148,7 @@ class Link(ABC):
 
     @abstractmethod
     def try_recv(self, into: Payload | None = None) -> Message | None:
-        """Receive as `recv`, without waiting: None while the message is not complete."""
+        """Receive as `recv` does, without waiting: return None while the message is not complete."""
 
     @abstractmethod
     def peek(self) -> Message | None:
@@ -169,14 +169,14 @@ class Link(ABC):
 
     @abstractmethod
     def drain(self) -> bool:
-        """Read and drop all messages; True when the peer has closed."""
+        """Read and drop all messages; return True if the peer has closed."""
 
     def recv(self, timeout: float, into: Payload | None = None) -> Message:
         """Return the next message; wait up to `timeout` seconds without progress.
 
         The payload is read into `into` if given.
 
-        Raises PeerTimeout, PeerLost, StaleGeneration, and LinkError: the payload is not of `into`'s size.
+        Raises PeerTimeout, PeerLost, StaleGeneration, and LinkError: the payload has another size than `into`.
         """
         while True:
             message = self.try_recv(into)
@@ -184,14 +184,14 @@ class Link(ABC):
                 return message
             self.wait(select.POLLIN | (select.POLLOUT if self._out else 0), timeout, "send a message")
             if self._out:
-                with contextlib.suppress(PeerLost):  # raised again when what it sent has been read
+                with contextlib.suppress(PeerLost):  # raised again after the messages that the peer sent have been read
                     self.flush()
 
     def feed(self) -> list[Message]:
-        """Read the socket and return the complete messages, each with a payload of its own.
+        """Read the socket and return the complete messages; each payload has memory of its own.
 
-        A message of another generation is dropped, and its sender gets a refusal. Raises PeerLost, StaleGeneration (the
-        peer refused a message of this side).
+        A message of another generation is dropped, and its sender is sent a refusal. Raises PeerLost, StaleGeneration
+        (the peer refused a message of this side).
         """
         messages: list[Message] = []
         while True:
@@ -252,16 +252,17 @@ class Link(ABC):
     def hang_up(self, *, more_to_send: bool = False) -> None:
         """Shut the connection down, so that a thread that waits on it, on either side, gets PeerLost.
 
-        Any thread may call it; only the link's own thread may close it. With `more_to_send` this side may still send.
+        Any thread may call `hang_up`, but only the link's own thread may call `close`. With `more_to_send` this side
+        may still send.
         """
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RD if more_to_send else socket.SHUT_RDWR)
 
     def send_last(self, end: float, read: bool) -> None:
-        """Send what is queued before this end closes, until the `time.monotonic` deadline `end`.
+        """Send the queued bytes before this end closes, until the `time.monotonic` deadline `end`.
 
-        TCP discards what the peer has not read when the closing side has unread data itself. So where there may be
-        unread data (`read`), this reads until the peer closes. Raises PeerTimeout, PeerLost.
+        TCP discards bytes that the peer has not read if the side that closes has unread data itself. If there may be
+        unread data (`read`), this method therefore reads until the peer closes. Raises PeerTimeout, PeerLost.
         """
         self.flush()
         self.drain()
@@ -289,11 +290,11 @@ class Link(ABC):
 
 @dataclass(slots=True)
 class _PartialMessage:
-    """A message of which the header, and perhaps a part of the payload, was read."""
+    """A message of which only the header, or also a part of the payload, has been read."""
 
     message: Message
     size: int
-    refused: int  # its generation if not the connection's; else -1
+    refused: int  # the message's generation, if it is not the connection's; else -1
     target: memoryview | None = None  # memory for the payload
     into: object | None = None
     filled: int = 0
@@ -306,7 +307,7 @@ class SocketLink(Link):
         super().__init__(sock, peer, generation, transport)
         self._queued = 0
         self._header = memoryview(bytearray(HEADER.size))
-        self._got = 0  # bytes of the next header
+        self._got = 0  # bytes of the next header that have been read
         self._next: _PartialMessage | None = None
 
     # Sending
@@ -317,7 +318,7 @@ class SocketLink(Link):
         return self._queued
 
     def flush(self) -> bool:
-        """Send what the peer accepts without waiting; True when nothing is left. Raises PeerLost."""
+        """Send what the peer accepts without waiting; return True if nothing is left to send. Raises PeerLost."""
         out = self._out
         while out:
             try:
@@ -348,7 +349,7 @@ class SocketLink(Link):
         self._queued += len(head) + len(view)
 
     def absorb(self) -> None:
-        """See Link: the kernel handles it for a plain socket."""
+        """Do nothing: the kernel handles free space for a plain socket. See Link."""
 
     # Receiving
 
@@ -357,7 +358,7 @@ class SocketLink(Link):
         if self.peek() is None:
             return None
         item = self._next
-        assert item is not None, "peek found it"
+        assert item is not None, "peek found a header"
         if item.target is None:
             item.target, item.into = landing(self.peer, item.size, into if item.refused < 0 else None)
         target = item.target
@@ -404,7 +405,7 @@ class SocketLink(Link):
         return True
 
     def _read(self, view: memoryview) -> int:
-        """Return the number of bytes read, or -1 when nothing is there."""
+        """Return the number of bytes read, or -1 if no data has arrived."""
         try:
             count = self._sock.recv_into(view)
         except BlockingIOError:
@@ -417,7 +418,7 @@ class SocketLink(Link):
         return count
 
     def drain(self) -> bool:
-        """Read and drop all messages; True when the peer has closed."""
+        """Read and drop all messages; return True if the peer has closed."""
         scrap = memoryview(bytearray(1 << 16))
         try:
             while self._read(scrap) > 0:
@@ -433,9 +434,9 @@ class SocketLink(Link):
 
 
 def landing(peer: str, size: int, into: Payload | None) -> tuple[memoryview, Payload | None]:
-    """Return the memory for a payload of `size` bytes, `into` or new memory, and `into` itself.
+    """Return the memory for a payload of `size` bytes (`into` or new memory), and `into` itself.
 
-    Raises LinkError: `into` is of another size.
+    Raises LinkError: `into` has another size.
     """
     if into is None:
         return new_payload(size), None

@@ -1,7 +1,7 @@
 """Collective algorithms: one function each, over a mesh and a flat vector.
 
 Every algorithm gives the same bits on all ranks, and the same bits in every run: the order of additions depends on the
-sizes alone. `star`, `one_shot` and `two_shot` add in the order of ranks and agree to the bit.
+sizes alone. `star`, `one_shot` and `two_shot` add in the order of ranks, so their results have the same bits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rayps.core.partition import slices
 from rayps.core.values import Buffer
 
 SEGMENT_BYTES = 512 << 10  # bytes of a segment in a ring: the next one is sent while this one is added
-Fold = Callable[[Tensor, Tensor], Tensor]  # the result is written into the first
+Fold = Callable[[Tensor, Tensor], Tensor]  # the result is written into the first argument
 
 
 class Subgroup:
@@ -30,24 +30,24 @@ class Subgroup:
         self.size = len(members)
 
     def exchange(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> None:
-        """As the mesh's, between the members."""
+        """Exchange as `Mesh.exchange` does, between the members."""
         self._mesh.exchange(
             [(self._members[peer], buffer) for peer, buffer in sends],
             [(self._members[peer], buffer) for peer, buffer in receives],
         )
 
     def relay(self, right: int, left: int, first: Iterable[Buffer], arrivals: Iterable[Arrival]) -> None:
-        """As the mesh's, between the members."""
+        """Relay as `Mesh.relay` does, between the members."""
         self._mesh.relay(self._members[right], self._members[left], first, arrivals)
 
 
 def add(into: Tensor, other: Tensor) -> Tensor:
-    """Add into the first buffer."""
+    """Add `other` to `into`, in place."""
     return into.add_(other)
 
 
 def largest(into: Tensor, other: Tensor) -> Tensor:
-    """Take the maximum into the first buffer; NaN wins."""
+    """Take the elementwise maximum of both into `into`; NaN wins."""
     return torch.maximum(into, other, out=into)
 
 
@@ -68,14 +68,14 @@ def ring(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> None:
     around(mesh, x, fold, lambda segment: None, lambda segment: None)
 
 
-Work = Callable[[Tensor], None]  # on a segment of the vector, in place
+Work = Callable[[Tensor], None]  # changes a segment of the vector in place
 
 
 def around(mesh: Mesh | Subgroup | Idle, x: Tensor, fold: Fold, before: Work, after: Work) -> None:
-    """Run as `ring`, with extra work on each of this rank's segments.
+    """Reduce as `ring` does, with extra work on each of this rank's segments.
 
-    `before` is called before a segment's first use, `after` when it holds the sum. The order of this work depends on
-    the sizes alone.
+    `before` is called before a segment's first use, `after` when the segment holds the sum. The order of these calls
+    depends on the sizes alone.
     """
     n, me = mesh.size, mesh.rank
     cuts = slices(x.numel(), n)
@@ -121,7 +121,7 @@ def _segments(chunk: Tensor) -> list[Tensor]:
 
 
 class Idle:
-    """Stand in for a member of a group on a rank that takes no part in its collectives, only in the extra work."""
+    """A stand-in for `Mesh` on a rank that takes no part in its group's collectives, and only does the extra work."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -135,12 +135,12 @@ class Idle:
 
 
 def keep(into: Tensor, other: Tensor) -> Tensor:
-    """Reduce nothing."""
+    """Leave `into` unchanged."""
     return into
 
 
 def star(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> None:
-    """Send everything to one rank, which reduces in the order of ranks and sends the result back.
+    """Send all vectors to one rank, which reduces them in the order of ranks and sends the result back.
 
     The naive twin of the other algorithms, for tests.
     """
@@ -157,7 +157,7 @@ def star(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> None:
 
 
 def tree(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> None:
-    """Reduce up a binomial tree to rank 0 and send down again: 2 log2(N) steps of all the data."""
+    """Reduce up a binomial tree to rank 0, and send the result down the tree: 2 log2(N) steps of the whole vector."""
     n, me = mesh.size, mesh.rank
     scratch = torch.empty_like(x)
     span = 1
@@ -174,7 +174,7 @@ def tree(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> None:
 
 
 def one_shot(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> None:
-    """Send everything to every rank; each reduces in the order of ranks: one step."""
+    """Send the whole vector to every rank; each rank reduces all vectors in the order of ranks: one step."""
     parts = torch.empty(mesh.size, x.numel(), dtype=x.dtype)
     all_gather(mesh, x, parts)
     x.copy_(parts[0])
@@ -183,7 +183,7 @@ def one_shot(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> None:
 
 
 def two_shot(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> None:
-    """Send 1/N to every rank, twice (reduce-scatter, all-gather): two steps."""
+    """Send 1/N of the vector to every rank, twice (reduce-scatter, all-gather): two steps."""
     cuts = slices(x.numel(), mesh.size)
     mine = raw(reduce_scatter(mesh, x, fold))
     x[cuts[mesh.rank]].view(torch.uint8).numpy()[:] = mine
@@ -201,7 +201,7 @@ ALGORITHMS: dict[str, Callable[[Mesh | Subgroup, Tensor, Fold], None]] = {
 
 
 def reduce_scatter(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> Tensor:
-    """Send 1/N to every rank; each reduces its part in the order of ranks. `x` does not change."""
+    """Send 1/N of the vector to every rank; each rank reduces its part in the order of ranks. `x` does not change."""
     cuts = slices(x.numel(), mesh.size)
     mine = x[cuts[mesh.rank]]
     others = _others(mesh)
@@ -214,14 +214,14 @@ def reduce_scatter(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> Tensor:
 
 
 def all_gather(mesh: Mesh | Subgroup, x: Tensor, out: Tensor) -> None:
-    """Send everything to every rank; `out` is [N, n]."""
+    """Send the whole vector to every rank; `out` is [N, n]."""
     others = _others(mesh)
     out[mesh.rank] = x
     mesh.exchange([(peer, raw(x)) for peer in others], [(peer, raw(out[peer])) for peer in others])
 
 
 def broadcast(mesh: Mesh | Subgroup, x: Tensor, root: int) -> None:
-    """Send down a binomial tree: log2(N) steps."""
+    """Send the vector of rank `root` down a binomial tree: log2(N) steps."""
     n = mesh.size
     place = (mesh.rank - root) % n
     span = 1

@@ -1,10 +1,10 @@
 """A barrier between ranks of one host, by counters in shared memory; only sleeping ranks need a system call.
 
 A rank that enters the barrier increments its counter, which all ranks can read. A rank that waits long enough to sleep
-sets a flag, and the last rank to enter wakes the sleepers through their file descriptors (eventfd). Where writes of
-other processes may become visible out of order, only the descriptors are used: every rank signals every other one, with
-separate descriptors for even and odd barriers, so that a rank that is ahead is not counted twice. A rank that gives up
-decrements its counter again, so that later ranks do not count it as present.
+sets a flag, and the last rank to enter wakes the sleepers through their file descriptors (eventfd). On machines that
+make writes of other processes visible out of order, only the descriptors are used: every rank signals every other rank,
+with separate descriptors for even and odd barriers, so that a rank that is ahead is not counted twice. A rank that
+gives up decrements its counter, so that later ranks do not count it as present.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from rayps.comm.link.memory import ORDERED, Fence
 from rayps.comm.ring.mesh import Mesh
 
 WORDS = 2  # int64 a rank in the shared memory
-_YIELDS = 4  # times that a rank yields its core before it sleeps: mostly the others enter in that time
+_YIELDS = 4  # times that a rank yields its core before it sleeps: in most barriers the others enter in that time
 
 
 class Barrier:
-    """The barrier of ranks `group` on one host.
+    """A barrier of the ranks `group`, which are on one host.
 
-    `words` are shared, `WORDS` int64 per rank, all zero at first. `wakeups` are this rank's two eventfds,
-    `peer_wakeups` those of the other ranks, in order, for each of the two. `close` closes all of them.
+    `words` is shared memory, `WORDS` int64 per rank, all zero at first. `wakeups` are this rank's eventfds for even and
+    odd barriers, `peer_wakeups` are the other ranks' eventfds for each of the two, in the order of ranks. `close`
+    closes all of them.
     """
 
     def __init__(
@@ -44,11 +45,11 @@ class Barrier:
         self._fence = Fence()
 
     def wait(self) -> None:
-        """Return once every rank of the group has entered; earlier writes of each are then visible to all.
+        """Wait until every rank of the group has entered; each rank's earlier writes are then visible to all.
 
         Raises LinkError.
         """
-        with self._mesh.hold:  # the descriptors are not closed meanwhile
+        with self._mesh.hold:  # keeps the descriptors open during the wait
             self._mesh.check()
             self.turn += 1
             self._entered[self._place] = self.turn
@@ -92,7 +93,7 @@ class Barrier:
         while missing:
             self._mesh.await_wakeup(mine, self._absent)
             missing -= os.eventfd_read(mine)
-        while not self._all_here():  # a rank signalled and then gave up: its ABORT is on its way
+        while not self._all_here():  # a rank signalled and then gave up: its ABORT will arrive
             self._mesh.await_wakeup(mine, self._absent)
 
     def _all_here(self) -> bool:
@@ -103,7 +104,7 @@ class Barrier:
         return {rank for rank, turn in zip(self._group, self._entered.tolist(), strict=True) if turn < self.turn}
 
     def close(self) -> None:
-        """Close the descriptors."""
+        """Close the eventfds."""
         for wakeup in [*self._wakeups, *self._peer_wakeups[0], *self._peer_wakeups[1]]:
             os.close(wakeup)
         self._wakeups, self._peer_wakeups = [], [[], []]

@@ -2,8 +2,8 @@
 
 The result is that of `Ring.mean` over the whole vector. Between ranks of one host a bucket is added as soon as all
 ranks have submitted it, within a call of `give`: no thread, and the same bits. Otherwise the ring's background thread
-sends the buckets one after another, in an order that all ranks share; with a ring's algorithms of three and more ranks
-the order of additions, so the last digit, depends on the cuts.
+sends the buckets one after another, in an order that all ranks share; with three or more ranks the order of additions,
+and so the last digit of the result, depends on the cuts.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ _KIND = 6  # key of this collective in the shared memory's table
 class BucketedMean(Protocol):
     """Repeated means of one vector. All ranks must construct it and call `begin` and `finish` in the same order."""
 
-    seconds: float  # seconds of the caller in these calls
-    checks: bool  # whether `fault` is set; else each rank must check its own vector
-    # of the last mean: the rank whose vector is not finite (-1: only the sum is not), and the element
+    seconds: float  # seconds that the caller has spent in these methods
+    checks: bool  # whether `finish` sets `fault`; if not, each rank must check its own vector
+    # of the last mean: the rank whose vector is not finite (-1: only the sum is not finite), and the element's index
     fault: tuple[int, int] | None
 
     def begin(self, samples: int) -> None:
-        """Start a mean, of which this rank's part is the mean over `samples` samples."""
+        """Start a mean; this rank's vector is the mean over `samples` samples."""
 
     def mine(self, i: int) -> slice:
-        """Return the elements of bucket `i` that no other rank reads in the vector: they may be stored elsewhere."""
+        """Return the elements of bucket `i` that no other rank reads from the vector: `hold` may replace them."""
 
     def hold(self, i: int, lo: int, data: Tensor) -> None:
-        """Use `data` (flat) for elements of bucket `i` from `lo` on, all of them `mine`, until they are added."""
+        """Use `data` (flat), until it is added, in place of the vector's elements from `lo` on, all in `mine(i)`."""
 
     def let_go(self, i: int) -> None:
-        """Copy into the vector what is held of bucket `i`, which has not been submitted."""
+        """Copy the data that `hold` was given for bucket `i`, which has not been submitted, into the vector."""
 
     def give(self, i: int) -> None:
         """Submit bucket `i` of this rank's vector, which must not change afterwards."""
@@ -74,7 +74,7 @@ def pieces(ring: Ring, vector: Tensor, cuts: Sequence[slice], marks: int) -> Buc
 
 
 class _Whole:
-    """A mean without elements stored outside the vector."""
+    """A mean whose elements are all in the vector: `hold` is never used."""
 
     checks = False
     fault: tuple[int, int] | None = None
@@ -114,10 +114,11 @@ class SingleRank(_Whole):
 
 
 class SharedMemoryMean:
-    """Buckets that ranks of one host read in shared memory; each rank adds its part of every bucket.
+    """A mean whose buckets are in shared memory of one host; each rank adds its part of every bucket.
 
-    Each rank also checks whether its part of the sum is finite: one read of 1/N of the vector, in the cache. If it is
-    not, the summands show whose vector is at fault, which every rank reads after the barrier that ends the mean.
+    Each rank also checks whether its part of the sum is finite: one read of 1/N of the vector, in the cache. If the sum
+    is not finite, the summands show whose vector is at fault; every rank reads this after the barrier that ends the
+    mean.
     """
 
     checks = True
@@ -178,10 +179,10 @@ class SharedMemoryMean:
             self._resident.parts[self._ring.rank][at : at + len(data)] = data
 
     def give(self, i: int) -> None:
-        """Submit a bucket, then add what all ranks have submitted. See BucketedMean."""
+        """Submit a bucket, then add the buckets that all ranks have submitted. See BucketedMean."""
         start = time.perf_counter()
         self._given[self._ring.rank][i] = self._turn
-        if ORDERED:  # without ordered writes nothing is read before the barrier
+        if ORDERED:  # if writes are not ordered, no bucket is read before the barrier
             for piece in [p for p in self._open if all(given[p] == self._turn for given in self._given)]:
                 self._add(piece)
         self._count(start)
@@ -203,7 +204,7 @@ class SharedMemoryMean:
             shared_memory.bytes_shared += shared_memory.bytes_by_two_shot(self._size)
             shared_memory.barrier()
         found = [(int(at) - 1, int(blamed)) for at, blamed in self._faults if at]
-        self.fault = min(found)[::-1] if found else None  # the same on all ranks
+        self.fault = min(found)[::-1] if found else None  # the result is the same on all ranks
         self.seconds += time.perf_counter() - start
         return self._mean
 
@@ -211,7 +212,7 @@ class SharedMemoryMean:
         """Ignore the order: a bucket is added as soon as it is complete. See BucketedMean."""
 
     def _add(self, piece: int) -> None:
-        """Add this rank's part of a bucket: elements held elsewhere and elements in the vector, in order."""
+        """Add this rank's part of a bucket, in order: from the elements held elsewhere and those in the vector."""
         at, own = self._own[piece].start, self._own[piece]
         weights = np.concatenate(self._samples)
         held = sorted(self._held.pop(piece, []), key=lambda held: held[0])
@@ -227,7 +228,7 @@ class SharedMemoryMean:
                 self._blame(own.start + first_not_finite(total) * self._dtype.itemsize, held)
 
     def _blame(self, at: int, held: list[tuple[int, Bytes]]) -> None:
-        """Record whose summand at byte `at` of the resident vector is not finite; -1 = only the sum is not."""
+        """Record the rank whose summand at byte `at` of the resident vector is not finite; -1 = only the sum is not."""
         width, blamed = self._dtype.itemsize, -1
         for rank, vector in enumerate(self._resident.parts):
             data = vector[at : at + width]
@@ -252,7 +253,7 @@ class SharedMemoryMean:
 
 
 class SentBuckets(_Whole):
-    """Buckets that the ring's background thread sends, in the order agreed."""
+    """A mean whose buckets the ring's background thread sends, in an order that all ranks share."""
 
     def __init__(self, ring: Ring, vector: Tensor, cuts: Sequence[slice]) -> None:
         self.seconds = 0.0
@@ -263,7 +264,7 @@ class SentBuckets(_Whole):
         self._samples, self._total = 0, torch.zeros(1, dtype=torch.float64)
 
     def begin(self, samples: int) -> None:
-        """Start a mean; the number of samples is sent first, while nothing else is. See BucketedMean."""
+        """Start a mean: send the number of samples first, before any bucket. See BucketedMean."""
         self._samples, self._total = samples, torch.tensor([float(samples)], dtype=torch.float64)
         self._ready.clear()
         total = self._total
@@ -292,12 +293,12 @@ class SentBuckets(_Whole):
         self._order = list(order)
 
     def _mean(self, part: Tensor) -> None:
-        """Compute sum(n_i g_i) / sum(n_i), by the same operations as one mean over the whole."""
+        """Compute sum(n_i g_i) / sum(n_i) of a bucket, by the same operations as for the whole vector at once."""
         wide = part.float() if part.dtype in HALF else part
         if self._samples:
             wide.mul_(self._samples)
         else:
-            wide.zero_()  # the mean over nothing may be NaN
+            wide.zero_()  # a mean over no samples is 0, although a vector may hold NaN
         self._ring.collectives.fold_now(wide, "add", None)
         total = self._total.item()
         if total:

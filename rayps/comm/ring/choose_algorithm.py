@@ -22,11 +22,11 @@ from rayps.core.records import RingTable
 NAMES = ("auto", *ALGORITHMS, "hierarchical")
 _HALF = (torch.float16, torch.bfloat16)
 _PROBES = (1 << 10, 16 << 10, 128 << 10, 1 << 20)  # bytes
-_LARGE_PROBE = 4 << 20  # between hosts also this: only a large transfer shows the bandwidth
+_LARGE_PROBE = 4 << 20  # a further size between hosts: only a large transfer shows the bandwidth
 _TRIES, _LARGE_TRIES = 5, 3
-_SLOW_SECONDS = 0.05  # a slower candidate is not measured again
+_SLOW_SECONDS = 0.05  # a candidate that takes longer is not measured again
 _STREAMS = (1, 2, 4)
-_SLOW_LINE_SECONDS = 0.5  # for the large probe: one stream fills such a slow network
+_SLOW_LINE_SECONDS = 0.5  # the same for the large probe: a network this slow is filled by one stream
 _WORTH = 0.8  # more streams, or an algorithm that sends more, must take at most this share of the time
 
 
@@ -90,7 +90,7 @@ class Autotuner:
             x.copy_(wide)
 
     def _by_host(self, x: Tensor, kind: str) -> None:
-        """Reduce inside each host, then around a ring of one rank per host; distribute inside; segment by segment."""
+        """Reduce inside each host, then around a ring of one rank per host, then distribute inside each host."""
         wide = x.float() if x.dtype in _HALF else x
         leaders = [group[0] for group in self._hosts]
         shared_memory, host = self._local, next(i for i, group in enumerate(self._hosts) if self._mesh.rank in group)

@@ -28,7 +28,10 @@ T = TypeVar("T")
 
 
 class Collectives:
-    """Reduce tensors over the ranks of one ring. For one thread, or for work that `background` runs."""
+    """The operations that reduce tensors over the ranks of one ring.
+
+    Only one thread may use them, or work that `background` runs.
+    """
 
     def __init__(self, mesh: Mesh, backend: Autotuner | Delegate) -> None:
         self.mesh = mesh
@@ -42,12 +45,12 @@ class Collectives:
         return self.backend.shared_memory
 
     def fold(self, t: Tensors, kind: str, algorithm: str | None) -> Tensors:
-        """Add ("add") or take the maximum ("max") over ranks in place, after running background collectives end."""
+        """Add ("add") or take the maximum ("max") over ranks in place; wait for background collectives first."""
         self.background.settle()
         return self.fold_now(t, kind, algorithm)
 
     def fold_now(self, t: Tensors, kind: str, algorithm: str | None) -> Tensors:
-        """Reduce as `fold`, without waiting for background collectives."""
+        """Reduce as `fold` does, without waiting for background collectives."""
         if isinstance(t, Tensor):
             self._fold_one(t, kind, algorithm)
             return t
@@ -103,7 +106,7 @@ class Collectives:
 
     @contextmanager
     def collective(self) -> Iterator[None]:
-        """Start a collective of the mesh, and measure its time. A LinkError within ends the ring."""
+        """Start a collective of the mesh, and measure its time. A LinkError inside the block ends the ring."""
         self.mesh.begin()
         with self.timed():
             try:
@@ -113,7 +116,7 @@ class Collectives:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Add the time spent within."""
+        """Add the time spent inside the block to `seconds`."""
         start = time.perf_counter()
         try:
             yield
@@ -123,7 +126,7 @@ class Collectives:
 
 @contextmanager
 def flat_cpu(t: Tensor) -> Iterator[Tensor]:
-    """Return the tensor as one contiguous CPU vector; where it had to be copied, it is written back."""
+    """Yield the tensor as one contiguous CPU vector; a copy is written back to the tensor at the end."""
     with torch.no_grad():
         whole = t.detach()
         if whole.is_contiguous() and whole.device.type == "cpu":
@@ -174,7 +177,7 @@ class BackgroundThread:
         self._last: Future[Any] | None = None
 
     def start(self, work: Callable[[], T]) -> CollectiveHandle[T]:
-        """Run `work` after everything that was started before."""
+        """Run `work` in the thread after all work that was started before."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="rayps-ring")
         future = self._thread.submit(work)

@@ -2,8 +2,8 @@
 
 Rank j reduces slice j (`partition.slices`) of all vectors, in the order of ranks, in float32 or wider. Both directions
 have error feedback: the error of a rank's encoding of its gradient, and of the reducer's encoding of the mean, is added
-to the next one. A rank sends 2(N-1)/N of an encoded vector, whatever N is. All ranks decode the same bytes, their own
-included, and so hold the same bits.
+to the next gradient or mean before encoding. A rank sends 2(N-1)/N of an encoded vector. All ranks decode the same
+bytes, their own included, and so get the same bits.
 
 Tang et al., "DoubleSqueeze: parallel stochastic gradient descent with double-pass error-compensated compression", ICML
 2019.
@@ -33,24 +33,24 @@ _COUNT = 8  # header of a slice: the sender's samples as float64
 
 
 class CompressedRing:
-    """A ring whose means of gradients are sent encoded. Everything else, means of plain tensors too, is sent as it is.
+    """A ring that encodes gradients for their mean; other collectives, also means of plain tensors, are not encoded.
 
     The error feedback is zero at first; it is on the device of the gradients.
     """
 
     def __init__(self, ring: Ring, codec: Codec) -> None:
         self._ring, self._codec = ring, codec
-        self._sent: ErrorFeedback | None = None  # of this rank's gradients
-        self._folded: ErrorFeedback | None = None  # of this rank's slice of the means
+        self._sent: ErrorFeedback | None = None  # error feedback of this rank's gradients
+        self._folded: ErrorFeedback | None = None  # error feedback of this rank's slice of the means
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ring, name)
 
     def mean(self, x: Tensor | Gradient, *, in_place: bool = True) -> Tensor:
-        """Compute as `Ring.mean`, always in place.
+        """Compute the mean as `Ring.mean` does, always in place.
 
-        A gradient's error feedback is in the gradient's own units, weighted as it is sent. A rank with no samples sends
-        none of it; where no rank has samples the mean is zero.
+        The error feedback of a gradient is in the gradient's own units; it is weighted when the gradient is sent. A
+        rank without samples sends no error feedback; if no rank has samples, the mean is zero.
         """
         if isinstance(x, Tensor):
             return self._ring.mean(x, in_place=in_place)
@@ -62,10 +62,10 @@ class CompressedRing:
         return vector
 
     def mean_async(self, x: Gradient) -> None:
-        """Compute as `mean`, in the background.
+        """Compute the mean as `mean` does, in the background.
 
-        The gradient's spare element becomes 1, or 0 where no rank had a sample. The ring's `settle` waits for it; until
-        then `x` must not be touched.
+        The gradient's spare element becomes 1, or 0 if no rank had a sample. The ring's `settle` waits for the mean;
+        until then `x` must not be read or changed.
         """
         self._ring.collectives.mesh.check()
 
@@ -78,7 +78,7 @@ class CompressedRing:
         self._ring.collectives.background.start(work)
 
     def another(self) -> CompressedRing:
-        """Return the same for another vector, with error feedback of its own."""
+        """Return a compressed ring with the same codec for another vector, with its own error feedback."""
         return CompressedRing(self._ring, self._codec)
 
     def feedback(self) -> dict[str, Tensor]:
@@ -87,7 +87,7 @@ class CompressedRing:
         return {name: memory.residual.cpu().clone() for name, memory in held.items() if memory is not None}
 
     def restore(self, held: dict[str, Tensor]) -> None:
-        """Restore what `feedback` returned, on a ring of as many ranks."""
+        """Restore the error feedback that `feedback` returned, on a ring of as many ranks."""
         self._sent, self._folded = (self._memory(held[name]) for name in ("sent", "folded"))
 
     def _memory(self, residual: Tensor) -> ErrorFeedback:
@@ -122,11 +122,12 @@ class CompressedRing:
 
 
 def compressed(ring: Ring, compression: str, gradient: Gradient) -> tuple[Ring | CompressedRing, JsonObject]:
-    """Return the ring that `compression` names, and the choice as an event.
+    """Return the ring that the option `compression` means, and the choice as an event.
 
     All ranks must call it with the same arguments.
 
-    `auto` measures a mean of up to 2^20 elements of `gradient`, whose content is lost, plain and encoded.
+    `auto` measures a mean of up to 2^20 elements of `gradient`, plain and with each candidate; the content of
+    `gradient` is overwritten.
     """
     if compression != "auto":
         return CompressedRing(ring, codec(compression)), choice("ring", compression, "given")
@@ -139,7 +140,7 @@ def compressed(ring: Ring, compression: str, gradient: Gradient) -> tuple[Ring |
 
 
 def _measured(ring: Ring, packed: Tensor) -> dict[str, float]:
-    """Return seconds of a mean, plain ("off") and for each candidate: medians, and the slowest rank's."""
+    """Return the seconds of a mean, plain ("off") and with each candidate: the median of the slowest rank."""
     gradient = Gradient(packed, samples=1)
     ways: dict[str, Callable[[], Tensor]] = {"off": lambda: ring.mean(gradient)}
     for name in CANDIDATES:
@@ -159,7 +160,7 @@ def _seconds(ring: Ring, packed: Tensor, way: Callable[[], Tensor]) -> float:
         began = time.perf_counter()
         way()
         found.append(time.perf_counter() - began)
-    return statistics.median(found[1:])  # the first run touches new pages
+    return statistics.median(found[1:])  # the first run is slower, as it touches new pages
 
 
 def _share(samples: float, data: Tensor) -> Tensor:
@@ -171,7 +172,7 @@ def _samples(share: Tensor) -> float:
 
 
 def _swapped(mesh: Mesh, shares: list[Tensor], sizes: list[int]) -> list[Tensor]:
-    """Send shares[i] to rank i; return what each rank sent, this rank's own included."""
+    """Send shares[i] to rank i; return what each rank sent to this rank, with this rank's own share."""
     heard = [shares[i] if i == mesh.rank else torch.empty(size, dtype=torch.uint8) for i, size in enumerate(sizes)]
     others = [peer for peer in range(mesh.size) if peer != mesh.rank]
     mesh.exchange([(peer, raw(shares[peer])) for peer in others], [(peer, raw(heard[peer])) for peer in others])

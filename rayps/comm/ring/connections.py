@@ -1,7 +1,7 @@
 """The connections of one rank by number, and the poll over all of them.
 
-Two ranks may have several TCP connections, called streams. A connection's number is its rank plus the size of the ring
-times its stream, so a rank is the number of its first connection.
+Two ranks may have several TCP connections, called streams. A connection's number is the peer's rank plus the size of
+the ring times the stream's number, so the first connection to a peer has the peer's rank as its number.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from rayps.core.partition import slices
 
 STRIPE_BYTES = 256 << 10  # least bytes of a buffer per stream
 
-Place = tuple[int, int]  # rank, number of a stream to it
+Place = tuple[int, int]  # a peer's rank, the number of a stream to the peer
 
 
 class RingConnections(dict[int, Link]):
-    """Connections by number. `streams` is how many are used between two ranks over TCP."""
+    """Connections by number. `streams` is the number of TCP connections that are used between two ranks."""
 
     def __init__(self, size: int, links: Mapping[Place, Link]) -> None:
         super().__init__({peer + size * stream: links[peer, stream] for peer, stream in sorted(links)})
@@ -62,7 +62,7 @@ class RingConnections(dict[int, Link]):
 
     @contextlib.contextmanager
     def polling(self, wakeup: int) -> Iterator[None]:
-        """Poll the eventfd too."""
+        """Poll the eventfd `wakeup` too, inside the block."""
         self.poll.register(wakeup, select.POLLIN)
         try:
             yield
@@ -70,7 +70,7 @@ class RingConnections(dict[int, Link]):
             self.poll.unregister(wakeup)
 
     def at(self, descriptor: int) -> int:
-        """Return the number of the connection that `poll` found; -1 for anything else."""
+        """Return the number of the connection with the descriptor that `poll` found; -1 if it is no connection's."""
         return self._by_descriptor.get(descriptor, -1)
 
     def drop(self, number: int) -> Link:

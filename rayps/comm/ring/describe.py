@@ -27,9 +27,9 @@ class RingChoices(TypedDict, total=False):
 
 
 def in_words(choices: RingChoices) -> str:
-    """Describe the choices: `all-reduce between 4 ranks over shm: one_shot up to 262 KB, two_shot above.
+    """Return the choices as text.
 
-    Measured ...`.
+    Example: `all-reduce between 4 ranks over shm: one_shot up to 262 KB, two_shot above; measured ...`.
     """
     over = choices["transport"]
     if "tcp" in over and "streams" in choices:

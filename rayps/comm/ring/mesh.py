@@ -1,8 +1,8 @@
 """The connections between the ranks of a ring, and the operation that every algorithm is built on: `exchange`.
 
 One thread serves all connections and polls all of them, so every rank sees the death of any rank at once. A mesh that
-failed cannot be used again. It adds no numbers; see `rayps.comm.ring.algorithms`. `link_up` forms a mesh from the
-ranks' addresses: the higher rank connects to the lower one.
+has failed cannot be used again. A mesh only moves bytes; `rayps.comm.ring.algorithms` adds numbers. `link_up` forms a
+mesh from the ranks' addresses: the higher rank connects to the lower one.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from rayps.core.errors import ConfigError, LinkError, PeerLost, PeerTimeout
 from rayps.core.values import Buffer
 
 LINGER_SECONDS = 0.25  # seconds in which a closing rank tries to send its last messages
-GRACE_SECONDS = 0.5  # share of the timeout in which ranks must answer a PING before one is blamed
+GRACE_SECONDS = 0.5  # the last seconds of a timeout, in which ranks must answer an ASK; silent ranks are blamed
 MOST_STREAMS = 16
-TRIED_STREAMS = 4  # opened if their number is to be measured
+TRIED_STREAMS = 4  # streams that are opened if their best number is to be measured
 _AHEAD_BYTES = 1 << 20  # bytes that a relay keeps queued, so that sending continues while numbers are added
 _IN = select.POLLIN
 
@@ -57,7 +57,7 @@ class Mesh:
         self._step = 0
         self._sent = 0
         self._quiet = 0.0  # seconds since the last progress
-        self._inside = False  # a thread is waiting inside
+        self._inside = False  # whether a thread is waiting inside the mesh
         self._parted = False
         self.hold = RingLock(lambda: self.dead is not None and not self._parted, self._send_abort_and_close)
         self._at_end: list[Callable[[], None]] = []
@@ -78,13 +78,14 @@ class Mesh:
         return self._links.streams
 
     def use_streams(self, count: int, *, for_good: bool = False) -> None:
-        """Use `count` streams from now on, and with `for_good` close the others; all ranks must make the same call."""
+        """Use `count` streams from now on; with `for_good`, close the others. All ranks must make the same call."""
         self.begin()
         self._links.streams = count
         if for_good:
             spare = [self._links.drop(number) for number in list(self._links) if number >= count * self.size]
             try:
-                self.barrier()  # after it they are not polled any more: their end is no failure
+                # after the barrier no rank polls the surplus streams, so their end is not taken for a failure
+                self.barrier()
             finally:
                 for link in spare:
                     link.close()
@@ -92,13 +93,13 @@ class Mesh:
     # Moving
 
     def begin(self) -> None:
-        """Start a new collective: messages of the one before are not mistaken for its own."""
+        """Start a new collective, so that messages of the previous one are not mistaken for its messages."""
         self.check()
         self.number += 1
         self._step = 0
 
     def exchange(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> None:
-        """Send to and receive from other ranks, all at once. Every rank must make the matching call.
+        """Send `sends` and receive `receives` at the same time. Every rank must make the matching call.
 
         Raises PeerLost and PeerTimeout, which name the rank at fault; the mesh cannot be used afterwards.
         """
@@ -111,9 +112,10 @@ class Mesh:
         self._run(message, self._links.stripes(sends), wants)
 
     def relay(self, right: int, left: int, first: Iterable[Buffer], arrivals: Iterable[Arrival]) -> None:
-        """Send what `first` returns to rank `right`; fill each buffer from rank `left` in order, and pass it on.
+        """Send the buffers of `first` to rank `right`, and fill those of `arrivals` from rank `left`, in order.
 
-        Sending continues while arrivals are processed. Every rank must make the matching call. Raises as `exchange`.
+        After each arrival, the buffer that its function returns is sent to `right` too. Sending continues while
+        arrivals are processed. Every rank must make the matching call. Raises as `exchange`.
         """
         todo: deque[Buffer] = deque()
         gone = taken = self._step
@@ -142,12 +144,12 @@ class Mesh:
         self._step = max(gone, taken)
 
     def barrier(self) -> None:
-        """Return once every rank has entered."""
+        """Wait until every rank has entered the barrier."""
         nothing = [(peer, memoryview(b"")) for peer in self._links.ranks]
         self.exchange(nothing, nothing)
 
     def blame(self, words: str) -> LinkError:
-        """Return the error for a failure seen elsewhere: it names the lost or silent rank if one can be found."""
+        """Return the error for a failure that other code has found; it names the lost or silent rank if possible."""
         with self.hold:
             self.check()
             try:
@@ -159,12 +161,12 @@ class Mesh:
         return type(found)(f"{found.message}\n{words}", **found.data)
 
     def send(self, to: int, tag: int, buffer: Buffer) -> None:
-        """Send `buffer` to rank `to`; return once it has left."""
+        """Send `buffer` to rank `to`; return when all bytes have been sent."""
         self.check()
         self._run(Message(RingMessage.POINT, tag=tag), [(to, buffer)], {})
 
     def recv(self, source: int, tag: int, into: Buffer) -> None:
-        """Fill `into` with what rank `source` sent under `tag`, in the order of sending."""
+        """Fill `into` with the data that rank `source` sent under `tag`, in the order of sending."""
         self.check()
         self._run(Message(RingMessage.POINT), [], {source: (RingMessage.POINT, tag, 0, into)})
 
@@ -188,19 +190,19 @@ class Mesh:
             with self._links.polling(wakeup):
                 while not (
                     gone := self._left and self._left & absent()
-                ):  # a rank that signalled and then left did take part
+                ):  # a rank that signalled and then left has taken part
                     if not self._pause(set(), {}, wakeup):
                         return
                 raise self._gone(min(gone))
 
     def check(self) -> None:
-        """Raise the error that ended this mesh, if there is one."""
+        """Raise the error that ended this mesh, if the mesh has ended."""
         if self.dead is not None:
             raise type(self.dead)(self.dead.message, **self.dead.data)
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
-        """End the mesh for all ranks if the code within fails. Reentrant."""
+        """End the mesh for all ranks if the code inside the block fails. Reentrant."""
         with self.hold:
             self.check()
             outer, self._inside = self._inside, True
@@ -227,7 +229,10 @@ class Mesh:
     def finish(
         self, sending: set[int], wants: dict[int, Want], push: Callable[[], None] | None = None, drain: bool = True
     ) -> None:
-        """Receive what is wanted; with `drain`, also send what is queued. `push` may queue more after each progress."""
+        """Receive the data in `wants`; with `drain`, also send all queued data.
+
+        `push` may queue more after each progress.
+        """
         while True:
             for key in [key for key, want in wants.items() if self.arrived(key, want)]:
                 del wants[key]
@@ -236,14 +241,14 @@ class Mesh:
                 if not self._links[key].queued:
                     sending.discard(key)
             if push is not None:
-                push()  # what it queues may have been sent at once: then there is nothing to wait for
+                push()  # the data that `push` queues may be sent at once: then there is nothing to wait for
                 sending.difference_update([key for key in sending if not self._links[key].queued])
             if not wants and not (drain and sending):
                 return
             self._pause(sending, wants)
 
     def _pause(self, sending: set[int], wants: dict[int, Want], wakeup: int = -1) -> bool:
-        """Sleep until a connection is ready; return False when it was an awaited one. Raises PeerTimeout."""
+        """Sleep until a connection is ready; return False if it was an awaited one. Raises PeerTimeout."""
         waited = self._sleep(sending, wants, self._patience() - self._quiet, wakeup)
         self._quiet = 0.0 if waited < 0 else self._quiet + waited
         if self._quiet >= self._patience():
@@ -251,7 +256,7 @@ class Mesh:
         return waited >= 0
 
     def arrived(self, peer: int, want: Want) -> bool:
-        """Return whether the data awaited from that connection is complete."""
+        """Return whether the data awaited on connection `peer` is complete."""
         kind, tag, _, into = want
         link = self._links[peer]
         while kind == RingMessage.DATA or not self.mail.fetch(peer, want):
@@ -297,7 +302,7 @@ class Mesh:
         return self.timeout - min(GRACE_SECONDS, self.timeout / 4)
 
     def _sleep(self, sending: set[int], wants: dict[int, Want], seconds: float, wakeup: int = -1) -> float:
-        """Wait for any connection and the eventfd; return seconds waited, or -1 on progress of what is awaited."""
+        """Wait for any connection and the eventfd; return the seconds waited, or -1 if awaited data has moved."""
         for peer, link in self._links.items():
             busy = peer in wants or link.head is None or link.head.kind != RingMessage.DATA
             busy = busy and not link.ended and peer not in self._left
@@ -320,7 +325,7 @@ class Mesh:
         return -1 if moved else waited
 
     def listen(self, peer: int) -> None:
-        """Process control messages of a rank from which no data is awaited; its data stays queued."""
+        """Process control messages of a rank from which no data is awaited; data from it stays queued."""
         link = self._links[peer]
         while peer not in self._left and (head := link.peek()) is not None and head.kind != RingMessage.DATA:
             message = link.try_recv()
@@ -329,7 +334,7 @@ class Mesh:
             self._overhear(peer, message)
 
     def _find_silent(self, awaited: set[int]) -> LinkError:
-        """Return the ranks to blame for a timeout: those that do not answer a PING, else all that are awaited."""
+        """Return the error of a timeout: it blames the ranks that do not answer an ASK, else the awaited ranks."""
         self._heard.clear()
         asked = set(self._links) - self._left
         for peer in asked:
@@ -340,7 +345,7 @@ class Mesh:
             for fd, _ in self._links.poll.poll(max(1, math.ceil(left * 1000))):
                 peer = self._links.at(fd)
                 if peer < 0:
-                    end = 0.0  # the eventfd was signalled after all, too late for ranks that have given up
+                    end = 0.0  # the eventfd was signalled after all, but too late for ranks that have given up
                 elif peer in asked:
                     for message in self._links[peer].feed():
                         self._overhear(peer, message)
@@ -371,7 +376,7 @@ class Mesh:
         self._at_end.append(work)
 
     def fail(self, error: LinkError) -> LinkError:
-        """End the mesh because of `error`, send it to the other ranks, and return the error to raise."""
+        """End the mesh because of `error`, report the error to the other ranks, and return the error to raise."""
         with self.hold:
             if self.dead is None:
                 self.dead = error
@@ -385,16 +390,16 @@ class Mesh:
         self._part(lambda link: link.queue(note, words), failed=True)
 
     def abort(self) -> None:
-        """End the ring for all ranks: those that wait in it raise PeerLost. Any thread may call it."""
+        """End the ring for all ranks: ranks that wait in it raise PeerLost. Any thread may call it."""
         self.dead = self.dead or PeerLost(f"rank {self.rank} aborted the ring", peer=f"rank {self.rank}")
-        if not self.hold.settle():  # another thread is inside: wake it, it sends the ABORT
+        if not self.hold.settle():  # another thread is inside the mesh: wake that thread, which then sends the ABORT
             for link in list(self._links.values()):
                 link.hang_up(more_to_send=True)
 
     def close(self) -> None:
         """Close. Ranks that still need this one get PeerLost, others continue. Safe to call twice."""
         if not self.hold.settle():
-            self.abort()  # another thread waits inside
+            self.abort()  # another thread waits inside the mesh
         with self.hold:
             if self.dead is None:
                 self.dead = LinkError("this ring has been closed on this rank", peer=f"rank {self.rank}")
@@ -421,9 +426,9 @@ class Mesh:
 class RingLock:
     """A lock held by the thread that is inside a ring; reentrant.
 
-    Connections and file descriptors must not be closed while a thread uses them. A thread that wants the ring ended
-    requests it (`due` is true from then on) and calls `settle`. If another thread is inside, that one ends the ring
-    when it leaves.
+    Connections and file descriptors must not be closed while a thread uses them. A thread that wants to end the ring
+    makes `due` return true and calls `settle`. If another thread is inside the ring, that thread ends the ring when it
+    leaves.
     """
 
     def __init__(self, due: Callable[[], bool], end: Callable[[], None]) -> None:
@@ -439,11 +444,12 @@ class RingLock:
         self._depth -= 1
         within = self._depth > 0
         self._lock.release()
-        if not within and self._due():  # checked after the release: a request made before it did not get the lock
+        # checked after the release: a thread that requested the end before the release did not get the lock
+        if not within and self._due():
             self.settle()
 
     def settle(self) -> bool:
-        """End the ring if that is due; return False if another thread is inside."""
+        """End the ring if that was requested; return False if another thread is inside the ring."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
@@ -466,9 +472,9 @@ def link_up(
     prefer: Prefer,
     streams: int,
 ) -> Mesh:
-    """Return a connection to every rank, and `streams` of them if TCP (0: as many as may be worth a trial).
+    """Return a connection to every rank; if it is TCP, `streams` connections (0: as many as may be worth a trial).
 
-    Raises PeerTimeout (which names the missing), PeerLost, StaleGeneration, ConfigError.
+    Raises PeerTimeout (which names the missing ranks), PeerLost, StaleGeneration, ConfigError.
     """
     size = len(addresses)
     if not 0 <= rank < size:
@@ -510,7 +516,7 @@ def _name(label: str, rank: int, stream: int) -> str:
 def _accept_above(
     above: range, links: dict[Place, Link], listener: Listener, deadline: float, whom: tuple[str, float, int]
 ) -> None:
-    """Accept the calls of the ranks above this one. Raises PeerTimeout, which names the missing."""
+    """Accept the calls of the ranks above this one. Raises PeerTimeout, which names the missing ranks."""
     label, timeout, streams = whom
     names: dict[str, Place] = {_name(label, peer, 0): (peer, 0) for peer in above}
     while missing := sorted({place[0] for place in names.values() if place not in links}):

@@ -1,4 +1,4 @@
-"""The messages between ranks of a ring, and helpers for them."""
+"""The messages between the ranks of a ring, and functions that build and check them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rayps.comm.link import Message
 from rayps.core.errors import LinkError, PeerLost, PeerTimeout
 from rayps.core.values import Buffer
 
-Piece = tuple[int, Buffer]  # rank, buffer to send to it or to fill from it
+Piece = tuple[int, Buffer]  # rank, buffer to send to this rank or to fill from this rank
 Arrival = tuple[Buffer, Callable[[], Buffer | None]]  # buffer to fill, function that returns what to send on
 Want = tuple[int, int, int, "Buffer | list[Message]"]  # kind, tag, step, buffer; for a PARCEL a list
 
@@ -19,16 +19,16 @@ class RingMessage(enum.IntEnum):
     """Kinds of messages between two ranks."""
 
     DATA = 0  # part of a collective: tag is its number, a the step within it
-    POINT = 1  # of `send`: tag is the user's
-    ASK = 2  # asks for a PONG
-    HERE = 3  # answers a PING
+    POINT = 1  # a message of `send`: tag is the user's
+    ASK = 2  # asks for HERE
+    HERE = 3  # answers ASK
     ABORT = 4  # the ring has failed: a is the kind of error, the payload the peer and the message
     BYE = 5  # this rank closes in good order
     PARCEL = 6  # tensors of any shape: tag, a and b are those of `rayps.comm.ring.p2p`
 
 
 class Mail:
-    """Messages of other ranks that arrived before they were asked for."""
+    """Messages of other ranks that arrived before this rank called for them."""
 
     def __init__(self) -> None:
         self._boxes: dict[tuple[int, int, int], deque[Message]] = {}
@@ -38,9 +38,9 @@ class Mail:
         self._boxes.setdefault((peer, message.kind, message.tag), deque()).append(message)
 
     def fetch(self, peer: int, want: Want) -> bool:
-        """Return whether what is wanted of `peer` is here.
+        """Return whether the message that is wanted from rank `peer` has arrived.
 
-        A POINT fills the buffer, a PARCEL is appended to the list.
+        If it has, a POINT fills the buffer, and a PARCEL is appended to the list.
         """
         kind, tag, _, into = want
         box = self._boxes.get((peer, kind, tag))
@@ -80,7 +80,7 @@ def abort_error(abort: Message, by: str) -> LinkError:
 
 
 def must_match(head: Message, size: int, peer: str, want: Want) -> None:
-    """Raise LinkError where a message of `peer` is not the one that this rank waits for."""
+    """Raise LinkError if a message of `peer` is not the one for which this rank waits."""
     _, number, step, into = want
     expected = 0 if isinstance(into, list) else memoryview(into).nbytes
     if (head.tag, head.a, size) != (number, step, expected):
@@ -93,7 +93,7 @@ def must_match(head: Message, size: int, peer: str, want: Want) -> None:
 
 
 def fill(into: Buffer, payload: Buffer, peer: int) -> None:
-    """Copy what rank `peer` sent into a buffer of the same size. Raises LinkError."""
+    """Copy the payload that rank `peer` sent into a buffer of the same size. Raises LinkError."""
     target = memoryview(into).cast("B") if memoryview(into).nbytes else memoryview(b"")
     if len(target) != len(payload):
         raise LinkError(f"rank {peer} sent {len(payload)} bytes where {len(target)} were expected", peer=f"rank {peer}")
@@ -102,6 +102,6 @@ def fill(into: Buffer, payload: Buffer, peer: int) -> None:
 
 
 def ranks(some: Iterable[int]) -> str:
-    """Return `rank 2`, or `ranks 2, 3`."""
+    """Format the numbers of ranks as `rank 2`, or `ranks 2, 3`."""
     some = list(some)
     return f"rank{'s' if len(some) != 1 else ''} {', '.join(map(str, some))}"

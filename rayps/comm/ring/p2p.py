@@ -1,9 +1,9 @@
 """Tensors of any shape and dtype between two ranks of a ring, one message each, for the stages of a pipeline.
 
 The receiver need not know shapes or dtypes in advance. The description of a message (its `form`, shapes, dtypes,
-whether a gradient is wanted) is sent in full the first time, and as a number afterwards; a message of one tensor is
-then that tensor's memory and a header. Sending does not wait for the receiver: what cannot leave at once is sent by a
-thread while this rank computes, so two ranks may send each other more than the socket buffers hold.
+whether a gradient is wanted) is sent in full the first time, and as a number afterwards; a message of one tensor then
+consists of a header and that tensor's memory. Sending does not wait for the receiver: bytes that cannot be sent at once
+are sent by a thread while this rank computes, so two ranks may send each other more than the socket buffers hold.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rayps.core.errors import ConfigError, LinkError
 from rayps.core.values import Buffer
 
 BACKLOG_BYTES = 128 << 20  # bytes that may be queued to one rank; `give` waits above it
-KNOWN = 4096  # descriptions that a rank remembers of another; further ones are sent in full each time
+KNOWN = 4096  # descriptions that a rank remembers of another rank; further descriptions are sent in full each time
 SPIN_SECONDS = 200e-6  # polls for a message, yielding the core in between, before a rank sleeps
 _ALIGN = 64  # alignment of each tensor in a message
 _PUMP_SECONDS = 0.05  # longest pause of the sending thread while messages are queued
@@ -51,7 +51,7 @@ _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 
 class TensorHeader(NamedTuple):
-    """A message's description: `form` is the sender's own text, a part is (dtype, shape, wants a gradient, offset)."""
+    """A message's description: the sender's text `form`, and dtype, shape, wants a gradient, offset of each tensor."""
 
     form: str
     parts: tuple[tuple[torch.dtype, tuple[int, ...], bool, int], ...]
@@ -71,7 +71,7 @@ class TensorMessage(NamedTuple):
 
 
 class PointToPoint:
-    """Send and receive over one mesh; one of these per ring and rank (`Ring.parcels`)."""
+    """Sends and receives tensors over one mesh; each ring has one per rank (`Ring.parcels`)."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -80,7 +80,7 @@ class PointToPoint:
         self.seconds = 0.0  # seconds spent waiting
         self._said: dict[
             int, dict[_Form, tuple[int, TensorHeader]]
-        ] = {}  # by rank: descriptions that it knows, and their numbers
+        ] = {}  # by rank: the descriptions that this rank knows, and their numbers
         self._learnt: dict[int, dict[int, TensorHeader]] = {}
         self._pending: set[int] = set()  # ranks to which messages may be queued
         self._due = threading.Event()
@@ -91,7 +91,7 @@ class PointToPoint:
     def give(self, to: int, tag: int, tensors: Sequence[Tensor], form: str = "") -> None:
         """Send tensors to rank `to` under `tag`, in the order of the calls; they must not change until `settle`.
 
-        Waits only while more than `BACKLOG_BYTES` are queued. Raises PeerLost, PeerTimeout.
+        Wait only while more than `BACKLOG_BYTES` are queued. Raises PeerLost, PeerTimeout.
         """
         number, note, new = self._describe(to, tensors, form)
         head = _packed(note) if new else b""
@@ -110,7 +110,10 @@ class PointToPoint:
             self._start()
 
     def take(self, frm: int, tag: int) -> TensorMessage:
-        """Receive what rank `frm` sent under `tag`, in the order of sending. Raises PeerLost, PeerTimeout."""
+        """Receive the message that rank `frm` sent under `tag`, in the order of sending.
+
+        Raises PeerLost, PeerTimeout.
+        """
         found: list[Message] = []
         with self._mesh.guarded():
             want = (RingMessage.PARCEL, tag, 0, found)
@@ -132,7 +135,7 @@ class PointToPoint:
         return TensorMessage(tensors, [wants for _, _, wants, _ in note.parts], note.form)
 
     def settle(self) -> None:
-        """Return once all messages have left. Raises PeerLost, PeerTimeout."""
+        """Wait until all messages have been sent. Raises PeerLost, PeerTimeout."""
         if not self._pending:
             return
         with self._mesh.guarded():
@@ -140,7 +143,10 @@ class PointToPoint:
             self._pending.clear()
 
     def _soon(self, frm: int, want: Want) -> bool:
-        """Poll for a short time: to sleep and be woken takes longer than most stages are apart."""
+        """Poll for a short time, and return whether the message has arrived.
+
+        To sleep and be woken usually takes longer than the message needs to arrive.
+        """
         if self._mesh.arrived(frm, want):
             return True
         start = now = time.perf_counter()
@@ -192,7 +198,8 @@ class PointToPoint:
             if message.a >= 0:
                 known[message.a] = note
             return note
-        if message.a not in known:  # it was sent in a message of another tag, which is here and not yet received
+        # the description was sent in a message of another tag, which has arrived but has not been received
+        if message.a not in known:
             for other in self._mesh.mail.waiting(frm, RingMessage.PARCEL):
                 if other.b and other.a >= 0:
                     self._learn(frm, other)

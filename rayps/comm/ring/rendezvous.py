@@ -1,6 +1,6 @@
 """Find the ranks of a ring by a name alone: rank 0's address is published in a key-value map.
 
-Every rank calls rank 0, and rank 0 answers with the table of addresses. No tensor is sent this way.
+Every rank calls rank 0, and rank 0 answers with the table of addresses. These connections carry no tensors.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from rayps.comm.ring.messages import ranks
 from rayps.core.errors import ConfigError, LinkError, PeerTimeout
 
 _LOOK_SECONDS = 0.02  # seconds between two reads of the map
-_TRY_SECONDS = 2.0  # seconds for one call of an address that may be of an earlier group
+_TRY_SECONDS = 2.0  # seconds for one call of an address, which may be that of an earlier group
 _ADDRESS, _TABLE, _MISSING = 0, 1, 2
 
 FoundRanks = tuple[Listener, bytes, int, list[str]]  # this rank's listener, secret, generation, all addresses
 
 
 def find_ranks(name: str, rank: int, size: int, timeout: float, host: str | None) -> FoundRanks:
-    """Find the other ranks under `name`. Raises PeerTimeout, ConfigError."""
+    """Find the addresses of all ranks that join under `name`. Raises PeerTimeout, ConfigError."""
     if not 0 <= rank < size:
         raise ConfigError(f"rank {rank} is not one of {size} ranks (0 to {size - 1})", rank=rank, size=size)
     values = rendezvous()
@@ -71,7 +71,7 @@ def _welcome(listener: Listener, found: dict[int, tuple[str, Link]], deadline: f
     try:
         message = link.recv(_TRY_SECONDS)
     except LinkError:
-        link.close()  # the rank gave up before it sent its address; it calls again
+        link.close()  # the rank gave up before it sent its address; it will call again
         return
     earlier = found.pop(message.a, None)
     if earlier is not None:
@@ -80,7 +80,7 @@ def _welcome(listener: Listener, found: dict[int, tuple[str, Link]], deadline: f
 
 
 def _tell(link: Link, message: Message) -> None:
-    with contextlib.suppress(LinkError):  # that rank has ended; forming the ring names it
+    with contextlib.suppress(LinkError):  # that rank has ended; forming the ring will name it in an error
         link.send(message, timeout=_TRY_SECONDS)
     link.close()
 

@@ -1,8 +1,8 @@
 """The ring: sums, means and transfers of tensors, in place, between the ranks of one generation.
 
-Any actors can form a ring (`Ring.join`); a driver that knows every address forms one by `Ring.form`. A ring belongs to
-one thread; only `abort` may be called from another. After a collective has failed the ring cannot be used: form
-another.
+Any actors can form a ring (`Ring.join`); workers to which a driver gives every address form one by `Ring.form`. A ring
+belongs to one thread; other threads may call `abort` only. After a collective has failed the ring cannot be used any
+more: form another one.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Ring:
         self.rank = mesh.rank
         self.size = mesh.size
         self.generation = generation
-        self.collectives = Collectives(mesh, folder)  # for collectives on the same ranks with other settings
+        self.collectives = Collectives(mesh, folder)  # the collectives, for code that runs them with other settings
         self._parcels: PointToPoint | None = None
 
     @classmethod
@@ -82,10 +82,11 @@ class Ring:
     ) -> Ring:
         """Connect to every rank of `addresses` (listeners' addresses in the order of ranks).
 
-        `timeout` bounds the forming, and later every wait, in seconds. `prefer` forces shm or tcp. `algorithm` is auto,
-        ring, tree, one_shot, two_shot, star or hierarchical; `table` is an earlier ring's `choices`, for the same bits
-        again. `streams` is the number of TCP connections between two ranks; 0 measures how many fill the network.
-        Raises PeerTimeout (which names the missing ranks), PeerLost, StaleGeneration, ConfigError.
+        `timeout` is the limit, in seconds, of forming the ring and of every later wait. `prefer` forces shm or tcp.
+        `algorithm` is auto, ring, tree, one_shot, two_shot, star or hierarchical; `table` is an earlier ring's
+        `choices`, for the same bits again. `streams` is the number of TCP connections between two ranks; 0 measures how
+        many fill the network. Raises PeerTimeout (which names the missing ranks), PeerLost, StaleGeneration,
+        ConfigError.
         """
         streams = (streams or (table or {}).get("streams", 0)) if backend == "own" else 1
         mesh = link_up(
@@ -123,7 +124,7 @@ class Ring:
     ) -> Ring:
         """Find the other ranks under `name` and form a ring, between any actors; `host` is this host's address.
 
-        `timeout` bounds the search, and later every wait, in seconds; `options` are those of `form`. Raises
+        `timeout` is the limit, in seconds, of the search and of every later wait; `options` are those of `form`. Raises
         PeerTimeout, which names the missing ranks, and ConfigError.
         """
         listener, secret, generation, addresses = find_ranks(name, rank, size, timeout, host)
@@ -146,13 +147,13 @@ class Ring:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that other ranks have had from this one."""
+        """Bytes that this rank has sent to other ranks or that they have read from its shared memory."""
         shared_memory = self.collectives.shared_memory
         return self.collectives.mesh.bytes_sent + (shared_memory.bytes_shared if shared_memory is not None else 0)
 
     @property
     def choices(self) -> RingChoices:
-        """The chosen algorithm by size, the transport and the reason. Can be passed to `form` as `table`."""
+        """The chosen algorithm by size, the transport and the reason. `form` accepts it as `table`."""
         return self.collectives.backend.choices
 
     @property
@@ -171,17 +172,20 @@ class Ring:
         return self.collectives.fold(t, "max", algorithm)
 
     def sum_async(self, t: Tensors, *, algorithm: str | None = None) -> CollectiveHandle[Tensors]:
-        """Sum as `sum`, in the background: call `wait()` on the handle. Until then `t` must not be touched."""
+        """Sum as `sum` does, in the background.
+
+        Before `wait()` on the handle returns, `t` must not be read or changed.
+        """
         self.collectives.mesh.check()
         return self.collectives.background.start(lambda: self.collectives.fold_now(t, "add", algorithm))
 
     def settle(self) -> None:
-        """Wait for all background collectives. Raises the LinkError with which one failed."""
+        """Wait for all background collectives. Raises the LinkError of a collective that failed."""
         self.collectives.background.settle()
         self.collectives.mesh.check()
 
     def mean(self, x: Tensor | Gradient, *, in_place: bool = True) -> Tensor:
-        """Return the mean over ranks; of a gradient (`vector` and `samples`), the mean over all samples.
+        """Return the mean of `x` over ranks; if `x` is a gradient (`vector` and `samples`), the mean over all samples.
 
         With `in_place=False` a tensor in `buffer` memory is not copied back: the result is read-only and valid until
         this buffer's next collective. A rank with no samples does not count. Half precision is added and divided in
@@ -201,9 +205,10 @@ class Ring:
         return self._mean_over_samples(x)
 
     def total(self, t: Tensor) -> Tensor:
-        """Return the sum over ranks, without a copy back where `t` lies in `buffer` memory.
+        """Return the sum over ranks; the sum of a tensor in `buffer` memory is not copied back.
 
-        The result is read-only and valid until this buffer's next collective. For any other tensor, the same as `sum`.
+        Such a result is read-only and valid until this buffer's next collective. For any other tensor, the same as
+        `sum`.
         """
         must_add(t)
         shared = self.collectives.resident(t, None)
@@ -212,8 +217,8 @@ class Ring:
     def buffer(self, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return a vector of `n` zeros that peers on this host can read directly; ordinary memory elsewhere.
 
-        All ranks must call it with the same arguments. `sum` and `mean` of it, or of a contiguous part of it, save a
-        copy.
+        All ranks must call it with the same arguments. `sum` and `mean` of this vector, or of a contiguous part of it,
+        need one copy less.
         """
         shared_memory = self.collectives.shared_memory
         size = n * torch.empty(0, dtype=dtype).element_size()
@@ -231,9 +236,9 @@ class Ring:
             return common(self.collectives.mesh, self.collectives.shared_memory, n, dtype)
 
     def progress(self) -> Progress:
-        """Return the counters of each rank's rounds, in shared memory, once every rank has called it.
+        """Return the counters of each rank's rounds, in shared memory, when every rank has called this method.
 
-        Raises as `common`.
+        Raises ConfigError as `common` does.
         """
         with self.collectives.collective():
             return Progress(self.collectives.mesh, self.collectives.shared_memory)
@@ -266,7 +271,7 @@ class Ring:
         return mine.to(t.device, t.dtype)
 
     def barrier(self) -> None:
-        """Return once every rank has called it."""
+        """Wait until every rank has called `barrier`."""
         shared_memory = self.collectives.shared_memory
         with self.collectives.collective():
             self.collectives.mesh.barrier() if shared_memory is None else shared_memory.barrier()
@@ -274,13 +279,13 @@ class Ring:
     # Point to point
 
     def send(self, t: Tensor, to: int, tag: int = 0) -> None:
-        """Send a tensor to rank `to`; return once it has left."""
+        """Send a tensor to rank `to`; return when all bytes have been sent."""
         self._must_be_another(to)
         with self.collectives.timed():
             self.collectives.mesh.send(to, tag, raw(t.detach().reshape(-1).cpu()))
 
     def recv(self, t: Tensor, frm: int, tag: int = 0) -> Tensor:
-        """Fill `t` with what rank `frm` sent under `tag`, in the order of sending; return `t`."""
+        """Fill `t` with the tensor that rank `frm` sent under `tag`, in the order of sending; return `t`."""
         self._must_be_another(frm)
         with self.collectives.timed(), flat_cpu(t) as flat:
             self.collectives.mesh.recv(frm, tag, raw(flat))
@@ -288,7 +293,7 @@ class Ring:
 
     @property
     def parcels(self) -> PointToPoint:
-        """Point-to-point messages of tensors of any shape: `give` and `take`."""
+        """Point-to-point messages with tensors of any shape: see its methods `give` and `take`."""
         if self._parcels is None:
             self._parcels = PointToPoint(self.collectives.mesh)
         return self._parcels
@@ -315,13 +320,13 @@ class Ring:
     def _mean_over_samples(self, x: Gradient) -> Tensor:
         vector: Tensor = x.vector
         packed: Tensor | None = getattr(x, "packed", None)
-        if packed is None or vector.dtype in HALF:  # a count of samples needs more digits than half precision has
+        if packed is None or vector.dtype in HALF:  # half precision has too few digits for a count of samples
             packed = torch.empty(vector.numel() + 1, dtype=torch.promote_types(vector.dtype, torch.float32))
             packed[:-1].copy_(vector.reshape(-1))
         if x.samples:
             packed[:-1].mul_(x.samples)
         else:
-            packed.zero_()  # the mean over nothing may be NaN
+            packed.zero_()  # a mean over no samples is 0, although a vector may hold NaN
         packed[-1] = x.samples
         self.sum(packed)
         count = packed[-1].item()

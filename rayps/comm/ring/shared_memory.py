@@ -1,8 +1,8 @@
 """All-reduce between ranks of one host: each rank's data is in shared memory, and peers read it there.
 
 Each rank writes only its own data and reads the others', so a frozen rank that wakes up after an abort cannot corrupt
-the data of others. The data is doubled: what is written after barrier b is read before barrier b+1 is entered, and
-written again only after barrier b+1, when all ranks have read it.
+the data of others. Each rank has two halves of memory, used in turn: a half that is written before barrier b is read
+before barrier b+1 is entered, and is written again only after barrier b+1, when all ranks have read it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rayps.core.errors import LinkError
 from rayps.core.partition import part
 
 PIECE_BYTES = 1 << 20  # bytes of a part that is copied in and out; small enough to stay in the cache
-_MANY_BYTES = 1 << 19  # the same with many ranks: all ranks' two parts must stay in the cache
+_MANY_BYTES = 1 << 19  # the same for many ranks: both halves of all ranks must stay in the cache
 SMALL_BYTES = 64 << 10  # up to this size one barrier and N times the additions are faster than two barriers
 _BLOCK = 1 << 15  # elements added at a time: they stay in the L1 cache
 _SLOTS, _TABLE, _WAKEUPS = 1, 2, 3  # keys of the memory that ranks offer each other; buffers have 10 and above
@@ -46,12 +46,12 @@ class Resident:
     """A vector in shared memory on every rank, and the place of its sum."""
 
     start: int  # address on this rank
-    parts: list[Bytes]  # all ranks', in order
+    parts: list[Bytes]  # the vectors of all ranks, in order
     out: Bytes
 
 
 class SharedMemoryFold:
-    """The shared memory and eventfds of ranks of one host. All of `group` must make the same calls."""
+    """The shared memory and eventfds of ranks of one host. All ranks of `group` must make the same calls."""
 
     def __init__(self, mesh: Mesh, group: list[int]) -> None:
         self._mesh = mesh
@@ -101,7 +101,7 @@ class SharedMemoryFold:
         return _bytes(memory)
 
     def _exchange_wakeups(self) -> tuple[list[int], list[list[int]]]:
-        """Create two eventfds, exchange them, and return this rank's two and the others', in the order of ranks."""
+        """Create two eventfds, exchange them with the other ranks, and return this rank's and the others', in order."""
         mine = [os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(2)]
         try:
             for peer in self._others:
@@ -145,7 +145,7 @@ class SharedMemoryFold:
     # Agreeing
 
     def barrier(self) -> None:
-        """Return once every rank of the group has entered; earlier writes are then visible to all. Raises LinkError."""
+        """Wait until every rank of the group has entered; earlier writes are then visible to all. Raises LinkError."""
         self._barrier.wait()
 
     @property
@@ -154,7 +154,7 @@ class SharedMemoryFold:
         return self._barrier.turn & 1
 
     def announce(self, kind: int, size: int, where: tuple[int, int] = (-1, 0), weight: float = 1.0) -> None:
-        """Write which collective this rank is about to run; the others compare it after the next barrier."""
+        """Write which collective this rank is about to run; the other ranks check it after the next barrier."""
         parity = self.parity
         self._row = _ROW.pack(self._mesh.number, kind, size, *where)
         self._rows[parity][self._place * _ROW.size : (self._place + 1) * _ROW.size] = self._row
@@ -181,7 +181,7 @@ class SharedMemoryFold:
         self.one_shot(x, fold) if size <= SMALL_BYTES else self.two_shot(x, fold)
 
     def one_shot(self, x: Tensor, fold: str) -> None:
-        """Each rank reads everything: one barrier per part, N times the additions."""
+        """Reduce with one barrier per part: each rank reads all data, with N times the additions of `two_shot`."""
         data = _data(x)
         for a in range(0, max(1, len(data)), PIECE_BYTES):
             piece = data[a : a + PIECE_BYTES]
@@ -191,7 +191,10 @@ class SharedMemoryFold:
             fold_parts([slots[parity][: len(piece)] for slots in self._slots], piece, x.dtype, fold)
 
     def two_shot(self, x: Tensor, fold: str) -> None:
-        """Each rank adds 1/N and reads the others' sums; while one part is read, the next one is written."""
+        """Reduce with two barriers per part: each rank adds 1/N of the data and reads the other ranks' sums.
+
+        While one part is read, the next part is written.
+        """
         if x.numel() == 0:
             return
         data, width = _data(x), x.element_size()
@@ -253,7 +256,7 @@ class SharedMemoryFold:
     ) -> Bytes:
         """Return the sum over the group of the buffer at `where`, in shared memory; valid until the buffer's next sum.
 
-        With `weight`, the weighted mean.
+        With `weight`, return the mean, in which this rank has that weight.
         """
         number, offset = where
         parity = self.parity
@@ -271,7 +274,7 @@ class SharedMemoryFold:
         return resident.out[offset : offset + size]
 
     def close(self) -> None:
-        """Close the eventfds; the memory is freed with its last user."""
+        """Close the eventfds; the memory is freed when its last user ends."""
         self._barrier.close()
         self.residents.clear()
 

@@ -34,7 +34,7 @@ def common(mesh: Mesh, shared_memory: SharedMemoryFold | None, n: int, dtype: to
 
 
 class Progress:
-    """Each rank's number of completed rounds, visible to all ranks."""
+    """The number of completed rounds of each rank, visible to all ranks."""
 
     def __init__(self, mesh: Mesh, shared_memory: SharedMemoryFold | None) -> None:
         self._mesh = mesh
@@ -46,11 +46,11 @@ class Progress:
         self._words[self._mesh.rank] = rounds
 
     def meet(self, rounds: int) -> None:
-        """Return once every rank has completed that many rounds; their earlier writes are then visible.
+        """Wait until every rank has completed `rounds` rounds; their earlier writes are then visible.
 
         Raises:
             PeerTimeout: the slowest ranks completed no round within the timeout.
-            PeerLost: the ring was ended meanwhile.
+            PeerLost: the ring ended during the wait.
         """
         began = since = time.monotonic()
         seen = self._words.copy()

@@ -1,7 +1,7 @@
 """The ring's other backends: gloo and NCCL, as process groups of torch.distributed that belong to this ring alone.
 
-They are created and destroyed with the ring, have timeouts, and do not become the process's default group. NCCL is the
-right one between GPUs. The ring's own connections stay open beside them, to find the rank at fault when a group fails.
+A group is created and destroyed with its ring, has a timeout, and is not the process's default group. Use NCCL between
+GPUs. The ring's own connections stay open, to find the rank at fault when a group fails.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Delegate:
             mesh.at_end(self._close)
 
     def must_know(self, algorithm: str | None) -> None:
-        """Raise ConfigError: a process group chooses its own algorithm."""
+        """Raise ConfigError if an algorithm is given: a process group chooses its own algorithm."""
         if algorithm is not None:
             raise ConfigError(f"{self.choices['algorithm']} chooses its own algorithm; leave out {algorithm!r}")
 
     def fold(self, x: Tensor, kind: str) -> None:
-        """Reduce a tensor over the ranks in place; gloo takes CPU tensors, NCCL copies them through the GPU.
+        """Reduce a tensor over the ranks in place; NCCL copies a CPU tensor to the GPU and back.
 
         Half precision is added in float32.
         """
