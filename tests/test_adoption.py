@@ -54,7 +54,7 @@ def test_every_difference_between_folders_and_rows_is_found() -> None:
             FolderRow(ROW, 3, 2),
             {
                 "status": S.UNKNOWN,
-                "reason": "searching for its driver",
+                "reason": "searching for the job's driver",
                 "interrupted": True,
                 "attempt": 3,
                 "failures": 2,

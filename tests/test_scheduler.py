@@ -42,8 +42,8 @@ END = {"status": "SUCCEEDED", "message": "done", "metrics": {"accuracy": 0.9}, "
 BEHIND = "waits behind job (a), which was submitted before"
 ASKED = "stop requested"
 RESTARTED = "it is restarted (failure {} of max_failures 3)"
-UNSTARTED = "the service was killed before the driver had started: it is restarted"
-NO_SIGN = "no sign of progress for 900 s while {}: its timeout and RAYPS_STALL set how long it may take"
+UNSTARTED = "the service was killed before the driver had started: the driver is restarted"
+NO_SIGN = "no sign of progress for 900 s while {}: the job's timeout and RAYPS_STALL set how long it may take"
 
 
 def decide(job: OpenJob, alive: bool = True, **kwargs: Any) -> list[Any]:
@@ -111,16 +111,20 @@ RUNNING = OpenJob("a", status=S.RUNNING, attempt=1)
             [Show("a", S.STOPPING, ASKED, has_event=True), AskToStop("a")],
         ),
         (OpenJob("a", status=S.STOPPING, stopping=9.0), True, [AskToStop("a")]),
-        (OpenJob("a", status=S.STOPPING, stopping=STOP_SECONDS + 1), True, [Kill("a", "it did not stop within 60 s")]),
+        (
+            OpenJob("a", status=S.STOPPING, stopping=STOP_SECONDS + 1),
+            True,
+            [Kill("a", "the driver did not stop within 60 s")],
+        ),
         (
             OpenJob("a", status=S.STOPPING, stopping=5.0),
             False,
-            [Seal("a", S.STOPPED, "stopped: its driver ended without an outcome")],
+            [Seal("a", S.STOPPED, "stopped: the job's driver ended without an outcome")],
         ),
         (
-            OpenJob("a", status=S.STOPPING, stopping=70.0, crash="it did not stop within 60 s"),
+            OpenJob("a", status=S.STOPPING, stopping=70.0, crash="the driver did not stop within 60 s"),
             False,
-            [Seal("a", S.STOPPED, "stopped: its driver was killed (it did not stop within 60 s)")],
+            [Seal("a", S.STOPPED, "stopped: the job's driver was killed (the driver did not stop within 60 s)")],
         ),
         # the service was killed before it had started this attempt's driver: that is no failure of the job
         (
@@ -136,7 +140,7 @@ RUNNING = OpenJob("a", status=S.RUNNING, attempt=1)
         (
             OpenJob("a", status=S.STOPPING, attempt=1, stopping=1.0, launched=False),
             False,
-            [Seal("a", S.STOPPED, "stopped: its driver ended without an outcome")],
+            [Seal("a", S.STOPPED, "stopped: the job's driver ended without an outcome")],
         ),
         # deadlines: the driver of a job that starts or recovers without a sign of progress is given up
         (OpenJob("a", status=S.STARTING, attempt=1, silent=900.0), True, []),
@@ -157,50 +161,50 @@ RUNNING = OpenJob("a", status=S.RUNNING, attempt=1)
         (
             OpenJob("a", status=S.STARTING, attempt=1, crash=NO_SIGN.format("STARTING")),
             False,
-            [Start("a", 2, 1, f"its driver was lost ({NO_SIGN.format('STARTING')}): {RESTARTED.format(1)}")],
+            [Start("a", 2, 1, f"the driver was lost ({NO_SIGN.format('STARTING')}): {RESTARTED.format(1)}")],
         ),
         (OpenJob("a", stopping=0.0), False, [Seal("a", S.STOPPED, "stopped before it started")]),
         # a driver that is gone, or lives on after its run
         (
             OpenJob("a", status=S.RUNNING, attempt=1),
             False,
-            [Start("a", 2, 1, f"its driver was lost: {RESTARTED.format(1)}")],
+            [Start("a", 2, 1, f"the driver was lost: {RESTARTED.format(1)}")],
         ),
         (
             OpenJob("a", status=S.RECOVERING, attempt=3, failures=2, crash="ActorDied: oom"),
             False,
-            [Start("a", 4, 3, f"its driver was lost (ActorDied: oom): {RESTARTED.format(3)}")],
+            [Start("a", 4, 3, f"the driver was lost (ActorDied: oom): {RESTARTED.format(3)}")],
         ),
         (
             OpenJob("a", status=S.RUNNING, attempt=4, failures=3),
             False,
-            [Seal("a", S.FAILED, "its driver was lost: failure 4 exceeds max_failures 3")],
+            [Seal("a", S.FAILED, "the driver was lost: failure 4 exceeds max_failures 3")],
         ),
         (
             OpenJob("a", status=S.RUNNING, attempt=1, max_failures=0),
             False,
-            [Seal("a", S.FAILED, "its driver was lost: failure 1 exceeds max_failures 0")],
+            [Seal("a", S.FAILED, "the driver was lost: failure 1 exceeds max_failures 0")],
         ),
         # what the driver counted before it was lost is of the same job
         (
             OpenJob("a", status=S.RUNNING, attempt=1, progress={"status": "RUNNING", "failures": 2}),
             False,
-            [Start("a", 2, 3, f"its driver was lost: {RESTARTED.format(3)}")],
+            [Start("a", 2, 3, f"the driver was lost: {RESTARTED.format(3)}")],
         ),
         (
             OpenJob("a", status=S.RUNNING, attempt=2, failures=1, progress={"status": "RUNNING", "failures": 3}),
             False,
-            [Seal("a", S.FAILED, "its driver was lost: failure 4 exceeds max_failures 3")],
+            [Seal("a", S.FAILED, "the driver was lost: failure 4 exceeds max_failures 3")],
         ),
         (
             OpenJob("a", status=S.RUNNING, attempt=1, interrupted=True, progress={"failures": 2}),
             False,
-            [Start("a", 2, 2, "the service had stopped its Ray: the driver is restarted")],
+            [Start("a", 2, 2, "the service had stopped its own Ray: the driver is restarted")],
         ),
         (
             OpenJob("a", status=S.RUNNING, attempt=1, max_failures=0, interrupted=True),
             False,
-            [Start("a", 2, 0, "the service had stopped its Ray: the driver is restarted")],
+            [Start("a", 2, 0, "the service had stopped its own Ray: the driver is restarted")],
         ),
         (OpenJob("a", status=S.RUNNING, attempt=1, crash="KeyError: 'x'"), True, [Kill("a", "KeyError: 'x'")]),
         # its server group was stopped with --force
@@ -247,8 +251,8 @@ def test_a_job_that_was_started(job: OpenJob, alive: bool, expected: list[Any]) 
     [
         (S.RUNNING, 0.0, []),
         (S.RUNNING, PATIENCE - 1, []),
-        (S.RUNNING, PATIENCE + 1, [Show("a", S.UNKNOWN, "its driver cannot be reached: no route")]),
-        (S.STOPPING, PATIENCE + 1, [Show("a", S.UNKNOWN, "its driver cannot be reached: no route")]),
+        (S.RUNNING, PATIENCE + 1, [Show("a", S.UNKNOWN, "the job's driver cannot be reached: no route")]),
+        (S.STOPPING, PATIENCE + 1, [Show("a", S.UNKNOWN, "the job's driver cannot be reached: no route")]),
         (S.UNKNOWN, PATIENCE + 1, []),
     ],
 )
@@ -316,7 +320,7 @@ def test_a_stop_of_a_job_that_cannot_be_seen_has_a_deadline(
         Seal(
             "a",
             S.STOPPED,
-            f"stopped: its driver could not be reached for {deadline:g} s (no route), "
+            f"stopped: the job's driver could not be reached for {deadline:g} s (no route), "
             "and is killed if it is found again",
         )
     ]

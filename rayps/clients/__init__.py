@@ -1,1 +1,1 @@
-"""Processes of real federated clients."""
+"""Real federated clients: the process that trains outside of the cluster, and its folder."""

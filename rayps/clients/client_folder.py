@@ -1,11 +1,11 @@
 """The folder of a real client on its own disk: a client that was killed at any moment continues as the same client.
 
     identity.json              the client's key (made here, mode 0600)
-    progress.json              the newest order that was started, and the newest that is settled
+    progress.json              the newest order that was started, and the newest order that is done
     state-ROUND.safetensors    the strategy's state of this client (SCAFFOLD's c_i, Ditto's model) after a round
 
-A state never leaves this machine. The states of several rounds are stored, as many as the job may go back: a round that
-is repeated starts with the state from before it.
+A state never leaves this machine. The states of all rounds to which the job may return are stored: a round that
+is repeated starts with the state from before that round.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Starts = Sequence[Sequence[int]]  # (round, order) at which the job has begun, o
 
 
 class ClientFolder:
-    """The folder of one client in one job, locked for one process."""
+    """The folder of one client in one job; one process at a time holds its lock."""
 
     def __init__(self, folder: Path) -> None:
-        """Open and lock the folder. Raises Conflict: another process of this machine is this client."""
+        """Open and lock the folder. Raises Conflict: another process of this machine uses the folder."""
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.folder = folder
         self._lock: IO[str] = (folder / "lock").open("w")
@@ -52,10 +52,10 @@ class ClientFolder:
             private_write(folder / "identity.json", json.dumps({"key": self.key}))
         progress = self._read("progress.json")
         self.started, self.settled = int(progress.get("begun", 0)), int(progress.get("settled", 0))
-        self.last: int | None = progress.get("round")  # of the newest order that was sent
+        self.last: int | None = progress.get("round")  # the round of the newest accepted update
 
     def begin(self, serial: int) -> None:
-        """Record that an order is started: older orders are refused from now on."""
+        """Record that an order is started. Orders that are not newer are refused from now on."""
         self.started = serial
         self._note()
 
@@ -74,7 +74,10 @@ class ClientFolder:
         return {}
 
     def keep(self, round: int, serial: int, strategy: str, state: dict[str, Tensor], since: int) -> None:
-        """Store a state after a round. Of the states before `since`, to which the job never goes back, one is kept."""
+        """Store a state after a round; delete the states before `since`, except the newest of them.
+
+        The job never returns to a round before `since`.
+        """
         plain = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
         part = self.folder / f".state-{secrets.token_hex(4)}"
         with part.open("wb") as file:

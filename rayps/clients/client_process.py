@@ -1,11 +1,11 @@
-"""A real federated client: a process outside the cluster with its own data. It uses outgoing HTTP only.
+"""A real federated client: a process outside of the cluster that trains on its own data. It uses outgoing HTTP only.
 
 Guarantees: rows, labels and the strategy's state of this client never leave this machine; only parameters, counts and
 the loss do. An order is executed only if it is signed by the service that made the token, is for this job and client,
 and is newer than all earlier orders. The process can be killed at any moment and started again.
 
-It joins a job, polls for work (long polls), trains, and sends the update. If the service does not answer, it retries
-with exponential pauses.
+The process joins a job, polls for work (long polls), trains, and sends the update. If the service does not answer, it
+retries with exponential pauses.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 LONG_POLL = 20.0
 MOST_PAUSE = 30.0
-_SECONDS = 60.0  # time-out of one call
+_SECONDS = 60.0  # time-out of one HTTP call
 _TRAVEL = 0.5  # seconds that an order may have been in transit
 _LEAVE_SECONDS = 3.0  # time-out of the call that leaves the job
 _OWN = "buffers/"  # prefix of a client's own buffers in its state
@@ -51,15 +51,15 @@ _OWN = "buffers/"  # prefix of a client's own buffers in its state
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The end of a job for a client."""
+    """How a job ended, as its client reports it."""
 
     status: Status
     reason: str
-    rounds: int  # in which this client's update was accepted
+    rounds: int  # number of rounds in which this client's update was accepted
 
 
 class WorkAnswer(TypedDict, total=False):
-    """What the service answers a client that asks for work."""
+    """The service's answer to a client that asks for work."""
 
     kind: str  # round, wait or end
     status: str
@@ -70,7 +70,7 @@ class WorkAnswer(TypedDict, total=False):
 
 
 class ServiceConnection:
-    """The client's HTTP calls, repeated until the service answers or `patience` seconds have passed."""
+    """The client's HTTP calls. A call is repeated until the service answers or `patience` seconds have passed."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class ServiceConnection:
         )
 
     def call(self, method: str, path: str, **options: Any) -> httpx2.Response:
-        """Call until answered. Raises Unreachable, Unauthorized, NotFound, Conflict, ConfigError, ServiceError."""
+        """Call until answered. Raises Unreachable, Unauthorized, NotFound, Conflict, ConfigError or ServiceError."""
         since, attempt, reported = time.monotonic(), 0, False
         while True:
             cause = ""
@@ -131,7 +131,7 @@ class ServiceConnection:
 
 
 class ClientProcess:
-    """One client in one job, from joining to the job's end."""
+    """A client that takes part in one job, from joining until the job has ended."""
 
     def __init__(
         self,
@@ -157,7 +157,9 @@ class ClientProcess:
         self._last_reason = ""
 
     def run(self) -> Ended:
-        """Take part until the job has ended. On an error or Ctrl-C leave the job first: no round waits for this client.
+        """Take part until the job has ended.
+
+        After an error or Ctrl-C the client leaves the job, so no round waits for it.
 
         Raises:
             Unauthorized: the token is revoked, or an order is not signed, replayed or of another job.
@@ -175,7 +177,7 @@ class ClientProcess:
             raise
 
     def check_workload(self) -> None:
-        """Train on one batch before joining; the model and buffers are restored.
+        """Train on one batch, before the client joins; model and buffers are restored afterwards.
 
         Raises:
             WorkloadError, DataError: the user's code or data failed.
@@ -223,24 +225,24 @@ class ClientProcess:
         return found
 
     def verified_order(self, work: WorkAnswer) -> OrderFacts:
-        """Return the order if it is signed by the token's service, for this client and job, and newer than the last.
+        """Return the order, after checking its signature, job, client and serial number.
 
         Raises:
-            Unauthorized: it is not; nothing of it is executed.
+            Unauthorized: one of them is wrong; nothing of the order is executed.
         """
         order = verified(str(work.get("order")), str(work.get("signature")), self._public_key, self.token.fingerprint)
         mine = {"kind": "round", "job": self.job, "client": self._number, "name": self.name}
         for key, value in mine.items():
             if order.get(key) != value:
-                raise _refusal(f"its {key} is {order.get(key)!r}, and here it is {value!r}")
+                raise _refusal(f"the order's {key} is {order.get(key)!r}, and the client's is {value!r}")
         serial = order["serial"]
         if serial <= self._folder.settled or serial < self._folder.started:
             newest = max(self._folder.settled, self._folder.started)
-            raise _refusal(f"it is order {serial}, and order {newest} was received before: it is replayed")
+            raise _refusal(f"order {serial} is replayed: order {newest} was received before")
         return order
 
     def train_round(self, order: OrderFacts) -> None:
-        """Execute a round's order: train and send the update."""
+        """Execute an order: train, and send the update."""
         serial, round, asked = order["serial"], order["round"], time.monotonic()
         strategy = _strategy_of(order)
         self._folder.begin(serial)
@@ -252,7 +254,7 @@ class ClientProcess:
             self._update_not_counted(order, error)
             return
         if hashlib.sha256(raw).hexdigest() != order["parameters"]["sha256"]:
-            raise _refusal("its parameters are not the signed ones")
+            raise _refusal("the order's parameters are not the signed ones")
         w, shared, buffers = remote_codec.opened(raw, self._trainer.flat.layout)
         at, name = order["phase"] + round, strategy.name
         state = self._folder.state(at, name, order["starts"])
@@ -260,7 +262,7 @@ class ClientProcess:
         own = {key.removeprefix(_OWN): value for key, value in state.items() if key.startswith(_OWN)}
         task = Task(order["seed"], round, self._number, w, shared, state, buffers | own, order.get("tick", at))
         reply = self._trainer.train(strategy, task, self._rows)
-        if strategy.client_side.keeps_buffers:  # they stay on this machine
+        if strategy.client_side.keeps_buffers:  # the buffers stay on this machine
             reply.state |= {f"{_OWN}{key}": value for key, value in reply.buffers.items()}
             reply.buffers = {}
         seconds = time.monotonic() - began
@@ -302,7 +304,7 @@ class ClientProcess:
         )
 
     def _refused(self, verdict: str) -> None:
-        """Drop the newest update, which the job rejected, and continue with the state from before it."""
+        """Delete the state of the newest update, which the job rejected; continue with the state from before it."""
         if self._folder.last is not None:
             self._report(f"round {self._folder.last}: the update was rejected: {verdict}")
             self._folder.drop(self._folder.last)
@@ -317,10 +319,10 @@ def _strategy_of(order: OrderFacts) -> FederatedView:
 
 
 def rows_of(data: Data) -> ClientRows:
-    """Take all rows of a data set as one client's.
+    """Return all rows of a data set, as the rows of one client.
 
     Raises:
-        DataError: there are none, or a value cannot be used.
+        DataError: there are no rows, or a value cannot be used.
     """
     with user_code("data"):
         data.check()
@@ -330,7 +332,7 @@ def rows_of(data: Data) -> ClientRows:
 
 
 def own_data(workload: Workload, path: str | None) -> Data:
-    """Return the workload's data; with a path the same columns of another Parquet file or folder.
+    """Return the workload's data. With a path, read the same columns from another Parquet file or folder.
 
     Raises:
         DataError: the workload's data does not come from Parquet files.

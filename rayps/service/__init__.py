@@ -1,1 +1,1 @@
-"""Jobs as records, and the Ray that runs them: what the HTTP service stands on. No torch, no ray at import."""
+"""The job service without its HTTP interface: store, scheduler, server groups, the Ray that runs jobs. No torch."""

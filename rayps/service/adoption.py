@@ -5,7 +5,8 @@ that has started), `progress.json`, `outcome.json`. Each start of the service co
 
 - a folder with `job.json` and without a row, or with a row of an earlier attempt: the row is written from the folder.
   The scheduler then finds the driver, records the outcome, or starts the job again from its newest checkpoint;
-- a folder without `job.json`: it is named in the log and left alone; its driver, if it is alive, is killed.
+- a folder without `job.json`: the folder is named in the log and left alone; the job's driver, if it is alive, is
+killed.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class FolderRow:
-    """The content of a job's folder: its row, its last started attempt (0: none), and its outcome, if it has ended."""
+    """The content of a job's folder: the job's row, its last started attempt (0: none), its outcome if it has ended."""
 
     row: JobRow | None
     attempt: int = 0
@@ -55,16 +56,16 @@ class StoreRow:
 
 @dataclass(frozen=True, slots=True)
 class FolderDifferences:
-    """The differences between folders and store, by job id."""
+    """The jobs whose folder and row differ, by kind of difference; each field lists job ids."""
 
-    lost: tuple[str, ...] = ()  # a folder with job.json, no row
-    behind: tuple[str, ...] = ()  # a row that has not ended, of an earlier attempt than its folder
-    nameless: tuple[str, ...] = ()  # no job.json, no row
-    unfiled: tuple[str, ...] = ()  # a row that has not ended, no job.json
+    lost: tuple[str, ...] = ()  # the folder has a job.json, the store has no row
+    behind: tuple[str, ...] = ()  # the row has not ended, and its attempt is earlier than the folder's
+    nameless: tuple[str, ...] = ()  # the folder has no job.json, the store has no row
+    unfiled: tuple[str, ...] = ()  # the row has not ended, and there is no job.json
 
 
 def trace(folder: Path) -> FolderRow:
-    """Read a job's folder."""
+    """Read the job's row, last started attempt and outcome from the job's folder."""
     attempts = [job_folders.read_attempt(folder / name).get("attempt") for name in ("driver.json", "launch.json")]
     begun = any((folder / name).exists() for name in ("events.jsonl", "progress.json", "outcome.json"))
     attempt = max([each for each in attempts if isinstance(each, int)], default=int(begun))
@@ -78,7 +79,10 @@ def trace(folder: Path) -> FolderRow:
 
 
 def find(jobs_dir: Path, rows: Mapping[str, StoreRow]) -> tuple[FolderDifferences, dict[str, FolderRow]]:
-    """Compare folders and rows. Reads the folders of jobs that have not ended or have no row; no other."""
+    """Compare folders and rows; return the differences and the content of the folders read.
+
+    Only the folders of jobs that have not ended or have no row are read.
+    """
     traces: dict[str, FolderRow] = {}
     for job_id in job_folders.ids(jobs_dir):
         if job_id not in rows or not rows[job_id].status.terminal:
@@ -87,7 +91,7 @@ def find(jobs_dir: Path, rows: Mapping[str, StoreRow]) -> tuple[FolderDifference
 
 
 def compare(rows: Mapping[str, StoreRow], traces: Mapping[str, FolderRow]) -> FolderDifferences:
-    """Compare folders with rows. Pure."""
+    """Return the differences between the store's rows and the folders' contents. Pure."""
     without = [job_id for job_id in traces if job_id not in rows]
     live = [job_id for job_id, row in rows.items() if not row.status.terminal]
     return FolderDifferences(
@@ -99,7 +103,11 @@ def compare(rows: Mapping[str, StoreRow], traces: Mapping[str, FolderRow]) -> Fo
 
 
 def filed(found: FolderRow) -> JobRow:
-    """The columns of the restored row: QUEUED, the outcome's status, or UNKNOWN until its driver was searched for."""
+    """Return the columns of a row that is restored from a folder.
+
+    The status is the outcome's if there is one, QUEUED if no attempt has started, else UNKNOWN until the driver is
+    found.
+    """
     if found.outcome is not None:
         end = plan([OpenJob("", status=Status.UNKNOWN, outcome=found.outcome)], None, None, None)[0]
         assert isinstance(end, Seal)
@@ -113,7 +121,7 @@ def filed(found: FolderRow) -> JobRow:
     elif found.attempt == 0:
         facts = {"status": Status.QUEUED, "reason": None}
     else:  # a lost driver does not count as a failure of the job
-        facts = {"status": Status.UNKNOWN, "reason": "searching for its driver", "interrupted": True}
+        facts = {"status": Status.UNKNOWN, "reason": "searching for the job's driver", "interrupted": True}
     return {**facts, "attempt": found.attempt, "failures": found.failures}
 
 
@@ -122,7 +130,7 @@ async def adopt(store: Store, jobs_dir: Path) -> FolderDifferences:
     await asyncio.to_thread(job_folders.sweep, jobs_dir)
     rows = {job_id: StoreRow(status, attempt) for job_id, status, attempt in await store.statuses()}
     findings, traces = await asyncio.to_thread(find, jobs_dir, rows)
-    for job_id in findings.unfiled:  # of an earlier rayps, or the service ended between its row and its folder
+    for job_id in findings.unfiled:  # an older rayps wrote no job.json, or the service ended before it wrote one
         await asyncio.to_thread(job_folders.keep, jobs_dir / job_id, await store.row(job_id), sync=False)
     restored = [((traces[job_id].row or {}) | filed(traces[job_id]), LOST) for job_id in findings.lost]
     restored += [({"id": job_id} | filed(traces[job_id]), BEHIND) for job_id in findings.behind]
@@ -147,13 +155,13 @@ async def adopt(store: Store, jobs_dir: Path) -> FolderDifferences:
 
 
 def named(job_ids: list[str] | tuple[str, ...]) -> str:
-    """The first few ids, and the number of the others."""
+    """Return the first few ids as text, and the number of the others."""
     more = f" and {len(job_ids) - _SHOWN} more" if len(job_ids) > _SHOWN else ""
     return ", ".join(job_ids[:_SHOWN]) + more
 
 
 def _end_driver(folder: Path) -> None:
-    """Kill the driver of a job without a row; its workers end with it, which frees their CPUs."""
+    """Kill the driver of a job without a row; its workers end with it and free their CPUs."""
     begun = job_folders.read_attempt(folder / "driver.json")
     pid, since = begun.get("pid"), begun.get("started")
     if isinstance(pid, int) and isinstance(since, int) and processes.alive(pid, since):

@@ -60,7 +60,7 @@ class ClusterAnswer(TypedDict):
 
 
 class GroupRow(TypedDict):
-    """A server group in short."""
+    """The summary of a server group in a list."""
 
     name: str
     status: str
@@ -131,7 +131,7 @@ MoveLine = TypedDict(
 
 
 class GroupAnswer(TypedDict, total=False):
-    """A server group; of one that was not asked for yet only the name is known."""
+    """A server group. Before the service has asked the group's manager for the first time, only `name` is set."""
 
     name: str
     status: str
@@ -149,7 +149,7 @@ class GroupAnswer(TypedDict, total=False):
 
 
 class TokenAnswer(TypedDict, total=False):
-    """A client's token; `token` itself only where it was just made."""
+    """The record of a client's token. The text `token` is in the answer to its creation only."""
 
     id: str
     job: str | None

@@ -23,13 +23,15 @@ from rayps.core.errors import ConfigError
 from rayps.service.settings import Settings, private_write
 
 MANIFEST = "backup.json"
-_APART = re.compile(r"(ray[._]|service\.|rayps\.db|\.|lost\+found|backup\.json).*")  # of the processes, or the store
+_APART = re.compile(
+    r"(ray[._]|service\.|rayps\.db|\.|lost\+found|backup\.json).*"
+)  # belongs to running processes, or is the store
 _CHECKPOINTS = "checkpoints"
 
 
 @dataclass(frozen=True, slots=True)
 class Backup:
-    """The result of a backup: what was copied."""
+    """What a backup contains: the copied directory, and the numbers of jobs, files and bytes."""
 
     made_at: float
     version: str
@@ -43,7 +45,7 @@ class Backup:
 def backup(settings: Settings, target: Path, *, checkpoints: bool = True) -> Backup:
     """Copy the state directory to `target`, which must be new or empty.
 
-    Without `checkpoints`, jobs that had not ended start again at round 0, and none of an ended job is left.
+    Without `checkpoints` no checkpoint is copied: jobs that had not ended start again at round 0.
 
     Raises:
         ConfigError: there is no store, the target is not empty or inside the state directory, or the store is damaged.
@@ -96,7 +98,7 @@ def _copy_store(database: Path, target: Path) -> int:
 
 
 def _files(source: Path, checkpoints: bool) -> Iterator[Path]:
-    """The files to copy; without temporary files that are about to be renamed, and without links."""
+    """Return the files to copy, without links and without temporary files that are about to be renamed."""
     for folder, folders, names in os.walk(source):
         here = Path(folder)
         if here == source:
@@ -113,7 +115,7 @@ def _files(source: Path, checkpoints: bool) -> Iterator[Path]:
 
 
 def _copy(path: Path, target: Path) -> int | None:
-    """Copy a file, readable by its owner only; None if it was deleted meanwhile, as old checkpoints are."""
+    """Copy a file, readable by its owner only. Return None if it was deleted meanwhile, as old checkpoints are."""
     _make(target.parent)
     try:
         with path.open("rb") as read, os.fdopen(_private(target), "wb") as write:
@@ -134,7 +136,7 @@ def _make(folder: Path) -> None:
 
 
 def _drop_torn(source: Path, target: Path) -> None:
-    """Remove checkpoints of the copy that were deleted while they were copied; newer ones exist."""
+    """Delete from the copy the checkpoints that were deleted in the source while they were copied; newer ones exist."""
     for copy in target.glob(f"jobs/*/{_CHECKPOINTS}/*"):
         if not (source / copy.relative_to(target)).exists():
             shutil.rmtree(copy, ignore_errors=True)

@@ -47,7 +47,7 @@ StreamEvent: TypeAlias = tuple[str, Any]  # the kind of an event of the stream, 
 
 
 class Client:
-    """A connection to a job service: that of RAYPS_URL and RAYPS_TOKEN, or of this machine and user.
+    """A connection to a job service: the one that RAYPS_URL and RAYPS_TOKEN name, or that of this machine and user.
 
     Example:
         with rayps.Client() as client:
@@ -99,8 +99,8 @@ class Client:
         """Return the job with this id, or whose id begins with this text.
 
         Raises:
-            NotFound: no job has it.
-            ConfigError: several jobs have it.
+            NotFound: no job has such an id.
+            ConfigError: the ids of several jobs begin with the text.
         """
         return Job(self, self.call("GET", f"/api/v1/jobs/{_part(job_id)}"))
 
@@ -122,7 +122,7 @@ class Client:
     ) -> RemoteGroup:
         """Start a server group and return at once; `.wait()` waits until its servers are ready.
 
-        A server that sends nothing for `silence` seconds (10) is replaced; one whose process ended, at once.
+        A server that sends nothing for `silence` seconds (default 10) is replaced. A server whose process has ended is
 
         Raises:
             ConfigError: the group is larger than the service allows.
@@ -158,11 +158,11 @@ class Client:
         return f"{self.url}/#code={self.call('POST', '/api/v1/codes')['code']}"
 
     def call(self, method: str, path: str, **kwargs: Any) -> Any:
-        """Send one request and return its JSON. It is repeated while the connection fails, if repeating is harmless.
+        """Send a request and return the answer's JSON. While the connection fails, repeat it if that is harmless.
 
         Raises:
             Unreachable, Unauthorized, NotFound, Conflict, ConfigError, ServiceError.
-            ConfigError also if `json` holds what JSON cannot (NaN, infinity, an object); nothing was sent then.
+            ConfigError also if `json` holds a value that JSON cannot (NaN, infinity, an object); nothing is sent.
         """
         harmless = method == "GET" or "Idempotency-Key" in kwargs.get("headers", {})
         for field, value in (kwargs.get("json") or {}).items():
@@ -183,7 +183,7 @@ class Client:
         raise self._unreachable(failure)
 
     def stream(self, job_id: str, topics: str, cursor: str = "") -> Iterator[StreamEvent]:
-        """Yield (event, data) as they happen, until the job has ended; survives lost connections.
+        """Yield (event, data) as events happen, until the job has ended; survives lost connections.
 
         Raises:
             Unreachable: the service did not answer for a minute.
@@ -232,7 +232,7 @@ class Client:
 
 
 def _json_only(field: str, value: Json) -> None:
-    """Refuse a value that JSON cannot hold, by the name of its field."""
+    """Check that JSON can hold a value. Raises ConfigError: names the field and the value."""
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError):
@@ -243,7 +243,7 @@ def _json_only(field: str, value: Json) -> None:
 
 
 class Job:
-    """A job of a service; `data` is the service's newest answer about it, a dict."""
+    """A job of a service; `data` is the newest answer of the service about the job, a dict."""
 
     def __init__(self, client: Client, data: JobAnswer) -> None:
         self._client = client
@@ -287,7 +287,7 @@ class Job:
         """Delete the job with its logs, metrics and checkpoints.
 
         Raises:
-            Conflict: the job has not ended, or a job that has not ended resumes one of its checkpoints.
+            Conflict: the job has not ended, or another job that has not ended resumes one of this job's checkpoints.
         """
         self._client.call("DELETE", f"/api/v1/jobs/{self.id}")
 
@@ -405,4 +405,4 @@ def _token(settings: Settings) -> str:
     try:
         return settings.token_file.read_text().strip()
     except OSError:
-        return ""  # the service's error will say what is missing
+        return ""  # the service's error says that the token is missing

@@ -1,4 +1,4 @@
-"""Tokens of federated clients: each allows to take part in one job, or under one name, and nothing else."""
+"""Tokens of federated clients. A token allows its holder only to take part in one job, or under one name."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Grant:
 
     id: str
     job: str | None  # None = any job
-    name: str | None  # the client's; None = any name
+    name: str | None  # the client's name; None = any name
     created_at: float
     expires_at: float | None
     revoked_at: float | None

@@ -1,11 +1,11 @@
 """Find, start, stop and kill the drivers of jobs in the cluster. Called from one thread.
 
-A driver is a detached actor named after its job: a job has at most one, and a later service finds it. It starts its
-work by itself. Two files in the job's folder show how far a start has come: the driver writes `driver.json` when it
+A driver is a detached actor named after its job: a job has at most one, and a later service finds it. A driver starts
+its work by itself. Two files in the job's folder show how far a start has come: the driver writes `driver.json` when it
 begins, and the service writes `launch.json` when the call that starts the driver has returned.
 
-Both files have the protocol of the driver. A driver of another protocol was started by another version of rayps: no
-method of it is called. It finishes its job, or it is killed when a stop is requested.
+Both files contain the driver's protocol number. A driver of another protocol was started by another version of rayps:
+no method of it is called. Such a driver finishes its job, or is killed when a stop is requested.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 
 DRIVER = "rayps.runtime.driver_actor:DriverActor"
 BEGUN, LAUNCHED = "driver.json", "launch.json"
-_TIDY_SECONDS = 10.0  # that a driver has to end by itself after its outcome
-_ASK_SECONDS = 5.0  # between two requests to stop
+_TIDY_SECONDS = 10.0  # seconds in which a driver must end by itself after it wrote its outcome
+_ASK_SECONDS = 5.0  # seconds between two requests to stop
 
 
 class RayHome(Protocol):
@@ -45,24 +45,24 @@ class RayHome(Protocol):
 
     @property
     def address(self) -> str | None:
-        """host:port, once it is known."""
+        """The address host:port of the Ray; None before it is known."""
 
     def capacity(self) -> Bundle | None:
-        """The total resources, if they are known before Ray has started."""
+        """Return the total resources if they are known before Ray has started; None otherwise."""
 
     def cluster(self) -> Actors:
         """Return the joined cluster. Raises ClusterError while it cannot be joined."""
 
     def renew_lease(self) -> None:
-        """Renew the lease: the service is alive."""
+        """Tell a Ray that rayps owns that the service is alive."""
 
     def disconnect(self, *, end: bool) -> None:
-        """Disconnect; with `end` also stop a Ray that rayps owns."""
+        """Disconnect from Ray; with `end` also stop a Ray that rayps owns."""
 
 
 @dataclass(frozen=True, slots=True)
 class DriverView:
-    """The living drivers and the free resources, as of one moment."""
+    """The drivers that are alive, and the free and total resources, as of one moment."""
 
     drivers: frozenset[str]
     free: Bundle
@@ -74,7 +74,7 @@ class Drivers:
 
     def __init__(self, place: RayHome, jobs_dir: Path) -> None:
         self.cluster: Actors | None = None  # as of the last view
-        self.joined = 0  # how often a cluster was joined
+        self.joined = 0  # number of times that a cluster was joined
         self._place = place
         self._jobs_dir = jobs_dir
         self._handles: dict[str, ActorHandle] = {}
@@ -83,10 +83,13 @@ class Drivers:
         self._killed: dict[str, tuple[int, str]] = {}
 
     def view(self, watched: list[str]) -> DriverView:
-        """Return which of the watched jobs have a living driver. Raises ClusterError."""
+        """Return which of the watched jobs have a living driver, and the resources.
+
+        Raises ClusterError: Ray does not answer.
+        """
         self._place.renew_lease()
         cluster = self._place.cluster()
-        if cluster is not self.cluster:  # another Ray: handles of the last one are invalid
+        if cluster is not self.cluster:  # the cluster is another one: handles of actors of the last one are invalid
             self.cluster = cluster
             self.joined += 1
             self._handles.clear()
@@ -100,10 +103,10 @@ class Drivers:
         return DriverView(frozenset(living), cluster.free(), cluster.total())
 
     def start(self, job: JobRecord, start: Start) -> None:
-        """Start the driver of an attempt; what is left of the previous attempt is killed first.
+        """Start the driver of an attempt; kill what is left of the previous attempt first.
 
         Raises:
-            ClusterError: it could not be started, or it is unknown whether it was.
+            ClusterError: the driver could not be started, or it is unknown whether it was.
         """
         folder = self._jobs_dir / job.id
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -125,7 +128,7 @@ class Drivers:
             private_write(folder / LAUNCHED, json.dumps({"attempt": start.attempt, "protocol": PROTOCOL}))
 
     def ask(self, job_id: str) -> None:
-        """Request a driver to stop, at most every few seconds; its outcome is the answer."""
+        """Request a driver to stop, at most every few seconds. The driver answers with the job's outcome."""
         handle = self._handles.get(job_id)
         if handle is None or time.monotonic() - self._asked.get(job_id, -1e9) < _ASK_SECONDS:
             return
@@ -135,7 +138,7 @@ class Drivers:
         passing("stop: driver asked")
 
     def kill(self, job: JobRecord, reason: str) -> None:
-        """Kill a driver; the reason is shown with the job's next status."""
+        """Kill a driver. `reason` is shown with the job's next status."""
         self._killed[job.id] = job.attempt, reason
         handle = self._handles.pop(job.id, None)
         passing("kill: chosen, not done")
@@ -151,7 +154,10 @@ class Drivers:
         self._ended[job_id] = time.monotonic()
 
     def crash(self, job: JobRecord, begun: AttemptRecord) -> str | None:
-        """Return why the current attempt ended without an outcome, or why it was killed; None if neither."""
+        """Return why the driver of the current attempt ended without an outcome or was killed.
+
+        None if neither happened.
+        """
         attempt, reason = self._killed.get(job.id, (0, None))
         if attempt == job.attempt:
             return reason
@@ -179,9 +185,9 @@ def _name(job_id: str) -> str:
 
 
 def foreign(attempt: int, begun: AttemptRecord, launched: AttemptRecord) -> str | None:
-    """Return why no method of this attempt's driver may be called; None if its protocol is this one or unknown yet.
+    """Return why no method of this attempt's driver may be called; None if it may, or if the protocol is not known yet.
 
-    `begun` is `driver.json`, `launched` is `launch.json`.
+    `begun` is the content of `driver.json`, `launched` that of `launch.json`.
     """
     for found in (begun, launched):
         if found.get("attempt") == attempt:
@@ -189,14 +195,14 @@ def foreign(attempt: int, begun: AttemptRecord, launched: AttemptRecord) -> str 
             if protocol == PROTOCOL:
                 return None
             return (
-                f"another version of rayps started its driver, which has protocol {protocol!r:.20}: this service has "
+                f"another version of rayps started the driver, which has protocol {protocol!r:.20}: this service has "
                 f"{PROTOCOL} and cannot ask it to stop"
             )
     return None
 
 
 def end_process(folder: Path) -> None:
-    """Kill the process that `driver.json` names if it is alive: Ray may have lost a process that still runs."""
+    """Kill the process that `driver.json` names if it is alive. Ray may have lost a process that still runs."""
     found = read_attempt(folder / BEGUN)
     pid, since = found.get("pid"), found.get("started")
     if isinstance(pid, int) and isinstance(since, int) and pid != os.getpid() and processes.alive(pid, since):

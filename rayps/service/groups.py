@@ -34,10 +34,10 @@ NAME = r"^[A-Za-z0-9]([A-Za-z0-9_-]{0,38}[A-Za-z0-9])?$"
 MOST_SERVERS, MOST_REPLICAS = 1000, 8
 SILENCE, LEAST_SILENCE, MOST_SILENCE = 10.0, 0.5, 3600.0  # seconds; a dead process is seen at once, by its connection
 _WATCHED_SECONDS, _QUIET_SECONDS = 0.5, 3.0  # between two ticks: while the facts are read, and while they are not
-_ATTENTION = 10.0  # seconds for which a read counts
-_FRESH_SECONDS = 15.0  # older facts are not shown
+_ATTENTION = 10.0  # seconds after a read of the facts during which they count as being read
+_FRESH_SECONDS = 15.0  # seconds; older facts are not shown
 _ANSWER_SECONDS = 10.0
-_CHECK_SECONDS = 1.0  # that a tick waits for the threads that it has started
+_CHECK_SECONDS = 1.0  # seconds that a tick waits for the threads that it has started
 _END_SECONDS = 30.0
 _MOST_PAUSE = 30.0  # seconds between two attempts to start a manager that does not come up
 
@@ -49,42 +49,42 @@ def actor(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The wanted state of a group, a file in its folder."""
+    """The wanted state of a group: the content of the file in the group's folder."""
 
     name: str
     servers: int
     replicas: int
     created_at: float
     stopping: bool = False
-    launched: bool = False  # its manager was started at least once
+    launched: bool = False  # the group's manager was started at least once
     silence: float = SILENCE  # seconds after which a silent server is replaced
-    protocol: int = FIRST_PROTOCOL  # of its manager, once that was started
+    protocol: int = FIRST_PROTOCOL  # protocol number of the group's manager, valid once `launched`
 
     @property
     def foreign(self) -> str | None:
-        """Return why no method of its manager may be called; None if its protocol is this one."""
+        """Why no method of the group's manager may be called; None if it may: its protocol is this service's."""
         if not self.launched or self.protocol == PROTOCOL:
             return None
         return (
-            f"another version of rayps started its manager, which has protocol {self.protocol!r:.20}: this service has "
+            f"another version of rayps started the manager, which has protocol {self.protocol!r:.20}: this service has "
             f"{PROTOCOL}. Its jobs continue; when they have ended, stop the group and start it again"
         )
 
     def write(self, folder: Path) -> None:
-        """Write the file."""
+        """Write the wanted state into the group's folder."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         private_write(folder / "wanted.json", json.dumps(asdict(self)))
 
 
 @dataclass(slots=True)
 class GroupView:
-    """The newest facts about a group."""
+    """The newest facts about a group, and the handle of its manager."""
 
     facts: GroupFacts | None = None
     at: float = -1e9
     handle: ActorHandle | None = None
     reason: str | None = None
-    changes: int = 0  # changes requested so far: facts that were read before the newest one are not shown
+    changes: int = 0  # changes requested so far: facts that were read before the newest change are not shown
     failures: int = 0
     retry_at: float = 0.0
 
@@ -93,10 +93,10 @@ class GroupView:
 class _Entry:
     wanted: Wanted
     view: GroupView = field(default_factory=GroupView)
-    written: bool = True  # its file is written; nothing is started before
-    joined: int = 0  # the connection to which its handle belongs
+    written: bool = True  # the wanted state is on disk; nothing is started before
+    joined: int = 0  # number of the connection to Ray to which the view's handle belongs
     checking: asyncio.Future[None] | None = None
-    # own threads: a manager that does not answer delays nothing else
+    # each group has threads of its own: a manager that does not answer delays no other group
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "rayps-group"))
 
 
@@ -123,10 +123,10 @@ class Groups:
         return [self.get(name) for name in sorted(self._entries)]
 
     def get(self, name: str) -> GroupFacts:
-        """Describe a group: the manager's facts if they are fresh, else what is known without them.
+        """Describe a group: the manager's facts if they are fresh, else the wanted state and why there are no facts.
 
         Raises:
-            NotFound: lists the existing groups.
+            NotFound: no such group; lists the existing ones.
         """
         self._attention = time.monotonic()
         entry = self._find(name)
@@ -135,14 +135,16 @@ class Groups:
         fresh = view.facts is not None and time.monotonic() - view.at < _FRESH_SECONDS
         status = str(facts.get("status", "ready")) if fresh else "unreachable" if view.facts else "starting"
         if not fresh and wanted.launched and view.facts is None and view.reason in (None, wanted.foreign):
-            status = "unreachable"  # an earlier service or another version of rayps started it: it may run
+            status = "unreachable"  # an earlier service or another version of rayps started the manager: it may run
         reason = (
             None
             if fresh
             else view.reason
             or self._scheduler.view.reason
             or (
-                "the service has just started and is searching for it" if wanted.launched else "its manager is starting"
+                "the service has just started and is searching for the group's manager"
+                if wanted.launched
+                else "the group's manager is starting"
             )
         )
         return {
@@ -165,9 +167,9 @@ class Groups:
         return [str(each.get("name")) for each in view.facts.get("spaces", [])]
 
     def space(self, name: str, text: str) -> str:
-        """Return the name of a space from its beginning (at least 4 letters, in any case).
+        """Return the full name of a space from its beginning (at least 4 letters, in any case).
 
-        Raises NotFound, ConfigError (there are several).
+        Raises NotFound: no space begins so. Raises ConfigError: several do.
         """
         there = self.spaces(name)
         found = (
@@ -188,10 +190,10 @@ class Groups:
         return found[0]
 
     def must_exist(self, name: str) -> None:
-        """Refuse a job whose group does not exist.
+        """Check that a group exists, for a job that names it.
 
         Raises:
-            ConfigError: lists the existing groups.
+            ConfigError: the group does not exist; lists the existing ones.
         """
         if name not in self.names:
             raise ConfigError(
@@ -219,7 +221,7 @@ class Groups:
     async def start(self, name: str, servers: int, replicas: int, silence: float = SILENCE) -> None:
         """Request a new group; the next tick starts it. `silence`: see `Wanted`.
 
-        In a joined cluster, which may grow, a group that is larger than the cluster waits, as a job does.
+        A group that is larger than a joined cluster waits, as a job does, because the cluster may grow.
 
         Raises:
             ConfigError: the sizes are not valid; with code too_large, the group is larger than this service's Ray.
@@ -248,11 +250,12 @@ class Groups:
         self.wake()
 
     async def resize(self, name: str, servers: int) -> None:
-        """Grow or shrink a group; segments still move after this has returned.
+        """Grow or shrink a group. Segments still move after this has returned.
 
         Raises:
-            NotFound, Conflict: it is not ready, or is resizing already.
-            ConfigError: too few for the replicas; with code too_large, more than the cluster has room for now.
+            NotFound: there is no such group.
+            Conflict: the group is not ready, or is resizing already.
+            ConfigError: too few servers for the replicas; with code too_large, more than the cluster has room for now.
         """
         entry = self._find(name)
         _check_size(servers, entry.wanted.replicas)
@@ -276,15 +279,18 @@ class Groups:
         await self._call_manager(entry, "drain", server)
 
     async def limit(self, name: str, space: str, quota: dict[str, float | None]) -> None:
-        """Set a space's quota: {"bytes": ..., "operations": per second}; None = no limit. Raises as `drain`."""
+        """Set a space's quota: {"bytes": ..., "operations": per second}; None = no limit.
+
+        Raises the errors of `drain`.
+        """
         await self._call_manager(self._find(name), "set_quota", self.space(name, space), quota)
 
     async def drop(self, name: str, space: str) -> None:
-        """Delete a space and free its memory. Raises as `drain` does."""
+        """Delete a space and free its memory. Raises the errors of `drain`."""
         await self._call_manager(self._find(name), "drop", self.space(name, space))
 
     async def stop(self, name: str) -> None:
-        """Request a group to stop. Its parameters are lost."""
+        """Request a group to stop. The group's parameters are lost."""
         entry = self._find(name)
         if not entry.wanted.stopping:
             entry.wanted = replace(entry.wanted, stopping=True)
@@ -298,11 +304,11 @@ class Groups:
         self._wake.set()
 
     async def run(self) -> None:
-        """Run ticks until cancelled; an error in one is logged, and the next one tries again."""
+        """Run ticks until cancelled; an error in a tick is logged, and the next tick tries again."""
         while True:
             try:
                 await self.tick()
-            except Exception:  # whatever it is, the groups must still be watched
+            except Exception:  # after any error the groups must still be watched
                 log.exception("a tick of the server groups failed; the next one tries again")
             watched = time.monotonic() - self._attention < _ATTENTION
             with contextlib.suppress(TimeoutError):
@@ -312,7 +318,7 @@ class Groups:
     async def tick(self) -> None:
         """Check every group, start what is missing, stop what is not wanted.
 
-        Each group is checked in its own thread. A check that takes long is waited for once; the next ticks leave that
+        Each group is checked in its own thread. A tick waits for a long check once; the next ticks leave that
         group out until it has returned.
         """
         loop = asyncio.get_running_loop()
@@ -327,12 +333,12 @@ class Groups:
                 check.result()
 
     def close(self) -> None:
-        """Disconnect; the groups live as long as their cluster."""
+        """Disconnect from the groups' managers; groups end with their cluster, not with the service."""
         for entry in self._entries.values():
             entry.threads.shutdown(wait=False, cancel_futures=True)
 
     def _refuse_too_large(self, name: str, servers: int) -> None:
-        """Refuse more servers than the cluster has CPUs: each is a process that works, and all groups share them."""
+        """Refuse more servers than the cluster has CPUs: a server is a process that needs a CPU of its own."""
         too_many = self._too_many(name, servers)
         if too_many is not None:
             owned = self._scheduler.place.owned
@@ -344,7 +350,7 @@ class Groups:
             )
 
     def _too_many(self, name: str, servers: int) -> str | None:
-        """Return why the cluster has no room for so many servers; None if it has, or if its size is unknown."""
+        """Return why the cluster has no room for this many servers; None if it has room, or if its size is unknown."""
         total = {**(self._scheduler.place.capacity() or {}), **(self._scheduler.view.total or {})}.get("cpu")
         others = sum(entry.wanted.servers for other, entry in self._entries.items() if other != name)
         if total is None or servers + others <= total:
@@ -354,7 +360,9 @@ class Groups:
         return f"group {name!r} needs a CPU for each of {servers} servers{beside}, and {has} has {total:g}"
 
     def _check(self, name: str, entry: _Entry, cluster: Actors | None) -> None:
-        if entry.joined != self._scheduler.joined:  # another Ray: handles of the last one are invalid
+        if (
+            entry.joined != self._scheduler.joined
+        ):  # the cluster is another one: handles of actors of the last one are invalid
             entry.joined, entry.view.handle = self._scheduler.joined, None
         try:
             if entry.wanted.stopping:
@@ -362,7 +370,11 @@ class Groups:
             elif cluster is not None and entry.written:
                 self._refresh(entry, cluster)
         except (RaypsError, OSError, RuntimeError, TimeoutError) as error:
-            late = "its manager did not answer in time" if isinstance(error, TimeoutError) else type(error).__name__
+            late = (
+                "the group's manager did not answer in time"
+                if isinstance(error, TimeoutError)
+                else type(error).__name__
+            )
             text = str(error) or late
             first = text.splitlines()[0]
             if first != entry.view.reason:
@@ -370,7 +382,7 @@ class Groups:
             entry.view.reason = first
 
     def _refresh(self, entry: _Entry, cluster: Actors) -> None:
-        """Find or start the manager, and read its facts."""
+        """Find the group's manager or start it, and read its facts."""
         wanted, view = entry.wanted, entry.view
         view.handle = cluster.find(actor(wanted.name))
         if view.handle is not None and wanted.foreign is not None:
@@ -386,10 +398,10 @@ class Groups:
             view.retry_at = time.monotonic() + min(_MOST_PAUSE, 1.0 * 2.0**view.failures)
             view.failures += 1
             if view.facts is not None:
-                log.warning("server group %s: its manager is lost and is restarted from its record", wanted.name)
+                log.warning("server group %s: the manager is lost and is restarted from its record", wanted.name)
             entry.wanted = replace(wanted, launched=True, protocol=PROTOCOL)
             entry.wanted.write(self._folder / wanted.name)
-            view.reason = "its manager is starting"
+            view.reason = "the group's manager is starting"
             view.handle = cluster.spawn(
                 self._manager,
                 wanted.name,
@@ -419,7 +431,7 @@ class Groups:
         handle = None if cluster is None else cluster.find(actor(name))
         if handle is not None and cluster is not None:
             try:
-                if entry.wanted.foreign is not None:  # its servers end some time after their manager
+                if entry.wanted.foreign is not None:  # servers of another version end some time after their manager
                     raise ClusterError(entry.wanted.foreign)
                 handle.call("stop").result(timeout=_END_SECONDS)
             except (RaypsError, TimeoutError) as error:
@@ -431,7 +443,7 @@ class Groups:
         log.info("server group %s has ended", name)
 
     async def _call_manager(self, entry: _Entry, method: str, *args: Json) -> None:
-        """Call a quick method of a group's manager; raise what it refuses."""
+        """Call a method of a group's manager that returns at once. Raises the manager's error."""
         name, handle = entry.wanted.name, entry.view.handle
         if entry.wanted.stopping or handle is None:
             why = "it is stopping" if entry.wanted.stopping else self.get(name)["reason"]
@@ -451,7 +463,7 @@ class Groups:
             await asyncio.get_running_loop().run_in_executor(entry.threads, ask)
         except (ActorDied, ClusterError, TimeoutError) as error:
             raise Conflict(
-                f"server group {name!r} cannot {method} now: {str(error).splitlines()[0]}\nits manager is being "
+                f"server group {name!r} cannot {method} now: {str(error).splitlines()[0]}\nthe manager is being "
                 "restarted; repeat the request in some seconds",
                 status=409,
             ) from error

@@ -1,7 +1,7 @@
 """Read a job from a YAML file, strictly.
 
-Refused: what is not a regular file, more than `MOST_BYTES`, tags, anchors, repeated keys, and scalars that YAML 1.1 and
-1.2 read differently.
+Refused are files that are not regular or larger than `MOST_BYTES`, tags, anchors, repeated keys, and scalars that YAML
+1.1 and 1.2 read differently.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def read(path: Path, changes: Sequence[str] = ()) -> Keywords:
     """Read a job from a file and apply `key=value` changes; a relative working_dir is relative to the file.
 
     Raises:
-        ConfigError: names the file, the line or the field.
+        ConfigError: the file is not a valid job; names the file, the line or the field.
     """
     data = load(_text(path), str(path))
     if not isinstance(data, dict):
@@ -68,7 +68,7 @@ def _text(path: Path) -> str:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            kind = os.fstat(descriptor).st_mode  # of what was opened, which a look before could miss
+            kind = os.fstat(descriptor).st_mode  # of the opened file: the path may name another file by now
             if not stat.S_ISREG(kind):
                 name = next((name for known, name in _KINDS if known(kind)), "no regular file")
                 raise ConfigError(f"the job file {path} is {name}: give a regular file")
@@ -92,7 +92,7 @@ def load(text: str, where: str) -> Any:
     `yes`, `no`, `on`, `off` (booleans), dates. `1e-3` is a number, as in 1.2.
 
     Raises:
-        ConfigError: names the line.
+        ConfigError: the text is not valid YAML, or has a refused scalar; names the line.
     """
     try:
         return yaml.load(text, _Loader)  # a SafeLoader

@@ -50,7 +50,7 @@ class JobRow(TypedDict, total=False):
 
 
 def keep(folder: Path, row: JobRow, *, sync: bool = True) -> None:
-    """Write `job.json` into a job's folder (mode 0700); with `sync` it is on disk when this returns."""
+    """Write a job's row to `job.json` in its folder (mode 0700). With `sync`, the file is on disk when this returns."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = folder / f".{SPEC}.{os.getpid()}"
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -63,7 +63,7 @@ def keep(folder: Path, row: JobRow, *, sync: bool = True) -> None:
 
 
 def read(folder: Path) -> JobRow | None:
-    """Return the row that `keep` wrote; None if there is none, or another job's, or one of a newer rayps."""
+    """Return the row that `keep` wrote; None if there is none, or if it is of another job or of a newer rayps."""
     found = read_json(folder / SPEC)
     if found is None or found.pop("version", None) != VERSION or found.get("id") != folder.name:
         return None
@@ -84,7 +84,7 @@ def ids(jobs_dir: Path) -> Iterator[str]:
 
 
 def remove(jobs_dir: Path, job_id: str) -> None:
-    """Remove a job's folder. `sweep` completes a removal that was interrupted.
+    """Remove a job's folder. After an interruption, `sweep` completes the removal.
 
     Raises:
         OSError: the folder cannot be removed.
@@ -99,7 +99,7 @@ def remove(jobs_dir: Path, job_id: str) -> None:
 
 
 def sweep(jobs_dir: Path) -> None:
-    """Complete removals that were interrupted."""
+    """Complete the removals of folders that were interrupted."""
     for doomed in jobs_dir.glob(f"{_DELETED}*"):
         try:
             shutil.rmtree(doomed)

@@ -1,7 +1,7 @@
 """Measure how long a watched value has not changed, in seconds during which this process itself ran.
 
-A long gap between two observations means that this process was suspended, stopped or starved, and probably what it
-watches too; such a gap counts as one short step. The system's wall clock is not used.
+A long gap between two observations means that this process was suspended, stopped or starved, and probably the process
+that it watches too; such a gap counts as one short step. The system's wall clock is not used.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ MOST_STEP = 5.0  # seconds: the most that a gap between two observations counts
 
 
 class QuietTime:
-    """The seconds since a value last changed; observe it every few seconds."""
+    """The seconds since a value last changed. The caller must observe the value every few seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -32,7 +32,7 @@ class QuietTime:
 
 
 class QuietTimes:
-    """One `QuietTime` for each key."""
+    """The seconds since each of several values last changed: one `QuietTime` for each key."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -46,5 +46,5 @@ class QuietTimes:
         return held.observe(sign)
 
     def keep(self, keys: Collection[Hashable]) -> None:
-        """Remove all other keys."""
+        """Remove all keys but these."""
         self._held = {key: held for key, held in self._held.items() if key in keys}

@@ -1,6 +1,6 @@
 """The jobs that have not ended, cached in memory: only rows that changed are read from the store.
 
-The service is the only writer of its store, and the store records the ids that each transaction changed. At the start
+The service is the only writer of its store, and the store records which rows each transaction changed. At the start
 and after an error all rows of jobs that have not ended are read.
 """
 
@@ -13,7 +13,7 @@ from rayps.service.waiting import Waiting, WaitingJobs
 
 
 class OpenJobs:
-    """The jobs that wait for their start, and the records of those that were started."""
+    """The jobs that have not ended: those that wait for their start, and the records of those that were started."""
 
     def __init__(self, store: Store) -> None:
         self.waiting = WaitingJobs()
@@ -22,9 +22,9 @@ class OpenJobs:
         self._whole = False  # whether all rows have been read
 
     async def refresh(self) -> None:
-        """Read the rows that changed."""
+        """Read from the store the rows that have changed since the last call."""
         changed = self._store.take_changed()
-        whole, self._whole = self._whole, False  # until the changed rows have been read
+        whole, self._whole = self._whole, False  # set again below, after the changed rows were read
         if not whole:
             self.waiting.clear()
             self.started.clear()

@@ -22,16 +22,16 @@ SIGN_SECONDS = 900.0  # seconds that a STARTING or RECOVERING job may show no pr
 
 @dataclass(frozen=True, slots=True)
 class Dependencies:
-    """What a job depends on beside its driver: its server group, and its clients where they are real."""
+    """The state of what a job needs besides its driver: its server group, and its clients if they are real."""
 
-    group: str | None = None  # why its server group cannot serve it yet
-    group_ended: str | None = None  # why it never will: it was stopped
-    clients: str | None = None  # why the job waits for clients
+    group: str | None = None  # why the server group cannot serve the job yet; None: it can, or there is none
+    group_ended: str | None = None  # why the server group never will serve the job: the group was stopped
+    clients: str | None = None  # why the job waits for clients; None: it does not
 
 
 @dataclass(frozen=True, slots=True)
 class OpenJob:
-    """A job that has not ended: the facts of its row and its folder."""
+    """A job that has not ended: what its row in the database and its folder say."""
 
     id: str
     name: str = "job"
@@ -39,23 +39,23 @@ class OpenJob:
     reason: str | None = None
     needs: Bundle = field(default_factory=lambda: {"cpu": 1.0})
     attempt: int = 0
-    failures: int = 0  # losses of its driver or of an actor before this attempt
+    failures: int = 0  # losses of the job's driver or of an actor before this attempt
     max_failures: int = 3
-    interrupted: bool = False  # the service ended its Ray on purpose
+    interrupted: bool = False  # the service ended its own Ray on purpose
     stopping: float | None = None  # seconds since a stop was requested
-    outcome: OutcomeRecord | None = None  # outcome.json
-    progress: ProgressRecord | None = None  # progress.json, when this attempt wrote it
-    crash: str | None = None  # what ended its driver's run without an outcome, or why its driver was killed
+    outcome: OutcomeRecord | None = None  # the content of outcome.json
+    progress: ProgressRecord | None = None  # the content of progress.json, if this attempt wrote it
+    crash: str | None = None  # why the driver ended without an outcome, or was killed
     launched: bool = True  # the call that starts this attempt's driver has returned, or the driver has begun
-    silent: float = 0.0  # seconds in which its folder showed no progress, while it is STARTING or RECOVERING
-    deadline: float = SIGN_SECONDS  # seconds of such silence after which its driver is given up
+    silent: float = 0.0  # seconds in which a STARTING or RECOVERING job's folder showed no progress
+    deadline: float = SIGN_SECONDS  # the driver is killed when `silent` is greater
     outside: Dependencies = field(default_factory=Dependencies)
-    foreign: str | None = None  # why no method of its driver may be called: another version of rayps started it
+    foreign: str | None = None  # why no method of the driver may be called: another version of rayps started it
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Start the driver of a job, for the first time or after a loss (then with a reason)."""
+    """The action: start the driver of a job. `reason` is given if an earlier driver was lost."""
 
     job: str
     attempt: int
@@ -65,14 +65,14 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class AskToStop:
-    """Request a driver to stop."""
+    """The action: request a driver to stop."""
 
     job: str
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """Kill a driver that does not answer, or whose run has ended without an outcome."""
+    """The action: kill a driver that does not answer, or that has ended its run without an outcome."""
 
     job: str
     reason: str
@@ -80,7 +80,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Show:
-    """Record a new status of a job that has not ended."""
+    """The action: record a new status of a job that has not ended."""
 
     job: str
     status: Status
@@ -90,7 +90,7 @@ class Show:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Record why a job waits."""
+    """The action: record why a job waits."""
 
     job: str
     reason: str | None
@@ -98,7 +98,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """Record how a job ended."""
+    """The action: record how a job ended."""
 
     job: str
     status: Status
@@ -113,7 +113,7 @@ Action = Start | AskToStop | Kill | Show | Wait | Seal
 
 
 def needs(spec: JobSpec) -> Bundle:
-    """The resources of a running job: the sum of its workers' resources; driver and shards count as nothing."""
+    """Return the resources that a running job takes: those of all workers; driver and servers take none."""
     return {kind: spec.workers * spec.resources.get(kind, 0.0) for kind in ("cpu", "gpu")}
 
 
@@ -126,10 +126,10 @@ def plan(
     unseen: float = 0.0,
     why: str = "Ray is starting",
 ) -> list[Action]:
-    """Decide the actions.
+    """Decide what the scheduler does next; return the actions.
 
-    `jobs` are those that have not ended, oldest first. `drivers` are the ids of the jobs whose driver is alive; None
-    if the drivers cannot be seen, for `blind` seconds by now, because of `why`.
+    `jobs` have not ended, oldest first. `drivers` are the ids of the jobs whose driver is alive. It is None
+    if the drivers have not been seen for `unseen` seconds, because of `why`.
     Jobs start first in, first out: a large job at the head is not overtaken. The exception is a job that is larger
     than the whole cluster: it is overtaken.
     """
@@ -163,7 +163,7 @@ def _running(job: OpenJob, drivers: Collection[str] | None, unseen: float, why: 
         return [
             Kill(
                 job.id,
-                f"no sign of progress for {job.deadline:g} s while {job.status}: its timeout and "
+                f"no sign of progress for {job.deadline:g} s while {job.status}: the job's timeout and "
                 "RAYPS_STALL set how long it may take",
             )
         ]
@@ -176,13 +176,13 @@ def _unseen(job: OpenJob, unseen: float, why: str) -> list[Action]:
             Seal(
                 job.id,
                 Status.STOPPED,
-                f"stopped: its driver could not be reached for {job.deadline:g} s ({why}), "
+                f"stopped: the job's driver could not be reached for {job.deadline:g} s ({why}), "
                 "and is killed if it is found again",
             )
         ]
     if unseen < PATIENCE or job.status is Status.UNKNOWN:
         return []
-    return [Show(job.id, Status.UNKNOWN, f"its driver cannot be reached: {why}")]
+    return [Show(job.id, Status.UNKNOWN, f"the job's driver cannot be reached: {why}")]
 
 
 def _sealed(job: OpenJob, outcome: OutcomeRecord) -> Seal:
@@ -206,13 +206,16 @@ def _sealed(job: OpenJob, outcome: OutcomeRecord) -> Seal:
 def _lost(job: OpenJob) -> Action:
     if job.stopping is not None:
         why = f"was killed ({job.crash})" if job.crash else "ended without an outcome"
-        return Seal(job.id, Status.STOPPED, f"stopped: its driver {why}")
+        return Seal(job.id, Status.STOPPED, f"stopped: the job's driver {why}")
     failures = max(job.failures, int((job.progress or {}).get("failures", 0)))
     if job.interrupted:
-        return Start(job.id, job.attempt + 1, failures, "the service had stopped its Ray: the driver is restarted")
+        return Start(job.id, job.attempt + 1, failures, "the service had stopped its own Ray: the driver is restarted")
     if not job.launched:
         return Start(
-            job.id, job.attempt + 1, failures, "the service was killed before the driver had started: it is restarted"
+            job.id,
+            job.attempt + 1,
+            failures,
+            "the service was killed before the driver had started: the driver is restarted",
         )
     failures += 1
     cause = f" ({job.crash})" if job.crash else ""
@@ -221,10 +224,10 @@ def _lost(job: OpenJob) -> Action:
             job.id,
             job.attempt + 1,
             failures,
-            f"its driver was lost{cause}: it is restarted (failure {failures} of max_failures {job.max_failures})",
+            f"the driver was lost{cause}: it is restarted (failure {failures} of max_failures {job.max_failures})",
         )
     return Seal(
-        job.id, Status.FAILED, f"its driver was lost{cause}: failure {failures} exceeds max_failures {job.max_failures}"
+        job.id, Status.FAILED, f"the driver was lost{cause}: failure {failures} exceeds max_failures {job.max_failures}"
     )
 
 
@@ -232,11 +235,11 @@ def _stopping(job: OpenJob, seconds: float) -> list[Action]:
     if job.foreign is not None:
         return [Kill(job.id, job.foreign)]
     if seconds > STOP_SECONDS:
-        return [Kill(job.id, f"it did not stop within {STOP_SECONDS:g} s")]
+        return [Kill(job.id, f"the driver did not stop within {STOP_SECONDS:g} s")]
     shown: list[Action] = []
     if may_move(job.status, Status.STOPPING):
         shown = [Show(job.id, Status.STOPPING, "stop requested", has_event=True)]
-    return [*shown, AskToStop(job.id)] if job.launched else shown  # before that its version is not known
+    return [*shown, AskToStop(job.id)] if job.launched else shown  # before the launch its version is unknown
 
 
 def _mirrored(job: OpenJob) -> list[Action]:

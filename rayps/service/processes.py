@@ -53,8 +53,9 @@ def below(root: int) -> list[int]:
 def left_in(folder: str, session: int | None) -> list[int]:
     """Return the ids of the processes that a killed Ray left.
 
-    They have its folder in their command line, or belong to its session and have a file of the folder open (some
-    change their title). A client of that Ray opens such files too, in another session: it is not included.
+    Such a process has Ray's folder in its command line, or belongs to Ray's session and has a file of the folder open
+    (some processes change their title). A client of that Ray opens such files too, in another session: it is not
+    included.
     """
     found = []
     for entry in Path("/proc").iterdir():
@@ -65,7 +66,7 @@ def left_in(folder: str, session: int | None) -> list[int]:
             if named or (_session(int(entry.name)) == session and _holds(entry, folder)):
                 found.append(int(entry.name))
         except OSError:
-            continue  # it has ended, or belongs to another user
+            continue  # the process has ended, or belongs to another user
     return found
 
 
@@ -79,7 +80,7 @@ def _session(pid: int) -> int | None:
 
 
 def end_tree(root: int) -> None:
-    """Kill all descendants of this process, which is their subreaper."""
+    """Kill all descendants of this process, which must be their subreaper."""
     deadline = time.monotonic() + 15.0
     while time.monotonic() < deadline and ((pids := below(root)) or _has_children()):
         end_all(pids)
@@ -88,18 +89,18 @@ def end_tree(root: int) -> None:
 
 
 def end_all(pids: Iterable[int]) -> None:
-    """Stop all processes with SIGSTOP, so that none reacts to another's end, then kill them."""
+    """Kill processes: stop all of them with SIGSTOP first, so that none reacts to the end of another."""
     pids = list(pids)
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in pids:
             try:
                 os.kill(pid, number)
             except (ProcessLookupError, PermissionError):
-                continue  # it has ended, or its id is another user's now
+                continue  # the process has ended, or its id now belongs to another user's process
 
 
 def reap() -> list[int]:
-    """Collect ended children, adopted ones included; return their ids."""
+    """Collect children that have ended, adopted ones included; return their ids."""
     gone: list[int] = []
     while True:
         try:
@@ -120,12 +121,12 @@ def _has_children() -> bool:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent ends."""
+    """Make this process the parent of each of its descendants whose own parent ends."""
     _prctl(_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent ends; for the child's side of a fork."""
+    """Let the kernel kill this process when its parent ends. Call it in the child after a fork."""
     _prctl(_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -3,7 +3,7 @@
     python -P -m rayps.service.ray_child --pipe FD --cluster MODULE:CLASS --address HOST:PORT
 
 When Ray's gcs or raylet is lost, Ray's client can hang forever in C++ or end its process: only this process is
-affected. Each request runs in a thread of its own. The process ends with the service (its pipe closes), and when it
+affected. Each request runs in a thread of its own. This process ends with the service (the pipe closes), and when it
 gets no request for `--dead-man` seconds: a timer of `faulthandler`, which needs no interpreter lock, writes the stack
 of every thread and exits.
 """
@@ -29,7 +29,7 @@ _DEAD_MAN = 600.0  # seconds without a request after which this process exits
 
 
 class Child:
-    """Serve requests from a pipe: (number, operation, arguments, named arguments)."""
+    """The server of requests from a pipe; a request is (number, operation, arguments, named arguments)."""
 
     def __init__(self, pipe: Connection, cluster: Actors, dead_man: float = _DEAD_MAN) -> None:
         self._pipe = pipe

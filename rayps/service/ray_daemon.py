@@ -2,13 +2,13 @@
 
     python -m rayps.service.ray_daemon --state-dir DIR --cpus 16 --idle 600
 
-It holds `ray.lock`, starts `ray start --head --block` on loopback with token authentication in its own temporary
-directory, writes the address into `ray.json`, and watches. It stops Ray and deletes the directory
+The process holds `ray.lock`, starts `ray start --head --block` on loopback with token authentication in a temporary
+directory of its own, writes the address into `ray.json`, and watches. It stops Ray and deletes the directory
 
-- on SIGTERM, and when its `ray.json` is gone;
-- when Ray or one of its two required processes (gcs, raylet) has ended;
-- when neither the service nor a job has shown activity for `--idle` seconds (suspended time does not count). It does
-  not stop Ray while a driver's process is alive, and a service that holds its lock gets some minutes more.
+- on SIGTERM, and when `ray.json` is gone; - when Ray or one of its two required processes (gcs, raylet) has ended; -
+when neither the service nor a job has shown activity for `--idle` seconds (suspended time does not count). The process
+does
+  not stop Ray while a driver's process is alive, and waits some minutes longer for a service that holds its lock.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class RayRecord:
 
     @property
     def alive(self) -> bool:
-        """Whether its daemon is alive."""
+        """Whether the daemon that wrote this record is alive."""
         return processes.alive(self.pid, self.started)
 
     def write(self, state_dir: Path) -> None:
@@ -82,7 +82,7 @@ def environment(state_dir: Path) -> dict[str, str]:
     return {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(state_dir / TOKEN),
-        # makes Ray take 127.0.0.1 as this node's address, so that it listens on loopback only; despite its
+        # makes Ray take 127.0.0.1 as this node's address, so that Ray listens on loopback only; despite the variable's
         # name it is read everywhere (ray._private.ray_constants.ENABLE_RAY_CLUSTER)
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -100,7 +100,7 @@ def make_token(state_dir: Path) -> None:
 
 
 def sweep(record: RayRecord) -> None:
-    """Remove what a killed daemon left: its processes and its temporary directory."""
+    """Remove the processes and the temporary directory that a killed daemon left."""
     temp = Path(record.temp_dir)
     if temp.name.startswith("rayps-"):  # never delete a directory that rayps did not create
         processes.end_all(processes.left_in(str(temp), record.session))
@@ -247,7 +247,7 @@ class Lease:
         clock: Callable[[], float] = time.monotonic,
         drivers: Callable[[], bool] | None = None,
     ) -> None:
-        """`idle` in seconds; `drivers` returns whether a driver's process is alive."""
+        """Start the lease. `idle`: its length in seconds; `drivers` returns whether a driver's process is alive."""
         self._state_dir = state_dir
         self._idle = idle
         self._silence = QuietTime(clock)
@@ -257,7 +257,10 @@ class Lease:
         self._asked = clock() - _ASK_SECONDS
 
     def expired(self) -> bool:
-        """Check for activity; return whether the lease has expired. Jobs and processes are read only if it may have."""
+        """Check for activity; return whether the lease has expired.
+
+        Jobs and processes are read only if it could have.
+        """
         silent = self._silence.observe((_changed(self._state_dir / HEARTBEAT), self._jobs))
         if silent <= self._idle or 0.0 <= self._clock() - self._asked < _ASK_SECONDS:
             return False
@@ -292,7 +295,7 @@ def _drivers_live() -> bool:
 
 
 def _newest_of_jobs(state_dir: Path) -> int:
-    """Return the newest change of a job's progress or outcome, in ns."""
+    """Return when a job's progress or outcome last changed, over all jobs, in ns."""
     newest = 0
     for progress in state_dir.glob("jobs/*/progress.json"):
         newest = max(newest, _changed(progress.parent / "outcome.json") or _changed(progress))
@@ -318,7 +321,7 @@ def _object_store_bytes() -> int:
 
 
 def _lock(state_dir: Path, seconds: float = 60.0) -> int | None:
-    """Take the lock of the daemon, which it holds until it ends; wait for a daemon that is stopping."""
+    """Take the daemon's lock, which is held until this process ends; wait for a daemon that is stopping."""
     descriptor = os.open(state_dir / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     deadline = time.monotonic() + seconds
     while True:
@@ -334,7 +337,7 @@ def _lock(state_dir: Path, seconds: float = 60.0) -> int | None:
 
 
 def main() -> int:
-    """Run one daemon."""
+    """Run the daemon."""
     parser = argparse.ArgumentParser(description="runs the Ray of a rayps service")
     parser.add_argument("--state-dir", type=Path, required=True)
     parser.add_argument("--cpus", type=int, required=True)

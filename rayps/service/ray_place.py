@@ -1,4 +1,4 @@
-"""The Ray in which drivers run: one that rayps owns, kept by `rayps.service.ray_daemon`, or a cluster that it joins.
+"""The Ray in which drivers run: one that rayps owns, run by `rayps.service.ray_daemon`, or a cluster that rayps joins.
 
 Jobs survive the death of the service, because the service starts no Ray process itself. The service survives a Ray that
 hangs or dies, because it calls Ray only through a child process (`ray_process`).
@@ -32,7 +32,7 @@ _START_SECONDS = 150.0
 _RETRY_SECONDS = 15.0
 _END_SECONDS = 30.0
 _LEAVING = "the service is stopping"
-_UNRESPONSIVE_SECONDS = 180.0  # without an answer of a Ray that seems to run, and without a job's progress
+_UNRESPONSIVE_SECONDS = 180.0  # seconds without an answer of Ray and without a job's progress, until Ray is restarted
 
 
 def place(settings: Settings) -> OwnRay | JoinedRay:
@@ -43,8 +43,8 @@ def place(settings: Settings) -> OwnRay | JoinedRay:
 class OwnRay:
     """A Ray on this machine that belongs to one state directory.
 
-    It is restarted when it has ended, and when for `unresponsive_seconds` it has not answered and no job has written
-    its progress.
+    This Ray is restarted when it has ended, and when for `unresponsive_seconds` it has not answered and no job has
+    written its progress.
     """
 
     owned = True
@@ -56,14 +56,14 @@ class OwnRay:
         self._record: RayRecord | None = None
         self._daemon: subprocess.Popen[bytes] | None = None
         self._failed: tuple[float, str] | None = None
-        self._answers = 0  # of all earlier child processes
+        self._answers = 0  # number of answers of all earlier child processes
         self._leaving = threading.Event()
         self._busy = threading.Lock()
         self._unresponsive = _UnresponsiveTime(settings.jobs_dir, unresponsive_seconds)
 
     @property
     def address(self) -> str | None:
-        """host:port, once Ray is ready."""
+        """The address host:port of the Ray, once it is ready; None before."""
         return None if self._record is None else self._record.address
 
     def capacity(self) -> Bundle:
@@ -96,7 +96,7 @@ class OwnRay:
             return self._cluster
 
     def renew_lease(self) -> None:
-        """Touch the heartbeat file: the daemon keeps Ray while the service is alive."""
+        """Update the heartbeat file, so that the daemon does not stop Ray while the service is alive."""
         (self._dir / HEARTBEAT).touch(mode=0o600)
 
     def disconnect(self, *, end: bool) -> None:
@@ -112,7 +112,10 @@ class OwnRay:
                 self._busy.release()
 
     def _give_up_reason(self) -> str | None:
-        """Return why the joined Ray will not answer any more; None if it may. Polled while an answer is awaited."""
+        """Return why the joined Ray will not answer any more; None if it may.
+
+        Called repeatedly while an answer is awaited.
+        """
         if self._leaving.is_set():
             return _LEAVING
         self.renew_lease()
@@ -142,7 +145,7 @@ class OwnRay:
             mine = self._daemon is not None and record is not None and record.pid == self._daemon.pid
             if record is not None and record.state == "failed" and mine:
                 (self._dir / "ray.json").unlink(missing_ok=True)
-                if record.address is None:  # it never became ready: wait before the next attempt
+                if record.address is None:  # Ray never became ready: wait before the next attempt
                     self._failed = (time.monotonic(), record.reason or "Ray did not start")
                     raise ClusterError(self._failed[1])
                 log.warning("%s; Ray is restarted", record.reason)
@@ -158,7 +161,7 @@ class OwnRay:
 
     def _spawn(self) -> None:
         if self._daemon is not None and self._daemon.poll() is None:
-            return  # it is starting, or waits for the previous daemon to end
+            return  # the daemon is starting, or waits for the previous one to end
         make_token(self._dir)
         log.info(
             "starting Ray with %d logical CPUs for all jobs (--cpus); this machine has %d cores",
@@ -223,12 +226,12 @@ class JoinedRay:
         return None
 
     def cluster(self) -> Actors:
-        """Return the joined cluster; join it again after its head did not answer.
+        """Return the joined cluster; join it again if its head has not answered.
 
         Raises:
             ClusterError: no cluster answers at the address.
         """
-        self._check_reachable()  # each time: a lost head is reported at once
+        self._check_reachable()  # at each call, so that a lost head is reported at once
         if self._cluster is not None and not self._cluster.alive:
             self._drop_connection(graceful=False)
         if self._cluster is None:
@@ -267,7 +270,7 @@ class JoinedRay:
 
 
 class _UnresponsiveTime:
-    """A limit on the time in which Ray has not answered and no job has made progress."""
+    """The time in which Ray has not answered and no job has made progress, with a limit."""
 
     def __init__(self, jobs_dir: Path, seconds: float) -> None:
         self.seconds = seconds
@@ -279,7 +282,7 @@ class _UnresponsiveTime:
     def observe(self, answers: int) -> bool:
         """Record the number of answers so far; return whether the limit is exceeded."""
         if self._quiet.observe((answers, self._progress)) > self.seconds:
-            newest = self._newest()  # reads many files: only when needed
+            newest = self._newest()  # called only here, because it reads many files
             self._over = newest == self._progress
             self._progress = newest
         return self._over

@@ -32,14 +32,14 @@ from rayps.core.errors import ClusterError, RaypsError
 log = logging.getLogger(__name__)
 
 RAY = "rayps.cluster.ray_cluster:RayCluster"
-JOIN_SECONDS = 120.0  # to import ray and join, on a slow machine
-ANSWER_SECONDS = 30.0  # for an operation that normally takes milliseconds
+JOIN_SECONDS = 120.0  # seconds to import ray and join the cluster, on a slow machine
+ANSWER_SECONDS = 30.0  # seconds for an operation that normally takes milliseconds
 _POLL_SECONDS = 0.25
 _LEAVE_SECONDS = 5.0
 _REFUSED = 2  # exit code
 _TAIL = 2000  # bytes of the child's last output that an error shows
 
-Answer: TypeAlias = Future[Any]  # of a request: what a method of an actor, or of the cluster, returned
+Answer: TypeAlias = Future[Any]  # the result of a request: what a method of an actor, or of the cluster, returned
 
 
 class NamedActor:
@@ -50,7 +50,7 @@ class NamedActor:
         self._process = process
 
     def call(self, method: str, *args: Any) -> Answer:
-        """Call a method; at most once, never retried."""
+        """Call a method of the actor; the call is made at most once, never repeated."""
         return self._process.request("call", self.name, method, *args)
 
 
@@ -82,7 +82,7 @@ class ClusterProcess:
         self._lock = threading.Lock()
         self._sending = threading.Lock()
         self._failure: str | None = None
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115  of the child; closed with this object
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  the child's output; closed with this object
         ours, theirs = socket.socketpair()
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", max(1, round(answer_seconds)), 0))
         with theirs:
@@ -142,7 +142,7 @@ class ClusterProcess:
         restarts: int = 0,
         **kwargs: Any,
     ) -> NamedActor:
-        """See Cluster; the actor needs a name, is detached, and in no gang."""
+        """See Cluster. The actor must have a name, be detached, and be in no gang."""
         assert name is not None and detached and gang is None, "the actor must outlive the child"
         self._do(
             "spawn",
@@ -239,18 +239,20 @@ class ClusterProcess:
                     reply.set_exception(error) if error is not None else reply.set_result(value)
         except (EOFError, OSError):
             self._fail("the process that calls Ray has ended")
-        except Exception as error:  # e.g. of a class that does not exist here: later answers cannot be trusted
+        except (
+            Exception
+        ) as error:  # e.g. an object of a class that does not exist here: later answers cannot be trusted
             self._fail(f"an answer cannot be read: {error}")
 
     def _fail(self, why: str, *, log_exit: bool = True) -> None:
-        """Kill the child; all pending requests fail."""
+        """Kill the child and let all pending requests fail with `why`."""
         with self._lock:
             first, self._failure = self._failure is None, self._failure or why
             waiting, self._waiting = self._waiting, {}
         if first:
             self._child.kill()
             code = self._child.wait()
-            if code == _REFUSED:  # the child is of another version of rayps
+            if code == _REFUSED:  # the child runs another version of rayps
                 why = f"{why}: {self._last_output().rpartition(': error: ')[2]}"
             if log_exit and code not in (0, 1):
                 log.warning("the process that calls Ray ended with code %d (%s)%s", code, why, self._last_output())
@@ -267,7 +269,7 @@ class ClusterProcess:
 def _environment(more: Mapping[str, str]) -> dict[str, str]:
     found = {**os.environ, **more, "PYTHONPATH": python_path()}
     if "RAY_AUTH_TOKEN_PATH" in more:
-        found.pop("RAY_AUTH_TOKEN", None)  # of another Ray: Ray prefers it to the file
+        found.pop("RAY_AUTH_TOKEN", None)  # the token of another Ray, which Ray would prefer to the token file
     return found
 
 

@@ -26,7 +26,7 @@ class RemoteGroup:
 
     @property
     def name(self) -> str:
-        """The group's name: a job's `server_group`."""
+        """The group's name, which a job gives as `server_group`."""
         return str(self.data["name"])
 
     @property
@@ -73,7 +73,7 @@ class RemoteGroup:
         """Wait until all servers and replicas are ready and no segment moves; after `stop`, until the group has ended.
 
         Raises:
-            TimeoutError: not within `timeout` seconds; says what is missing.
+            TimeoutError: the group was not ready (or had not ended) within `timeout` seconds; says what is missing.
             Conflict: another client is stopping the group.
             NotFound: the group has ended.
         """

@@ -1,6 +1,6 @@
 """Run the store's jobs, one idempotent tick at a time. `rayps.service.plan` decides what to do.
 
-The scheduler is the only writer of a job's status. It reads the list of drivers first and the job folders second: a
+The scheduler is the only writer of a job's status. A tick reads the list of drivers first and the job folders second: a
 driver writes its outcome before it ends, so a driver that is missing in the list has its outcome in the folder.
 """
 
@@ -53,7 +53,7 @@ _SIGNS = (
     "log.txt",
     BEGUN,
 )  # files that change while a job makes progress
-_TIMEOUTS = 5.0  # multiples of its `timeout` that a job may show no progress, if that is more than the service's limit
+_TIMEOUTS = 5.0  # a job may show no progress for 5 times its `timeout`, if that is more than the service's limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class View:
 
 
 class Scheduler:
-    """Start, watch and stop drivers until every job of the store has ended."""
+    """The loop that starts, watches and stops drivers until every job of the store has ended."""
 
     def __init__(
         self,
@@ -119,21 +119,21 @@ class Scheduler:
         self._wake.set()
 
     async def run(self) -> None:
-        """Run ticks until cancelled; an error in one is logged, and the next one tries again."""
+        """Run ticks until cancelled; an error in a tick is logged, and the next tick tries again."""
         while True:
             self._active_at = time.monotonic()
             try:
                 await self.tick()
-            except Exception:  # whatever it is, the jobs must still be watched
+            except Exception:  # after any error the jobs must still be watched
                 log.exception("a tick of the scheduler failed; the next one tries again")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), self._interval)
             self._wake.clear()
 
     async def close(self, *, end: bool) -> int:
-        """Disconnect; with `end` stop an own Ray and the drivers in it, which the next service restarts.
+        """Disconnect from Ray; return the number of jobs that were running.
 
-        Return the number of jobs that were running.
+        With `end`, stop an own Ray and the drivers in it; the next service restarts these jobs.
         """
         await self._open_jobs.refresh()
         held = len(self._open_jobs.started)
@@ -144,7 +144,7 @@ class Scheduler:
         return held
 
     def refuse_too_large(self, spec: JobSpec) -> None:
-        """Refuse a job that is larger than the own Ray. In a joined cluster it waits, because that may grow.
+        """Refuse a job that is larger than the own Ray. A joined cluster may grow: there such a job waits.
 
         Raises:
             ConfigError: with code too_large.
@@ -241,7 +241,7 @@ class Scheduler:
         return seen
 
     async def _wait_for(self, view: asyncio.Future[DriverView]) -> None:
-        """Wait for a view; jobs that are stopped before they started end meanwhile."""
+        """Wait for a view of the cluster; meanwhile end the jobs that are stopped before they started."""
         deadline = time.monotonic() + self._look_seconds
         while not view.done() and (left := deadline - time.monotonic()) > 0:
             woken: asyncio.Task[bool] = asyncio.create_task(self._wake.wait())
@@ -328,7 +328,7 @@ class Scheduler:
                 job.id,
                 Status.STARTING,
                 old=Status.QUEUED,
-                message="its driver is starting",
+                message="the driver is starting",
                 reason=None,
                 attempt=action.attempt,
                 attempt_at=now,

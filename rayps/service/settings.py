@@ -1,6 +1,6 @@
 """The settings of the job service: RAYPS_* variables and options, read once and checked. Imports no Ray.
 
-There is no global: the command line and the service call `Settings.read()` and pass values on.
+There is no global object: the command line and the service call `Settings.read()` and pass the result on.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ SERVICE_LOCK = "service.lock"  # locked by the service of a state directory
 _PROOFS = ("rayps.db", SERVICE_LOCK)  # one of these files marks the state directory of a rayps service
 _OURS = re.compile(r"jobs|servers|backup\.json|lost\+found|\.?(token|clients|rayps\.db|ray[._]|service\.).*")
 
-Value = str | int | float | Path | tuple[str, ...] | None  # of a setting
+Value = str | int | float | Path | tuple[str, ...] | None  # the value of a setting
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The service's state directory, address and Ray."""
+    """The settings of the job service: its state directory, its address and its Ray."""
 
     state_dir: Path = field(default_factory=lambda: Path("~/.rayps").expanduser())
     host: str = "127.0.0.1"
     port: int = 8420
-    address: str | None = None  # of a Ray cluster to join; None: rayps runs its own
+    address: str | None = None  # the address of a Ray cluster to join; None: rayps runs its own Ray
     cpus: int = field(default_factory=lambda: max(LOCAL_CPUS, os.cpu_count() or 1))  # logical CPUs of the own Ray
     idle: float = 600.0  # seconds without activity of service and jobs after which the own Ray stops
     stall: float = SIGN_SECONDS  # seconds that a starting or recovering job may show no progress
@@ -46,7 +46,7 @@ class Settings:
         """Read RAYPS_* variables; an override that is not None wins.
 
         Raises:
-            ConfigError: names the variable or option, its value and what is expected.
+            ConfigError: a value is invalid; names the variable or option, its value and what is expected.
         """
         env = os.environ if environ is None else environ
         found: Keywords = {}
@@ -61,12 +61,12 @@ class Settings:
 
     @property
     def loopback(self) -> bool:
-        """Whether the service listens on this machine's loopback only."""
+        """Whether the service listens on the loopback interface only."""
         return self.host in LOOPBACK or self.host.startswith("127.")
 
     @property
     def database(self) -> Path:
-        """The store's file."""
+        """The store's SQLite file."""
         return self.state_dir / "rayps.db"
 
     @property
@@ -98,7 +98,7 @@ class Settings:
         """Create the state directory, accessible by its owner only. A directory of another user or program is refused.
 
         Raises:
-            ConfigError: it cannot be written, belongs to another user, or has files of another program.
+            ConfigError: the directory cannot be written, belongs to another user, or has files of another program.
         """
         try:
             self._refuse_foreign()

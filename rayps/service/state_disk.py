@@ -1,4 +1,4 @@
-"""Detect a full disk of the state directory: from errors, and from the free space."""
+"""Detect a full disk below the state directory, from write errors and from the free space."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-LEAST_FREE = 4 << 20  # bytes; with less a job cannot write its events
-_REMEMBERED = 10.0  # seconds for which a failed write counts: a quota shows only in failed writes
-_LOG_SECONDS = 60.0  # between two lines of the log
+LEAST_FREE = 4 << 20  # bytes; with less free space a job cannot write its events
+_REMEMBERED = 10.0  # seconds after a failed write in which the disk counts as full: an exceeded quota shows only there
+_LOG_SECONDS = 60.0  # seconds between two messages in the log
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _SQLITE_FULL = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE}
 
@@ -31,7 +31,7 @@ def is_full(error: BaseException | None) -> bool:
 
 
 class StateDisk:
-    """The disk below one folder."""
+    """The state of the disk below one folder: whether it can be written."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder = folder
@@ -40,7 +40,7 @@ class StateDisk:
         self._logged: float | None = None
 
     def failed(self) -> None:
-        """Record that a write failed because the disk is full; log it at most once a minute."""
+        """Record that a write failed because the disk is full; log the failure at most once a minute."""
         now = self._clock()
         if self._logged is None or now - self._logged > _LOG_SECONDS:
             self._logged = now

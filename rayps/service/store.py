@@ -32,11 +32,11 @@ from rayps.service.state_disk import StateDisk, is_full
 from rayps.strategies.job import JobSpec
 
 ID_LETTERS = 26
-FEWEST_LETTERS = 4  # that an abbreviated id must have
+FEWEST_LETTERS = 4  # an abbreviated id must have at least so many letters
 _ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"  # Crockford's base 32, as in ULID: sorts like the number
 _LIVE = [s.value for s in Status if not s.terminal]
 _CODE_SECONDS = 300.0
-_MOST_IDS = 500  # in one statement
+_MOST_IDS = 500  # ids in one SQL statement
 _SESSION_SECONDS = 30 * 86400.0
 
 _meta = sa.MetaData()
@@ -137,8 +137,8 @@ class JobRecord:
     reason: str | None
     spec: JobSpec
     attempt: int
-    failures: int  # losses of its driver or of an actor before this attempt
-    interrupted: bool  # the service stopped its Ray: the next start does not count as a failure
+    failures: int  # losses of the job's driver or of an actor before this attempt
+    interrupted: bool  # the service stopped its own Ray: the next start does not count as a failure
     stop_requested_at: float | None
     created_at: float
     started_at: float | None
@@ -155,7 +155,7 @@ class Store:
         self._writer = writer
         self._reader = reader
         self.disk = disk
-        self.version = 0  # grows with every write: shows cheaply that something changed
+        self.version = 0  # grows with every write, so that a reader sees cheaply whether anything changed
         self._changed: set[str] = set()
 
     @classmethod
@@ -189,7 +189,7 @@ class Store:
 
     @asynccontextmanager
     async def writing(self, *jobs: str) -> AsyncIterator[AsyncConnection]:
-        """Open the one write transaction; `jobs` are the ids of the rows that it changes."""
+        """Open the only write transaction; `jobs` are the ids of the rows that it changes."""
         try:
             async with self._writer.begin() as tx:
                 yield tx
@@ -202,7 +202,7 @@ class Store:
         self.version += 1  # after the commit: a reader of the new number reads the new rows
 
     def take_changed(self) -> set[str]:
-        """Return the ids of the jobs whose rows have changed since the last call; for one caller."""
+        """Return the ids of the jobs whose rows have changed since the last call. Only one object may call this."""
         taken, self._changed = self._changed, set()
         return taken
 
@@ -215,7 +215,9 @@ class Store:
     async def add(
         self, spec: JobSpec, *, name: str, key: str | None = None, now: float | None = None
     ) -> tuple[JobRecord, bool]:
-        """Add a QUEUED job. With an idempotency key, a repeated call returns the first job and False.
+        """Add a QUEUED job; return it and True.
+
+        If the idempotency key was used before for the same job, return that job and False.
 
         Raises:
             ConfigError: the key was used for another job.
@@ -259,7 +261,7 @@ class Store:
         """Return the job with this id.
 
         Raises:
-            NotFound: there is none.
+            NotFound: there is no job with this id.
         """
         async with self.reading() as tx:
             return await _get(tx, job_id)
@@ -268,8 +270,8 @@ class Store:
         """Return the job with this id, or whose id begins with this text (at least 4 letters, in any case).
 
         Raises:
-            NotFound: there is none.
-            ConfigError: there are several.
+            NotFound: there is no such job.
+            ConfigError: there are several such jobs.
         """
         start = text.upper() if text.isascii() and text.isalnum() else ""
         query = _jobs.select().where(_jobs.c.id.startswith(start)).order_by(_jobs.c.id).limit(3)
@@ -307,7 +309,7 @@ class Store:
             return [_record(row) for row in await tx.execute(query)]
 
     async def some(self, ids: Collection[str]) -> list[JobRecord]:
-        """List the jobs with these ids, oldest first, without deleted ones."""
+        """List the jobs with these ids, oldest first. Ids of deleted jobs are ignored."""
         chosen, found = sorted(ids), list[JobRecord]()
         async with self.reading() as tx:
             for first in range(0, len(chosen), _MOST_IDS):
@@ -332,12 +334,12 @@ class Store:
         now: float | None = None,
         **facts: Unpack[RowFacts],
     ) -> JobRecord:
-        """Move a job's status and write its event in one transaction, or change nothing. No message: no event.
+        """Move a job's status and write an event with `message`, in one transaction.
 
-        `old` is the status that the caller expects; `facts` are columns that change with it.
+        `old` is the status that the caller expects; `facts` are columns that change with it. No message: no event.
 
         Raises:
-            Conflict: the status is not `old` any more, or the move is not legal.
+            Conflict: the status is not `old` any more, or the move is not legal; nothing is changed.
             NotFound: there is no such job.
         """
         now = time.time() if now is None else now
@@ -390,7 +392,7 @@ class Store:
             return await _get(tx, job_id)
 
     async def set_reason(self, job_id: str, reason: str | None) -> None:
-        """Set the reason of a job that has not ended; nothing changes for an ended one."""
+        """Set the reason for the status of a job. Nothing changes if the job has ended."""
         async with self.writing(job_id) as tx:
             await tx.execute(
                 _jobs.update()
@@ -424,7 +426,7 @@ class Store:
         """Remove an ended job with its events and its clients' tokens.
 
         Raises:
-            Conflict: it has not ended.
+            Conflict: the job has not ended.
             NotFound: there is no such job.
         """
         async with self.writing(job_id) as tx:
@@ -440,7 +442,7 @@ class Store:
 
     async def resuming(self, folder: Path) -> list[JobRecord]:
         """List the jobs that have not ended and resume from a checkpoint below `folder`."""
-        text = json.dumps(str(folder))[:-1] + "/"  # as the spec's JSON has it; no closing quote
+        text = json.dumps(str(folder))[:-1] + "/"  # as in the spec's JSON text, without the closing quote
         query = _jobs.select().where(
             _jobs.c.status.in_(_LIVE), _jobs.c.spec.contains(f'"resume": {text}', autoescape=True)
         )
@@ -464,7 +466,7 @@ class Store:
             return [(row.id, Status(row.status), row.attempt) for row in await tx.execute(query)]
 
     async def restore(self, rows: Sequence[tuple[JobRow, str]], now: float | None = None) -> None:
-        """Write lost or outdated rows again, all or none: pairs of columns and the event's message."""
+        """Write rows that were lost or are outdated, all or none. `rows`: pairs of columns and the event's message."""
         now = time.time() if now is None else now
         async with self.writing(*(row["id"] for row, _ in rows)) as tx:
             for row, message in rows:
@@ -485,7 +487,10 @@ class Store:
                 await _note(tx, row["id"], "adopted", message, facts["attempt"], now)
 
     async def interrupt(self) -> int:
-        """Mark every job that has a driver as interrupted: its Ray is stopped on purpose. Return how many."""
+        """Mark every job that has a driver as interrupted, because its Ray is stopped on purpose.
+
+        Return their number.
+        """
         held = [s for s in _LIVE if s != Status.QUEUED.value]
         async with self.writing() as tx:
             ids = [row.id for row in await tx.execute(sa.select(_jobs.c.id).where(_jobs.c.status.in_(held)))]
@@ -532,7 +537,7 @@ class Store:
         return code
 
     async def login(self, code: str, now: float | None = None) -> str | None:
-        """Exchange a code for a session; None if the code is unknown, used or expired."""
+        """Exchange a code for a browser session; return None if the code is unknown, used or expired."""
         now = time.time() if now is None else now
         async with self.writing() as tx:
             used = await tx.execute(_codes.delete().where(_codes.c.hash == _sha256(code), _codes.c.expires_at > now))
@@ -595,7 +600,7 @@ def _record(row: sa.Row[Any]) -> JobRecord:
 
 
 def _new_id(now: float, last: str | None) -> str:
-    """Make an id of 48 bits of milliseconds and 80 random bits, above the last one: ids sort by submission."""
+    """Return a new id that sorts after `last`: 48 bits of milliseconds, 80 random bits."""
     number = (int(now * 1000) << 80) | secrets.randbits(80)
     if last is not None:
         number = max(number, sum(_ALPHABET.index(c) << 5 * i for i, c in enumerate(reversed(last))) + 1)

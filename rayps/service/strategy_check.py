@@ -1,4 +1,4 @@
-"""Strategies of a user's own, read in a child process under a deadline: the user's file never runs in the service."""
+"""Read a user's own strategies in a child process with a deadline: the user's files never run in the service."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from rayps.core.values import Json
 from rayps.service.ray_process import python_path
 from rayps.strategies.catalogue import StrategyDescription, StrategySpec, wire
 
-CHECK_SECONDS = 60.0  # to start a Python, import the user's file (with torch, most often) and answer
-MOST_AT_ONCE = 2  # children of the service; further requests wait for their turn
+CHECK_SECONDS = 60.0  # seconds for the child to start, import the user's file (usually with torch) and answer
+MOST_AT_ONCE = 2  # child processes at one time; further requests wait
 _CHECKS = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="rayps-strategy")
 
 
 class CheckRequest(TypedDict):
-    """What the child is asked: to check `strategy` for `workers`, or with `list` which strategies the folder has."""
+    """A request to the child: check `strategy` for `workers`; or, with `list`, list the strategies of the folder."""
 
     working_dir: str
     seconds: float  # after which the child ends itself
@@ -37,14 +37,14 @@ class CheckRequest(TypedDict):
 
 
 class BrokenFile(TypedDict):
-    """A strategy that cannot be read, and why."""
+    """A strategy that cannot be read, and the reason."""
 
     name: str
     message: str
 
 
 class CheckError(TypedDict):
-    """Why a strategy is refused, and the job's field."""
+    """The error for which a strategy is refused, and the field of the job that caused it."""
 
     message: str
     field: str
@@ -59,7 +59,7 @@ class PhaseDict(TypedDict):
 
 
 class CheckAnswer(TypedDict, total=False):
-    """What the child answers: `strategy` and `phases`, or `found` and `broken`, or `error`."""
+    """The child's answer: `strategy` and `phases` to a check, `found` and `broken` to a list, or `error`."""
 
     strategy: Json
     phases: list[PhaseDict]
@@ -70,23 +70,23 @@ class CheckAnswer(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class PhaseFacts:
-    """What the service asks of a phase's strategy."""
+    """The facts about a phase's strategy that the service needs."""
 
     name: str
-    servers: bool  # it keeps parameters on servers
-    tables: bool  # it trains sparse tables
+    servers: bool  # the strategy keeps parameters on servers
+    tables: bool  # the strategy trains sparse tables
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedStrategy:
-    """A strategy in wire form, and the facts of its phases."""
+    """A strategy that could be read: its wire form, and the facts of its phases."""
 
     strategy: Json
     phases: list[PhaseFacts]
 
 
 def checked(phases: list[Phase]) -> CheckedStrategy:
-    """What is known of a strategy that has been read."""
+    """Return the wire form and the facts of a strategy, given its phases."""
     facts = [
         PhaseFacts(each.name, servers_of(each.strategy) is not None, each.strategy.tables is not None)
         for each in phases
@@ -95,15 +95,15 @@ def checked(phases: list[Phase]) -> CheckedStrategy:
 
 
 async def check_in_child(strategy: StrategySpec, working_dir: str, workers: int) -> CheckedStrategy:
-    """As `check`, without blocking the event loop."""
+    """Call `check` in a thread, without blocking the event loop."""
     return await asyncio.get_running_loop().run_in_executor(_CHECKS, check, strategy, working_dir, workers)
 
 
 def check(strategy: StrategySpec, working_dir: str, workers: int, *, seconds: float | None = None) -> CheckedStrategy:
-    """Read a strategy that names classes in files of `working_dir`, in a child process that is killed after `seconds`.
+    """Read a strategy whose classes are in files of `working_dir`, in a child process killed after `seconds`.
 
     Raises:
-        ConfigError: it cannot be found or used, its file raises or does not return in time.
+        ConfigError: a class cannot be found or used, or its file raises or does not return in time.
     """
     answer = _ask(
         {
@@ -119,10 +119,12 @@ def check(strategy: StrategySpec, working_dir: str, workers: int, *, seconds: fl
 def strategies_in(
     working_dir: str, *, seconds: float = CHECK_SECONDS
 ) -> tuple[list[StrategyDescription], list[BrokenFile]]:
-    """Return the strategies that files of a folder define, as `rayps.strategies.catalogue.described`.
+    """Return the strategies that a folder's files define, and, for each that cannot be read, the reason.
 
-    The second list holds those that cannot be read, with the message. Raises ConfigError: a file does not return in
-    time.
+    The strategies are described as by `rayps.strategies.catalogue.described`.
+
+    Raises:
+        ConfigError: a file does not return in time.
     """
     answer = _ask({"list": True, "working_dir": str(Path(working_dir).absolute()), "seconds": seconds})
     return answer["found"], answer["broken"]
@@ -148,7 +150,7 @@ def _ask(request: CheckRequest) -> CheckAnswer:
             field="strategy",
         ) from None
     finally:
-        with contextlib.suppress(ProcessLookupError):  # with what the user's file has started there
+        with contextlib.suppress(ProcessLookupError):  # the group has the processes that the user's file started
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
     try:

@@ -1,10 +1,11 @@
-"""A process of the service that reads strategies of a user's own: importing their files runs the user's code.
+"""The service's child process that reads a user's own strategies; importing their files runs the user's code.
 
     python -P -m rayps.service.strategy_child < request.json > answer.json
 
 The request is an object with `working_dir`, and `strategy` and `workers` of a job to check, or `list`: true. The answer
-is an object with `strategy` (in wire form) and `phases`, or `found`, or `error` (message and field). Its parent kills
-it at a deadline, `rayps.service.strategy_check`; should the parent have ended, it ends itself after `seconds`.
+is an object with `strategy` (in wire form) and `phases`, or `found` and `broken`, or `error` (message and field). The
+parent process (`rayps.service.strategy_check`) kills this one at a deadline; without a parent it ends itself after
+`seconds`.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from rayps.strategies.catalogue import FINDER, StrategyDescription, described, p
 
 
 def main() -> None:
-    """Answer the one request on stdin."""
+    """Read one request from stdin, write the answer to stdout, and exit."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the user's file prints is no answer
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # output of the user's file must not mix with the answer
     request: CheckRequest = json.load(sys.stdin)
-    faulthandler.dump_traceback_later(request["seconds"], exit=True)  # also where the service has ended
+    faulthandler.dump_traceback_later(request["seconds"], exit=True)  # ends this process even if the service has ended
     try:
         os.chdir(request["working_dir"])
         answer: CheckAnswer = listed(request) if request.get("list") else checked(request)
@@ -36,14 +37,14 @@ def main() -> None:
         answer = {"error": {"message": error.message, "field": error.data.get("field", "strategy")}}
     answers.write(json.dumps(answer))
     answers.flush()
-    os._exit(0)  # threads of the user's own are not waited for
+    os._exit(0)  # do not wait for threads that the user's file has started
 
 
 def checked(request: CheckRequest) -> CheckAnswer:
-    """The strategy of a job in wire form, and what the service asks of each phase.
+    """Return a job's strategy in wire form, and the facts of each phase that the service needs.
 
     Raises:
-        ConfigError: it cannot be found, read or used with so many workers.
+        ConfigError: the strategy cannot be found, read, or used with this many workers.
     """
     phases = parse(request["strategy"], request["working_dir"])
     for phase in phases:
@@ -79,7 +80,7 @@ def checked(request: CheckRequest) -> CheckAnswer:
 
 
 def listed(request: CheckRequest) -> CheckAnswer:
-    """The strategies that the files of a folder define, and why some cannot be read."""
+    """Return the strategies that a folder's files define, and, for each that cannot be read, the reason."""
     found, broken = list[StrategyDescription](), list[BrokenFile]()
     for path in sorted(Path(request["working_dir"]).glob("*.py")):
         for name in _candidates(path):
@@ -92,7 +93,10 @@ def listed(request: CheckRequest) -> CheckAnswer:
 
 
 def _candidates(path: Path) -> list[str]:
-    """Classes of a file that name rayps and derive from something called a strategy; the file is not run."""
+    """Return the names of the classes in a file that seem to be strategies, without running the file.
+
+    Such a file contains the name rayps, and such a class derives from a class with the name of a known strategy.
+    """
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, SyntaxError):

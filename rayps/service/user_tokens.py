@@ -1,4 +1,4 @@
-"""Tokens of users: the service's own, in the file `token` of its state directory, and named ones.
+"""Tokens of users: the service's own token, in the file `token` of the state directory, and named tokens.
 
 A token gives full access: its holder can run code as the service's user. The store has only a hash of it; a token's id
 is the beginning of the hash. Revoking or rotating a token also ends all browser sessions and login codes, because the
@@ -20,9 +20,9 @@ from rayps.core.errors import ConfigError, Conflict, NotFound
 from rayps.service.settings import private_write
 from rayps.service.store import Store
 
-LOCAL = "local"  # stands for the id of the service's own token
+LOCAL = "local"  # accepted in place of the id of the service's own token
 _ID = 12
-_OWN, _USER, _SESSION = "bearer", "user", "session"  # kinds in the store
+_OWN, _USER, _SESSION = "bearer", "user", "session"  # the kinds of tokens in the store's table
 _table = sa.Table(
     "tokens",
     sa.MetaData(),
@@ -66,10 +66,10 @@ class UserTokens:
         self._store, self._file = store, file
 
     async def own(self) -> tuple[str, bool]:
-        """Return the service's own token, and whether it is new: the file was missing or had an invalid token.
+        """Return the service's own token, and whether it was created now because the file was missing or invalid.
 
-        Every earlier token of the service is revoked. To replace a leaked token, delete the file and restart the
-        service.
+        A new token revokes every earlier token of the service. To replace a leaked token, delete the file and restart
+        the service.
         """
         text = self._file.read_text(encoding="utf-8").strip() if self._file.exists() else ""
         made = not (text and await self._store.accepts(text))
@@ -78,7 +78,7 @@ class UserTokens:
         earlier = (_table.c.kind == _OWN, _table.c.hash != _sha256(text), _table.c.revoked_at.is_(None))
         async with self._store.reading() as tx:
             leaked = (await tx.execute(_table.select().where(*earlier))).first() is not None
-        if made or leaked:  # else nothing is written: the disk may be full
+        if made or leaked:  # otherwise write nothing, because the disk may be full
             async with self._store.writing() as tx:
                 await tx.execute(_table.update().where(*earlier).values(revoked_at=time.time()))
                 if made:
@@ -106,14 +106,14 @@ class UserTokens:
         return await self.find(_id(text)), text
 
     async def all(self) -> list[UserToken]:
-        """List all tokens, newest first, with revoked and expired ones."""
+        """List all tokens, newest first, revoked and expired ones included."""
         return [found for _, found in await self._rows()]
 
     async def find(self, token_id: str) -> UserToken:
         """Return the token with this id; `local` is the service's own.
 
         Raises:
-            NotFound: there is none.
+            NotFound: there is no token with this id.
         """
         return (await self._find(token_id))[1]
 
@@ -123,8 +123,8 @@ class UserTokens:
         The service's own token is also written to its file.
 
         Raises:
-            NotFound: there is none with this id.
-            Conflict: it was revoked or has expired.
+            NotFound: there is no token with this id.
+            Conflict: the token was revoked or has expired.
         """
         row, found = await self._find(token_id)
         text = _secret()
@@ -139,8 +139,8 @@ class UserTokens:
         """Revoke a token at once.
 
         Raises:
-            NotFound: there is none with this id.
-            Conflict: it is the service's own, or was revoked or has expired already.
+            NotFound: there is no token with this id.
+            Conflict: the token is the service's own, or was revoked or has expired already.
         """
         row, found = await self._find(token_id)
         if row.kind == _OWN and found.revoked_at is None:

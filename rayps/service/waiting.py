@@ -1,8 +1,9 @@
 """The queue of jobs: first in, first out, at a cost per decision that does not grow with the number of jobs.
 
-Jobs with the same resources and the same server group form one shape. Whether the cluster is large enough, and whether
-the group is ready, is decided once per shape. Of each shape that could start, only the oldest job is examined: it
-starts, or it becomes the head, behind which every later job waits. The reason why a job waits is computed on request.
+Jobs with the same resources and the same server group have the same shape. Whether the cluster is large enough, and
+whether the group is ready, is decided once per shape. Of each shape that could start, only the oldest job is examined:
+it starts, or it becomes the head, behind which every later job waits. The reason why a job waits is computed on
+request.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Shape = tuple[tuple[tuple[str, float], ...], str | None]  # a job's resources an
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A QUEUED job. `group`: its server group."""
+    """A QUEUED job. `group` is the name of its server group; None if it needs none."""
 
     id: str
     name: str
@@ -31,20 +32,20 @@ class Waiting:
 
     @property
     def shape(self) -> Shape:
-        """What decides, besides its age, whether the job can start."""
+        """The job's resources and server group, which decide, besides its age, whether it can start."""
         return tuple(sorted(self.needs.items())), self.group
 
 
 @dataclass(frozen=True, slots=True)
 class GroupReasons:
-    """Two functions of a server group's name."""
+    """Two functions from a server group's name to a reason why jobs cannot use the group."""
 
-    wait_reason: Callable[[str], str | None] = lambda _: None  # why a job must wait for it
-    ended: Callable[[str], str | None] = lambda _: None  # why a job can never use it
+    wait_reason: Callable[[str], str | None] = lambda _: None  # why a job must wait for the group
+    ended: Callable[[str], str | None] = lambda _: None  # why a job can never use the group
 
 
 class WaitingJobs:
-    """The queued jobs and the last decision about them."""
+    """The queued jobs, and the last decision about each."""
 
     def __init__(self) -> None:
         self.examined = 0  # jobs and shapes that decisions have examined so far
@@ -54,7 +55,7 @@ class WaitingJobs:
         self._stopping: set[str] = set()
         self._blocked: dict[Shape, str] = {}
         self._head: Waiting | None = None
-        self._shortage: str | None = None  # the resources that the head waits for
+        self._shortage: str | None = None  # the resources for which the head waits, as text
         self._none_reason: str | None = "Ray is starting"  # why no job can start
 
     def __len__(self) -> int:
@@ -91,7 +92,7 @@ class WaitingJobs:
             self.drop(job_id)
 
     def stopped(self) -> list[Seal]:
-        """End the jobs whose stop was requested; needs no view of the cluster."""
+        """Return the actions that end the queued jobs whose stop was requested; needs no view of the cluster."""
         return [Seal(job_id, Status.STOPPED, "stopped before it started") for job_id in sorted(self._stopping)]
 
     def decide(self, room: Bundle | None, total: Bundle | None, groups: GroupReasons, why: str) -> list[Start | Seal]:
@@ -121,7 +122,7 @@ class WaitingJobs:
         return [*ends, *self._starts(room)]
 
     def reason(self, job_id: str) -> str | None:
-        """Return why a job waited at the last decision; None if it was to start, or is newer than that decision."""
+        """Return why a job waited at the last decision; None if the decision started the job or did not include it."""
         job = self._jobs.get(job_id)
         if job is None or job.stopping:
             return None
@@ -165,7 +166,7 @@ class WaitingJobs:
         heap = self._oldest[shape]
         while heap:
             job = self._jobs.get(heap[0])
-            duplicate = len(heap) > 1 and heap[0] in heap[1:3]  # pushed twice: it was replaced
+            duplicate = len(heap) > 1 and heap[0] in heap[1:3]  # the job was replaced, and so pushed twice
             if job is not None and not job.stopping and job.shape == shape and not duplicate:
                 return heap[0]
             heapq.heappop(heap)
@@ -182,10 +183,10 @@ class WaitingJobs:
 
 
 def room_beside(running: Mapping[str, tuple[Status, Bundle]], free: Bundle, total: Bundle) -> Bundle:
-    """Return the resources that new jobs may take beside the started ones.
+    """Return the resources that new jobs may take beside the jobs that were started.
 
-    The free resources less those that starting drivers will take; at most the total less the needs of all started
-    jobs, because a recovering job takes its resources again.
+    They are the free resources less those that starting drivers will take; at most the total less the needs of all
+    started jobs, because a recovering job takes its resources again.
     """
     room = {}
     for kind, amount in total.items():

@@ -1,4 +1,4 @@
-"""How alembic runs the changes: on the connection that the store hands over. Not a place for schema."""
+"""Alembic's entry point: run the schema changes on the connection that the store passes. Defines no schema."""
 
 from alembic import context
 

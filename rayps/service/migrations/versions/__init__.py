@@ -1,1 +1,1 @@
-"""The changes, oldest first."""
+"""The changes of the store's schema, oldest first."""

@@ -10,7 +10,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Make the table."""
+    """Create the table `client_tokens`."""
     op.create_table(
         "client_tokens",
         sa.Column("id", sa.String(16), primary_key=True),
@@ -24,5 +24,5 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Drop it."""
+    """Drop the table `client_tokens`."""
     op.drop_table("client_tokens")

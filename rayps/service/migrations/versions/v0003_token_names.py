@@ -10,10 +10,10 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Add the column."""
+    """Add the column for the names of users' tokens."""
     op.add_column("tokens", sa.Column("name", sa.String(64)))
 
 
 def downgrade() -> None:
-    """Drop it."""
+    """Drop the column for the names of users' tokens."""
     op.drop_column("tokens", "name")
