@@ -502,7 +502,7 @@ def test_a_client_refuses_orders_that_are_played_again_or_are_of_another_job(cli
     hospital.over()
     client, (first, second) = hospital.outside, meddler.orders
     for old in (first, second):
-        with pytest.raises(Unauthorized, match="it is replayed"):
+        with pytest.raises(Unauthorized, match="is replayed"):
             client.verified_order(old)
     key = clinic.service.client_tokens.key
     good = json.loads(second["order"]) | {"serial": 9}

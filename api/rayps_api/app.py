@@ -1,4 +1,4 @@
-"""The job service as one FastAPI app: routes, guard, and the scheduler that runs as long as the app."""
+"""The job service as one FastAPI app: routes, guard, and the scheduler, which runs as long as the app."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def create_app(
             app.state.service.closing.set()
             while going := [task for task in ticking if not task.done()]:
                 for task in going:
-                    task.cancel()  # repeated: wait_for may lose a cancellation that comes when its wait is over
+                    task.cancel()  # cancel again: wait_for may lose a cancellation that comes as its wait ends
                 await asyncio.wait(going, timeout=1.0)
             groups.close()
             running = await scheduler.close(end=not keep)

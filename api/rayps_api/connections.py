@@ -1,12 +1,12 @@
-"""Limit the service's connections in number and in silence, with descriptors reserved for token holders.
+"""Limit the number of the service's connections and their silent time; reserve descriptors for token holders.
 
 Guarantee: peers without a token cannot keep a token holder out. A connection is *known* once a request on it has shown
-a valid token. At a limit, a new connection is accepted and the oldest unknown connection that the service waits for and
-that is older than `grace` seconds is closed; until there is one, new connections stay in the kernel's queue. A token
-holder is known well within the grace.
+a valid token. At a limit, a new connection is accepted, and the oldest unknown connection on which the service waits
+for the peer and that is older than `grace` seconds is closed; while there is none, new connections stay in the kernel's
+queue. A token holder is known well within the grace.
 
 uvicorn parses HTTP, but has no header or body time-out and no limit on connections. This module has the decisions (pure
-functions), uvicorn's protocol with the facts that they need, and a loop that accepts.
+functions), a protocol for uvicorn that collects the facts for them, and a loop that accepts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from uvicorn.server import ServerState
 
 log = logging.getLogger(__name__)
 
-STATE = "rayps_connection"  # the key of `Held` in a request's scope["state"]
+STATE = "rayps_connection"  # the key of the connection's `Held` in a request's scope["state"]
 _MOST = 1000
 _WORK = 48  # descriptors reserved for the store, job folders and Ray
 _BATCH = 8  # connections accepted before other callbacks run and closed connections free their descriptors
@@ -38,7 +38,7 @@ _SWEEP = 1.0  # seconds between two checks of the time-outs
 
 
 class Phase(enum.Enum):
-    """The state of a connection."""
+    """The state of a connection: what the service or the peer does."""
 
     IDLE = "idle"  # between two requests
     HEADER = "header"  # a request's head is incomplete
@@ -49,21 +49,21 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits: numbers of connections, and seconds."""
+    """The limits of a service's connections: numbers of connections, and times in seconds."""
 
     total: int  # connections in all
     unknown: int  # unknown connections; the rest is reserved for token holders
     per_address: int  # unknown connections of one address
-    grace: float = 0.25  # age after which an unknown connection may be closed for another
+    grace: float = 0.25  # age after which an unknown connection may be closed to make room for a new one
     header: float = 10.0  # from the start to a complete request head
-    body: float = 30.0  # without a byte of the body; in total this, plus a second per `body_rate` bytes
+    body: float = 30.0  # without a byte of the body; the whole body: this, plus a second per `body_rate` bytes
     body_rate: float = 1000.0
     idle: float = 15.0  # between two requests
     write: float = 60.0  # without the peer reading a byte
 
 
 def limits(most_descriptors: int, used: int) -> Limits:
-    """Return the limits for a process with so many descriptors, some of them in use before it serves. Pure."""
+    """Return the limits for a process with this many descriptors, `used` of them before it serves. Pure."""
     total = min(_MOST, max(8, (most_descriptors - used - _WORK) * 3 // 4))
     unknown = total * 3 // 4
     return Limits(total, unknown, unknown * 3 // 4)
@@ -78,10 +78,10 @@ def limits_here() -> Limits:
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """The facts about a connection that the decisions need."""
+    """The facts about an open connection that the decisions need."""
 
     address: str
-    since: float = 0.0  # when it was accepted
+    since: float = 0.0  # when the connection was accepted
     known: bool = False
     phase: Phase = Phase.HEADER
     waited: float = 0.0  # seconds in this phase
@@ -100,7 +100,7 @@ class Admission:
 
 
 def admit(address: str, held: Sequence[Held], most: Limits, now: float) -> Admission:
-    """Decide on a new connection; `held` are the open ones, oldest first. Pure."""
+    """Decide on a new connection from `address`; `held` are the open connections, oldest first. Pure."""
     unknown = [each for each in held if not each.known]
     of_address = [each for each in unknown if each.address == address]
     if len(of_address) >= most.per_address:
@@ -138,25 +138,25 @@ def overdue(held: Held, most: Limits) -> str | None:
 
 
 class Protocol(H11Protocol):
-    """uvicorn's HTTP/1.1 protocol with the facts for `overdue` and `admit`, and a method to close it."""
+    """uvicorn's HTTP/1.1 protocol, which also collects the facts for `overdue` and `admit`, and can be closed."""
 
     def __init__(
         self, held: Held, config: uvicorn.Config, server_state: ServerState, app_state: dict[str, Any]
     ) -> None:
         self.held = held
         super().__init__(config, server_state, {**app_state, STATE: self.held})
-        self._seen: object = None  # the request at the last update
+        self._seen: object = None  # the request that was being served at the last update
         self._unwritten = 0
         self._dropped = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start, unless it was closed before."""
+        """Start to serve the connection, unless it was closed before."""
         super().connection_made(transport)
         if self._dropped:
             transport.close()
 
     def data_received(self, data: bytes) -> None:
-        """Count the bytes and parse them."""
+        """Count the bytes, then parse them."""
         self.held.silent = 0.0
         self.held.received += len(data)
         super().data_received(data)
@@ -231,7 +231,7 @@ class Protocol(H11Protocol):
 
 
 class Connections:
-    """The connections of one server: accept, check time-outs, close."""
+    """The open connections of one server: decides on new ones, and closes overdue ones."""
 
     def __init__(self, most: Limits) -> None:
         self.most = most
@@ -239,10 +239,10 @@ class Connections:
         self._updated_at = 0.0
 
     def decide(self, address: str, now: float) -> Admission:
-        """Decide on a new connection, and close the one that makes room for it."""
+        """Decide on a new connection; if another must be closed to make room, close it."""
         self._remove_closed()
         found = admit(address, list(self._protocols), self.most, now)
-        if found.reason:  # the facts are as old as the last sweep: update them, and decide again
+        if found.reason:  # facts are updated once per sweep only: update them now, and decide again
             self._update(0.0)
             found = admit(address, list(self._protocols), self.most, now)
         if found.closed is not None:
@@ -256,11 +256,11 @@ class Connections:
         self._protocols[protocol.held] = protocol
 
     def remove(self, protocol: Protocol) -> None:
-        """Remove a connection that could not start."""
+        """Remove a connection whose start failed."""
         self._protocols.pop(protocol.held, None)
 
     def make_room(self, error: OSError, now: float) -> bool:
-        """Close the oldest unknown connection that the service waits for; return whether there was one."""
+        """Close the oldest unknown connection on which the service waits for the peer; return whether there was one."""
         log.warning("a connection cannot be accepted: %s", error.strerror)
         self._remove_closed()
         self._update(0.0)
@@ -297,14 +297,14 @@ class Connections:
 
 
 class Acceptor:
-    """Accept on one listening socket. Without free descriptors close a connection or pause; never spin."""
+    """The loop that accepts on one listening socket. Without free descriptors it closes a connection or pauses."""
 
     def __init__(self, listener: socket.socket, server: Server) -> None:
         self._listener, self._server = listener, server
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._again: asyncio.TimerHandle | None = None
-        self._pending: tuple[socket.socket, str] | None = None  # accepted by the kernel, not yet by `admit`
+        self._pending: tuple[socket.socket, str] | None = None  # accepted, but not decided on by `admit` yet
         listener.setblocking(False)
         self._listen()
 
@@ -368,16 +368,16 @@ class Acceptor:
 
 
 class Server(uvicorn.Server):
-    """uvicorn with `Connections`; serves on given sockets only."""
+    """A uvicorn server whose connections are limited by `Connections`; it serves on given sockets only."""
 
     def __init__(self, config: uvicorn.Config, most: Limits | None = None) -> None:
         super().__init__(config)
         self.held = Connections(most or limits_here())
-        config.timeout_keep_alive = int(self.held.most.idle) + 5  # later than our own check, which logs the reason
+        config.timeout_keep_alive = int(self.held.most.idle) + 5  # later than `sweep`, which logs the reason
         self._acceptors: list[Acceptor] = []
 
     def protocol(self, held: Held) -> Protocol:
-        """The protocol of a new connection."""
+        """Return the protocol object of a new connection."""
         return Protocol(held, self.config, self.server_state, self.lifespan.state)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -1,6 +1,6 @@
-"""Read a job's files from a byte offset: each call reads only what is new.
+"""Read a job's files from a byte offset, so that each call reads only the new lines.
 
-The driver is the only writer. An incomplete last line is not read yet.
+The driver is the only writer of these files. An incomplete last line is left for the next call.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ EVENT_SHIFT = 1 << 36  # an events cursor is (number of scheduler events) * 2^36
 
 
 def lines(path: Path, cursor: int, limit: int) -> tuple[list[tuple[bytes, int]], int]:
-    """Read up to `limit` complete lines, each with the offset after it; and the next cursor."""
+    """Read up to `limit` complete lines, each with the offset after it; return them and the next cursor."""
     try:
         with path.open("rb") as file:
             if cursor >= os.fstat(file.fileno()).st_size:
@@ -38,7 +38,7 @@ def lines(path: Path, cursor: int, limit: int) -> tuple[list[tuple[bytes, int]],
 
 
 def objects(path: Path, cursor: int, limit: int) -> tuple[list[dict[str, Any]], int]:
-    """Read JSON lines from a byte offset, without invalid ones."""
+    """Read JSON lines from a byte offset; invalid lines are left out."""
     found, after = lines(path, cursor, limit)
     parsed = [_object(line) for line, _ in found]
     return [value for value in parsed if value is not None], after
@@ -66,9 +66,10 @@ def tail(path: Path, count: int) -> int:
 
 
 def events(path: Path, noted: list[StoredEvent], cursor: int, limit: int) -> tuple[list[dict[str, Any]], int]:
-    """Merge the driver's events with the scheduler's (`noted`: all of the job) by time, from a cursor.
+    """Return the events of a job from a cursor on, in the order of time.
 
-    An event's `seq` grows in the order of delivery; it is the cursor after the event.
+    They are the driver's, from its file, and the scheduler's; `noted` are all scheduler's events of the job. An event's
+    `seq` grows in the order of delivery; it is the cursor after the event.
     """
     count, offset = divmod(cursor, EVENT_SHIFT)
     written, _ = lines(path, offset, limit)

@@ -1,6 +1,6 @@
-"""Check every request before any route: Host, body size, Origin, token or session; and set headers on every answer.
+"""Check every request before its route: Host, body size, Origin, token or session. Set headers on every answer.
 
-Deny by default: a path is open only if it is listed here or is a page of the dashboard. Neither a loopback address
+A path needs authentication unless it is listed here or is a page of the dashboard. Neither a loopback address
 nor a forwarding header authenticates a caller.
 """
 
@@ -52,13 +52,13 @@ class Guard:
 
     def __init__(self, app: ASGIApp, settings: Settings, failures: deque[float]) -> None:
         self._app = RequestBodyLimitMiddleware(app, BODY_LIMIT)
-        # of federated clients; the route checks the exact limit
+        # the largest body of a federated client's update; the route checks the exact limit
         self._updates = RequestBodyLimitMiddleware(app, UPDATE_LIMIT)
         self._hosts = {*LOOPBACK, settings.host, *settings.allowed_hosts}
         self._failures = failures
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
+        """Authenticate a request and pass it to the app, or refuse it."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -89,7 +89,7 @@ class Guard:
             else:
                 app = self._updates if "rayps_grant" in scope and _is_update(request) else self._app
                 await app(scope, receive, with_headers)
-        except Exception:  # no traceback leaves the service
+        except Exception:  # the answer must not contain a traceback
             log.exception("request %s %s %s failed", scope["request_id"], request.method, scope["path"])
             if not started:
                 detail = f"the service failed; its log has request {scope['request_id']}"
@@ -141,7 +141,7 @@ class Guard:
         return self.failed(request)
 
     async def _client(self, request: Request, token: str) -> Response | None:
-        """Authenticate a federated client, for the routes of clients only."""
+        """Authenticate a federated client. A client's token is valid for the routes of clients only."""
         running = request.app.state.service
         grant = await running.client_tokens.grant(token)
         if grant is None:
@@ -156,7 +156,10 @@ class Guard:
         return None
 
     def failed(self, request: Request, detail: str | None = None) -> Response:
-        """Refuse an unauthenticated request; with 429 after many in a minute, which affects no authenticated one."""
+        """Refuse an unauthenticated request; after many such requests in a minute with 429.
+
+        Authenticated requests are not affected.
+        """
         now = time.monotonic()
         self._failures.append(now)
         if len(self._failures) > _GUESSES:

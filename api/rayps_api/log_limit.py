@@ -1,4 +1,4 @@
-"""Limit the log messages that a peer can cause: a few per minute of each kind, then the number omitted."""
+"""Limit the log messages that a peer can cause: a few per minute of each kind, then the number of those omitted."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class _Kind:
 
 
 class LogLimit(logging.Filter):
-    """Pass `most` messages of one kind per `seconds`; the first of the next period says how many were omitted.
+    """A log filter that passes `most` messages of one kind per `seconds`.
 
-    A kind is a logger, a level and a format string (not the text, which may contain an address). Records of loggers
-    that are not in `LIMITED` always pass.
+    The first message of the next period says how many were omitted. A kind is a logger, a level and a format string
+    (not the text, which may contain an address). Records of loggers that are not in `LIMITED` always pass.
     """
 
     def __init__(self, most: int = 5, seconds: float = 60.0) -> None:
@@ -44,7 +44,7 @@ class LogLimit(logging.Filter):
         return True
 
     def ask(self, kind: tuple[str, int, str], now: float) -> int | None:
-        """Return None to omit a message, else the number of messages of its kind that were omitted before it."""
+        """Return None if a message must be omitted, else how many of its kind were omitted before it."""
         found = self._kinds.get(kind)
         if found is None:
             found = self._kinds[kind] = _Kind(now)

@@ -12,7 +12,10 @@ _TOKENS = "/api/v1/tokens"
 
 
 def interface(derived: dict[str, Any], cookie: str) -> dict[str, Any]:
-    """Add to the derived document the authentication schemes, 429 where one is needed, and 415 where JSON is sent."""
+    """Complete the derived OpenAPI document: authentication schemes, and the answers 429 and 415.
+
+    429 is added where authentication is needed, 415 where JSON is sent.
+    """
     found = copy.deepcopy(derived)
     found.setdefault("components", {})["securitySchemes"] = {
         "token": {"type": "http", "scheme": "bearer", "description": "A user's token, rps_... (`rayps token`)."},
@@ -38,7 +41,7 @@ def interface(derived: dict[str, Any], cookie: str) -> dict[str, Any]:
 
 
 def security(method: str, path: str) -> list[dict[str, list[str]]]:
-    """Return the schemes of which one must be used; empty for open routes."""
+    """Return the schemes of which a request must use one; empty for open routes."""
     if (method, path) in OPEN:
         return []
     if path.startswith(CLIENTS):

@@ -10,7 +10,7 @@ from fastapi.responses import HTMLResponse, RedirectResponse
 
 import rayps
 
-PAGES = ("jobs", "servers")  # what the dashboard shows below /
+PAGES = ("jobs", "servers")  # the paths below / that the dashboard shows
 _NOT_BUILT = """<!doctype html><html lang=en><meta charset=utf-8><title>rayps</title>
 <h1>The dashboard is not built</h1>
 <p>The service is running; this installation has no dashboard pages. In a source tree, run
@@ -33,7 +33,7 @@ async def _redirect(request: Request) -> RedirectResponse:
 
 
 def in_page(path: str, query: str) -> str:
-    """Return a path's relative address in the page: `../#/jobs/ID?smooth=0.9` for `/jobs/ID?smooth=0.9`."""
+    """Return the relative address, within the page, of a path: `../#/jobs/ID?smooth=0.9` for `/jobs/ID?smooth=0.9`."""
     parts = path.lstrip("/").split("/")
     up = "../" * (len(parts) - 1) or "./"
     inner = "/".join(quote(part, safe="") for part in parts if part)

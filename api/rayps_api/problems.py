@@ -1,4 +1,4 @@
-"""Every error as RFC 9457 problem details (application/problem+json): code, pointers, request id."""
+"""Answer every error with RFC 9457 problem details (application/problem+json): code, pointers, request id."""
 
 from __future__ import annotations
 
@@ -67,7 +67,10 @@ def problem(
 
 
 def install(app: FastAPI, fields: Mapping[str, Sequence[str]]) -> None:
-    """Answer every error of the app as problem details; `fields`: the body fields by path prefix, for hints."""
+    """Add the handlers that answer every error of the app with problem details.
+
+    `fields`: the names of the body fields, by path prefix, for hints.
+    """
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
@@ -100,7 +103,7 @@ def install(app: FastAPI, fields: Mapping[str, Sequence[str]]) -> None:
         disk.failed()
         log.error(
             "request %s: the disk is full: %s", request.scope.get("request_id"), getattr(error, "orig", error)
-        )  # without the statement, which contains the user's values
+        )  # the SQL statement is left out, because it contains the user's values
         return problem(request, 507, f"{disk.full()}; this request has changed nothing")
 
     @app.exception_handler(RequestValidationError)
@@ -118,7 +121,7 @@ def _allowed(app: FastAPI, request: Request) -> list[str]:
         for method in _METHODS
         if any(route.matches({**request.scope, "method": method})[0] is Match.FULL for route in app.routes)
     ]
-    return found or ["GET", "HEAD"]  # a file of the dashboard
+    return found or ["GET", "HEAD"]  # the path is a file of the dashboard
 
 
 def _not_json(error: Any) -> bool:

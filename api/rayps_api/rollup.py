@@ -1,4 +1,4 @@
-"""Aggregate a run's rounds into aligned buckets of a power of two rounds: a complete bucket never changes.
+"""Aggregate a run's rounds into buckets of 2^k rounds, aligned at multiples of 2^k. A complete bucket never changes.
 
 Buckets are built incrementally: a request for a long run reads only the new lines. Memory is bounded: at most `_MOST`
 buckets, of the smallest size that fits.
@@ -47,7 +47,7 @@ class Bucket:
             self.staleness[age] = self.staleness.get(age, 0) + times
 
     def merge(self, other: Bucket) -> None:
-        """Add the next bucket."""
+        """Add the sums of the bucket that follows this one."""
         self.count += other.count
         self.finite += other.finite
         self.total += other.total
@@ -59,7 +59,7 @@ class Bucket:
             self.staleness[age] = self.staleness.get(age, 0) + times
 
     def out(self, begin: int, size: int, newest: int) -> dict[str, Any]:
-        """Return JSON data up to the `newest` round; `loss` is null if no round had a finite loss."""
+        """Return the bucket as JSON data, up to round `newest`; `loss` is null if no round had a finite loss."""
         loss = None
         if self.finite:
             loss = {"min": self.least, "mean": self.total / self.finite, "max": self.most}
@@ -77,7 +77,7 @@ class Bucket:
 
 
 class Rollup:
-    """The buckets of one job's metrics file, up to where it has been read."""
+    """The buckets of one job's metrics file, up to the offset to which the file was read."""
 
     def __init__(self) -> None:
         self.size = 1
@@ -87,7 +87,7 @@ class Rollup:
         self._cursor = 0
 
     def read(self, path: Path) -> None:
-        """Add what is new in the file."""
+        """Add the points that are new in the file."""
         while True:
             points, after = objects(path, self._cursor, 10_000)
             if after == self._cursor:
@@ -108,7 +108,7 @@ class Rollup:
                 self.size, self.buckets = self._coarser(self.size * 2)
 
     def series(self, most: int) -> list[dict[str, Any]]:
-        """Return the finest series with at most so many buckets."""
+        """Return the finest series that has at most `most` buckets."""
         size, buckets = self.size, self.buckets
         while len(buckets) > most:
             size, buckets = self._coarser(size * 2)

@@ -1,7 +1,8 @@
 """The routes of real federated clients, and the routes by which a user admits them.
 
-Guarantees: a client can use the routes under /api/v1/client only, and sees its own orders, never those of others. All
-state is in files of the job's folder (`rayps.federated.remote.mailbox`): the service can be restarted at any moment.
+Guarantees: a client can use the routes under /api/v1/client only, and sees its own orders, never those of other
+clients. All state is in files in the job's folder (`rayps.federated.remote.mailbox`): the service can be restarted at
+any moment.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ LONGEST_WAIT = 30.0
 _PAUSE = 0.1
 _SEEN_SECONDS = 2.0
 _BLOCK = 1 << 20
-MOST_UPDATES = 8  # received at once; further ones are answered with 429
+MOST_UPDATES = 8  # updates that are received at once; further ones are answered with 429
 
 router = APIRouter(prefix="/api/v1", tags=["clients"], responses=problems(400, 401, 403, 404, 409, 413, 422))
 
@@ -82,7 +83,10 @@ async def _joined(
     grant: Granted,
     rayps_client: Annotated[
         str,
-        Header(pattern=r"^[0-9A-Z]{26}:\d{1,8}:[A-Za-z0-9_-]{16,200}$", description="JOB:NUMBER:KEY, as it joined."),
+        Header(
+            pattern=r"^[0-9A-Z]{26}:\d{1,8}:[A-Za-z0-9_-]{16,200}$",
+            description="JOB:NUMBER:KEY, as the client got them when it joined.",
+        ),
     ],
 ) -> Caller:
     job, number, key = rayps_client.split(":")
@@ -206,7 +210,7 @@ async def work(
     seen, version, record = time.monotonic(), -1, None
 
     async def answer(**found: Any) -> WorkOut:
-        """Return the answer with the newest verdict on `after`: the round may have closed during the wait."""
+        """Return the answer, with the verdict on `after` read now: the round may have closed during the wait."""
         verdict = await asyncio.to_thread(caller.mailbox.verdict, after, caller.member.number) if after else None
         return WorkOut(verdict=verdict, **found)
 
@@ -266,7 +270,7 @@ async def update(
     request: Request,
     rayps_sha256: Annotated[str, Header(pattern=r"^[0-9a-f]{64}$", description="Of the body.")],
 ) -> Any:
-    """Receive an update, as safetensors. The first complete one counts, repeated ones do not; 409 if it is late."""
+    """Receive an update, as safetensors. The first complete update of a client counts; 409 if it is late."""
     if caller.service.receiving >= MOST_UPDATES:
         raise HTTPException(429, f"{MOST_UPDATES} updates are being received: retry", {"Retry-After": "2"})
     caller.service.receiving += 1
@@ -287,13 +291,13 @@ async def update(
 
 @router.post("/client/leave", status_code=204)
 async def leave(caller: Joined) -> Response:
-    """Leave the job, until the client joins again."""
+    """Let the client leave the job; it may join again."""
     await asyncio.to_thread(caller.mailbox.leave, caller.member.number)
     return Response(status_code=204)
 
 
 async def _receive(request: Request, caller: Caller, part: Path, most: int, digest: str) -> None:
-    """Write the body into a file block by block; length and hash are checked."""
+    """Write the request's body into a file block by block. Raises ConfigError: its length or hash is wrong."""
     found, size, seen = hashlib.sha256(), 0, time.monotonic()
     try:
         with part.open("xb") as file:
@@ -315,7 +319,10 @@ async def _receive(request: Request, caller: Caller, part: Path, most: int, dige
 
 
 def _open_order(caller: Caller, serial: int, delivering: bool = False) -> Any:
-    """Return this client's open order; None if its update was received. Raises Conflict, NotFound."""
+    """Return this client's open order; None if its update was received.
+
+    Raises Conflict: the round is closed; NotFound.
+    """
     mailbox, number = caller.mailbox, caller.member.number
     if delivering and mailbox.has(serial, number):
         return None
@@ -358,7 +365,7 @@ def _blocks(file: Any) -> Iterator[bytes]:
 
 
 def _check_remote(job: JobRecord) -> None:
-    own = own_names(job.spec.strategy)  # a user's own strategy has no real clients
+    own = own_names(job.spec.strategy)  # a user's own strategy cannot have real clients
     if own or not any(phase.strategy.rows.remote for phase in parse(job.spec.strategy)):
         raise ConfigError(
             f"job {job.id} ({job.name}) has no real clients: submit it with a federated strategy and clients=remote, "

@@ -1,4 +1,4 @@
-"""The routes of jobs: validate, store and show. The scheduler decides what happens to a job."""
+"""The routes of jobs: validate, store and show jobs. The scheduler starts and stops them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rayps_api.service import Known, Service
 
 log = logging.getLogger(__name__)
 
-_MANIFEST = "manifest.json"  # of a checkpoint; `rayps.tensors.checkpoint`, which writes it, loads torch
+_MANIFEST = "manifest.json"  # in a checkpoint; not imported from `rayps.tensors.checkpoint`, which loads torch
 router = APIRouter(prefix="/api/v1/jobs", tags=["jobs"], responses=problems(400, 401, 403, 404, 409, 413, 422, 507))
 
 Cursor = Annotated[int, Query(ge=0, lt=2**53)]
@@ -106,7 +106,7 @@ async def delete(job_id: str, known: Known) -> Any:
             status=409,
         )
     shown = known.show(record)
-    # the folder first: it frees space on a full disk, and an ended job without a folder is consistent
+    # the folder is deleted first: that frees space on a full disk, and an ended job may lack its folder
     await asyncio.to_thread(job_folders.remove, known.settings.jobs_dir, record.id)
     await known.store.delete(record.id)
     return JSONResponse(shown)
@@ -150,7 +150,7 @@ async def logs(
 async def events(
     job_id: str, known: Known, cursor: Cursor = 0, limit: Annotated[int, Query(ge=1, le=2000)] = 500
 ) -> Any:
-    """List a job's events, by its driver and by the scheduler."""
+    """List a job's events, the driver's and the scheduler's."""
     job_id = (await known.record(job_id)).id
     noted = await known.store.events(job_id)
     path = known.folder(job_id) / "events.jsonl"
@@ -159,15 +159,15 @@ async def events(
 
 
 async def _write_row(job_id: str, known: Service) -> None:
-    """Write the job's row into its folder: the job can be restored from it if the store is lost."""
+    """Write the job's row into its folder, from which the job can be restored if the store is lost."""
     try:
         await asyncio.to_thread(job_folders.keep, known.folder(job_id), await known.store.row(job_id))
-    except OSError as error:  # the job is stored: the next start writes it
+    except OSError as error:  # the job is in the store: the service's next start writes the file
         log.warning("job %s: %s cannot be written: %s", job_id, job_folders.SPEC, error)
 
 
 def _refuse_without_servers(spec: JobSpec, phases: list[PhaseFacts]) -> None:
-    """Refuse a server group for a strategy that stores nothing on servers."""
+    """Refuse a server group for a strategy that stores nothing on servers. Raises ConfigError."""
     if not any(each.servers or each.tables for each in phases):
         names = " and ".join(dict.fromkeys(each.name for each in phases))
         raise ConfigError(
@@ -184,7 +184,7 @@ def _refuse_without_servers(spec: JobSpec, phases: list[PhaseFacts]) -> None:
 
 
 async def _check_branch(spec: JobSpec, known: Service) -> None:
-    """Refuse the branch of a space that does not exist on the group and never will."""
+    """Refuse to branch from a space that the group does not have. Raises ConfigError."""
     assert spec.server_group is not None and spec.branch is not None
     spaces = known.groups.spaces(spec.server_group)
     if spaces is None or spec.branch in spaces:
@@ -202,7 +202,7 @@ async def _check_branch(spec: JobSpec, known: Service) -> None:
 
 
 async def _checkpoint(resume: str, working_dir: str | None, known: Service) -> str:
-    """Return a checkpoint's folder: that of an ended job, by its id or the beginning of it, or the given one."""
+    """Return the folder of the checkpoint that `resume` names, by an ended job's id (or its beginning) or by path."""
     with contextlib.suppress(NotFound):
         job = await known.store.find(resume)
         if job.checkpoint is None:
@@ -210,7 +210,7 @@ async def _checkpoint(resume: str, working_dir: str | None, known: Service) -> s
             raise ConfigError(f"resume is {resume!r}: job {job.id} {why}", field="resume")
         return job.checkpoint
     path = Path(working_dir or "/") / resume
-    if not os.path.isdir(path):  # noqa: PTH112  also False for a name that is too long
+    if not os.path.isdir(path):  # noqa: PTH112  Path.is_dir raises for a name that is too long
         raise ConfigError(
             f"resume is {resume!r}: there is no such job, and no folder {path} on the service's machine: "
             "give the id of an ended job, or a checkpoint's folder, as `rayps get ID` shows it",
@@ -226,7 +226,7 @@ async def _checkpoint(resume: str, working_dir: str | None, known: Service) -> s
 
 
 async def _spec(body: JobIn) -> tuple[JobSpec, str, list[PhaseFacts]]:
-    """The job, its name, and what is known of its strategy's phases."""
+    """Return the job in the request's body, its name, and the facts of its strategy's phases."""
     data = body.model_dump()
     given = _finite_strategy(data["strategy"])
     own = own_names(given)
@@ -260,7 +260,7 @@ def _finite_strategy(given: Any) -> Any:
 
 
 def _check_files(spec: JobSpec) -> None:
-    """Refuse a workload file or a directory that does not exist, before a driver is started."""
+    """Refuse a workload file or a directory that does not exist, before a driver is started. Raises ConfigError."""
     home = None if spec.working_dir is None else Path(spec.working_dir)
     if home is not None and not (home.is_absolute() and home.is_dir()):
         raise ConfigError(

@@ -20,7 +20,7 @@ from rayps_api.schemas import ClusterOut, Login, Ready, StrategyOut, problems
 from rayps_api.service import Known, Service
 
 router = APIRouter(responses=problems(401, 403))
-_SILENT_SECONDS = 300.0  # a tick takes seconds, minutes on an overloaded machine
+_SILENT_SECONDS = 300.0  # without a tick; a tick takes seconds, on an overloaded machine minutes
 
 
 @router.post("/api/v1/session", status_code=204, tags=["session"], responses=problems(400, 413, 422, 429))
@@ -97,7 +97,7 @@ async def strategies(known: Known) -> Any:
 @router.head("/healthz", include_in_schema=False)
 @router.get("/healthz", responses={503: {"description": "The scheduler's loop does not run"}}, tags=["health"])
 async def healthz(request: Request, response: Response) -> dict[str, bool]:
-    """200 while the service's scheduler runs, with Ray or without; 503 when the service should be restarted."""
+    """Answer 200 while the service's scheduler runs, with Ray or without; 503 when the service should be restarted."""
     ok = request.app.state.service.scheduler.silent < _SILENT_SECONDS
     response.status_code = 200 if ok else 503
     return {"ok": ok}
@@ -106,7 +106,7 @@ async def healthz(request: Request, response: Response) -> dict[str, bool]:
 @router.head("/readyz", include_in_schema=False)
 @router.get("/readyz", response_model=Ready, responses={503: {"model": Ready}}, tags=["health"])
 async def readyz(request: Request) -> Any:
-    """200 while jobs can be submitted and can start; 503 with the reason while they cannot."""
+    """Answer 200 while jobs can be submitted and can start; 503 with the reason while they cannot."""
     running: Service = request.app.state.service
     view, full = running.scheduler.view, running.store.disk.trouble
     ready = view.ready and full is None

@@ -73,7 +73,7 @@ async def drain(name: Name, body: DrainIn, known: Known) -> Any:
 async def stop(
     name: Name,
     known: Known,
-    force: Annotated[bool, Query(description="Also if jobs use the group: they fail.")] = False,
+    force: Annotated[bool, Query(description="Stop the group also if jobs use it; these jobs fail.")] = False,
 ) -> Any:
     """Stop a group; its parameters are lost. 409 while jobs use it."""
     group = await show_group(known, name)
@@ -82,12 +82,12 @@ async def stop(
         more = ", ..." if len(group["jobs"]) > 3 else ""
         raise Conflict(
             f"server group {name!r} is used by {jobs}{more}: stop them first (`rayps stop ID`), or stop the group with "
-            "--force: they fail",
+            "--force, and these jobs fail",
             status=409,
         )
     await known.groups.stop(name)
-    known.scheduler.wake()  # its jobs fail now, not at a worker's time-out
-    with contextlib.suppress(NotFound):  # it may have ended already
+    known.scheduler.wake()  # the group's jobs fail now, not at a worker's time-out
+    with contextlib.suppress(NotFound):  # the group may have ended already
         group = await show_group(known, name)
     return JSONResponse({**group, "status": "stopping"}, 202)
 
@@ -117,6 +117,6 @@ async def show_group(known: Service, name: str) -> dict[str, Any]:
 
 
 async def list_groups(known: Service) -> dict[str, Any]:
-    """Return every group in short, as JSON data."""
+    """Return a summary of every group, as JSON data."""
     live = await known.store.live()
     return {"groups": [finite(group_row(group_out(group, live))) for group in known.groups.all()]}

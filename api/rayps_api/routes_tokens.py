@@ -13,7 +13,9 @@ from rayps_api.service import Known, Service
 
 router = APIRouter(prefix="/api/v1/tokens", tags=["tokens"], responses=problems(400, 401, 403, 404, 409, 413, 422))
 
-TokenId = Annotated[str, Path(min_length=1, max_length=100, description="A token's id; `local`: the service's own.")]
+TokenId = Annotated[
+    str, Path(min_length=1, max_length=100, description="A token's id; `local`: the service's own token.")
+]
 
 
 def _bearer(request: Request, known: Known) -> Service:

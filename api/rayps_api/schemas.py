@@ -80,7 +80,7 @@ class JobsOut(BaseModel):
 
 
 class Points(BaseModel):
-    """Metric points as the driver wrote them, from a byte offset to the next one."""
+    """Metric points as the driver wrote them, from a byte offset on, and the offset after them."""
 
     points: list[dict[str, Any]]
     cursor: int
@@ -94,7 +94,7 @@ class Series(BaseModel):
 
 
 class Lines(BaseModel):
-    """Log lines, and the byte offset after them."""
+    """Log lines, and the byte offset after the last one."""
 
     lines: list[dict[str, str]]
     cursor: int
@@ -113,7 +113,9 @@ class ClusterOut(BaseModel):
     ready: bool
     address: str | None
     owned: bool
-    cores: int | None = Field(description="Of the machine, if the service owns the Ray; `total` is logical.")
+    cores: int | None = Field(
+        description="CPUs of the machine, if the service owns the Ray; `total` counts logical CPUs."
+    )
     total: dict[str, float]
     free: dict[str, float]
     reason: str | None
@@ -197,7 +199,7 @@ class GroupOut(GroupHead):
 
 
 class GroupRow(GroupHead):
-    """A server group in short."""
+    """The summary of a server group in a list."""
 
     alive: int
     bytes: float
@@ -219,7 +221,7 @@ class Option(BaseModel):
     name: str
     type: str
     default: Any
-    of: list[str] | None = None  # it takes one of these, which have their own options
+    of: list[str] | None = None  # the forms that the option takes, each with options of its own
 
 
 class StrategyOut(BaseModel):
@@ -260,7 +262,7 @@ class ProblemOut(BaseModel):
 
 
 def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Document a route's error answers."""
+    """Return the documentation of a route's error answers for OpenAPI."""
     content = {"application/problem+json": {"schema": ProblemOut.model_json_schema()}}
     return {status: {"description": http.HTTPStatus(status).phrase, "content": content} for status in statuses}
 
@@ -300,7 +302,7 @@ def group_out(group: dict[str, Any], live: list[JobRecord]) -> dict[str, Any]:
 
 
 def group_row(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a group in short."""
+    """Return the summary of a group as JSON data."""
     servers = group["servers"]
     short = {key: group[key] for key in ("name", "status", "reason", "wanted", "replicas", "created_at", "settled")}
     return short | {
@@ -314,7 +316,7 @@ def group_row(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """Replace NaN and infinities, which JSON cannot express, by None."""
+    """Return a value with NaN and infinities, which JSON cannot express, replaced by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -325,7 +327,10 @@ def finite(value: Any) -> Any:
 
 
 def timestamp(at: float | None) -> str | None:
-    """Write a time (seconds since 1970) as in all answers: UTC, milliseconds, "Z"; None stays None."""
+    """Return a time (seconds since 1970) as text in the form of all answers: UTC, milliseconds, "Z".
+
+    None stays None.
+    """
     return (
         None
         if at is None

@@ -36,7 +36,7 @@ class TokenOut(BaseModel):
 
 
 class NewToken(TokenOut):
-    """A new token."""
+    """A new client token: its record, and its text."""
 
     token: str = Field(description="Shown once: only a hash of it is stored.")
 
@@ -48,7 +48,7 @@ class TokensOut(BaseModel):
 
 
 class KeyOut(BaseModel):
-    """The key of the orders' signatures."""
+    """The public key of the orders' signatures."""
 
     public_key: str = Field(description="Ed25519; its fingerprint is in the token.")
 
@@ -75,7 +75,10 @@ class JoinOut(BaseModel):
 
 
 class WorkOut(BaseModel):
-    """A client's work. `order` is the signed text; `verdict` and `reason` are not part of it."""
+    """The answer to a client that asks for work.
+
+    `order` is the signed text; `verdict` and `reason` are not part of it.
+    """
 
     kind: Literal["round", "wait", "end"]
     order: str | None = None
@@ -86,14 +89,14 @@ class WorkOut(BaseModel):
 
 
 class UpdateOut(BaseModel):
-    """A received update."""
+    """The answer to a received update."""
 
     serial: int
-    again: bool = Field(description="It was received before; the first one counts.")
+    again: bool = Field(description="An update of this round was received before; the first one counts.")
 
 
 class ClientOut(BaseModel):
-    """A client of a job."""
+    """A real client of a job."""
 
     number: int
     name: str
@@ -105,7 +108,7 @@ class ClientOut(BaseModel):
 
 
 class ClientsOut(BaseModel):
-    """The clients of a job, in the order of joining, and what the job waits for."""
+    """The real clients of a job, in the order of joining, and the clients for which the job waits."""
 
     clients: list[ClientOut]
     waits: str | None

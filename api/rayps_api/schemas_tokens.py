@@ -11,7 +11,7 @@ from rayps_api.schemas_clients import MOST_DAYS
 
 
 class UserTokenIn(BaseModel):
-    """A token with full access for a user."""
+    """The request for a token that gives a user full access."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -23,14 +23,14 @@ class UserTokenOut(BaseModel):
     """A user token's record."""
 
     id: str
-    name: str = Field(description="`local`: the service's own, in the file `token` of its state directory.")
+    name: str = Field(description="`local`: the service's own token, in the file `token` of its state directory.")
     created_at: datetime
     expires_at: datetime | None
     revoked_at: datetime | None
 
 
 class NewUserToken(UserTokenOut):
-    """A new token."""
+    """A new user token: its record, and its text."""
 
     token: str = Field(description="Shown once: only a hash of it is stored.")
 

@@ -28,7 +28,7 @@ MOST_STREAMS = 64
 
 @dataclass(slots=True)
 class Service:
-    """The running service."""
+    """The running service: the objects that its routes share."""
 
     settings: Settings
     store: Store
@@ -39,7 +39,7 @@ class Service:
     rollups: Rollups = field(default_factory=Rollups)
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     streams: int = 0
-    receiving: int = 0  # updates of clients that are being received
+    receiving: int = 0  # number of clients' updates that are being received
     requests: int = 0
     _progress: OrderedDict[str, tuple[int, dict[str, Any] | None]] = field(default_factory=OrderedDict)
 
@@ -60,13 +60,13 @@ class Service:
         """Return a job by its id or the beginning of it.
 
         Raises:
-            NotFound: there is none.
-            ConfigError: there are several.
+            NotFound: there is no such job.
+            ConfigError: there are several such jobs.
         """
         return await self.store.find(job_id)
 
     def progress(self, job_id: str) -> dict[str, Any] | None:
-        """Return the driver's newest progress; the file is read only after a change."""
+        """Return the newest progress that the driver wrote; the file is read only after it has changed."""
         path = self.folder(job_id) / "progress.json"
         try:
             stamp = path.stat().st_mtime_ns
@@ -86,7 +86,7 @@ class Service:
 
 
 def service(request: Request) -> Service:
-    """Return the running service; checks again that the guard has authenticated the request."""
+    """Return the running service of a request, after checking that the guard has authenticated the request."""
     if not request.scope.get("rayps_known"):
         raise Unauthorized("the token is missing, wrong or revoked", status=401)
     found: Service = request.app.state.service

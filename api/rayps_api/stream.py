@@ -1,8 +1,8 @@
-"""Server-sent events: a job with its metrics, logs and events; the list of jobs; a server group; the list of groups.
+"""Streams of server-sent events: of a job with its metrics, logs and events, of all jobs, of one server group or all.
 
-Guarantee: a reader that reconnects, also after a restart of the service, misses nothing and gets nothing twice. Each
-message of a job has the durable cursor after it as `id:` (byte offsets into the job's files). A job's stream closes
-only after `end`.
+Guarantee: a reader that reconnects, also after a restart of the service, misses no message and gets none twice. Each
+message of a job has, as `id:`, the cursor after the message (byte offsets into the job's files). A job's stream closes
+only after the message `end`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rayps_api.service import MOST_STREAMS, Known, Service
 TOPICS = ("job", "metrics", "logs", "events")
 _PAUSE = 0.25
 _LIST_PAUSE = 0.5
-_LONGEST = 3600.0  # seconds; then the reader reconnects with its cursor
+_LONGEST = 3600.0  # seconds; then the stream is closed, and the reader reconnects with its cursor
 _LIST = 100
 ALL_GROUPS = "*"
 
@@ -40,12 +40,12 @@ class Cursor:
     """A reader's position in a job's files."""
 
     m: int = 0
-    l: int = 0  # noqa: E741  these letters are part of the interface
+    l: int = 0  # noqa: E741  the letters are part of the REST interface
     e: int = 0
 
     @classmethod
     def read(cls, text: str) -> Cursor:
-        """Read `m123.l456.e7`; missing parts are 0.
+        """Parse a cursor such as `m123.l456.e7`; missing parts are 0.
 
         Raises:
             ConfigError: the text has another form.
@@ -59,7 +59,7 @@ class Cursor:
 
 
 async def _slot(known: Known) -> AsyncIterator[None]:
-    """Count an open stream, from before the first read of the store to its end."""
+    """Count an open stream among those of the service. Raises HTTPException 429: MOST_STREAMS are open."""
     if known.streams >= MOST_STREAMS:
         raise HTTPException(429, f"{MOST_STREAMS} streams are open: close one", {"Retry-After": "5"})
     known.streams += 1
@@ -77,7 +77,7 @@ async def _start(
     last_event_id: Annotated[str | None, Header(max_length=100)] = None,
     group: Annotated[str | None, Query(max_length=100)] = None,
 ) -> Cursor:
-    """Check the request before the stream starts: later no error status can be sent."""
+    """Check a stream's request, because no error status can be sent once the stream has started."""
     if job is not None:
         await known.record(job)
     if group is not None and group != ALL_GROUPS:
@@ -94,7 +94,10 @@ async def stream(
     topics: Annotated[str, Query(max_length=100)] = ",".join(TOPICS),
     group: Annotated[str | None, Query(max_length=100)] = None,
 ) -> AsyncIterator[ServerSentEvent]:
-    """Stream changes of a job, or without `job` of the list of jobs; with `group` of a server group (`*`: the list)."""
+    """Stream the changes of a job; without `job`, of the list of jobs.
+
+    With `group`, of a server group (`*`: of all).
+    """
     if group is not None:
         messages = _groups(known, group)
     elif job is None:
@@ -119,11 +122,11 @@ async def _one(known: Service, job_id: str, topics: set[str], at: Cursor) -> Asy
             version = known.store.version
             try:
                 record = await known.store.get(job_id)
-            except NotFound:  # it was deleted: it had ended
+            except NotFound:  # the job was deleted, so it had ended
                 gone = {"status": record.status.value if record else None, "reason": "the job was deleted"}
                 yield ServerSentEvent(raw_data=json.dumps(gone), event="end", id=str(at))
                 return
-        ended = record.status.terminal  # read before the files: then the files are complete
+        ended = record.status.terminal  # read before the files, so that the files of an ended job are complete
         if "job" in topics:
             text = json.dumps(known.show(record))
             if text != shown:
@@ -132,7 +135,7 @@ async def _one(known: Service, job_id: str, topics: set[str], at: Cursor) -> Asy
         found = False
         for topic in TOPICS[1:]:
             data = await _read_new(known, job_id, topic, at) if topic in topics else None
-            if data is not None:  # the cursor moves topic by topic, with what is sent
+            if data is not None:  # the cursor is advanced topic by topic, as data is sent
                 found = True
                 yield ServerSentEvent(raw_data=json.dumps(data), event=topic, id=str(at))
         if ended and not found:
@@ -144,7 +147,7 @@ async def _one(known: Service, job_id: str, topics: set[str], at: Cursor) -> Asy
 
 
 async def _read_new(known: Service, job_id: str, topic: str, at: Cursor) -> dict[str, Any] | None:
-    """Read a bounded block of what is new in one of a job's files; move the cursor past it."""
+    """Return a bounded block of the new data in one of a job's files; move the cursor past it."""
     home = known.folder(job_id)
     if topic == "metrics":
         found, at.m = await asyncio.to_thread(folder.objects, home / "metrics.jsonl", at.m, 2000)
@@ -178,7 +181,7 @@ async def _list(known: Service) -> AsyncIterator[ServerSentEvent]:
 
 
 async def _groups(known: Service, name: str) -> AsyncIterator[ServerSentEvent]:
-    """Send a group, or all in short, after each change; `end` when the group has ended."""
+    """Stream a group, or a summary of all groups, after each change. A stream of one group ends with `end`."""
     shown = ""
     began = time.monotonic()
     while not known.closing.is_set() and time.monotonic() - began < _LONGEST:

@@ -1,1 +1,1 @@
-"""The command line."""
+"""The command line `rayps`: one module for each group of commands."""

@@ -1,4 +1,4 @@
-"""`python -m rayps.cli`."""
+"""Run the command line as `python -m rayps.cli`."""
 
 from rayps.cli.main import main
 

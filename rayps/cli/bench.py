@@ -1,4 +1,4 @@
-"""`rayps bench`: how fast the data plane is on this machine, beside named peers, in one run."""
+"""`rayps bench`: measure the data plane on this machine, and in the same run other systems for comparison."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def server(
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Push and pull between Ray actors, asynchronously: turns a second, and how many times those of Ray calls."""
+    """Push and pull between Ray actors, asynchronously: turns per second, and their ratio to those of Ray calls."""
     found, form = sizes_of(sizes), Output.json if as_json else output
     if rows:
         from rayps.bench.rows import CONTENDERS, bench_rows
@@ -137,13 +137,13 @@ def step(
         int | None,
         typer.Option(help="Width of the layers: 2048 (4.3 million parameters) for mlp, 256 (4.7 million) for lm."),
     ] = None,
-    repeats: Annotated[int, typer.Option(help="Turns of 20 steps for each.")] = 9,
-    memory: Annotated[bool, typer.Option("--memory", help="The memory of a step instead of its time.")] = False,
+    repeats: Annotated[int, typer.Option(help="Number of measurements for each contender, of 20 steps each.")] = 9,
+    memory: Annotated[bool, typer.Option("--memory", help="Measure the memory of a step instead of its time.")] = False,
     address: Address = None,
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """A training step between Ray actors: AllReduce beside torch's DDP on gloo and beside workers that do not talk."""
+    """A training step between Ray actors: AllReduce beside torch's DDP on gloo and beside isolated workers."""
     names, form = contenders.split(","), Output.json if as_json else output
     if memory:
         from rayps.bench.memory import bench_memory
@@ -195,13 +195,15 @@ def hosts(
     algorithms: Annotated[
         str, typer.Option(help="auto, ring, hierarchical, two_shot, tree, one_shot, star.")
     ] = "ring,hierarchical,auto",
-    streams: Annotated[int, typer.Option(help="TCP links between two ranks; 0 measures how many fill the line.")] = 0,
+    streams: Annotated[
+        int, typer.Option(help="TCP links between two ranks; 0 measures how many are needed to fill the line.")
+    ] = 0,
     stream_rate: Annotated[str | None, typer.Option(help="What one TCP link carries at most.")] = None,
     repeats: Annotated[int, typer.Option(help="Turns of each.")] = 5,
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """All-reduce between hosts on shaped lines, beside what the lines allow: 2(H-1)/H x bytes / rate."""
+    """All-reduce between hosts on lines of limited rate, beside the least possible time: 2(H-1)/H x bytes / rate."""
     found = sizes_of(sizes)
     from rayps.bench.hosts import bench_hosts
 
@@ -279,7 +281,7 @@ def shards(
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Push and pull with shards on hosts (network namespaces, which need root) on shaped lines."""
+    """Push and pull with shards on hosts (network namespaces, which need root) on lines of limited rate."""
     found = sizes_of(size)
     from rayps.bench.shards import bench_shards
 
@@ -308,13 +310,13 @@ def compression(
     rate: Annotated[str, typer.Option(help="What each host's line carries, each way.")] = "100mbit",
     size: Annotated[str, typer.Option(help="Size of the gradient.")] = "10MB",
     names: Annotated[
-        str, typer.Option(help="fp16, bf16, int8, top_k, top_k:FRACTION, auto; off is always there.")
+        str, typer.Option(help="fp16, bf16, int8, top_k, top_k:FRACTION, auto; off is always measured.")
     ] = "fp16,bf16,int8,top_k,auto",
     repeats: Annotated[int, typer.Option(help="Turns of each.")] = 5,
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """The mean of a gradient over a ring, as it is and compressed, on shaped lines; what auto chooses there."""
+    """The mean of a gradient over a ring, plain and compressed, on lines of limited rate; what auto chooses."""
     found = sizes_of(size)
     from rayps.bench.compression import bench_compression
 

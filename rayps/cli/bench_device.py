@@ -1,4 +1,4 @@
-"""`rayps bench device`: which layers are worth a GPU."""
+"""`rayps bench device`: measure which layers are faster on a GPU, the transfer of their data included."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def device(
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Convolution and fully connected layers on this machine's CPU and GPU: which are worth bringing there."""
+    """Convolution and fully connected layers on this machine's CPU and GPU: which are faster there, with transfers."""
     from rayps.bench.device import bench_device
 
     rows = bench_device(whole(batches, "batches"), repeats=repeats)

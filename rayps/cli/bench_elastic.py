@@ -24,12 +24,14 @@ def faults(
     replicas: Annotated[int, typer.Option(help="Copies of each part on other servers.")] = 1,
     staleness: Annotated[str, typer.Option(help="0 (in step), a number of rounds, or none.")] = "none",
     megabytes: Megabytes = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Of the moments and the servers; default: a new one.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the random moments and servers; default: a new one.")
+    ] = None,
     address: Address = None,
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Kill servers (kill -9) under load: whether every push is there once, and how long none got through."""
+    """Kill servers (kill -9) under load: is every push applied exactly once, and how long did pushes wait."""
     stale = _staleness(staleness)
     from rayps.bench.faults import bench_faults
 
@@ -76,7 +78,7 @@ def resize(
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Resize the group under a synchronous run: the bytes that move, the dip, and whether a bit changes."""
+    """Resize the group under a synchronous run: bytes moved, loss of speed, and whether a bit of the result changes."""
     try:
         counts = tuple(int(part) for part in sizes.split(","))
     except ValueError:
@@ -120,7 +122,7 @@ def jobs(
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Two jobs on one group: as alone to the bit, how much a flood slows its neighbour, memory that is freed."""
+    """Two jobs on one group: is each result as alone, how much does a flood slow the other job, is memory freed."""
     from rayps.bench.neighbours import bench_jobs
 
     row = run(

@@ -12,11 +12,13 @@ from rayps.cli.show import Output
 
 def service(
     waiting: Annotated[str, typer.Option(help="How many jobs wait, from 1 on.")] = "1,1500,20000",
-    seconds: Annotated[float, typer.Option(min=1.0, help="The window in which nobody asks.")] = 20.0,
+    seconds: Annotated[
+        float, typer.Option(min=1.0, help="Seconds of the measurement, in which the service gets no request.")
+    ] = 20.0,
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Processor time of an idle service with waiting jobs, and how long one of them takes to stop."""
+    """Processor time of an idle service with waiting jobs, and how long it takes to stop one of these jobs."""
     from rayps.bench.service import bench_service
 
     rows = bench_service(whole(waiting, "waiting"), seconds)

@@ -1,4 +1,4 @@
-"""`rayps bench tables`: a sparse table's segments in one process, beside what memory allows."""
+"""`rayps bench tables`: measure pulls and pushes of a sparse table's rows, beside the speed of memory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def tables(
     dim: Annotated[int, typer.Option(help="Elements of a row.")] = 16,
     segments: Annotated[str, typer.Option(help="Numbers of segments.")] = "1,16",
     optimizers: Annotated[str, typer.Option(help="Some of sgd, adagrad, adam.")] = "sgd,adagrad,adam",
-    zipf: Annotated[float | None, typer.Option(help="Ids by this Zipf exponent, above 1.")] = None,
+    zipf: Annotated[float | None, typer.Option(help="Draw the ids with this Zipf exponent, above 1.")] = None,
     files: Annotated[
         int, typer.Option(help="Instead: save --rows rows as Parquet and load them on so many segments.")
     ] = 0,
@@ -121,7 +121,7 @@ def _on_ray(
     optimizers: list[str],
     zipf: float | None,
 ) -> None:
-    """What needs a cluster."""
+    """Run the benchmarks that need a Ray cluster."""
     from rayps.bench.calls import bench_calls
     from rayps.bench.hot import bench_hot
 

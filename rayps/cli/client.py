@@ -192,7 +192,7 @@ def list_tokens(
 
 @token_app.command()
 def rotate(token_id: TokenId, to: show.To = None, output: Format = Output.table) -> None:
-    """Replace a token: the old one is refused from now on. The service's own is also written to its file.
+    """Replace a token: the old one is refused from now on. The service's own token is also written to its file.
 
     Rotating a user's token ends all browser sessions: `rayps open` opens another.
     """
@@ -228,7 +228,7 @@ def revoke(token_id: TokenId, output: Format = Output.table) -> None:
 
 
 def _path(service: Client, token_id: str) -> str:
-    """Return the path of a user's or a client's token."""
+    """Return the REST path of a user's or a client's token."""
     known = [each["id"] for each in service.call("GET", USER_TOKENS)["tokens"]]
     return f"{USER_TOKENS if token_id in (*known, LOCAL) else CLIENT_TOKENS}/{quote(token_id, safe='')}"
 
@@ -237,7 +237,7 @@ def joined(
     job_id: Annotated[str, typer.Argument(metavar="ID", help="The job's id, or its beginning.")],
     output: Format = Output.table,
 ) -> None:
-    """Show the real clients that have joined a job."""
+    """Show the real clients that have joined a job, and what the job waits for."""
     with Client() as service:
         found = service.call("GET", f"/api/v1/jobs/{service.job(job_id).id}/clients")
     if output is Output.json:

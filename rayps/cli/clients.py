@@ -35,7 +35,7 @@ def clients(
     output: Annotated[Output, typer.Option("--output", "-o", help="table or json.")] = Output.table,
     as_json: Annotated[bool, typer.Option("--json", help="The same as --output json.")] = False,
 ) -> None:
-    """Show each client's rows, labels, and the labels' entropy in bits."""
+    """Show each client's number of rows, its labels, and the labels' entropy in bits."""
     from rayps.data import rule
     from rayps.workload.base import load
 

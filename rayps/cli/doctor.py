@@ -1,4 +1,4 @@
-"""Check what this machine has and lacks for rayps. Reads only: imports and starts nothing."""
+"""`rayps doctor`: check which requirements of rayps this machine meets. Reads only: imports and starts nothing."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One requirement: what was found, whether it is required, and how to get it."""
+    """The result for one requirement: what was found, whether it is required, and how to get it."""
 
     name: str
-    found: str | None  # None: missing, or too little
+    found: str | None  # None: missing, or too little of it
     required: bool
     needed_for: str
     remedy: str
 
     @property
     def failed(self) -> bool:
-        """Whether rayps cannot run because of it."""
+        """Whether rayps cannot run because this requirement is not met."""
         return self.required and self.found is None
 
 
 def findings() -> list[Finding]:
-    """Check everything; findings in the order to read them."""
+    """Check all requirements; return the findings in the order in which to read them."""
     return list(_all())
 
 
@@ -154,7 +154,7 @@ def _open_files() -> Finding:
 
 
 def _jobs() -> Finding:
-    """Check that the store has a row for every job folder. Reads only."""
+    """Check that the store has a current row for every job folder. Reads only."""
     name, use = "jobs in the store", "restoring jobs (in RAYPS_STATE_DIR)"
     try:
         settings = Settings.read()

@@ -19,17 +19,22 @@ from rayps.service.client import Client, Job
 from rayps.service.job_file import read
 
 Id = Annotated[str, typer.Argument(metavar="ID", help="The job's id, as `rayps ls` shows it, or its beginning.")]
-Format = Annotated[Output, typer.Option("--output", "-o", help="For a person (table) or a program (json).")]
+Format = Annotated[Output, typer.Option("--output", "-o", help="A table to read, or json for a program.")]
 FAILED = 1
 DETACHED = 130
 _PROGRESS_SECONDS = 5.0
-_OMITTED = ("queued", "finished", "stopped", "failed")  # the first line and the last say the same
+_OMITTED = (
+    "queued",
+    "finished",
+    "stopped",
+    "failed",
+)  # events that the first and the last line of the output already show
 
 
 def submit(
     file: Annotated[Path, typer.Argument(metavar="SPEC.yaml", help="The job: workload, strategy, workers, ...")],
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Show its progress until it has ended; Ctrl-C detaches.")
+        bool, typer.Option("--follow", "-f", help="Show the job's progress until it has ended; Ctrl-C detaches.")
     ] = False,
     changes: Annotated[
         list[str] | None,
@@ -38,7 +43,9 @@ def submit(
     server_group: Annotated[
         str | None,
         typer.Option(
-            "--server-group", metavar="NAME", help="Store its parameters on this server group (`rayps servers ls`)."
+            "--server-group",
+            metavar="NAME",
+            help="Store the job's parameters on this server group (`rayps servers ls`).",
         ),
     ] = None,
     branch: Annotated[
@@ -100,7 +107,7 @@ def _follow(job: Job, output: Output) -> int:
 
 
 class _StatusLine:
-    """Print a job's status when it changes, and its progress every few seconds and at each epoch."""
+    """The status output of `submit --follow`: changes of status, and progress every few seconds and at each epoch."""
 
     def __init__(self) -> None:
         self._last = ""
@@ -108,7 +115,7 @@ class _StatusLine:
         self._at = 0.0
 
     def update(self, data: JobAnswer) -> None:
-        """Take the newest view of the job."""
+        """Print what has changed in the newest data of the job."""
         progress = data.get("progress") or {}
         if data["status"] == Status.RUNNING and progress.get("epochs"):
             epoch = (data["status"], progress.get("epoch", 0))
@@ -118,7 +125,7 @@ class _StatusLine:
                 return
             self._epoch, self._at = epoch, time.monotonic()
             self._print(f"RUNNING epoch {epoch[1] + 1} of {progress['epochs']}  batch loss {progress['loss']:.3g}")
-        elif data.get("reason") and not Status(data["status"]).terminal:  # the end has its own line
+        elif data.get("reason") and not Status(data["status"]).terminal:  # the end of a job has a line of its own
             self._print(f"{data['status']}: {data['reason']}")
 
     def _print(self, line: str) -> None:
@@ -209,7 +216,7 @@ def logs(
 
 def metrics(
     job_id: Id,
-    points: Annotated[int, typer.Option(min=2, max=5000, help="At most so many rows.")] = 20,
+    points: Annotated[int, typer.Option(min=2, max=5000, help="The largest number of rows.")] = 20,
     output: Format = Output.table,
 ) -> None:
     """Show a job's loss and speed; as JSON, one line per round."""
@@ -290,7 +297,7 @@ def open_page(to: show.To = None) -> None:
 
 
 def _operations(group: GroupFacts | None) -> str | None:
-    """Format a job's operations per second on its server group, and their quota."""
+    """Return the text for a job's operations per second on its server group, and their quota."""
     if not group or group.get("operations_s") is None:
         return None
     most = (group.get("quota") or {}).get("operations")

@@ -1,4 +1,4 @@
-"""The command line. A command imports what it needs when it runs: `rayps --help` loads neither torch nor ray."""
+"""The top of the command line: its commands, exit codes and error output. A command imports its needs when it runs."""
 
 from __future__ import annotations
 
@@ -80,17 +80,19 @@ def train(
         str | None,
         typer.Option(metavar="HOST:PORT", help="Join this Ray cluster; auto: that of RAY_ADDRESS or of this machine."),
     ] = None,
-    max_failures: Annotated[int, typer.Option(help="How many losses of actors the run survives.")] = 3,
+    max_failures: Annotated[int, typer.Option(help="The number of losses of actors that the run survives.")] = 3,
     timeout: Annotated[
         float, typer.Option(metavar="SECONDS", help="A peer that is silent for so long counts as dead.")
     ] = 60.0,
     cpus_per_worker: Annotated[float, typer.Option(metavar="N", help="CPUs that each worker reserves.")] = 1.0,
     gpus_per_worker: Annotated[float, typer.Option(metavar="N", help="GPUs that each worker reserves.")] = 0.0,
     server_group: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Keep the parameters on this group of the cluster at --address.")
+        str | None,
+        typer.Option(metavar="NAME", help="Store the parameters on this server group of the cluster at --address."),
     ] = None,
     branch: Annotated[
-        str | None, typer.Option(metavar="SPACE", help="Start with the parameters of another space of that group.")
+        str | None,
+        typer.Option(metavar="SPACE", help="Start with the parameters of another space of the server group."),
     ] = None,
     output: Annotated[Output, typer.Option("--output", "-o", help="table or json.")] = Output.table,
 ) -> None:
@@ -115,7 +117,7 @@ def train(
             branch=branch,
             progress=True,
         )
-    except KeyboardInterrupt as error:  # typer would drop its message
+    except KeyboardInterrupt as error:  # typer would drop this error's message
         raise typer.Exit(_failed("rayps", str(error) or "interrupted before training began", 130)) from None
     if output is Output.json:
         saved = None if result.checkpoint is None else str(result.checkpoint)
@@ -219,10 +221,10 @@ def run_app(commands: typer.Typer, program: str, arguments: list[str] | None = N
     except (KeyboardInterrupt, typer.Abort) as error:
         return _failed(program, str(error) or "interrupted", 130)
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of the pipe has ended: silent, as other tools are
+        sys.stderr.close()  # the reader of the pipe has ended: exit without a message, as other tools do
         return 141
     except Exception as error:
-        usage: Callable[[], str] | None = getattr(error, "format_message", None)  # of typer's errors only
+        usage: Callable[[], str] | None = getattr(error, "format_message", None)  # only typer's errors have it
         if usage is None:
             raise
         message = " ".join(line.strip() for line in usage().strip().splitlines())

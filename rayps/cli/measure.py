@@ -1,4 +1,4 @@
-"""Shared by the commands of `rayps bench`: a cluster to measure on, lists of numbers, rows as a table or JSON."""
+"""Shared by the commands of `rayps bench`: start a cluster, parse lists of numbers, print rows as a table or JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ Json = Annotated[bool, typer.Option("--json", help="The same as --output json.")
 
 
 def run(address: str | None, workers: int, measure: Callable[[Cluster], T]) -> T:
-    """Return `measure(cluster)`, on the cluster at `address` or on a new local one. Raises ConfigError."""
+    """Return `measure(cluster)`, with the cluster at `address` or a new local one.
+
+    Raises ConfigError: `workers` is below 1.
+    """
     if workers < 1:
         raise ConfigError(f"workers is {workers}: give at least 1", field="workers")
     from rayps.cluster.ray_cluster import RayCluster
@@ -46,7 +49,7 @@ def show_rows(output: Output, rows: Sequence[DataclassInstance], columns: dict[s
 
 
 def whole(text: str, field: str) -> list[int]:
-    """Read `1,16` as whole numbers. Raises ConfigError."""
+    """Parse whole numbers such as `1,16`. Raises ConfigError: names `field`."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
@@ -54,5 +57,5 @@ def whole(text: str, field: str) -> list[int]:
 
 
 def sizes_of(text: str) -> list[int]:
-    """Read `10KB,1MB` as sizes in bytes. Raises ConfigError."""
+    """Parse sizes such as `10KB,1MB`; return bytes. Raises ConfigError: a size cannot be read."""
     return [int(size_of(part, "sizes")) for part in text.split(",")]

@@ -46,12 +46,17 @@ def plan(
     ] = None,
     strategy: Annotated[
         str,
-        typer.Option(help="As for `rayps train`, e.g. pipeline:stages=4,micro_batches=8 or parameter_server:shards=2."),
+        typer.Option(
+            help="A strategy as for `rayps train`, e.g. pipeline:stages=4,micro_batches=8 or parameter_server:shards=2."
+        ),
     ] = "all_reduce",
     workers: Annotated[int | None, typer.Option(help="The number of workers (default: those of one replica).")] = None,
     batch: Annotated[int | None, typer.Option(help="Rows of a replica's batch (default: the workload's).")] = None,
     memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory of a worker, e.g. 2GB: names the workers that need more.")
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Memory of a worker, e.g. 2GB: the plan then names the workers that need more."
+        ),
     ] = None,
     parameters: Annotated[
         float | None,
@@ -97,7 +102,7 @@ def plan(
 
 
 class DrawnSchedule(TypedDict):
-    """A pipeline's schedule, JSON-ready: shares of the time, and what each stage does when."""
+    """A pipeline's schedule, JSON-ready: the share of idle time, and what each stage does when."""
 
     unit: str
     makespan: float
@@ -243,7 +248,7 @@ class _Plan:
         show.table(["memory", *keys], rows)
 
     def unfit(self) -> list[str]:
-        """List what does not fit or is inefficient, and what to change."""
+        """Return what does not fit into memory or is inefficient, each with a remedy."""
         found = []
         grid, cores = self.costs.grid, os.cpu_count() or 1
         for i, each in enumerate(self.costs.memory if self.limit is not None and self.known else []):
@@ -286,7 +291,7 @@ def _check_options(target: str | None, batch: int | None, parameters: float | No
 
 
 def _user_table(path: Path | None, phases: list[Phase]) -> Table | None:
-    """Read the user's schedule table, which must match the strategy's pipeline."""
+    """Read the user's schedule table. Raises ConfigError: it does not match the strategy's pipeline."""
     if path is None:
         return None
     replicas = [replica_of(phase.strategy) for phase in phases]
@@ -328,12 +333,12 @@ def _workload(target: str, batch: int | None) -> Workload:
 def _divisions(
     workload: Workload, target: str | None, phases: list[Phase], workers: int | None
 ) -> list[Division | None]:
-    """Divide the model for each phase. Raises the errors of a run before it starts."""
+    """Divide the model for each phase. Raises the errors that a run would raise before it starts."""
     from rayps.runtime.preflight import preflight
     from rayps.strategies.job import JobSpec
 
     found: list[Division | None] = []
-    for phase in phases:  # one by one: without --workers, phases may have replicas of different sizes
+    for phase in phases:  # each for itself: without --workers, phases may have replicas of different sizes
         alone = [Phase(None, phase.strategy)]
         spec = JobSpec(str(target), wire(alone), _workers(phase.strategy, workers)).check()
         checked = preflight(workload, alone, spec)

@@ -1,4 +1,4 @@
-"""`rayps serve`: check the state directory and the address, run the service, stop it in order."""
+"""`rayps serve`: check the state directory and the address, run the service, and shut it down."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class _Server(HttpServer):
-    """A server that announces its address when it answers, ends streams first, and exits with code 0 on a signal."""
+    """A server that prints its address once it answers; on a signal it ends streams first, then exits with code 0."""
 
     def __init__(self, config: uvicorn.Config, site: _Site) -> None:
         super().__init__(config)
@@ -57,7 +57,7 @@ class _Server(HttpServer):
 
 
 class _Site:
-    """The notes at the start and at the end of the service."""
+    """The messages that `rayps serve` prints at the start and at the end of the service."""
 
     def __init__(self, settings: Settings, url: str) -> None:
         self._settings = settings
@@ -79,7 +79,7 @@ class _Site:
         except Exception as error:
             if not is_full(error):
                 raise
-            note(self._service.store.disk.full())  # the service runs: jobs can be read and deleted
+            note(self._service.store.disk.full())  # the service runs nevertheless: jobs can be read and deleted
 
     async def _announce(self, service: Service) -> None:
         facts = {"url": self._url, "pid": os.getpid()}
@@ -87,7 +87,7 @@ class _Site:
         if sys.stdout.isatty():
             code = await service.store.login_code()
             line(f"dashboard: {self._url}/#code={code}\n(valid once, for five minutes; `rayps open` prints another)")
-        else:  # other users may read the log
+        else:  # no code, because other users may read the log
             line(
                 f"dashboard: {self._url}/\n(to open it, run in a terminal: "
                 f"RAYPS_STATE_DIR={shlex.quote(str(self._settings.state_dir))} rayps open)"
@@ -147,7 +147,7 @@ def run(settings: Settings, *, keep: bool = False) -> None:
 
 @contextlib.contextmanager
 def _exclusive(settings: Settings) -> Iterator[None]:
-    """Lock the state directory: one service for each."""
+    """Lock the state directory, so that one service uses it. Raises ConfigError: another service has the lock."""
     with (settings.state_dir / SERVICE_LOCK).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

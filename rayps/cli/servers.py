@@ -102,7 +102,7 @@ def show_one(name: Name, output: Format = Output.table, as_json: Json = False) -
 @app.command()
 def resize(
     name: Name,
-    servers: Annotated[int, typer.Argument(metavar="N", min=1, help="How many servers it should have.")],
+    servers: Annotated[int, typer.Argument(metavar="N", min=1, help="The new number of servers of the group.")],
     wait: Wait = False,
     timeout: Timeout = 300.0,
     output: Format = Output.table,
@@ -116,7 +116,9 @@ def resize(
 @app.command()
 def drain(
     name: Name,
-    server: Annotated[str, typer.Argument(metavar="SERVER", help="As `rayps servers show` names it.")],
+    server: Annotated[
+        str, typer.Argument(metavar="SERVER", help="The server's name, as `rayps servers show` prints it.")
+    ],
     wait: Wait = False,
     timeout: Timeout = 300.0,
     output: Format = Output.table,
@@ -181,7 +183,9 @@ def drop(name: Name, space: Space, output: Format = Output.table, as_json: Json 
 @app.command()
 def stop(
     name: Name,
-    force: Annotated[bool, typer.Option("--force", help="Also if jobs use the group: they fail.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Stop the group also if jobs use it; these jobs fail.")
+    ] = False,
     wait: Wait = False,
     timeout: Timeout = 300.0,
     output: Format = Output.table,

@@ -33,15 +33,15 @@ _COLOURS = {
     "RECOVERING": "yellow",
     "UNKNOWN": "yellow",
 }
-_LAST = 14  # least width of a table's last column before others are cut
+_LAST = 14  # a table's last column has at least this width before others are cut
 _UNKNOWN = object()
-_CUT = 6  # least width of a column that is cut
+_CUT = 6  # a column is cut to this width at least
 
 Cell: TypeAlias = str | float | Text | None  # of a table
 
 
 class Output(enum.StrEnum):
-    """A table for a person, or JSON for a program."""
+    """The format of a command's output: a table for a person, or JSON for a program."""
 
     table = "table"
     json = "json"
@@ -63,10 +63,10 @@ _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) i
 
 
 def plain(text: str) -> str:
-    r"""Spell out control characters (ESC as \x1b); tabs and line ends stay.
+    r"""Replace control characters by text (ESC by \x1b); tabs and line ends stay.
 
-    A job's output could otherwise move the cursor, set the title, write to the clipboard or change the reading order
-    of the user's terminal.
+    Otherwise a job's output could move the cursor, set the title, write to the clipboard or change the reading order of
+    the user's terminal.
     """
     return text.translate(_CONTROLS)
 
@@ -78,13 +78,13 @@ def note(text: str) -> None:
 
 
 def line(text: str) -> None:
-    """Print a line of data to stdout; on a terminal with control characters spelled out."""
+    """Print a line of data to stdout; on a terminal control characters are replaced, see `plain`."""
     sys.stdout.write(f"{plain(text) if sys.stdout.isatty() else text}\n")
     sys.stdout.flush()
 
 
 def refuse_secret(to: str | None) -> None:
-    """Refuse to print a secret to a file or pipe without `--to`. Raises ConfigError."""
+    """Check that a secret may be printed. Raises ConfigError: stdout is a file or pipe, and `--to` is not given."""
     if to is None and not sys.stdout.isatty():
         raise ConfigError(
             "this is a secret, and the output is not a terminal: give --to FILE (readable by you only),\n"
@@ -94,7 +94,10 @@ def refuse_secret(to: str | None) -> None:
 
 
 def refuse_existing(to: str | None) -> None:
-    """Refuse a file that exists (it may have a token that cannot be shown again) or cannot be made. ConfigError."""
+    """Check that a file for a secret can be created. Raises ConfigError: it exists, or its folder is not writable.
+
+    An existing file is not overwritten, because it may contain a token that cannot be shown again.
+    """
     if to in (None, "-"):
         return
     path = Path(to).expanduser()
@@ -125,9 +128,9 @@ def dump(data: Any) -> None:
 
 
 def table(columns: list[str], rows: Sequence[Sequence[Cell]], cut: tuple[str, ...] = ()) -> None:
-    """Print rows under headings. On a narrow terminal the columns in `cut` are cut and the last one wraps.
+    """Print rows under headings. On a narrow terminal the columns in `cut` are shortened, and the last column wraps.
 
-    Nothing is cut if stdout is not a terminal.
+    Nothing is shortened if stdout is not a terminal.
     """
     terminal = sys.stdout.isatty()
     console = Console(soft_wrap=not terminal, highlight=False)
@@ -152,7 +155,7 @@ def table(columns: list[str], rows: Sequence[Sequence[Cell]], cut: tuple[str, ..
 
 
 def status(word: str) -> Text:
-    """Colour a status."""
+    """Return a status in its colour."""
     return Text(word, style=_COLOURS.get(word, ""))
 
 
@@ -176,22 +179,22 @@ def age(stamp: str | None) -> str:
 
 
 def clock(at: float) -> str:
-    """Format seconds since the epoch in local time."""
+    """Return seconds since the epoch as local time."""
     return datetime.fromtimestamp(at).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def number(value: float | str | None) -> str:
-    """Format a figure with four digits; None is empty."""
+    """Return a figure with four digits as text; None gives ""."""
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def measures(found: Mapping[str, float] | None) -> str:
-    """Format metrics on one line."""
+    """Return metrics as text on one line."""
     return "  ".join(f"{name} {number(value)}" for name, value in (found or {}).items())
 
 
 def strategy(spec: Json) -> str:
-    """Write a strategy in its text form, without options that have their default."""
+    """Return a strategy in its text form, without options that have their default."""
     return written(_brief(spec))
 
 
@@ -211,12 +214,12 @@ def _brief(spec: Json) -> Json:
 
 
 def learns(job: JobAnswer) -> str:
-    """Describe a job's strategy, and its server group if it has one."""
+    """Return a job's strategy as text, with its server group if it has one."""
     spec, group = job["spec"], (job.get("progress") or {}).get("server_group") or {}
     name = spec.get("server_group")
     if name is None:
         return strategy(spec["strategy"])
-    text = strategy(_without_servers(spec["strategy"]))  # the group decides the number of servers
+    text = strategy(_without_servers(spec["strategy"]))  # the number of servers is the group's
     if not group.get("servers"):
         return f"{text} on {name}"
     alive = sum(server.get("state") != "dead" for server in group["servers"])
@@ -238,7 +241,7 @@ def _without_servers(spec: Json) -> Json:
 
 
 def result(job: JobAnswer) -> str:
-    """Describe a job's result: its metrics; while it runs, the last evaluation or the last batch's loss."""
+    """Return a job's final metrics as text; while it runs, its last evaluation or its last batch's loss."""
     if job.get("metrics"):
         return measures(job["metrics"])
     progress = job.get("progress") or {}

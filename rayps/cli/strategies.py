@@ -1,4 +1,4 @@
-"""`rayps strategies`: what there is to choose from, the user's own included."""
+"""`rayps strategies`: list the strategies that a job can use, the user's own included."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from rayps.strategies.catalogue import StrategyDescription, catalogue
 def strategies(
     working_dir: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Also list the strategies in the Python files there; the current folder."),
+        typer.Option(
+            metavar="DIR",
+            help="Also list the strategies that the Python files of this folder define (the current folder).",
+        ),
     ] = None,
     output: Annotated[Output, typer.Option("--output", "-o", help="table or json.")] = Output.table,
 ) -> None:
