@@ -74,7 +74,7 @@ class AggregationRule:
 
     @classmethod
     def options(cls) -> dict[str, Option]:
-        """The rule's options by name, `bucket` last."""
+        """Return the rule's options by name, `bucket` last."""
         fields = sorted(dataclasses.fields(cls), key=lambda field: field.name == "bucket")
         if not cls.robust:
             return {}

@@ -43,7 +43,7 @@ _MOST_PAUSE = 30.0  # seconds between two attempts to start a manager that does 
 
 
 def actor(name: str) -> str:
-    """The name of a group's manager in the cluster."""
+    """Return the name of a group's manager in the cluster."""
     return f"rayps-servers-{name}"
 
 

@@ -91,7 +91,7 @@ class SegmentAssignment:
         return self.copies if self.primary is None else (self.primary, *self.copies)
 
     def role(self, server: str) -> Role:
-        """The role of a server for this segment."""
+        """Return the role of a server for this segment."""
         if server == self.primary:
             return Role.LEAVING if self.successor is not None else Role.PRIMARY
         return Role.COPY if server in self.copies else Role.NONE
@@ -366,7 +366,7 @@ class _SegmentDecisions:
     # ---- decisions of which a server carries out a few at a time
 
     def _can_move(self, segment: SegmentAssignment) -> bool:
-        """Whether no change of it is in progress, and its primary is connected."""
+        """Return whether no change of it is in progress, and its primary is connected."""
         return segment.ready and segment.successor is None and not segment.unsynced and self._up(str(segment.primary))
 
     def _limited(self, segment: SegmentAssignment, copied: bool) -> SegmentDecision | None:
@@ -449,7 +449,7 @@ class Rebalancer:
         self._moved: dict[SegmentId, float] = {}  # when a segment was moved
 
     def due(self, now: float) -> bool:
-        """Whether to check the load now; the next check is then `every` seconds later."""
+        """Return whether to check the load now; the next check is then `every` seconds later."""
         if self._balance is None or now - self._checked < self._balance.every:
             return False
         self._checked = now

@@ -74,7 +74,7 @@ class _Chunk:
         self._free: dict[int, deque[int]] = {}
 
     def take(self, size: int) -> int:
-        """Where a block of this size is; -1 where there is no room."""
+        """Return where a block of this size is; -1 where there is no room."""
         free = self._free.get(size)
         if free:
             return free.popleft()
@@ -99,14 +99,14 @@ class WorkerMemory:
         self._bytes = 0
 
     def gradient(self, size: int, dtype: torch.dtype) -> GradientBuffer:
-        """The memory of the dense vector's gradient."""
+        """Return the memory of the dense vector's gradient."""
         if self.gradients is None:
             self.gradients = GradientBuffer(size, dtype)
             self.chunks.append(_Chunk(self.gradients.memory, blocks=False))
         return self.gradients
 
     def room(self, size: int) -> Bytes:
-        """Memory for a piece or an answer, not cleared; it is used again once nobody refers to it any more.
+        """Return memory for a piece or an answer, not cleared; it is used again once nobody refers to it any more.
 
         Ordinary memory where the session has as much as it may have.
         """
@@ -128,7 +128,7 @@ class WorkerMemory:
         return found
 
     def place(self, piece: Bytes) -> int:
-        """Where a piece lies, as a place; -1 where it lies in none of these memories."""
+        """Return where a piece lies, as a place; -1 where it lies in none of these memories."""
         address = int(piece.__array_interface__["data"][0])
         for number, chunk in enumerate(self.chunks):
             if address - chunk.address >= 0 and address + len(piece) <= chunk.address + chunk.size:
@@ -136,7 +136,7 @@ class WorkerMemory:
         return -1
 
     def number(self, gradients: GradientBuffer) -> int:
-        """The number of the memory of a gradient."""
+        """Return the number of the memory of a gradient."""
         return next(i for i, chunk in enumerate(self.chunks) if chunk.memory is gradients.memory)
 
     def retire(self) -> None:
@@ -172,7 +172,7 @@ class WorkerMemory:
 
 
 def rounded(size: int) -> int:
-    """The size of a block for `size` bytes: at most an eighth larger, so that blocks given back fit again."""
+    """Return the size of a block for `size` bytes: at most an eighth larger, so that blocks given back fit again."""
     if size <= 8 * ALIGN:
         return -(-max(size, 1) // ALIGN) * ALIGN
     step = 1 << (size - 1).bit_length() - 4
@@ -327,14 +327,14 @@ def copy_now(values: Bytes, place: Bytes, rows: ShardRows | None) -> None:
 
 
 def array_of(buffer: Any) -> Bytes:
-    """A buffer as an array of bytes, in the same memory."""
+    """Return a buffer as an array of bytes, in the same memory."""
     if isinstance(buffer, np.ndarray):
         return buffer if buffer.dtype == np.uint8 and buffer.ndim == 1 else buffer.reshape(-1).view(np.uint8)
     return np.frombuffer(buffer, np.uint8) if len(buffer) else np.empty(0, np.uint8)
 
 
 def mailbox(link: object, memory: WorkerMemory | None) -> WorkerMailbox | None:
-    """A mailbox on a link, where its two ends share memory; else None."""
+    """Return a mailbox on a link, where its two ends share memory; else None."""
     if memory is None or not AVAILABLE or not isinstance(link, SharedLink):
         return None
     return WorkerMailbox(link, memory)
@@ -358,7 +358,7 @@ class ServerMailbox:
         link.offer_descriptor(WAKEUP, wakeup)
 
     def take(self) -> tuple[MailboxCall, list[list[int]], bool]:
-        """The new request, the rows of its head, and whether the head is another one than before."""
+        """Return the new request, the rows of its head, and whether the head is another one than before."""
         tag = self.begin()
         kind, number, rows, step, patience, weight = self.request()
         fresh = number != self.number
@@ -370,7 +370,7 @@ class ServerMailbox:
         return MailboxCall(tag, kind, step, patience, weight), self._rows, fresh
 
     def request(self) -> tuple[int, int, int, int, int, float]:
-        """The request as it lies there: kind, number of the head, its rows, step, patience, weight."""
+        """Return the request as it lies there: kind, number of the head, its rows, step, patience, weight."""
         found: tuple[int, int, int, int, int, float] = REQUEST.unpack_from(self._view, _REQUEST_AT)
         return found
 
@@ -381,7 +381,7 @@ class ServerMailbox:
         return tag
 
     def bytes_at(self, place: int, size: int) -> memoryview:
-        """Memory of the worker's. Raises ValueError: it offered none such."""
+        """Return memory of the worker's. Raises ValueError: it offered none such."""
         if not size:
             return memoryview(b"")
         number, offset = place >> OFFSET_BITS, place & (1 << OFFSET_BITS) - 1
@@ -398,7 +398,7 @@ class ServerMailbox:
         return memory.view[offset : offset + size]
 
     def tensor_at(self, place: int, size: int, dtype: torch.dtype) -> Tensor:
-        """The same, as elements. Raises ValueError."""
+        """Return the same, as elements. Raises ValueError."""
         if size % dtype.itemsize:
             raise ValueError(f"{size} bytes are no whole number of {dtype} elements")
         view = self.bytes_at(place, size)
@@ -426,12 +426,12 @@ class ServerMailbox:
 
 
 def offered(link: object) -> bool:
-    """Whether the worker at the other end has offered a mailbox."""
+    """Return whether the worker at the other end has offered a mailbox."""
     return isinstance(link, SharedLink) and MAILBOX in link.memories and WAKEUP in link.descriptors
 
 
 def head_of(rows: Sequence[Sequence[int]]) -> bytes:
-    """The head of a request."""
+    """Return the head of a request."""
     return np.array(rows, np.int64).tobytes()
 
 
@@ -487,7 +487,7 @@ class GradientBuffer:
         self._start = self.gradient.data_ptr()
 
     def holds(self, vector: Tensor, lo: int) -> bool:
-        """Whether a vector lies in the gradient's memory already, at element `lo`."""
+        """Return whether a vector lies in the gradient's memory already, at element `lo`."""
         return (
             vector.data_ptr() == self._start + lo * self.gradient.element_size()
             and vector.dtype == self.gradient.dtype

@@ -127,7 +127,7 @@ class KnownRows:
         self._known: dict[tuple[int, ...], tuple[NDArray[np.int32], ShardRows]] = {}  # the one used last is the last
 
     def find(self, entry: int, ids: NDArray[np.int32]) -> ShardRows | None:
-        """The rows of these ids, if they are known."""
+        """Return the rows of these ids, if they are known."""
         key = self._key(entry, ids)
         found = self._known.get(key)
         if found is None or not np.array_equal(found[0], ids):

@@ -40,7 +40,7 @@ class TableInVector:
     width: int  # elements of a row
 
     def part(self, lo: int, hi: int) -> tuple[int, int]:
-        """The rows [first, last) that lie in the elements [lo, hi) of the vector.
+        """Return the rows [first, last) that lie in the elements [lo, hi) of the vector.
 
         Raises:
             ConfigError: a row is cut by these bounds.
@@ -57,7 +57,7 @@ class TableInVector:
 
 
 def table_of(layout: Layout, name: str | None = None) -> TableInVector:
-    """The table of that name; without a name, the only one there is.
+    """Return the table of that name; without a name, the only one there is.
 
     Raises:
         ConfigError: there is no such table, or there are several and none was named.
@@ -85,7 +85,7 @@ def cuts(layout: Layout, shards: int, most: float = 1 / 16) -> list[tuple[int, i
 
 
 def cut(layout: Layout, segments: int | None = None) -> tuple[tuple[int, int], ...]:
-    """The elements [lo, hi) of each segment; by default 32 of them, and fewer, but 8, where the vector is small.
+    """Return the elements [lo, hi) of each segment; by default 32 of them, and fewer, but 8, where the vector is small.
 
     A column of a model may own nothing: it has one empty segment, whose clock counts the column's pushes.
 
@@ -143,7 +143,7 @@ class Ids:
         return self._order is None
 
     def same(self, given: Tensor, table: TableInVector) -> bool:
-        """Whether these are the ids that are given again."""
+        """Return whether these are the ids that are given again."""
         return table == self.table and given.shape == self.given.shape and torch.equal(given, self.given)
 
     def summed(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -158,7 +158,7 @@ class Ids:
         return total.index_put_((self._places,), rows, accumulate=True), None
 
     def spread(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
-        """Rows [len(unique), width] as they were asked for: [len(given), width], in `out` where given."""
+        """Return rows [len(unique), width] as they were asked for: [len(given), width], in `out` where given."""
         if self._order is None:
             return rows
         spread = torch.empty(len(self.given), rows.shape[1], dtype=rows.dtype) if out is None else out
@@ -166,7 +166,7 @@ class Ids:
         return spread
 
     def cut(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Where each shard's ids stand in `unique`, for shards of the elements `ranges`. Raises ConfigError."""
+        """Return where each shard's ids stand in `unique`, for shards of the elements `ranges`. Raises ConfigError."""
         parts = [self.table.part(lo, hi) for lo, hi in ranges]
         places = torch.searchsorted(self.unique, torch.tensor(parts, dtype=torch.int64)).tolist()
         return [(first, last) for first, last in places]
@@ -212,7 +212,7 @@ class ShardRows:
         return vector[self.start : self.start + whole * self.width].view(whole, self.width)
 
     def within(self, wider: ShardRows) -> ShardRows:
-        """The same rows, counted among those of `wider`, which has them all."""
+        """Return the same rows, counted among those of `wider`, which has them all."""
         return ShardRows(self.entry, 0, self.width, torch.searchsorted(wider.ids, self.ids))
 
 
@@ -246,7 +246,7 @@ Area = tuple[int, int] | ShardRows  # what of a shard a push touches: elements [
 
 
 def gathered(pushes: Sequence[tuple[Tensor, Area]], size: int) -> tuple[list[Tensor], Area]:
-    """The pushes of one round with one shape, and all that they touch: rows where all are rows of one table.
+    """Return the pushes of one round with one shape, and all that they touch: rows where all are rows of one table.
 
     Pushes of ranges are of the shard's whole `size` already; those that touch nothing count as zeros.
     """
@@ -279,7 +279,7 @@ def _dense(value: Tensor, area: Area, size: int) -> Tensor:
 
 
 def union(several: Sequence[ShardRows]) -> ShardRows:
-    """All rows that are among any of these, of one table."""
+    """Return all rows that are among any of these, of one table."""
     first = several[0]
     ids = first.ids
     if any(not torch.equal(rows.ids, ids) for rows in several[1:]):
@@ -293,7 +293,7 @@ def rows_here(layout: Layout, lo: int, hi: int, entry: int, ids: Tensor) -> Shar
 
 
 def local_rows(layout: Layout, lo: int, hi: int, entry: int, ids: Tensor) -> ShardRows:
-    """Ids that count from a table's first row among the elements lo to hi, as rows of these.
+    """Return ids that count from a table's first row among the elements lo to hi, as rows of these.
 
     Raises:
         ValueError: there is no such table here, or the ids are not sorted, unique and all of these rows.
@@ -335,7 +335,7 @@ class IdLists:
         self._next = 0
 
     def find(self, given: Tensor, table: str | None = None) -> Listed:
-        """The list of these ids, which is new where they are none of the last ones. Raises ConfigError."""
+        """Return the list of these ids, which is new where they are none of the last ones. Raises ConfigError."""
         wanted = table_of(self._layout, table)
         for listed in self._lists:
             if listed is not None and listed.ids.same(given, wanted):

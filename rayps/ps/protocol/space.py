@@ -52,7 +52,7 @@ class SparseTable:
     policy: dict[str, Any] = field(default_factory=dict)
 
     def error(self, kind: type[_Error], text: str, **data: Json) -> _Error:
-        """An error about this table: its message and its data name the table."""
+        """Return an error about this table: its message and its data name the table."""
         return kind(f"table {self.name!r}: {text}", table=self.name, **data)
 
 

@@ -49,7 +49,7 @@ class TableClient:
     # ---- ids
 
     def look(self, ids: Tensor | wire_format.Ids) -> Lookup:
-        """The lookup of int64 ids of any shape. Raises DataError: an id is negative."""
+        """Return the lookup of int64 ids of any shape. Raises DataError: an id is negative."""
         given = torch.as_tensor(ids).detach().cpu()
         if self._last is None or not torch.equal(self._last[0], given):
             self._last = given.clone(), lookup_of(given, self.table)  # a copy: the caller may write to its ids
@@ -58,7 +58,7 @@ class TableClient:
     # ---- rows
 
     def rows(self, ids: Tensor, learns: bool = True) -> tuple[Lookup, Tensor]:
-        """The lookup of a forward's ids and its rows [n, dim], prefetched if possible.
+        """Return the lookup of a forward's ids and its rows [n, dim], prefetched if possible.
 
         With `learns` the rows are those of this round; otherwise the current ones. Raises LinkError, DataError.
         """
@@ -73,7 +73,7 @@ class TableClient:
         return lookup, found
 
     def _from_prefetched(self, held: Prefetched, ids: Tensor) -> tuple[Lookup, Tensor]:
-        """The rows of `ids` out of the prefetched ones; pull those that are missing."""
+        """Return the rows of `ids` out of the prefetched ones; pull those that are missing."""
         if held.given.shape == ids.shape and torch.equal(held.given, ids.cpu()):
             return held.lookup, held.rows
         lookup = self.look(ids)
@@ -106,7 +106,7 @@ class TableClient:
         return torch.from_numpy(memory).view(dtype).view(n, self.table.dim)
 
     def asked(self, lookup: Lookup, uses: bool = False) -> dict[int, Buffer]:
-        """The pieces of a pull by segment, for segments with ids."""
+        """Return the pieces of a pull by segment, for segments with ids."""
         room, found = self._block(lookup, 0), dict[int, Buffer]()
         for s, lo, hi in spans(lookup):
             counts = lookup.counts[lo:hi] if uses else None
@@ -114,7 +114,7 @@ class TableClient:
         return found
 
     def _block(self, lookup: Lookup, row: int) -> wire_format.Room:
-        """One block of memory for the pieces of a request with `row` bytes of values for each id."""
+        """Return one block of memory for the pieces of a request with `row` bytes of values for each id."""
         return wire_format.carved(self.session.room, 40 * (self.table.segments + 1) + len(lookup.ids) * (12 + row))
 
     def landing(self, lookup: Lookup, rows: Tensor) -> dict[int, Buffer] | None:
@@ -143,14 +143,14 @@ class TableClient:
         self._pending.append((ids, grads.detach()))
 
     def gradient_fault(self) -> int | None:
-        """The first id whose gradient in the next push is not finite; None = all are finite."""
+        """Return the first id whose gradient in the next push is not finite; None = all are finite."""
         for lookup, grads in self._pending:
             if not is_finite(grads):
                 return int(lookup.ids[first_not_finite(grads) // self.table.dim])
         return None
 
     def square(self) -> Tensor:
-        """The squared Euclidean norm of the next push, after summing gradients by id."""
+        """Return the squared Euclidean norm of the next push, after summing gradients by id."""
         if len(self._pending) > 1:
             self._pending = [merged(self._pending, self.table)]
         return sum((square_of(grads) for _, grads in self._pending), torch.zeros((), dtype=torch.float64))
@@ -218,7 +218,7 @@ class Tables:
         return found
 
     def gradient_fault(self) -> tuple[str, int] | None:
-        """The first table and id whose gradient in the next push is not finite; None = all are finite."""
+        """Return the first table and id whose gradient in the next push is not finite; None = all are finite."""
         for name, client in self.clients.items():
             found = client.gradient_fault()
             if found is not None:
@@ -226,7 +226,7 @@ class Tables:
         return None
 
     def square(self) -> Tensor:
-        """The squared Euclidean norm of the next push of all tables."""
+        """Return the squared Euclidean norm of the next push of all tables."""
         return sum((client.square() for client in self.clients.values()), torch.zeros((), dtype=torch.float64))
 
     def scale(self, factor: float) -> None:

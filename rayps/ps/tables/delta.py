@@ -52,7 +52,7 @@ class Delta:
 
 
 def schema(table: SparseTable) -> pa.Schema:
-    """The Arrow schema of a table's deltas."""
+    """Return the Arrow schema of a table's deltas."""
     number = pa.from_numpy_dtype(np.dtype(table.dtype))
     return pa.schema(
         [("id", pa.int64()), ("row", pa.list_(number, table.dim)), ("version", pa.int64()), ("gone", pa.bool_())]

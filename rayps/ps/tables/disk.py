@@ -88,7 +88,7 @@ class Disk:
         self._mark(ids)
 
     def has(self, ids: Ids) -> NDArray[np.bool_]:
-        """Which ids may have a record, bool [n]: true for all that do, and for few others."""
+        """Return which ids may have a record, bool [n]: true for all that do, and for few others."""
         found = np.full(len(ids), self._count > 0)
         if self._count:
             for byte, bit in self._places(ids):
@@ -96,7 +96,7 @@ class Disk:
         return found
 
     def peek(self, ids: Ids) -> tuple[Ids, FieldValues]:
-        """The ids that have a record, ascending, and the records by field."""
+        """Return the ids that have a record, ascending, and the records by field."""
         wanted = np.sort(ids[self.has(ids)]).tolist()
         found: list[tuple[int, bytes]] = []
         for lo in range(0, len(wanted), _ASKED):
@@ -113,11 +113,11 @@ class Disk:
             self._count -= len(ids)
 
     def all(self) -> tuple[Ids, FieldValues]:
-        """All records by field, in the order of the ids."""
+        """Return all records by field, in the order of the ids."""
         return self._read(self._db.execute("select id, record from rows order by id").fetchall())
 
     def column(self, name: str) -> tuple[Ids, Rows]:
-        """One field of all records, in the order of the ids."""
+        """Return one field of all records, in the order of the ids."""
         at = 1
         for field in self._fields:
             size = field.width * np.dtype(field.dtype).itemsize
@@ -130,7 +130,7 @@ class Disk:
         return ids, np.frombuffer(raw, field.dtype).reshape(-1, field.width)
 
     def branch(self) -> Disk:
-        """A copy, in a file of its own."""
+        """Return a copy, in a file of its own."""
         other = Disk(self._fields, self._folder)
         self._db.backup(other._db)
         other._count, other._filter = self._count, self._filter.copy()

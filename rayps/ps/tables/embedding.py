@@ -67,7 +67,7 @@ class _Rows(nn.Module):
         return self.table.dim
 
     def extra_repr(self) -> str:
-        """Text for print(model)."""
+        """Return text for print(model)."""
         return f"{self.table.dim}, table={self.table.name!r}"
 
     def step(self) -> None:
@@ -88,7 +88,7 @@ class _Rows(nn.Module):
         return self._tables
 
     def _look(self, ids: Tensor) -> tuple[Lookup, Tensor]:
-        """The lookup of the ids and its rows [n, dim]; their gradient becomes part of the next push."""
+        """Return the lookup of the ids and its rows [n, dim]; their gradient becomes part of the next push."""
         client, learns = self._bound(), torch.is_grad_enabled()
         with peers_awaited():
             lookup, rows = client.rows(ids, learns=learns)
@@ -162,7 +162,7 @@ class EmbeddingBag(_Rows):
         self.mode = mode
 
     def forward(self, ids: GivenIds, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
-        """One row for each bag, [bags, dim].
+        """Return one row for each bag, [bags, dim].
 
         `ids` [bags, n]: each row is a bag. `ids` [m] with `offsets` [bags]: bag i begins at offsets[i].
         `per_sample_weights`, of the shape of `ids`, multiply the rows (only with mode "sum").
@@ -203,7 +203,7 @@ class EmbeddingBag(_Rows):
         return offsets.to(torch.int64)
 
     def extra_repr(self) -> str:
-        """Text for print(model)."""
+        """Return text for print(model)."""
         return f"{super().extra_repr()}, mode={self.mode!r}"
 
 
@@ -211,12 +211,12 @@ class EmbeddingBag(_Rows):
 
 
 def rows_of(model: nn.Module) -> Iterator[_Rows]:
-    """The modules of a model whose rows are in tables."""
+    """Return the modules of a model whose rows are in tables."""
     return (module for module in model.modules() if isinstance(module, _Rows))
 
 
 def tables_of(model: nn.Module) -> tuple[SparseTable, ...]:
-    """The tables of a model, in the order of their modules; () if there are none.
+    """Return the tables of a model, in the order of their modules; () if there are none.
 
     Raises:
         ConfigError: two modules give one table different options.

@@ -42,7 +42,7 @@ class HashIndex:
         return int(self._cells.nbytes + self.keys.nbytes)
 
     def find(self, ids: Ids) -> Slots:
-        """The slot of each id, int64 [n]; `ABSENT` for an id that is not in the index."""
+        """Return the slot of each id, int64 [n]; `ABSENT` for an id that is not in the index."""
         cells, keys, mask = self._cells, self.keys, len(self._cells) - 1
         place = self._first(ids)
         slots = cells.take(place).astype(np.int64)
@@ -65,7 +65,7 @@ class HashIndex:
         return slots
 
     def _first(self, ids: Ids) -> Slots:
-        """The first cell of each id's probe sequence."""
+        """Return the first cell of each id's probe sequence."""
         place = mix(ids)
         place &= np.uint64(len(self._cells) - 1)
         return place.view(np.int64)
@@ -102,11 +102,11 @@ class HashIndex:
         return slots
 
     def slots(self) -> Slots:
-        """The slots in use, ascending."""
+        """Return the slots in use, ascending."""
         return np.flatnonzero(self.keys[: self.top] >= 0)
 
     def branch(self) -> HashIndex:
-        """A copy; both share memory until one of them changes."""
+        """Return a copy; both share memory until one of them changes."""
         other = HashIndex()
         other._cells, other.keys, other.top = self._cells, self.keys, self.top
         other._free, other._filled, other._live = list(self._free), self._filled, self._live

@@ -16,7 +16,7 @@ GivenIds: TypeAlias = Tensor | ArrayLike  # whole numbers, or strings, of any sh
 
 
 def ids_of(given: GivenIds, table: str = "") -> Tensor:
-    """Ids as an int64 tensor of the same shape; strings become 63-bit ids by `hash_ids`.
+    """Return ids as an int64 tensor of the same shape; strings become 63-bit ids by `hash_ids`.
 
     Raises:
         WorkloadError: the values are neither whole numbers nor strings.

@@ -49,7 +49,7 @@ def _read(table: SparseTable) -> tuple[str, float]:
 
 
 def initial(table: SparseTable, ids: Ids) -> Rows:
-    """The initial values of rows, [n, dim] of the table's dtype.
+    """Return the initial values of rows, [n, dim] of the table's dtype.
 
     normal: mean 0, standard deviation `scale`, one of 65,536 equally likely quantiles; uniform: between -scale and
     scale, one of 2^32 levels; constant: `value`.
@@ -73,7 +73,7 @@ def initial(table: SparseTable, ids: Ids) -> Rows:
 
 
 def _bits(table: SparseTable, ids: Ids, kind: type[_Bits]) -> NDArray[_Bits]:
-    """Random whole numbers [n, dim] of 16 or 32 bits."""
+    """Return random whole numbers [n, dim] of 16 or 32 bits."""
     words = -(-table.dim * np.dtype(kind).itemsize // 8)
     key = mix(ids ^ np.int64(key_of(table.seed)))
     steps = (np.arange(1, words + 1, dtype=np.uint64) * np.uint64(_GOLDEN))[None, :]
@@ -81,20 +81,20 @@ def _bits(table: SparseTable, ids: Ids, kind: type[_Bits]) -> NDArray[_Bits]:
 
 
 def key_of(seed: int) -> int:
-    """A seed as 63 well-mixed bits."""
+    """Return a seed as 63 well-mixed bits."""
     return int(mix(np.array([seed % (1 << 63)], np.int64) ^ np.int64(0x5DEECE66D))[0]) >> 1
 
 
 @functools.cache
 def _normals(dtype: str) -> Rows:
-    """The quantiles of the normal distribution at (i + 1/2) / 65536, scaled to a variance of 1."""
+    """Return the quantiles of the normal distribution at (i + 1/2) / 65536, scaled to a variance of 1."""
     half = quantile((np.arange(_LEVELS // 2) + 0.5) / _LEVELS)
     values = np.concatenate([half, -half[::-1]])
     return (values / math.sqrt(math.fsum(values * values) / _LEVELS)).astype(dtype)  # fsum: exact in any order
 
 
 def quantile(p: Floats) -> Floats:
-    """The quantiles of the normal distribution at probabilities 0 < p <= 1/2, float64, by its series.
+    """Return the quantiles of the normal distribution at probabilities 0 < p <= 1/2, float64, by its series.
 
     The distribution function at -x is 1/2 - x phi(x) (1 + x^2/3 + x^4/(3 5) + ...); Newton's method from a start below
     the root converges from one side. Abramowitz and Stegun, 26.2.11.

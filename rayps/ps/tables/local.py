@@ -41,7 +41,7 @@ class TableSession(Protocol):
         ...
 
     def reader(self) -> TableSession:
-        """A session of the same rank for another thread."""
+        """Return a session of the same rank for another thread."""
 
     def hang_up(self) -> None:
         """End exchanges that wait."""
@@ -99,7 +99,7 @@ class InProcess:
         return np.empty(size, np.uint8)
 
     def reader(self) -> InProcess:
-        """Itself."""
+        """Return itself."""
         return self
 
     def hang_up(self) -> None:

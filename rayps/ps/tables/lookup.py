@@ -38,7 +38,7 @@ class Lookup:
         return torch.empty_like(self.order).index_copy_(0, self.order, torch.arange(len(self.ids)))[self.inverse]
 
     def places(self, ids: Ids) -> tuple[Slots, NDArray[np.bool_]]:
-        """The index of other ids in this lookup, int64 [m], and which of them it contains, bool [m]."""
+        """Return the index of other ids in this lookup, int64 [m], and which of them it contains, bool [m]."""
         if not len(self.ids):
             return np.zeros(len(ids), np.int64), np.zeros(len(ids), bool)
         order = np.arange(len(self.ids)) if self.order is None else self.order.numpy()

@@ -108,7 +108,7 @@ class Pages:
 
 
 def places(table: Slots, slots: Slots) -> Slots:
-    """The row numbers of slots in the columns, by a store's page table."""
+    """Return the row numbers of slots in the columns, by a store's page table."""
     found: Slots = (table[slots >> BITS] << BITS) + (slots & _MASK)
     return found
 

@@ -94,7 +94,7 @@ def write(folder: str | Path, table: SparseTable, states: Iterable[Buffer]) -> l
 
 
 def as_arrow(table: SparseTable, fields: Sequence[Field], columns: Columns) -> pa.Table:
-    """Rows as an Arrow table that shares their memory."""
+    """Return rows as an Arrow table that shares their memory."""
     found = {"id": pa.array(columns.ids), "row": _lists(columns.rows, table.dim)}
     for field in fields:
         value = columns.state[field.name]

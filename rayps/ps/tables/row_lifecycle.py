@@ -157,7 +157,7 @@ class RowLifecycle:
         return self._index.keys[slots], self._seen[slots] if len(slots) else np.zeros((0, 2), np.int64)
 
     def due(self, rows: int, version: int) -> bool:
-        """Whether rows may have to be evicted after this version."""
+        """Return whether rows may have to be evicted after this version."""
         if self.limit is not None and rows > self.limit:
             return True
         ttl = self.policy.ttl
@@ -204,7 +204,7 @@ class RowLifecycle:
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def dump(self) -> tuple[LifeHead, dict[str, Ids]]:
-        """The state as plain data and arrays."""
+        """Return the state as plain data and arrays."""
         ids, seen = self._candidates()
         order = np.argsort(ids)
         logged = [ids for _, ids in self.log]

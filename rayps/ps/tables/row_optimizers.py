@@ -50,7 +50,7 @@ class SGD:
         self.fields = (Field("momentum", table.dim, table.dtype),) if momentum else ()
 
     def step(self, rows: Tensor, state: State, grad: Tensor, now: Knobs) -> None:
-        """One step, in place."""
+        """Apply one step, in place."""
         if now["weight_decay"]:
             grad.add_(rows, alpha=now["weight_decay"])
         if now["momentum"]:
@@ -68,7 +68,7 @@ class Adagrad:
         self.fields = (Field("sum", table.dim, table.dtype, initial_accumulator_value),)
 
     def step(self, rows: Tensor, state: State, grad: Tensor, now: Knobs) -> None:
-        """One step, in place."""
+        """Apply one step, in place."""
         if now["weight_decay"]:
             grad.add_(rows, alpha=now["weight_decay"])
         total = state["sum"].addcmul_(grad, grad, value=1)
@@ -92,7 +92,7 @@ class Adam:
         )
 
     def step(self, rows: Tensor, state: State, grad: Tensor, now: Knobs) -> None:
-        """One step, in place."""
+        """Apply one step, in place."""
         first, second = now["betas"]
         mean, square, taken = state["mean"], state["square"], state["step"].add_(1)
         part = grad.sub(mean).mul_(1 - first)
@@ -105,7 +105,7 @@ class Adam:
         rows.add_(numer.div_(denom.sqrt_().add_(now["eps"])).mul_(sizes))
 
     def _size(self, steps: NDArray[np.int64], lr: float, betas: Betas) -> _Doubles:
-        """Minus the step size at each step number, with the rounding of Python's float arithmetic."""
+        """Return minus the step size at each step number, with the rounding of Python's float arithmetic."""
         if betas != self._betas:  # changed by a schedule
             known, places = np.unique(steps, return_inverse=True)
             roots, firsts = _corrections(known.tolist(), betas)
@@ -134,7 +134,7 @@ _KINDS = {"sgd": SGD, "adagrad": Adagrad, "adam": Adam}
 
 
 def rule_of(table: SparseTable) -> RowRule:
-    """The optimizer of a table, e.g. {"name": "adagrad", "lr": 0.1}; defaults are torch's.
+    """Return the optimizer of a table, e.g. {"name": "adagrad", "lr": 0.1}; defaults are torch's.
 
     Raises:
         ConfigError: there is no such optimizer or option, or a number is not finite or below 0.
@@ -168,7 +168,7 @@ class Scheduled:
     ticks: Ticks
 
     def pace(self, table: SparseTable, rule: RowRule) -> TablePace:
-        """The schedule of one table. Raises WorkloadError."""
+        """Return the schedule of one table. Raises WorkloadError."""
         return TablePace(self, table, rule)
 
 
@@ -181,7 +181,7 @@ class TablePace:
         self._rates = Rates(scheduled.recipe.make, lambda: _torch_optimizer(table, rule))
 
     def at(self, number: int) -> Knobs:
-        """The options in round `number`. Raises WorkloadError."""
+        """Return the options in round `number`. Raises WorkloadError."""
         tick = self._scheduled.ticks.of(self._scheduled.recipe.every, number)
         knobs = self._rule.knobs
         now = {**knobs, **{key: value for (_, key), value in self._rates.at(tick).items() if key in knobs}}
@@ -195,7 +195,7 @@ class TablePace:
 
 
 def _torch_optimizer(table: SparseTable, rule: RowRule) -> Optimizer:
-    """Torch's optimizer with the same options, over a placeholder parameter; its group names the table."""
+    """Return torch's optimizer with the same options, over a placeholder parameter; its group names the table."""
     kinds: dict[str, Callable[..., Optimizer]] = {
         "sgd": torch.optim.SGD,
         "adagrad": torch.optim.Adagrad,

@@ -226,7 +226,7 @@ class RowStore:
         self._index.delete(ids)
 
     def life(self) -> tuple[Ids, NDArray[np.int64]]:
-        """Ids and life [n, 2] of all stored rows, in no order."""
+        """Return ids and life [n, 2] of all stored rows, in no order."""
         slots = self._index.slots()
         ids, life = self._index.keys[slots], self._life(self._places(slots))
         if self._disk is None or not self.cold:
@@ -235,7 +235,7 @@ class RowStore:
         return np.concatenate([ids, held]), np.concatenate([life, other.view(np.int64)])
 
     def export(self, ids: Ids | None = None) -> Columns:
-        """All stored rows, or those of `ids`, in the order of the ids."""
+        """Return all stored rows, or those of `ids`, in the order of the ids."""
         slots = self._index.slots() if ids is None else self._index.find(ids)
         slots = slots[slots != ABSENT]
         slots = slots[np.argsort(self._index.keys[slots])]
@@ -268,7 +268,7 @@ class RowStore:
             self._put(name, place, value)
 
     def branch(self) -> RowStore:
-        """A copy; both stores share each page until one of them writes to it."""
+        """Return a copy; both stores share each page until one of them writes to it."""
         other = RowStore.__new__(RowStore)
         other.table, other.rule, other.fields, other.row_bytes = self.table, self.rule, self.fields, self.row_bytes
         other._limit, other._folder = self._limit, self._folder
@@ -291,7 +291,7 @@ class RowStore:
         return slots if self._plain else places(self._held[0], slots)
 
     def _own(self, slots: Slots) -> Slots:
-        """The row numbers of rows to be written; shared pages are copied first."""
+        """Return the row numbers of rows to be written; shared pages are copied first."""
         if self._plain:
             return slots
         table = self._held[0]

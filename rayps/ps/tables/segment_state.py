@@ -78,7 +78,7 @@ def unpack(data: Buffer) -> tuple[SegmentHead, dict[str, Rows]]:
 
 
 def as_arrays(columns: Columns) -> dict[str, Rows]:
-    """Rows as arrays by name, for `pack`."""
+    """Return rows as arrays by name, for `pack`."""
     state = {f"state.{name}": value for name, value in columns.state.items()}
     return {"ids": columns.ids, "rows": columns.rows, **state, "life": columns.life}
 

@@ -69,14 +69,14 @@ def made_table(
 
 
 def wire_of(given: str | None) -> str | None:
-    """The dtype of rows on the wire: None (the table's) or "bf16". Raises ConfigError."""
+    """Return the dtype of rows on the wire: None (the table's) or "bf16". Raises ConfigError."""
     if given in (None, "bf16"):
         return given
     raise ConfigError(f"wire is {given!r}: give none (rows are sent in the table's dtype) or 'bf16'", field="wire")
 
 
 def options_of(field: str, given: Options) -> dict[str, Json]:
-    """A name and its numbers as a dict, from such a dict or from text. Raises ConfigError."""
+    """Return a name and its numbers as a dict, from such a dict or from text. Raises ConfigError."""
     if isinstance(given, Mapping) and isinstance(given.get("name"), str):
         return dict(given)
     if isinstance(given, str):

@@ -79,7 +79,7 @@ class _OpenRounds:
         self._pushes.setdefault(step, {})[rank] = push, weight
 
     def take(self) -> tuple[list[TablePush], list[float]]:
-        """The pushes and weights of the oldest open round, in the order of the ranks."""
+        """Return the pushes and weights of the oldest open round, in the order of the ranks."""
         found = [push for _, push in sorted(self._pushes.pop(self.closed, {}).items())]
         return [push for push, _ in found], [weight for _, weight in found]
 
@@ -145,7 +145,7 @@ class _SlotCache:
         self._found: dict[tuple[int, ...], tuple[Ids, Slots, Slots, int]] = {}
 
     def find(self, store: RowStore, ids: Ids, keep: bool) -> tuple[Slots, Slots]:
-        """The slots of ids, and the indices of those not stored; `keep`: remember them.
+        """Return the slots of ids, and the indices of those not stored; `keep`: remember them.
 
         The caller may write to the slots of ids that are not stored only.
         """
@@ -180,7 +180,7 @@ class _Snapshots:
         self._parts.keep(rounds, (store.branch(), *state))
 
     def dump(self, rounds: int) -> bytes | None:
-        """The state after `rounds`; None if it is not kept."""
+        """Return the state after `rounds`; None if it is not kept."""
         held = self._parts.get(rounds)
         if held is None:
             return None
@@ -244,20 +244,20 @@ class TableSegment:
         return self.store.nbytes + self.life.nbytes
 
     def marks(self) -> dict[int, int]:
-        """The next step of each rank."""
+        """Return the next step of each rank."""
         return dict(self.ledger.marks)
 
     def durable(self, rank: int) -> int:
-        """The step of this rank below which all pushes are applied here."""
+        """Return the step of this rank below which all pushes are applied here."""
         mark = self.ledger.marks[rank]
         return min(self._open.closed, mark) if self._open.gathers else mark
 
     def may_pull(self, rank: int) -> bool:
-        """Whether a pull of `rank` may be served now."""
+        """Return whether a pull of `rank` may be served now."""
         return self.clock.may_pull(rank)
 
     def laggards(self) -> list[int]:
-        """The ranks that pulls wait for."""
+        """Return the ranks that pulls wait for."""
         return self.clock.laggards()
 
     # pushes
@@ -477,11 +477,11 @@ class TableSegment:
                 self._snapshots.keep(self._open.closed, self.store, self._head_and_life())
 
     def part(self, rounds: int) -> bytes | None:
-        """The state after `rounds`; None if it is not kept."""
+        """Return the state after `rounds`; None if it is not kept."""
         return self._snapshots.dump(rounds)
 
     def dump(self) -> bytes:
-        """The complete state. It contains the gathered pushes of closed rounds only."""
+        """Return the complete state. It contains the gathered pushes of closed rounds only."""
         with self.store.lock:
             head, arrays = self._head_and_life()
             return segment_state.pack(head, {**segment_state.as_arrays(self.store.export()), **arrays})
@@ -533,7 +533,7 @@ class TableSegment:
     def branch(
         self, workers: int | None = None, strategy: ServerHalf | None = None, scheduled: Scheduled | None = None
     ) -> TableSegment:
-        """A copy that shares memory until rows change, for `workers` workers; its clock begins at 0."""
+        """Return a copy that shares memory until rows change, for `workers` workers; its clock begins at 0."""
         other = TableSegment(
             self.table, self.index, strategy or self.strategy, workers or self.size, scheduled=scheduled
         )

@@ -84,7 +84,7 @@ def bucket(ids: Ids, segments: int) -> Slots:
 
 
 def split(ids: Ids, segments: int) -> tuple[Slots, list[int]]:
-    """A stable order that groups the ids by segment, and the segments + 1 bounds of the groups."""
+    """Return a stable order that groups the ids by segment, and the segments + 1 bounds of the groups."""
     if segments == 1:
         return np.arange(len(ids)), [0, len(ids)]
     held = bucket(ids, segments)
@@ -95,7 +95,7 @@ def split(ids: Ids, segments: int) -> tuple[Slots, list[int]]:
 
 
 def cells(rows: Rows) -> NDArray[np.generic]:
-    """Rows [n, width] as n cells of bytes, a view: numpy copies cells several times as fast as rows."""
+    """Return rows [n, width] as n cells of bytes, a view: numpy copies cells several times as fast as rows."""
     return rows.view(_cell(rows.shape[1] * rows.itemsize)).reshape(-1)
 
 
@@ -105,7 +105,7 @@ def _cell(size: int) -> np.dtype[np.generic]:
 
 
 def carved(room: Room, size: int) -> Room:
-    """An allocator whose blocks follow one another in one block of `size` bytes of `room`."""
+    """Return an allocator whose blocks follow one another in one block of `size` bytes of `room`."""
     left = room(size)
 
     def take(count: int) -> Bytes:
@@ -117,7 +117,7 @@ def carved(room: Room, size: int) -> Room:
 
 
 def _piece(flags: int, dim: int, ids: Ids, counts: Counts | None, tail: int, room: Room) -> tuple[Bytes, int]:
-    """A piece with room for `tail` bytes of rows, padded to 8, and the offset at which they begin."""
+    """Return a piece with room for `tail` bytes of rows, padded to 8, and the offset at which they begin."""
     n = len(ids)
     rows = _HEAD + 8 * n + (0 if counts is None else (4 * n + 7) // 8 * 8)
     found = room(rows + (tail + 7) // 8 * 8)
@@ -246,7 +246,7 @@ class _Writable:
 
 
 def _tensor(array: Rows) -> Tensor:
-    """A tensor that shares the array's memory."""
+    """Return a tensor that shares the array's memory."""
     return torch.from_numpy(array if array.flags.writeable else np.asarray(_Writable(array)))
 
 
