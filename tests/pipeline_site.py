@@ -1,6 +1,8 @@
 """Stages as threads with real links, and the law they are held to: one process on the whole batch."""
 
 import contextlib
+import csv
+import io
 import threading
 from dataclasses import dataclass
 
@@ -14,6 +16,13 @@ from rayps.parallel.pipeline import cut, skip
 from rayps.parallel.pipeline.engine import PipelineEngine
 
 SCHEDULES = ["gpipe", "1f1b", "zero_bubble", "interleaved"]
+
+
+def to_csv(made):
+    """A table as torch writes it: a line for each stage."""
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows([[str(action) for action in row] for row in made])
+    return out.getvalue()
 
 
 def deep(width=5, layers=12, seed=0, dtype=torch.float64):

@@ -7,13 +7,14 @@ from graphlib import CycleError, TopologicalSorter
 from xml.etree import ElementTree
 
 import pytest
+from pipeline_site import to_csv
 
 from rayps.core.errors import ConfigError
 from rayps.core.pipeline import gantt
 from rayps.core.pipeline import schedule as schedules
 from rayps.core.pipeline.schedule import Action, needs, splits, table
 from rayps.core.pipeline.simulate import simulate
-from rayps.core.pipeline.validate import read, to_csv, to_json, validate, walk
+from rayps.core.pipeline.validate import read, to_json, validate, walk
 from rayps.core.replica import SCHEDULES
 
 SIZES = [(p, m) for p in range(1, 9) for m in range(1, 33)]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pipeline_site import to_csv
 from torch import nn
 
 import rayps
@@ -17,7 +18,7 @@ from rayps.core.costs import amount, costs, held_bytes
 from rayps.core.errors import ConfigError
 from rayps.core.pipeline.schedule import table
 from rayps.core.pipeline.simulate import simulate
-from rayps.core.pipeline.validate import to_csv, to_json
+from rayps.core.pipeline.validate import to_json
 from rayps.core.traffic import Crossing, Sizes
 from rayps.parallel.division.divide import divide
 from rayps.parallel.division.probe import probe

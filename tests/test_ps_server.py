@@ -398,11 +398,11 @@ def test_the_manager_goes_and_comes_back(site):
     site.open(one, ["s0"] * 3, copies=[["s1"]] * 3)
     site.load(one, ["s0"] * 3, START)
     worker, host = site.guest("s0"), site.hosts["s0"]
-    assert host.linked
+    assert host.alone == 0
     assert host.alone == 0.0
     first = site.manager
     first.close()
-    assert until(lambda: not host.linked, 60)
+    assert until(lambda: host.alone > 0, 60)
     assert host.alone > 0
     assert worker.ask(GroupMessage.PUSH, all_of(1.0), weight=1.0).kind == GroupMessage.ACK
     site.manager = Manager()

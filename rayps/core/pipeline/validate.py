@@ -68,13 +68,6 @@ def to_json(table: Table) -> str:
     return f"[{rows}]\n"
 
 
-def to_csv(table: Table) -> str:
-    """Return the table as CSV: a line per worker, with actions such as 0F1 between commas."""
-    out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows([[str(action) for action in row] for row in table])
-    return out.getvalue()
-
-
 def read(text: str) -> tuple[Table, int, int, int]:
     """Read a table from JSON or CSV and validate it; return it with its stages, micro-batches and chunks.
 

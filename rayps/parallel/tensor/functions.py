@@ -6,7 +6,6 @@
 | `total`       | sum over the workers        | identity                    | Megatron's g                 |
 | `gather`      | concatenation of slices     | this worker's slice         | after a layer split by `out` |
 | `own`         | this worker's slice         | concatenation of slices     | before one split by `in`     |
-| `scatter_sum` | this worker's slice of the sum | concatenation of slices  | sum and own in one           |
 
 Shoeybi et al., "Megatron-LM", 2019, part 3. `gather` and `own` connect to tensors that are equal on every worker, so a
 gradient from outside is whole and equal everywhere, and only this worker's slice of it is used.
@@ -88,19 +87,6 @@ class _Own(Function):
         return ctx.communicator.gather(grads[0], ctx.dim, ctx.widths), None, None, None, None
 
 
-class _ScatterSum(Function):
-    @staticmethod
-    def forward(
-        ctx: _Context, x: Tensor, communicator: TensorCommunicator, dim: int, widths: Sequence[int], rank: int
-    ) -> Tensor:
-        ctx.communicator, ctx.dim, ctx.widths = communicator, dim, widths
-        return communicator.add(_copy(x)).narrow(dim, sum(widths[:rank]), widths[rank]).contiguous()
-
-    @staticmethod
-    def backward(ctx: _Context, *grads: Tensor) -> Grads:
-        return ctx.communicator.gather(grads[0], ctx.dim, ctx.widths), None, None, None, None
-
-
 def spread(x: Tensor, communicator: TensorCommunicator) -> Tensor:
     """Return `x`, equal on every worker, for different uses on each: its gradient is the sum over the workers.
 
@@ -133,12 +119,6 @@ def gather(x: Tensor, communicator: TensorCommunicator, dim: int, widths: Sequen
 def own(x: Tensor, communicator: TensorCommunicator, dim: int, widths: Sequence[int], rank: int) -> Tensor:
     """Return this worker's slice of an `x` that is equal on every worker. Backward: gather all slices."""
     made: Tensor = _Own.apply(x, communicator, dim, widths, rank)  # type: ignore[no-untyped-call]
-    return made
-
-
-def scatter_sum(x: Tensor, communicator: TensorCommunicator, dim: int, widths: Sequence[int], rank: int) -> Tensor:
-    """Return this worker's slice, along `dim`, of the sum of all workers' `x`. Backward: gather all slices."""
-    made: Tensor = _ScatterSum.apply(x, communicator, dim, widths, rank)  # type: ignore[no-untyped-call]
     return made
 
 

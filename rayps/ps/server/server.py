@@ -93,11 +93,6 @@ class GroupServerLoop:
         return self._thread.is_alive()
 
     @property
-    def linked(self) -> bool:
-        """Whether the manager is there."""
-        return self._command.link is not None
-
-    @property
     def alone(self) -> float:
         """Seconds since the manager was lost, or since the beginning; 0 while it is there."""
         since = self._command.alone_since
