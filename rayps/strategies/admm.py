@@ -56,7 +56,7 @@ from rayps.strategies.base import Strategy
 
 @dataclass(frozen=True)
 class ADMM(Strategy):
-    """Workers on fixed rows that average seldom, and still reach the optimum of all rows: convex models.
+    """Workers that keep fixed rows, average seldom, and still reach the optimum over all rows, for convex models.
 
     Example:
         rayps.train(work, strategy=rayps.ADMM(penalty=1.0, local_steps=2), workers=2)
@@ -88,11 +88,11 @@ class ADMM(Strategy):
         object.__setattr__(self, "regularizer", canonical(self.regularizer))
 
     def cost(self, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
-        """Return the cost of a mean of the parameters at each average."""
+        """Return the cost per step of the mean of the parameters at each average."""
         return traffic.periodic_mean(grid, sizes, None, self.local_steps, moments=self.momentum == "average")
 
     def begin(self, w: WorkerView) -> None:
-        """Set z = x_i, u_i = 0."""
+        """Start with z = x_i and u_i = 0."""
         if "z" not in w.shared:
             w.shared |= {"z": w.params.clone(), "penalty": w.params.new_tensor(self.penalty).double()}
         if "u" not in w.memory:
@@ -114,10 +114,10 @@ class ADMM(Strategy):
             self._meet(w, here)
 
     def _meet(self, w: WorkerView, here: bool) -> None:
-        """Update v_i, z, u_i; then the residuals, the stop rule and the penalty."""
+        """Update v_i, z and u_i, then the residuals, the stop rule and the penalty; `here`: this worker takes part."""
         x, u, z_old, penalty = w.params, w.memory["u"], w.shared["z"], float(w.shared["penalty"])
         share = w.rows / w.all_rows
-        alpha = self.relaxation if here else 0.0  # of an absent worker v = z + u: its last v
+        alpha = self.relaxation if here else 0.0  # 0 for an absent worker: then v = z + u, which is its last v
         v = u.add_(x, alpha=alpha).add_(z_old, alpha=1 - alpha)
         z = w.shared["z"] = prox(self.regularizer, w.mean(v, w.rows, exact=True), 1 / penalty)
         u = v.sub_(z)
@@ -137,7 +137,7 @@ class ADMM(Strategy):
         if has_rule:
             stops = primal <= primal_stop and dual <= dual_stop
             w.memory["calm"].fill_(stops and calm)
-            if stops and norms[3] == w.size:  # every worker took part since r and s are within their bounds
+            if stops and norms[3] == w.size:  # every worker has taken part since r and s are within their bounds
                 w.done = True
                 w.reason = f"primal residual {primal:.3g} <= {primal_stop:.3g} and dual {dual:.3g} <= {dual_stop:.3g}"
                 return
@@ -148,7 +148,7 @@ class ADMM(Strategy):
 
 
 def _step(w: WorkerView, g: Vector, risen: float) -> None:
-    """Step at the rate lr / (1 + lr risen) of each group, where the penalty has `risen` by that."""
+    """Step at the rate lr / (1 + lr risen) of each group; balancing has raised the penalty by `risen`."""
     groups = [group for group in w.optimizer.param_groups if "lr" in group and risen > 0]
     rates = [group["lr"] for group in groups]
     for group, rate in zip(groups, rates, strict=True):

@@ -38,7 +38,7 @@ class AllReduce(Strategy):
 
     @property
     def topology(self) -> Peers:
-        """Gradients around the ring of each column of workers."""
+        """Workers average gradients around the ring of their column."""
         return Peers(self.replica, self.compression, self.bucket_mb)
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What strategies share whose workers train separately and average periodically."""
+"""Functions for strategies whose workers train separately and average periodically."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from rayps.core.strategy import StrategyView, WorkerView
 
 
 def local_step(w: WorkerView) -> None:
-    """Take one step on this worker's next batch, none if it is empty.
-
-    Count samples and rounds since the last average.
-    """
+    """Take one step on this worker's next batch (no step if it is empty), and count its samples and rounds."""
     g = w.grad(w.batch())
     if g.samples:
         w.step(g)
@@ -20,23 +17,23 @@ def local_step(w: WorkerView) -> None:
 
 
 def samples(w: WorkerView) -> float:
-    """Return this worker's samples since the last average."""
+    """Return the number of samples that this worker has used since the last average."""
     return float(w.memory.get("samples", 0))
 
 
 def rounds(w: WorkerView) -> int:
-    """Return the rounds since the last average, equal on all workers."""
+    """Return the number of rounds since the last average, which is equal on all workers."""
     return int(w.memory.get("rounds", 0))
 
 
 def have_met(w: WorkerView, **facts: float) -> None:
-    """Reset the counts, and report the average."""
+    """Reset the counts of samples and rounds, and report the average with these `facts`."""
     w.memory |= {"samples": 0, "rounds": 0}
     w.say(met=1, **facts)
 
 
 def done(w: WorkerView) -> int:
-    """Return the rounds of this phase, including the current one once it has its batch."""
+    """Return the number of rounds of this phase, with the current one if its batch has been taken."""
     return w.position - int(w.plan.origin[0])
 
 

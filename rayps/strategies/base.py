@@ -1,9 +1,9 @@
 """The base class of strategies: what one declares, and the paper's algorithm. No torch, no message, no retry.
 
 A strategy declares values of `rayps.core`: its `topology` (what is exchanged between which processes), `rows` (how rows
-are distributed), `recovery` (what follows a failure) and `loop` (which of the worker's loops runs it); what it does not
-declare follows from the topology. The paper's algorithm is in methods: `round` on each worker, `on_push` and `on_round`
-on servers.
+are distributed), `recovery` (what follows a failure) and `loop` (which of the worker's loops runs it); values that it
+does not declare follow from its topology. The paper's algorithm is in methods: `round` on each worker, `on_push` and
+`on_round` on servers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Strategy:
                 w.step(w.ring.mean(w.grad(w.batch())))
     """
 
-    name: ClassVar[str] = ""  # a class without one is known by its class name
+    name: ClassVar[str] = ""  # the strategy's name; "" = the name of the class
     evaluate_every: int = 1  # epochs between evaluations
 
     def __init_subclass__(cls, **more: Json) -> None:
@@ -43,7 +43,7 @@ class Strategy:
         old_flags.adopt(cls)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
-        """Pickle a user's class by value: no other process needs its file, servers of a group included."""
+        """Pickle a user's class by value, so that other processes, such as a group's servers, do not need its file."""
         if type(self).__module__.partition(".")[0] == "rayps":
             return super().__reduce_ex__(protocol)
         return by_value(self, int(protocol))
@@ -65,7 +65,7 @@ class Strategy:
 
     @property
     def loop(self) -> str:
-        """Which of the worker's loops runs it: a key of `rayps.worker.families`, or "module:Class" of your own."""
+        """The worker's loop that runs the strategy: a key of `rayps.worker.families`, or "module:Class" of your own."""
         return loop_of(self.topology)
 
     @property
@@ -76,15 +76,15 @@ class Strategy:
 
     @property
     def server_half(self) -> ServerHalf:
-        """What servers receive in place of it: by default itself."""
+        """The value that servers receive in place of the strategy: by default the strategy itself."""
         return self
 
     def to_wire(self) -> JsonObject:
-        """Return its name and options as JSON-ready data; `rayps.strategies.catalogue.parse` reads them."""
+        """Return the strategy's name and options as JSON-ready data, which `rayps.strategies.catalogue.parse` reads."""
         return wire_of(self)
 
     def grid(self, workers: int) -> Grid:
-        """Return the layout of `workers`. Raises ConfigError: not a whole number of replicas."""
+        """Return the layout of `workers`. Raises ConfigError: `workers` is not a whole number of replicas."""
         return self.topology.grid(workers)
 
     def cost(self, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
@@ -92,12 +92,12 @@ class Strategy:
         return self.topology.cost(grid, sizes)
 
     def scale_warning(self, workers: int) -> str | None:
-        """Return a warning where the optimizer's step size does not depend on the gradient's scale; None otherwise."""
+        """Return a warning if the optimizer's step size does not depend on the gradient's scale; None otherwise."""
         servers = servers_of(self)
         return None if servers is None else servers.scale_warning(workers)
 
     def split(self, model: Module, ring: RingView | None) -> Module:
-        """Return which part of the model this worker holds; by default all of it."""
+        """Return the part of `model` that this worker holds; by default the whole model."""
         return model
 
     def round(self, w: WorkerView) -> None:
@@ -111,10 +111,10 @@ class Strategy:
         """Run on the worker after its last round."""
 
     def consensus(self, w: WorkerView) -> Vector | None:
-        """Return the vector that all workers would agree on if training ended now; None = `w.params`.
+        """Return the vector on which all workers would agree if training ended now; None = `w.params`.
 
-        A collective: all workers call it for checkpoints, for evaluations, and after `finish`, when all take it over.
-        It must not change the state of the training.
+        A collective: all workers call it for checkpoints, for evaluations, and after `finish`, when the vector becomes
+        the parameters of all workers. It must not change the state of the training.
         """
         return None
 
@@ -122,4 +122,7 @@ class Strategy:
         """Handle one push on a server, on arrival: under `PerPush`, and `PerRound(listens=True)`."""
 
     def on_round(self, shard: ShardView, values: list[Vector], weights: list[float]) -> None:
-        """Handle all pushes of a round on a server, under `PerRound`: values and weights in the order of ranks."""
+        """Handle the pushes of one round on a server; called under `PerRound`, when all of them have arrived.
+
+        `values` and `weights` are in the order of ranks.
+        """

@@ -1,10 +1,10 @@
-"""The catalogue of strategies: find one by name, parse it from text, YAML or JSON, write it back.
+"""The catalogue of strategies: find a strategy by name, parse it from text, YAML or JSON, write it as JSON or text.
 
 A user's own strategy is named as a workload is, "module:Class" or "path/file.py:Class", followed by its options:
-"easgd:EASGD:rho=0.1". Parsing it runs the user's file, so `parse` does that only where it gets the folder to search;
-`own_names` finds such names without running anything.
+"easgd:EASGD:rho=0.1". Parsing such a name runs the user's file, so `parse` does that only if it is given the folder to
+search; `own_names` finds such names without running a file.
 
-No torch here, so that the job service can check a strategy without importing it.
+The module does not import torch, so that the job service can check a strategy without importing torch.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ FINDER = Finder("strategy", "strategies", "rayps.Strategy")
 
 
 class OptionDescription(TypedDict):
-    """An option of a strategy, JSON-ready; `of`: the replicas that it takes."""
+    """An option of a strategy, JSON-ready; `of` has the names of the replicas that the option takes."""
 
     name: str
     type: str
@@ -116,12 +116,12 @@ def parse(given: StrategySpec, folder: str | Path | None = None) -> list[Phase]:
 
     Accepts a Strategy, the text form `parameter_server:staleness=3,shards=2` (several joined by ` > ` with their epochs
     in front: `2*parameter_server:staleness=none > all_reduce`), the wire form `{"name": ..., option: ...}`, and lists
-    of (epochs, strategy) or `{"epochs": n, "strategy": ...}`. A replica of several workers is an option of each of
-    them: `all_reduce:replica=pipeline(stages=4,micro_batches=8)`, `{"name": "all_reduce", "replica": {"name":
+    of (epochs, strategy) or `{"epochs": n, "strategy": ...}`. A replica of several workers is an option of each
+    strategy: `all_reduce:replica=pipeline(stages=4,micro_batches=8)`, `{"name": "all_reduce", "replica": {"name":
     "pipeline", "stages": 4}}`; a replica alone means all_reduce.
 
     Raises:
-        ConfigError: names the strategies or options that exist; a strategy of the user's own without `folder`.
+        ConfigError: there is no such strategy or option, or `given` names a user's own strategy and `folder` is None.
     """
     FINDER.forget()
     phases = [_phase(item, folder) for item in _items(given)]
@@ -136,10 +136,10 @@ def parse(given: StrategySpec, folder: str | Path | None = None) -> list[Phase]:
 
 
 def own_names(given: StrategySpec) -> list[str]:
-    """Return the user's own strategies that are named in what a user wrote; no file of theirs is read or run.
+    """Return the names of the user's own strategies in `given`, without reading or running a file of the user's.
 
     Raises:
-        ConfigError: it cannot be parsed.
+        ConfigError: `given` is not a strategy in any form.
     """
     found = [_form(_parted(item)[1]) for item in _items(given)]
     return [item["name"] for item in found if isinstance(item, dict) and _is_own(item.get("name"))]
@@ -166,7 +166,7 @@ def for_a_loop(given: StrategySpec) -> StrategyView:
     """Return the strategy of a user's own training loop, parsed as by `parse`.
 
     Raises:
-        ConfigError: it cannot be parsed, changes during the run, or needs more of a worker than such a loop has.
+        ConfigError: `given` cannot be parsed, changes the strategy during the run, or needs a worker's own loop.
     """
     phases = parse(given, Path.cwd())
     if len(phases) > 1:
@@ -181,7 +181,7 @@ def for_a_loop(given: StrategySpec) -> StrategyView:
 
 
 def wire(phases: list[Phase]) -> Json:
-    """Return the phases as JSON-ready data; one phase without epochs is its strategy alone."""
+    """Return the phases as JSON-ready data; a single phase without epochs becomes the data of its strategy."""
     if len(phases) == 1 and phases[0].epochs is None:
         return _wire(phases[0].strategy)
     return [{"epochs": phase.epochs, "strategy": _wire(phase.strategy)} for phase in phases]
@@ -207,8 +207,8 @@ def _option(field: Option) -> OptionDescription:
 def catalogue() -> list[StrategyDescription]:
     """Return every strategy by name, with its summary and its options, for help texts and the dashboard.
 
-    After the strategies the kinds of replicas of several workers: such a name alone is that replica under all_reduce.
-    An option that takes one of them lists them in `of`.
+    The list ends with the kinds of replicas of several workers: such a name alone means all_reduce with that replica.
+    An option that takes a replica lists the kinds in `of`.
     """
     kinds: dict[str, type[Strategy] | type[Replica]] = {**CATALOGUE, **REPLICAS}
     return [described(name, kind) for name, kind in kinds.items()]
@@ -286,7 +286,7 @@ def _strategy(item: StrategySpec, folder: str | Path | None) -> Strategy:
 
 
 def _own(item: Mapping[str, StrategySpec], folder: str | Path | None) -> Strategy:
-    """Return a user's own strategy. Raises ConfigError: it cannot be found, or its file or its options fail."""
+    """Return a user's own strategy. Raises ConfigError: its class cannot be found, or its file or its options fail."""
     target = str(item["name"])
     if folder is None:
         raise ConfigError(
@@ -324,7 +324,7 @@ def _build(what: str, kind: type[_Kind], item: Mapping[str, StrategySpec]) -> _K
 
 
 def _elsewhere(key: str, known: list[str]) -> str:
-    """Return where an option belongs that a strategy does not have, if it is known."""
+    """Return a hint where the unknown option `key` belongs; "" if no strategy or replica has it."""
     if "replica" in known and any(key == f.name for replica in REPLICAS.values() for f in options_of(replica)):
         return "; a replica's options are written in parentheses, as in replica=pipeline(stages=4,micro_batches=8)"
     if "rule" in known:
@@ -336,7 +336,7 @@ def _elsewhere(key: str, known: list[str]) -> str:
 
 
 def _replica(option: str, item: StrategySpec) -> Replica | None:
-    """Parse an option that takes a replica: None, the object itself, its text or its wire form."""
+    """Parse an option that takes a replica: given as None, the object itself, its text or its wire form."""
     if item is None or isinstance(item, Replica):
         return item
     if isinstance(item, str):
@@ -360,7 +360,10 @@ def _wire(given: StrategyView) -> JsonObject:
 
 
 def _named(given: StrategyView) -> str:
-    """Return the name by which `parse` finds it again; of a class that no file holds, its own name."""
+    """Return the name by which `parse` finds the class again.
+
+    For a class that no file holds, the strategy's own name.
+    """
     module = type(given).__module__
     if module == "__main__" or module.partition(".")[0] == "rayps" or "<locals>" in type(given).__qualname__:
         return given.name
@@ -368,7 +371,7 @@ def _named(given: StrategyView) -> str:
 
 
 def _default(field: Option) -> Json:
-    """Return an option's default; a value that JSON does not have as text."""
+    """Return an option's default value; as text if JSON cannot hold it."""
     if field.default is dataclasses.MISSING:
         return None
     default = field.default

@@ -41,7 +41,7 @@ from rayps.strategies.base import Strategy
 
 @dataclass(frozen=True)
 class DiLoCo(Strategy):
-    """Distant workers that exchange every some hundred steps, with an outer optimizer.
+    """Distant workers that take some hundred steps between two exchanges, with an outer optimizer.
 
     Example:
         rayps.train(work, strategy=rayps.DiLoCo(period=8, outer_lr=0.7), workers=2)
@@ -64,7 +64,7 @@ class DiLoCo(Strategy):
         if self.overlap >= self.period:
             raise ConfigError(
                 f"overlap is {self.overlap} and period is {self.period}: a sum must arrive before the next "
-                "one is sent; give fewer steps",
+                "one is sent; give a smaller overlap",
                 field="overlap",
             )
         options.number(self, "outer_lr", above=0, expected="a rate above 0")
@@ -73,15 +73,15 @@ class DiLoCo(Strategy):
 
     @property
     def topology(self) -> Peers:
-        """Parameters around the ring, at each outer step."""
+        """Workers average parameters around the ring, at each outer step."""
         return Peers(compression=self.compression)
 
     def cost(self, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
-        """Return the cost of a mean of the parameters at each outer step."""
+        """Return the cost per step of the mean of the parameters at each outer step."""
         return traffic.periodic_mean(grid, sizes, self.compression, self.period, moments=self.momentum == "average")
 
     def begin(self, w: WorkerView) -> None:
-        """Set theta to the common initial parameters, v = 0."""
+        """Start with theta = the common initial parameters and v = 0."""
         if "theta" not in w.shared:
             w.shared |= {"theta": w.params.clone(), "v": w.params * 0}
 
@@ -121,7 +121,7 @@ class DiLoCo(Strategy):
         return [slice(lo, hi) for lo, hi in pairwise(ends) if lo < hi]
 
     def consensus(self, w: WorkerView) -> Vector | None:
-        """Return the mean of the workers."""
+        """Return the mean of the workers' parameters."""
         if rounds(w):
             return w.mean(w.params, samples(w), exact=True)
         return w.mean(w.params, exact=True) if "D0" in w.memory else None

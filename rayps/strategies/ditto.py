@@ -40,12 +40,12 @@ class Ditto(FedAvg):
         options.number(self, "lam", least=0)
         if self.finetune is not None:
             raise ConfigError(
-                f"finetune is {self.finetune!r}, and each client of ditto has a model of its own: leave it out",
+                f"finetune is {self.finetune!r}, and each client of ditto has a model of its own: leave out finetune",
                 field="finetune",
             )
 
     def beside(self, c: ClientTurn) -> None:
-        """Train v_k, after w_k."""
+        """Train the client's personal model v_k, after its reply w_k."""
         c.w.copy_(c.state.get("v", c.w_t))
         for b in c.batches():
             c.step(c.grad(b) + c.sign * self.lam * (c.w - c.w_t))

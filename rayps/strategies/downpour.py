@@ -63,17 +63,17 @@ class Downpour(Strategy):
     def __post_init__(self) -> None:
         for field, least in (("n_push", 1), ("n_fetch", 1), ("warm_start", 0)):
             options.whole(self, field, least)
-        _ = self.topology  # checks the servers' options
+        _ = self.topology  # the topology checks the servers' options
 
     @property
     def topology(self) -> Servers:
-        """Each push counts on arrival, for all steps since the last one; replicas step copies of their own."""
+        """Servers apply each push on arrival, for all steps since the last push; replicas step their own copies."""
         servers = summing_servers(self.shards, self.adagrad, self.replay_mb, self.replica)
         return replace(servers, own_copies=True, push_every=self.n_push, pull_every=self.n_fetch)
 
     @property
     def server_half(self) -> ServerHalf:
-        """The server half alone, which needs no worker; a derived class is its own server half."""
+        """The strategy's server half, for which servers need no worker code; a derived class is its own server half."""
         if type(self) is not Downpour:
             return self
         return PlainServers(summing_servers(self.shards, self.adagrad, self.replay_mb, self.replica))
@@ -100,7 +100,8 @@ class Downpour(Strategy):
         """Return the sum of the gradients since the last push."""
         steps = mine.get("steps", 0)
         if self.n_push == self.n_fetch == 1:
-            mine["a"] = g.vector  # no copy: it is not stepped with here, and is sent before the next is computed
+            # not a copy: this worker does not step by it, and it is sent before the next gradient is computed
+            mine["a"] = g.vector
         elif steps:
             mine["a"] += g.vector
         else:
@@ -110,7 +111,7 @@ class Downpour(Strategy):
         return total
 
     def scale_warning(self, workers: int) -> str | None:
-        """Return a warning: a push of many gradients moves such an optimizer as far as a push of one."""
+        """Return a warning if a push of many gradients moves the optimizer as far as a push of one; else None."""
         if self.n_push == 1 or self.adagrad is not None:
             return None
         return (

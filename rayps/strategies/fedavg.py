@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, init=False)
 class FedAvg(Federated):
-    """Clients train separately from the same model; the server takes the mean, weighted by samples.
+    """Clients train separately from the same model; the server's new model is their mean, weighted by samples.
 
     Example:
         rayps.train(clients, strategy=rayps.FedAvg(fraction=0.5, local_epochs=2), workers=2)  # data with clients
@@ -31,7 +31,7 @@ class FedAvg(Federated):
     name: ClassVar[str] = "fedavg"
 
     def client(self, c: ClientTurn) -> None:
-        """Run local SGD."""
+        """Train the client by local SGD."""
         for b in c.batches():
             c.step(c.grad(b))
 

@@ -27,7 +27,7 @@ from rayps.strategies.federated import Federated
 if TYPE_CHECKING:
     from rayps.federated.engine import FederatedServer
 
-_LEAST = 2.0**-1000  # least weight of a reply, above 0 whatever the decay
+_LEAST = 2.0**-1000  # the least weight of a reply, so that it is above 0 for any decay
 
 
 @dataclass(frozen=True, init=False)
@@ -39,7 +39,7 @@ class FedBuff(Federated):
     """
 
     buffer: int = 10
-    concurrency: int | None = None  # none = fraction of the clients
+    concurrency: int | None = None  # None = `fraction` of the clients
     server_lr: float = 1.0
     max_staleness: int | None = None
     decay: float = 0.5
@@ -62,11 +62,11 @@ class FedBuff(Federated):
 
     @property
     def buffered(self) -> Buffered:
-        """Rounds that end after `buffer` updates."""
+        """A buffer of updates: a round ends after `buffer` of them."""
         return Buffered(self.buffer, self.concurrency, self.max_staleness)
 
     def weight(self, n: int, staleness: int) -> float:
-        """Return s(tau)."""
+        """Return s(tau), the weight of an update that arrives `staleness` versions after its start."""
         return max(float((1.0 + staleness) ** -self.decay), _LEAST)
 
     def server(self, s: FederatedServer) -> None:

@@ -1,7 +1,7 @@
-"""Federated learning: what its strategies share. Many clients with their own data, few workers.
+"""The base class of federated strategies: many clients with their own data, few workers.
 
 McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017, algorithm 1.
-Of N clients, client k with n_k samples. In round t
+There are N clients; client k has n_k samples. In round t
 
     a cohort of max(1, fraction * N) clients is drawn from the seed; clients that drop out or are late do not count
     each trains from w_t on its own data, `local_epochs` (E) or `local_steps` (L) of `batch_size` (B): hook `client`
@@ -63,9 +63,9 @@ class Federated(FlatOptions, Strategy):
     finetune: int | None = None
     clients: Json = None
     loop: ClassVar[str] = FEDERATED_ROUNDS
-    sums: ClassVar[tuple[str, ...]] = ()  # names in `c.reply`, summed unweighted, each as long as w
-    state: ClassVar[tuple[str, ...]] = ()  # names in `c.state`, stored for each client
-    personal: ClassVar[str | None] = None  # which of these is the client's own model
+    sums: ClassVar[tuple[str, ...]] = ()  # names of vectors in `c.reply`, each as long as w, that are summed unweighted
+    state: ClassVar[tuple[str, ...]] = ()  # names of vectors in `c.state`, which are stored for each client
+    personal: ClassVar[str | None] = None  # the name in `state` of the client's own model, if it has one
     plain: ClassVar[bool] = False  # the client's optimizer must be SGD without momentum or weight decay
 
     def __post_init__(self) -> None:
@@ -101,32 +101,36 @@ class Federated(FlatOptions, Strategy):
 
     @property
     def buffered(self) -> Buffered | None:
-        """How updates are buffered where replies may have started from older parameters; None = rounds are in step."""
+        """The buffer of updates, if replies may have started from older parameters; None = rounds are in step."""
         return None
 
     @property
     def remote(self) -> bool:
-        """Whether clients are processes outside of the cluster, with their own data."""
+        """Whether clients are processes outside of the cluster, which hold the data."""
         return self.clients is not None
 
     @property
     def rows(self) -> Rows:
-        """Each client has its own rows."""
+        """How rows are distributed to workers: each client has its own rows."""
         return ByClient(self.remote)
 
     def grid(self, workers: int) -> Grid:
-        """Return the layout of workers. Raises ConfigError: more than one for remote clients."""
+        """Return the layout of `workers`.
+
+        Raises:
+            ConfigError: the clients are remote and there is more than one worker.
+        """
         if self.remote and workers > 1:
             raise ConfigError(
-                f"workers is {workers}, and the clients are remote: they train, and one worker sums; give 1",
+                f"workers is {workers}, and the clients are remote: one worker sums their replies; give 1",
                 field="workers",
             )
         return super().grid(workers)
 
     def cost(self, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
-        """Return the cost of a round's exchange: sums of the clients' replies, or all replies."""
+        """Return the cost of a round's exchange: of sums of the clients' replies, or of all replies."""
         if grid.data == 1 or self.remote:
-            return [TrafficCost("replies between workers", "0: there is one", 0, 0, 0)]
+            return [TrafficCost("replies between workers", "0: there is one worker", 0, 0, 0)]
         if self.aggregation.rule != "mean":
             what = f"replies gathered by {grid.data} workers"
             return [TrafficCost(what, "V of each reply to each other worker", None, None)]
@@ -134,7 +138,7 @@ class Federated(FlatOptions, Strategy):
 
     @property
     def client_side(self) -> ClientSide:
-        """What a client stores, and what it sends besides its update."""
+        """The names of the vectors that a client stores, and of those that it sends besides its update."""
         keeps = self.buffers == "keep"
         return ClientSide(self.sums, self.state, self.personal, keeps, self.finetune, self.plain)
 
@@ -144,14 +148,17 @@ class Federated(FlatOptions, Strategy):
             c.step(c.grad(batch))
 
     def beside(self, c: ClientTurn) -> None:
-        """Run the client's own work after its reply; `c.w` and the buffers are no longer the server's."""
+        """Run the client's own work after its reply.
+
+        By then the server does not read `c.w` and the buffers any more.
+        """
 
     def weight(self, n: int, staleness: int) -> float:
-        """Return the weight of one reply in `s.delta`, of n samples, started so many rounds ago."""
+        """Return the weight in `s.delta` of one reply of `n` samples, whose client started `staleness` rounds ago."""
         return n
 
     def server(self, s: FederatedServer) -> None:
-        """Update the server by the replies: `s.w` is w_t, and w_(t+1) afterwards."""
+        """Update the server by the clients' replies: change `s.w` from w_t to w_(t+1)."""
         raise TypeError(f"{type(self).__name__} does not define what the server does: define server(self, s)")
 
     def round(self, w: WorkerView) -> None:

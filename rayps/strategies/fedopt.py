@@ -50,7 +50,7 @@ class FedAvgM(FedAvg):
 
 @dataclass(frozen=True, init=False)
 class FedAdagrad(FedAvg):
-    """A learning rate per parameter on the server, from all updates so far.
+    """Adagrad on the server: a learning rate for each parameter, from all updates so far.
 
     Example:
         rayps.train(clients, strategy=rayps.FedAdagrad(server_lr=0.1), workers=2)
@@ -68,7 +68,7 @@ class FedAdagrad(FedAvg):
         options.number(self, "beta1", least=0, below=1)
 
     def second(self, v: Vector | float, d2: Vector) -> Vector:
-        """Return the next v, from D^2."""
+        """Return the next second moment from the current one `v` and D^2."""
         return v + d2
 
     def server(self, s: FederatedServer) -> None:
@@ -103,7 +103,7 @@ class FedAdam(FedAdagrad):
 
 @dataclass(frozen=True, init=False)
 class FedYogi(FedAdam):
-    """As FedAdam, with a v that shrinks slowly.
+    """FedAdam with a second moment v that shrinks slowly.
 
     Example:
         rayps.train(clients, strategy=rayps.FedYogi(server_lr=0.1), workers=2)

@@ -28,7 +28,7 @@ from rayps.strategies.base import Strategy
 
 @dataclass(frozen=True)
 class Hogwild(Strategy):
-    """The cores of one host on one vector, without locks: sparse models, nothing to send.
+    """The workers of one host step one vector without locks: for sparse models; no message is sent.
 
     Example:
         rayps.train(work, strategy=rayps.Hogwild(), workers=2)

@@ -29,7 +29,7 @@ from rayps.strategies.parameter_server import ParameterServer
 
 @dataclass(frozen=True)
 class Hybrid(Strategy):
-    """Dense part in step by all-reduce, sparse tables on servers: for recommenders.
+    """All-reduce for the dense part, servers for sparse tables: for recommenders.
 
     Example:
         rayps.train(ratings, strategy=rayps.Hybrid(servers=2), workers=2)  # a workload with sparse tables
@@ -49,7 +49,7 @@ class Hybrid(Strategy):
         """Accept `dense` and `sparse` as strategies: Hybrid(sparse=ParameterServer(staleness=3), servers=4).
 
         Raises:
-            ConfigError: an invalid value.
+            ConfigError: an option has an invalid value.
         """
         self._take("dense", dense, AllReduce, ("compression", "bucket_mb"))
         self._take("sparse", sparse, ParameterServer, ("staleness", "replicas"))
@@ -57,7 +57,7 @@ class Hybrid(Strategy):
             object.__setattr__(self, "servers", sparse.shards)
         options.whole(self, "servers")
         options.flag(self, "prefetch")
-        _ = self.ring, self.tables  # these check their own options
+        _ = self.ring, self.tables  # both strategies check their own options
 
     def _take(self, name: str, part: Strategy | None, kind: type[Strategy], fields: tuple[str, ...]) -> None:
         if part is None:
@@ -76,7 +76,7 @@ class Hybrid(Strategy):
 
     @property
     def topology(self) -> Peers:
-        """The dense part around the ring, the tables on servers."""
+        """The dense part is averaged around the ring; the tables are on servers."""
         tables = self.tables.topology
         return Peers(None, self.compression, self.bucket_mb, tables, self.prefetch)
 

@@ -13,7 +13,7 @@ from rayps.strategies.catalogue import StrategySpec, parse
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """Describe a job as submitted.
+    """A job as it was submitted.
 
     `strategy` is in wire form: `{"name": ..., option: ...}`, or a list of `{"epochs": n, "strategy": {...}}` (the last
     may leave `epochs` out) for a strategy that changes during the run.
@@ -32,15 +32,15 @@ class JobSpec:
     timeout: float = 60.0
     resume: str | None = None
     name: str | None = None
-    server_group: str | None = None  # a server group of the cluster; None = servers of its own
-    branch: str | None = None  # another space on that group: start with its parameters
+    server_group: str | None = None  # a server group of the cluster; None = the job has its own servers
+    branch: str | None = None  # another space on that group, with whose parameters the job starts
     quota: dict[str, float] | None = None  # on that group: "bytes", and "operations" per second
 
     def check(self) -> Self:
         """Refuse a job that can never run.
 
         Raises:
-            ConfigError: naming the field, what was given and what is expected.
+            ConfigError: a field is invalid; names the field, its value and what is expected.
         """
         _positive("workers", self.workers)
         for field_name in ("epochs", "steps", "checkpoint_every"):
@@ -72,7 +72,7 @@ class JobSpec:
         try:
             phases = parse(self.strategy)
         except ConfigError:
-            return  # a user's own strategy has no name here, and is checked before the run
+            return  # a user's own strategy is not loaded here; it is checked before the run
         for number, phase in enumerate(phases, 1):
             try:
                 phase.strategy.grid(self.workers)
@@ -118,7 +118,7 @@ class JobSpec:
         """Build a spec from JSON-ready data.
 
         Raises:
-            ConfigError: a field does not exist.
+            ConfigError: `data` has an unknown field, or no workload.
         """
         known = set(cls.__dataclass_fields__)
         for key in data:

@@ -37,7 +37,7 @@ from rayps.strategies.base import Strategy
 
 @dataclass(frozen=True)
 class LocalSGD(Strategy):
-    """Equal workers that average every few steps: slow networks, one mean per period.
+    """Workers that train separately and average every few steps: for slow networks.
 
     Example:
         rayps.train(work, strategy=rayps.LocalSGD(period=8), workers=2)
@@ -58,11 +58,11 @@ class LocalSGD(Strategy):
 
     @property
     def topology(self) -> Peers:
-        """Parameters around the ring, at each average."""
+        """Workers average parameters around the ring, at the end of each period."""
         return Peers(compression=self.compression)
 
     def cost(self, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
-        """Return the cost of a mean of the parameters at each average."""
+        """Return the cost per step of the mean of the parameters at each average."""
         return traffic.periodic_mean(grid, sizes, self.compression, self.period, moments=self.momentum == "average")
 
     def round(self, w: WorkerView) -> None:
@@ -88,5 +88,5 @@ class LocalSGD(Strategy):
         have_met(w)
 
     def consensus(self, w: WorkerView) -> Vector | None:
-        """Return the mean of the workers."""
+        """Return the mean of the workers' parameters."""
         return w.mean(w.params, samples(w), exact=True) if rounds(w) else None

@@ -1,7 +1,7 @@
 """Strategies written for rayps 0.1, which declared flags (`shards = 2`, `apart = True`) in place of values.
 
-For one release: such a class warns once, when it is defined, and its flags become the equivalent values of
-`rayps.core`. This file is removed with them.
+For one release such a class warns once, when it is defined, and its flags become the equivalent values of `rayps.core`.
+This file will be removed with the flags.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _OTHERS = {
 def adopt(cls: type[Any]) -> None:
     """Give a class that sets old flags the equivalent values, and warn.
 
-    A flag that is a dataclass field of a base class is that strategy's option, and no flag; so is everything in a class
-    that declares a topology itself.
+    A flag that is a dataclass field of a base class is not an old flag, but an option of that strategy. A class that
+    declares a topology has no old flags.
     """
     fields = getattr(cls, "__dataclass_fields__", {})
     own = [name for name in (*_TOPOLOGY, *_OTHERS) if name in cls.__dict__ and name not in fields]
@@ -68,7 +68,7 @@ def adopt(cls: type[Any]) -> None:
 
 
 def _topology(given: Any, before: Topology) -> Topology:
-    """Return the topology that a strategy's flags mean; the rest is taken from its base class."""
+    """Return the topology that a strategy's flags mean; values without a flag are taken from `before`."""
     if getattr(given, "in_place", False):
         return SharedVector()
     servers = before if isinstance(before, Servers) else Servers(count=0, update=PerRound(borrows=False))

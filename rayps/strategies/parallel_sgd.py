@@ -38,7 +38,7 @@ from rayps.strategies.base import Strategy
 
 @dataclass(frozen=True)
 class ParallelSGD(Strategy):
-    """Workers that train separately and are averaged, or the best taken, once or a few times: almost no traffic.
+    """Workers that train separately and merge their parameters once or a few times: almost no traffic.
 
     Example:
         rayps.train(work, strategy=rayps.ParallelSGD(rounds=2), workers=2)
@@ -67,20 +67,20 @@ class ParallelSGD(Strategy):
 
     @property
     def rows(self) -> Rows:
-        """Reshuffled, or fixed without `shuffle`."""
+        """How rows are distributed to workers: reshuffled, or, without `shuffle`, fixed."""
         return Reshuffled() if self.shuffle else Fixed()
 
     @property
     def topology(self) -> Peers:
-        """Parameters around the ring, at each merge."""
+        """Workers merge parameters around the ring, at the end of each part."""
         return Peers(compression=self.compression)
 
     def cost(self, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
-        """Return the cost of a mean of the parameters at each merge."""
+        """Return the cost per step of the mean of the parameters at each merge."""
         return traffic.periodic_mean(grid, sizes, self.compression, None, moments=self.momentum == "average")
 
     def round(self, w: WorkerView) -> None:
-        """Take a step on each worker alone; merge at the end of a part."""
+        """Take a step on this worker alone; merge at the end of a part."""
         t, steps = done(w), int(w.plan.end - w.plan.origin[0])
         if self.compression is not None and rounds(w) == 0:
             w.shared["x"] = w.params.clone()
@@ -100,11 +100,11 @@ class ParallelSGD(Strategy):
         have_met(w, **facts)
 
     def consensus(self, w: WorkerView) -> Vector | None:
-        """Return the result of a merge now."""
+        """Return the result that a merge would have now."""
         return w.mean(w.params, self._weight(w)[0], exact=True) if rounds(w) else None
 
     def _weight(self, w: WorkerView) -> tuple[float, dict[str, float]]:
-        """Return this worker's weight in the merge, and which worker was the best."""
+        """Return this worker's weight in the merge, and the facts of the best worker for the report."""
         if self.merge == "mean":
             return samples(w), {}
         losses = w.ring.all_gather(w.params.new_empty(1).double().fill_(w.own_loss())).flatten()

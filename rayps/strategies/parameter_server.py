@@ -41,7 +41,7 @@ from rayps.strategies.base import Strategy
 
 @dataclass(frozen=True)
 class ParameterServer(Strategy):
-    """Parameters on servers; workers may have different speeds, and with staleness do not wait for each other.
+    """Servers hold the parameters; workers may have different speeds, and with staleness need not wait for each other.
 
     Example:
         rayps.train(work, strategy=rayps.ParameterServer(shards=2, staleness=3), workers=2)
@@ -56,16 +56,19 @@ class ParameterServer(Strategy):
     name: ClassVar[str] = "parameter_server"
 
     def __post_init__(self) -> None:
-        _ = self.topology  # checks the options
+        _ = self.topology  # the topology checks the options
 
     @property
     def topology(self) -> Servers:
-        """Sparse tables follow the same clock as the dense part. Only in step do servers wait for all pushes."""
+        """Servers hold the dense part; sparse tables follow the same clock.
+
+        Only in step do servers wait for all pushes.
+        """
         return plain_servers(self.shards, self.staleness, self.compression, self.replicas, self.replay_mb, self.replica)
 
     @property
     def server_half(self) -> ServerHalf:
-        """The server half alone, which needs no worker; a derived class is its own server half."""
+        """The strategy's server half, for which servers need no worker code; a derived class is its own server half."""
         return PlainServers(self.topology) if type(self) is ParameterServer else self
 
     def round(self, w: WorkerView) -> None:
@@ -74,10 +77,10 @@ class ParameterServer(Strategy):
         w.server.push(w.grad(w.batch()))
 
     def on_push(self, shard: ShardView, value: Vector, weight: float) -> None:
-        """If s != 0: w <- w - step(g_i / N), on arrival."""
+        """Apply, if s != 0, w <- w - step(g_i / N) on arrival."""
         if self.staleness != 0:
             apply_push(shard, value, weight)
 
     def on_round(self, shard: ShardView, values: list[Vector], weights: list[float]) -> None:
-        """If s = 0: w <- w - step(sum(n_i g_i) / sum(n_i))."""
+        """Apply, if s = 0, w <- w - step(sum(n_i g_i) / sum(n_i))."""
         apply_mean(shard, values, weights)

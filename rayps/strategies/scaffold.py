@@ -59,6 +59,6 @@ class Scaffold(Federated):
         c.reply["c"] = c.state["c"] - c_i
 
     def server(self, s: FederatedServer) -> None:
-        """Move w by the mean of the replies, and c by their sum over all N clients."""
+        """Move w by the mean of the replies' y_i - w, and c by the sum of their c_i+ - c_i, divided by N."""
         s.w.add_(s.delta, alpha=self.server_lr)
         s.memory["c"] = s.memory.get("c", 0.0) + s.sums["c"] / s.clients

@@ -1,4 +1,4 @@
-"""The workload: what to learn, and how to find it by name. It knows nothing about machines, ranks or strategies.
+"""The workload: what to learn, and how to find it by name. No machines, no ranks, no strategies.
 
 `load` turns "module:Class" or "path/file.py:Class" into an instance; `rayps.core.user_module` sends one to another
 process.
@@ -21,7 +21,7 @@ from rayps.data.base import Batch, Data
 
 
 def _none(method: Any) -> Any:
-    """Mark a method that the workload does not define."""
+    """Mark a method that the workload class does not define."""
     method.is_none = True
     return method
 
@@ -30,11 +30,11 @@ class Workload(ABC):
     """What to learn: a model, a loss, data, an optimizer and its schedule. Created once, then sent to every worker.
 
     `clip_norm`, a number above 0 or None (never), is the largest Euclidean norm of a gradient: a longer one is scaled
-    down, as `torch.nn.utils.clip_grad_norm_` does. Which gradient depends on the strategy: under all_reduce the mean
-    over all workers; under servers what each worker pushes, dense part and rows of tables together; where workers (or
+    down, as `torch.nn.utils.clip_grad_norm_` does. Which gradient is clipped depends on the strategy: under all_reduce
+    the mean over all workers; under servers each worker's push, dense part and rows of tables together; if workers (or
     clients) step separately (hogwild, local_sgd, parallel_sgd, diloco, admm, the federated ones) the gradient of each
-    of their steps, not what they exchange; under downpour both a copy's steps and the pushes, each once. The workers of
-    one replica count as one. hybrid with sparse tables refuses it.
+    of their steps, not the values that they exchange; under downpour both the gradient of a copy's step and the push,
+    each once. The workers of one replica count as one. hybrid with sparse tables refuses `clip_norm`.
 
     Example:
         class Line(rayps.Workload):
@@ -82,16 +82,16 @@ class Workload(ABC):
             def schedule(self, optimizer):
                 return lambda step: min(1.0, (step + 1) / 100)     # a warm-up
 
-        It is stepped once a step, or once an epoch (`schedule_every = "epoch"`), from step 0 of the job on: a resumed
-        run and a later phase continue the count. A step is a round of the worker, wherever the step is taken. A server
-        applies the rate of the round of a push, however late the push arrives (Downpour: that of its last gradient).
-        Workers that train separately count their own steps across averages. A federated job counts its rounds, and its
-        clients train at the rate of the round (`server_lr` is constant).
+        The schedule is stepped once a step, or once an epoch (`schedule_every = "epoch"`), from step 0 of the job on: a
+        resumed run and a later phase continue the count. A step is a round of the worker, also if servers take the
+        step. A server applies the rate of the round of a push, however late the push arrives (Downpour: that of its
+        last gradient). Workers that train separately count their own steps across averages. A federated job counts its
+        rounds, and its clients train at the rate of the round (`server_lr` is constant).
 
         `optimizer` is a skeleton: the groups of `self.optimizer(params)` over placeholders. The schedule is evaluated
         on it in each process, and must give the same values each time. For a sparse table it is torch's optimizer of
-        the same kind, with one group whose "table" is the table's name. What a scheduler changes (rates; OneCycleLR
-        also momentum) is set before each step. ReduceLROnPlateau is refused: its steps need a metric.
+        the same kind, with one group whose "table" is the table's name. The values that a scheduler changes (rates;
+        OneCycleLR also momentum) are set before each step. ReduceLROnPlateau is refused: its steps need a metric.
         """
         return None
 
@@ -100,15 +100,13 @@ class Workload(ABC):
         return {}
 
     def evaluation_data(self) -> Data:
-        """Return the data to evaluate on; by default that of `data()`."""
+        """Return the data on which the model is evaluated; by default the result of `data()`."""
         return self.data()
 
     def lookups(self, batch: Batch) -> Mapping[str, torch.Tensor]:
         """Return the ids that `loss` will look up for the batch, by table, e.g. {"users": batch.x[:, 0]}.
 
-        {} = not known.
-
-        If they are known, the rows of all tables are pulled while the batch before is computed.
+        If the ids are known, the rows of all tables are pulled while the previous batch is computed. {} = not known.
         """
         return {}
 
@@ -117,7 +115,7 @@ def check_clip_norm(workload: Workload) -> None:
     """Refuse an invalid `clip_norm`.
 
     Raises:
-        ConfigError: it is neither None nor a finite number above 0.
+        ConfigError: `clip_norm` is neither None nor a finite number above 0.
     """
     given = workload.clip_norm
     if given is None:
@@ -131,7 +129,7 @@ def check_clip_norm(workload: Workload) -> None:
 
 
 def misspelt(workload: Workload) -> list[str]:
-    """Return a warning for each method of the user's classes whose name is nearly one of Workload's."""
+    """Return a warning for each method of the user's classes whose name is almost that of a method of Workload."""
     ours = [name for name in vars(Workload) if not name.startswith("_")]
     kinds = [kind for kind in type(workload).__mro__ if issubclass(kind, Workload) and kind is not Workload]
     found = []
@@ -155,7 +153,7 @@ def load(target: str, working_dir: str | None = None) -> Workload:
     The user's files are read again at each call: a warm process never uses an older version of them.
 
     Raises:
-        WorkloadError: what was tried, and the line of the user's file that failed.
+        WorkloadError: the class cannot be found or created; names the line of the user's file that failed.
     """
     if (reason := misnamed(target)) is not None:
         raise WorkloadError(reason, target=target)

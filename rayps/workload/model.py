@@ -1,4 +1,4 @@
-"""Build a user's model in a process whose random numbers other code uses too."""
+"""Build a user's model although other code of the process uses torch's random numbers too."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from rayps.tensors.flat import FlatModel, beside
 from rayps.tensors.snapshot import Snapshot
 from rayps.workload.base import Workload
 
-_DRAWING = threading.RLock()  # torch's random state is that of the process: workers that are threads take turns
+_DRAWING = threading.RLock()  # torch has one random state per process: workers that are threads draw one after another
 
 
 @contextmanager
 def _drawing() -> Iterator[None]:
-    """Let only this thread draw random numbers; the wait for another thread's model() counts as its own time."""
+    """Let only this thread draw random numbers.
+
+    For the time limit, the wait for another thread is a call of its own.
+    """
     with user_code("model"):
         _DRAWING.acquire()
     try:
@@ -31,13 +34,13 @@ def _drawing() -> Iterator[None]:
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Draw random numbers without a change of the process's generator."""
+    """Draw random numbers inside the block, and restore the process's generator after it."""
     with _drawing(), torch.random.fork_rng(devices=[]):
         yield
 
 
 def model_of(workload: Workload) -> nn.Module:
-    """Return a new model of the user's. Raises WorkloadError."""
+    """Return a new model, from the user's `model()`. Raises WorkloadError."""
     with _drawing(), user_code("model"):
         model = workload.model()
     if not isinstance(model, nn.Module):
@@ -46,7 +49,7 @@ def model_of(workload: Workload) -> nn.Module:
 
 
 def drawn(workload: Workload, seed: int) -> Snapshot:
-    """Return the state before the first round: parameters drawn from the seed, whatever the strategy or size."""
+    """Return the state before the first round, with parameters drawn from the seed, equal for any strategy or size."""
     with _drawing():
         torch.manual_seed(seed)
         model = model_of(workload)
@@ -56,7 +59,7 @@ def drawn(workload: Workload, seed: int) -> Snapshot:
 
 
 def drawn_apart(workload: Workload, seed: int) -> Snapshot:
-    """Return as `drawn`, without a change of the process's generator."""
+    """Return the state that `drawn` returns, without a change of the process's generator."""
     with apart():
         return drawn(workload, seed)
 

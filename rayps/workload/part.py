@@ -1,6 +1,6 @@
-"""The part of a model that a worker computes with: all of it, or a slice.
+"""The part of a model with which a worker computes: the whole model, or a slice.
 
-The interface between `Worker` and the division.
+`ModelPart` is the interface between `Worker` and the division of the model.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from rayps.tensors.optim import Factory
 from rayps.workload.base import Workload
 
 Metric: TypeAlias = float | Tensor  # a mean over a batch
-Check = Callable[[Tensor], float]  # of a loss: its value; raises if it is not a number
+Check = Callable[[Tensor], float]  # returns the value of a loss; raises if it is not a number
 
 
 class ModelPart(Protocol):
-    """What a `Worker` trains."""
+    """The part of the model that a `Worker` trains."""
 
     module: nn.Module
     layout: Layout  # owned parameters, by name in the whole model; may be empty
-    parameters: list[nn.Parameter]  # the same
+    parameters: list[nn.Parameter]  # the owned parameters, in the order of the layout
     reports: bool  # this worker's loss, samples and metrics count; the other workers of its replica have the same rows
 
     @property
@@ -35,21 +35,21 @@ class ModelPart(Protocol):
         """Buffers and parameters that need no gradient, by name."""
 
     def refresh(self) -> None:
-        """Receive the current values of borrowed parameters; before `evaluate`. Raises LinkError."""
+        """Receive the current values of borrowed parameters, before `evaluate`. Raises LinkError."""
 
     def backward(self, batch: Batch, step: int, check: Check) -> float | None:
-        """Return the loss, where it is known.
+        """Leave the gradient of the batch's mean loss in `.grad` of the owned parameters; return the loss.
 
-        Leave the gradient of the batch's mean in `.grad` of the owned parameters.
+        Return None on workers that do not know the loss.
 
         Raises:
             TrainingError, WorkloadError, LinkError.
         """
 
     def evaluate(self, batch: Batch) -> dict[str, Metric]:
-        """Return named means over the batch, the loss included; {} where they are not known.
+        """Return named means over the batch, the loss included; {} on workers that do not know them.
 
-        In eval mode, without gradients.
+        The model is in eval mode, and no gradients are computed.
         """
 
     def factory(self, factory: Factory) -> Factory:
@@ -59,7 +59,7 @@ class ModelPart(Protocol):
         """Return numbers of the last step for the worker's point, such as `activations` or `idle`."""
 
     def close(self) -> None:
-        """Release its resources."""
+        """Release the part's resources."""
 
 
 class Whole:
@@ -76,7 +76,7 @@ class Whole:
         return beside(self.module)
 
     def refresh(self) -> None:
-        """See ModelPart: nothing is borrowed."""
+        """Do nothing, as no parameter is borrowed. See ModelPart."""
 
     def backward(self, batch: Batch, step: int, check: Check) -> float:
         """See ModelPart."""
@@ -104,7 +104,7 @@ class Whole:
 
 
 def metrics_of(given: dict[str, Metric]) -> dict[str, Metric]:
-    """Check and return the result of the user's evaluate(). Raises WorkloadError."""
+    """Return the result of the user's evaluate(), if it is valid. Raises WorkloadError."""
     if not isinstance(given, dict):
         raise WorkloadError(
             f"evaluate(model, batch) returned {type(given).__name__}: return a dict of means such as "
