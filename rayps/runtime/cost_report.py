@@ -1,6 +1,7 @@
-"""Report what a step costs.
+"""Report what a step costs, by formula and as measured.
 
-By formula from one small batch, before workers start; and measured from a phase's points, as one event at its end.
+The formula uses one small batch, before workers start. The measurement uses a phase's points, and is reported as one
+event at the end of the phase.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ from rayps.tensors.flat import Layout
 from rayps.workload.base import Workload
 from rayps.workload.model import apart, model_of
 
-_KEPT = 1_000  # newest rounds of each worker that are used
+_KEPT = 1_000  # the newest rounds of each worker that are used
 _WARM = 1  # first rounds of each worker, not used: memory is being allocated and rings formed
 
 Span: TypeAlias = tuple[str, float, float]  # an action of a stage, its start and its end in seconds
-DrawnSpan: TypeAlias = list[str | float]  # the same, as the event's JSON holds it
+DrawnSpan: TypeAlias = list[str | float]  # a `Span` as the event's JSON holds it
 _Cost = TypeVar("_Cost", float, Fraction)
 
 
 class MeasuredCosts(TypedDict, total=False):
-    """What a step took; see `measured`. What is not known is left out."""
+    """The measured costs of a step; see `measured`. A value that is not known is left out."""
 
     rounds: int
     bytes: float
@@ -69,7 +70,7 @@ class CostReport:
     """Collect a phase's points of single workers; `event()` reports what its steps cost."""
 
     def __init__(self, strategy: StrategyView, workers: int, formula: Callable[[], Costs]) -> None:
-        """Prepare; `formula` returns the costs by formula, and is called at the end only."""
+        """Prepare; `formula` returns the costs by formula, and is called once, at the end."""
         self._strategy, self._grid, self._formula = strategy.name, strategy.grid(workers), formula
         self._turn = "round" if learns_by_client(strategy) else "step"
         self._replica = pipeline_of(replica_of(strategy))
@@ -93,7 +94,7 @@ class CostReport:
         return self._drawn()
 
     def _drawn(self) -> list[Event]:
-        """Return, once, an event with the real timeline of a step of the first replica beside the schedule."""
+        """Return, once, an event with the measured timeline of a step of the first replica and that of the schedule."""
         grid, replica = self._grid, self._replica
         ranks = [grid.rank(0, stage) for stage in range(grid.stage)]
         if replica is None or not self._spans.keys() >= set(ranks):
@@ -110,7 +111,7 @@ class CostReport:
         return [{"kind": "schedule", "message": message, "theory": drawn, "measured": rows}]
 
     def event(self) -> Event | None:
-        """Return the phase's costs per step, measured and by formula, see `measured`; None if no step was reported."""
+        """Return an event with the phase's costs per step, measured and by formula; None if no step was reported."""
         found = measured(self._points, self._grid)
         if not found:
             return None
@@ -125,13 +126,13 @@ class CostReport:
 
 
 def measured(points: dict[int, list[Point]], grid: Grid) -> MeasuredCosts:
-    """Return what a step took, from points of each rank.
+    """Return the measured costs of a step, from the points of each rank.
 
-    bytes: of all workers; stage_bytes, messages: those between stages. idle: the share of the engines' time spent
-    waiting, in total and by stage. activations: the most held at once, by stage. compute: each worker's seconds, and
-    imbalance: how much the longest is above the mean. exposed: the share of a step that communication and waiting add
+    bytes: sent by all workers; stage_bytes, messages: sent between stages. idle: the share of the engines' time spent
+    waiting, in total and by stage. activations: the most held at once, by stage. compute: each worker's seconds;
+    imbalance: by how much the longest exceeds the mean. exposed: the share of a step that communication and waiting add
     to the compute. hidden: the share of the seconds of communication, waiting included, during which the worker
-    computed; not of stages. What is not known is left out.
+    computed; not known for stages. A value that is not known is left out.
     """
     ranks = sorted(rank for rank in points if points[rank])
     if not ranks:
@@ -197,7 +198,7 @@ def aligned(stages: list[list[Span]]) -> list[list[DrawnSpan]]:
 
 
 def words(costs: Costs, found: MeasuredCosts, turn: str = "step") -> str:
-    """Return one sentence of what was measured, with the formula's value beside each."""
+    """Return one sentence with the measured costs, and the formula's value beside each."""
     said = []
     if "bytes" in found:
         heads = ", headers of messages included" if costs.grid.columns > 1 else ""
@@ -228,7 +229,7 @@ def _beside(formula: _Cost | None, write: Callable[[_Cost], str]) -> str:
 
 
 def _total(heard: list[list[Point]], key: str) -> float | None:
-    """The sum over ranks of each one's mean a step; None where some point does not have it."""
+    """Return the sum over ranks of each rank's mean of `key` per step; None if a point does not have it."""
     if not all(key in point for points in heard for point in points):
         return None
     return sum(fmean(point[key] for point in points) for points in heard)
@@ -257,10 +258,12 @@ def expected(
     *,
     activations: bool = False,
 ) -> Costs:
-    """Return the costs of a step by formula. `batch` are a replica's rows; by default the workload's batch size.
+    """Return the costs of a step by formula.
 
-    `activations`: also of a model that is on one worker, which takes a forward pass. What the user's code does not show
-    (it fails on a few rows) is left out: a plan is no reason to fail.
+    `batch` is the number of a replica's rows in a step; by default the workload's batch size.
+
+    `activations`: include the activations of a model on one worker, which takes a forward pass. If the user's code
+    fails on a few rows, the values that need it are left out, and no error is raised.
     """
     found = sizes(workload, strategy, workers, division, batch)
     if activations and division is None and not tables_of(blank(workload)):
@@ -272,7 +275,7 @@ def expected(
 def tally_of(
     workload: Workload, strategy: StrategyView, workers: int, division: Division | None, layout: Layout
 ) -> CostReport:
-    """Return the CostReport of a phase. A model on one worker is not run again."""
+    """Return the CostReport of a phase. The model is not run again if it is on one worker."""
 
     def formula() -> Costs:
         if division is not None:
@@ -326,10 +329,10 @@ def first(workload: Workload, replicas: int) -> Batch:
 
 
 def states(workload: Workload, layout: Layout) -> float:
-    """Return how many numbers the workload's optimizer stores per parameter element, tried on small ones.
+    """Return how many numbers the workload's optimizer stores per parameter element, from a step on small parameters.
 
     Raises:
-        WorkloadError: the optimizer cannot step.
+        WorkloadError: the optimizer's step failed.
     """
     params = [nn.Parameter(torch.zeros([min(n, _SMALL) for n in entry.shape])) for entry in layout.entries]
     optimizer = optim.made(workload.optimizer, params)

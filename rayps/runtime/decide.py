@@ -1,4 +1,4 @@
-"""What a run does next. Pure: no clock, no input or output.
+"""Decide what a run does next. Pure: no clock, no input or output.
 
 `decide` maps the facts of one poll to a decision: continue, finish, stop, fail, or how to recover from a failure
 (replace the lost member, rebuild its state, or restart all from the snapshot). The order of its rules matters: a stop
@@ -34,7 +34,8 @@ class RunFacts:
     broken_for: float = 0.0  # seconds since the first of the errors was seen
     failures: int = 0
     max_failures: int = 3
-    recovery: Recovery = field(default_factory=RestartAll)  # what a death brings about now, see `recovery_now`
+    # what follows a death in the run as it is now; see `recovery_now`
+    recovery: Recovery = field(default_factory=RestartAll)
     stop: bool = False
     at: Mapping[str, int] = field(default_factory=dict)  # the last round that a dead worker reported
 
@@ -64,7 +65,10 @@ class Restart:
 
 @dataclass(frozen=True, slots=True)
 class Mend:
-    """Start new processes for `lost`; all continue from the newest round whose state every worker has or can get."""
+    """Start new processes for `lost`.
+
+    All workers continue from the newest round whose state each of them has or can get.
+    """
 
     lost: tuple[str, ...]
     reason: str
@@ -72,7 +76,7 @@ class Mend:
 
 @dataclass(frozen=True, slots=True)
 class Replace:
-    """Start new processes for `lost`, or start them anew, while the others continue."""
+    """Start new processes for `lost`, or connect them to their servers again, while the others continue."""
 
     lost: tuple[str, ...]
     reason: str
@@ -90,7 +94,7 @@ Decision = Continue | Finish | Stop | Restart | Mend | Replace | Fail
 
 
 def decide(facts: RunFacts) -> Decision:
-    """Return what to do next."""
+    """Return the decision for these facts."""
     if facts.stop:
         return Stop()
     for member, error in facts.errors:
@@ -102,7 +106,7 @@ def decide(facts: RunFacts) -> Decision:
         return _recover(facts, lost, reason)
     if (
         facts.errors and facts.broken_for >= GRACE_SECONDS
-    ):  # by then all workers that lost the same peer have reported it
+    ):  # after the grace time all workers that lost the same peer have reported it
         return _reconnect(facts)
     if len(facts.finished) == facts.size:
         return Finish()
@@ -110,7 +114,7 @@ def decide(facts: RunFacts) -> Decision:
 
 
 def _reconnect(facts: RunFacts) -> Decision:
-    """Handle lost connections while every process answers: the peer that did not answer in time is to blame."""
+    """Decide about lost connections if every process answers: blame the peer that did not answer in time."""
     blamed = [_member(str(error.data.get("peer"))) for _, error in facts.errors if isinstance(error, PeerTimeout)]
     blamed = [name for name in blamed if name.startswith(("worker-", "shard-"))]
     reason = "; ".join(f"{member}: {_short(str(error))}" for member, error in facts.errors[:2])
@@ -124,7 +128,7 @@ def _recover(facts: RunFacts, lost: tuple[str, ...], reason: str) -> Decision:
     if failures > facts.max_failures:
         return Fail(
             None,
-            f"{reason}\nthat was failure {failures}, and max_failures is {facts.max_failures}: raise it, "
+            f"{reason}\nthat was failure {failures}, and max_failures is {facts.max_failures}: raise max_failures, "
             "or find out why the process dies (its log, memory, `rayps doctor`)",
         )
     if isinstance(facts.recovery, Rebuild):
@@ -149,7 +153,7 @@ def _short(text: str) -> str:
 
 
 class _Step:
-    """What the states have in common."""
+    """The fields that several states have in common."""
 
     __slots__ = ()
     terminal: ClassVar[bool] = False

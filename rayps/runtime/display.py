@@ -19,7 +19,7 @@ class Display:
     """Show progress and events on a stream (stderr, so that results can be piped)."""
 
     def __init__(self, stream: TextIO | None = None, *, bar: bool = True) -> None:
-        """Prepare; `bar`: show a bar for `progress` on a terminal."""
+        """Prepare the display; `bar`: on a terminal, show the progress as a bar."""
         self._console = Console(file=stream or sys.stderr, highlight=False, soft_wrap=True)
         self._bar: Bar | None = None
         self._task = TaskID(0)
@@ -36,7 +36,7 @@ class Display:
             self._bar.start()
 
     def progress(self, progress: ProgressRecord) -> None:
-        """Show the progress."""
+        """Show the progress, as a bar or as a line."""
         if self._bar is not None:
             self._bar.update(
                 self._task,
@@ -59,7 +59,7 @@ class Display:
         self._console.print(f"{event['kind']}: {event['message']}", style=style, markup=False)
 
     def lines(self, lines: list[tuple[float, str, str]]) -> None:
-        """Show what the workers printed or logged."""
+        """Show the lines that the workers printed or logged."""
         for _, who, text in lines:
             self._console.print(f"{who}: {text}", style="dim", markup=False, emoji=False)
 

@@ -71,7 +71,7 @@ class Driver:
         again: bool = False,
         tries: bool = False,
     ) -> None:
-        """Prepare a driver; `name` is that of the job, and of its space on a server group.
+        """Prepare a driver; `name` is the name of the job, and of its space on a server group.
 
         `again`: an earlier driver of the job has died. `tries`: try one batch in a child process while workers start,
         see `rayps.runtime.preflight`.
@@ -85,11 +85,11 @@ class Driver:
         self._checkpoints = Checkpointer(spec, journal, checkpoints, resume)
         self._mender = Mender(journal, failures)
         self._record = RunRecord(journal, spec.workers, self._where)
-        self._known: RunPlan | None = None  # after the preflight
+        self._known: RunPlan | None = None  # set by the preflight
         self._started: WorkerGroup | None = None
         self._generation = 0
-        self._metrics: dict[str, float] = {}  # of the last evaluation
-        self._requested = (0, 0.0)  # a last checkpoint after a stop: it must be newer than this round; the deadline
+        self._metrics: dict[str, float] = {}  # metrics of the last evaluation
+        self._requested = (0, 0.0)  # the last checkpoint after a stop: it must be newer than this round; its deadline
 
     def stop(self) -> None:
         """Request the end of the run, with a last checkpoint if there is a folder for it."""
@@ -106,10 +106,10 @@ class Driver:
         return self._record.status
 
     def preflight(self) -> bool:
-        """Check data, model and optimizer before any worker starts. False: stopped meanwhile.
+        """Check data, model and optimizer before any worker starts; return False if a stop was requested meanwhile.
 
         Raises:
-            DataError, WorkloadError, ConfigError: what is wrong, and how to fix it.
+            DataError, WorkloadError, ConfigError: the user's code or an option is wrong; says how to fix it.
         """
         remote = any(has_remote_clients(phase.strategy) for phase in self._phases)
         mailbox = prepared(self.journal.folder) if remote else None
@@ -130,11 +130,11 @@ class Driver:
         return True
 
     def close(self) -> None:
-        """End what a preflight has started, if no run follows."""
+        """End the processes that the preflight started, if no run follows."""
         self.trial.close()
 
     def run(self, cluster: Cluster) -> Outcome:
-        """Run the job to its end. Errors of the run are not raised: the outcome has them."""
+        """Run the job to its end. Errors of the run are not raised: they are in the outcome."""
         state: states.State = states.StartWorkers()
         try:
             while not state.terminal:
@@ -212,7 +212,8 @@ class Driver:
         self.trial.end(self.journal)
         first = self._checkpoints.first(group, self.workload, plan)
         if self._checkpoints.resume is not None:
-            # an earlier driver of this run may have died between the checkpoint and its evaluation
+            # an earlier driver of this run may have died after it saved the checkpoint and before it evaluated the
+            # state
             filed = self.journal.evaluated
             self._record.evaluated = first.round if filed is None else filed
         return Findings()
@@ -230,7 +231,7 @@ class Driver:
         phase.enter(snapshot, self.spec.workers)
         phase.tell(self.journal, snapshot.round)
         self.journal.tally = phase.tally(self.workload, self.spec.workers, snapshot.layout)
-        if runs_in_step(phase.phase.strategy):  # also after a phase without an evaluation
+        if runs_in_step(phase.phase.strategy):  # the same after a phase without an evaluation
             snapshot.align()
         return Findings(phases=count)
 
@@ -267,7 +268,7 @@ class Driver:
         return group.met is not None and all(worker.facts.position == at for worker in group.workers)
 
     def _end_generation(self, phase: PhaseRun) -> None:
-        """End the generation after the phase's last state; write what is left of its rounds."""
+        """End the generation after the phase's last state, and write the remaining points of its rounds."""
         self._poll()
         self._record.end_generation()
         self._record.flush()
@@ -318,7 +319,7 @@ class Driver:
         return Findings(saving=True)
 
     def _await_checkpoint(self, phase: PhaseRun) -> Findings:
-        """Check once for the requested checkpoint; after the deadline the previous one remains."""
+        """Check once for the requested checkpoint; after the deadline the run ends with the previous one."""
         before, deadline = self._requested
         self._poll()
         facts = self._facts(phase)
@@ -336,7 +337,7 @@ class Driver:
         group = self._group
         points = group.poll()
         for point in points:
-            self._checkpoints.snapshot.hear(point)  # also for the generations and the runs that continue from it
+            self._checkpoints.snapshot.hear(point)  # for the generations and the runs that continue from this snapshot
         self._record.take_in(group, points)
         self._mender.look(group, self._generation)
         self._record.show()

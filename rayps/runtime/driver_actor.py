@@ -1,8 +1,8 @@
 """A job's driver as an actor of its own, which the service starts, stops, and finds again after a restart.
 
 The job starts in the actor's constructor, in a thread of its own: its creator may die at any moment after that.
-`driver.json` in the job's folder says which attempt has started, and in which process. When the run has ended the actor
-ends itself, so that needs no service either.
+`driver.json` in the job's folder holds the number of the attempt that has started, and its process. The actor ends
+itself when the run has ended, so the end needs no service either.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class DriverActor:
 
     def __init__(self, spec: Keywords, folder: str, attempt: int, failures: int = 0) -> None:
         self._spec, self._folder, self._attempt = JobSpec.from_dict(spec), Path(folder), attempt
-        self._failures = failures  # why the earlier attempts ended
+        self._failures = failures  # number of failures in earlier attempts
         self._driver: Driver | None = None
         self._stopped = threading.Event()
         self._status = Status.FAILED
@@ -57,7 +57,7 @@ class DriverActor:
     def run(self) -> str:
         """Wait for the end of the run, which the constructor started.
 
-        Raises the error that ended it without an outcome.
+        Raises the error with which the run ended, if it wrote no outcome.
         """
         self._thread.join()
         if self._crash is not None:
@@ -129,13 +129,13 @@ class DriverActor:
             journal.close()
 
     def _leave(self) -> None:
-        """End this actor: an idle one would hold a process."""
+        """End this actor, because an idle actor would keep a process."""
         try:
             cluster = surrounding()
             handle = cluster.find(f"driver-{self._folder.name}")
             if handle is not None:
                 cluster.kill(handle)
-        except Exception as error:  # Ray is ending, and this process with it; the outcome is on disk
+        except Exception as error:  # Ray is ending, and ends this process; the outcome is on disk
             log.warning("the driver of %s could not end itself: %s", self._folder.name, error)
 
 

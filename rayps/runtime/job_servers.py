@@ -28,52 +28,55 @@ from rayps.worker.plan import Orders
 
 
 class JobServers(Protocol):
-    """The servers that hold a generation's parameters, or a part of them."""
+    """The servers that hold all or a part of a generation's parameters."""
 
     def serves(self, strategy: StrategyView) -> bool:
         """Return whether a generation under this strategy needs the servers."""
 
     def poll(self, orders: Orders, wanted: int) -> None:
-        """Poll all servers, without waiting; they retain their parts of round `wanted`."""
+        """Poll all servers, without waiting; each server retains its part of round `wanted`."""
 
     def held(self, slowest: int) -> list[tuple[int, list[int]]] | None:
-        """Return each server's progress and the rounds whose parts it has; None while that is not known.
+        """Return each server's progress, and the rounds whose parts it has; None while these are not known.
 
         `slowest` is the position of the slowest worker.
         """
 
     def parts(self, rounds: int) -> Callable[[float], list[ShardPart | None]]:
-        """Request all parts after `rounds`; the returned function waits for them, at most the given seconds.
+        """Request all servers' parts after `rounds`; return a function that waits for the parts, for the given seconds.
 
-        It raises ClusterError, TimeoutError: a server died or did not answer.
+        The function raises ClusterError, TimeoutError: a server died or did not answer.
         """
 
     def of(self, column: int) -> range:
-        """Which of `parts` are those of a column."""
+        """Return the indices in `parts` of the parts of a column."""
 
     def saved(self, snapshot: Snapshot) -> None:
-        """Notify that this state is saved elsewhere."""
+        """Tell the servers that the driver has saved this state."""
 
     def close(self) -> None:
-        """End the servers that belong to the job."""
+        """End the servers if they belong to the job."""
 
 
 class FixedServers:
-    """Servers with a static map: one actor for each segment of the vector, of this job alone.
+    """The job's own servers with a static map: one actor for each segment of the vector.
 
-    The driver publishes the map of each column of a model that is divided, and again when it has replaced a server.
+    The driver publishes the map of each column of the model, and publishes it again after it has replaced a server.
     """
 
     def __init__(self, cluster: Cluster, packed: bytes, secret: bytes, working_dir: str | None) -> None:
         self.members: list[GroupMember] = []
         self._cluster, self._packed, self._secret, self._working_dir = cluster, packed, secret, working_dir
         self._orders: Orders | None = None
-        self._spaces: list[Space] = []  # of each column
+        self._spaces: list[Space] = []  # the space of each column
         self._maps: list[StaticMap] = []
         self._incarnations: Counter[tuple[int, int]] = Counter()  # by column and data rank: how often it has begun
 
     def prepare(self, wanted: int) -> list[GroupMember]:
-        """Ensure `wanted` living shards, or fewer processes; return the new ones that have not reported an address."""
+        """Ensure that `wanted` shards are alive, and end surplus ones.
+
+        Return new shards that have not reported an address.
+        """
         kept = self.members[:wanted]
         for member in [*self.members[wanted:], *(m for m in kept if m.dead)]:
             self._cluster.kill(member.handle)
@@ -81,7 +84,10 @@ class FixedServers:
         return [member for member in self.members if member.place is None]
 
     def begin(self, orders: Orders, parts: Sequence[Snapshot], shared: Sequence[Snapshot]) -> None:
-        """Hold a state in a new generation: `parts` by column, and the same as actors take them. After `prepare`."""
+        """Load a state in a new generation; call it after `prepare`.
+
+        `parts` are the state's parts by column; `shared` are the same parts, stored for the calls of actors.
+        """
         self._orders = orders
         counts = shares(len(self.members), [part.layout.size for part in parts]) if self.members else []
         self._spaces, self._maps = [], []
@@ -107,7 +113,7 @@ class FixedServers:
         )
 
     def column(self, index: int) -> tuple[int, int]:
-        """Return the column of a shard, and its number there."""
+        """Return the column of a shard, and the shard's number in the column."""
         for column, space in enumerate(self._spaces):
             if index < len(space.cuts):
                 return column, index
@@ -115,7 +121,7 @@ class FixedServers:
         raise IndexError(f"there are only {len(self.members)} shards")
 
     def of(self, column: int) -> range:
-        """Return the numbers of a column's shards."""
+        """Return the indices of a column's shards."""
         before = sum(len(space.cuts) for space in self._spaces[:column])
         return range(before, before + (len(self._spaces[column].cuts) if self._spaces else 0))
 
@@ -124,14 +130,14 @@ class FixedServers:
         return servers_of(strategy) is not None
 
     def seat(self, column: int, rank: int) -> SpaceRank | None:
-        """Return a new seat for a worker of a column; `rank` is its data rank."""
+        """Return a worker's new place with the servers of a column; `rank` is its data rank."""
         if not self._spaces:
             return None
         self._incarnations[column, rank] += 1
         return SpaceRank(self._maps[column], self._spaces[column], self._incarnations[column, rank])
 
     def replace(self, index: int, snapshot: Snapshot) -> SpaceMap | None:
-        """Restore a shard from a snapshot; return its column's new map, or None if it died again."""
+        """Restore a shard from a snapshot; return its column's new map, or None if the shard has died again."""
         self._cluster.kill(self.members[index].handle)
         self.members[index] = shard = self._spawn(index)
         place([shard])
@@ -164,7 +170,7 @@ class FixedServers:
     def saved(self, snapshot: Snapshot) -> None:
         """See JobServers."""
         for member in [member for member in self.members if not member.dead]:
-            member.handle.call("saved", snapshot.round)  # where it is lost, workers retain their pushes for longer
+            member.handle.call("saved", snapshot.round)  # if this call is lost, workers retain their pushes for longer
 
     def close(self) -> None:
         """See JobServers."""
@@ -203,11 +209,11 @@ def space_of(
     factory: Callable[[], Factory],
     tables: tuple[SparseTable, ...],
 ) -> JobSpace | None:
-    """Return the job's space, on the group that it names or on one of its own; None = it needs none.
+    """Return the job's space, on the group that the job names or on a group of its own; None = the job needs none.
 
     Raises:
-        ConfigError: there is no group of that name.
-        PeerTimeout: servers of its own did not start.
+        ConfigError: there is no group of the given name.
+        PeerTimeout: servers of the job's own group did not start.
     """
     quota = None if spec.quota is None else _quota(spec.quota)
     if spec.server_group is not None:

@@ -54,7 +54,7 @@ class Journal:
                 self._files[name] = (folder / name).open("a", encoding="utf-8")
 
     def event(self, kind: str, message: str, **facts: Any) -> None:
-        """Write an event: something that a user should know happened."""
+        """Write an event: a fact that a user should know."""
         event = {"seq": self._seq, "time": time.time(), "kind": kind, "message": message, **facts}
         self._seq += 1
         self.events.append(event)
@@ -63,7 +63,7 @@ class Journal:
             self._on_event(event)
 
     def choices(self, points: list[Point]) -> list[Point]:
-        """Write what workers chose, with the reason, and what strategies report, as events; return the other points."""
+        """Write workers' choices, with their reasons, and strategies' reports as events; return the other points."""
         for point in points:
             if point["kind"] == "choice":
                 self.event(**point)
@@ -75,7 +75,7 @@ class Journal:
         return left
 
     def reckon(self) -> None:
-        """Write what a phase has cost, if any of its steps were reported."""
+        """Write the costs of a phase, if any of its steps were reported."""
         event = self.tally.event() if self.tally is not None else None
         if event is not None:
             self.event(**event)
@@ -109,7 +109,7 @@ class Journal:
             _replace(self.folder / "outcome.json", outcome)
 
     def flush(self) -> None:
-        """Write everything recorded to disk."""
+        """Write all buffered records to disk."""
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())

@@ -44,7 +44,7 @@ from rayps.tensors.learning_rate import Maker, Pace, Recipe, Ticks, pace_of
 from rayps.tensors.optim import Group, plain_values
 from rayps.workload.model import has_tables
 
-WAIT_SECONDS = 1.0  # seconds that a call waits in a worker for a line
+WAIT_SECONDS = 1.0  # most seconds that a call waits in a worker for a line
 END_SECONDS = 10.0  # seconds for the last lines of workers whose function has returned
 
 Line = tuple[float, str, str]  # time, source, text
@@ -52,20 +52,20 @@ Line = tuple[float, str, str]  # time, source, text
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What a worker printed since the last call, and its progress."""
+    """The lines that a worker printed since the last call, and its progress."""
 
     lines: list[tuple[float, str]]
-    steps: int  # steps of its wrapped optimizers
-    returned: bool  # whether its function has returned without an error
-    over: bool  # whether this is all
+    steps: int  # optimizer steps that the worker has taken
+    returned: bool  # whether the worker's function has returned without an error
+    over: bool  # whether no more lines will follow
 
 
 class LoopWatch:
-    """Collect what the workers of a `run` print, and why one of them died.
+    """Collect the lines that the workers of a `run` print, and the reason why one of them died.
 
-    One thread per worker calls it; the call waits in the worker until there is a line. So a line arrives before the
-    process can end, except for what is printed in the last moment before a kill. `show` receives the lines, from one
-    thread at a time.
+    For each worker one thread calls `said`, which waits in the worker until there is a line. So a line arrives before
+    the process can end, except lines that are printed in the last moment before a kill. `show` receives the lines, from
+    one thread at a time.
     """
 
     def __init__(self, handles: Sequence[ActorHandle], show: Callable[[list[Line]], None]) -> None:
@@ -85,7 +85,7 @@ class LoopWatch:
             self._threads[rank].join(max(0.0, deadline - time.monotonic()))
 
     def died(self, rank: int, error: ActorDied) -> ActorDied:
-        """Return the error of a run whose worker died: which worker, where, why, and what to do."""
+        """Return the error of a run whose worker died, with the worker, its last step, the reason and what to do."""
         reason = str(error.data.get("reason", error))
         steps = self._said[rank].steps if rank in self._said else None
         at = " before it reported its first optimizer step"
@@ -100,9 +100,9 @@ class LoopWatch:
         )
 
     def uneven(self) -> WorkloadError | None:
-        """Return the error of a run in which one worker's function returned while another takes more steps.
+        """Return the error of a run in which one worker's function returned while another worker takes more steps.
 
-        None if that is not what happened.
+        None if no worker takes more steps than a worker that has returned.
         """
         left = [(rank, said.steps) for rank, said in sorted(self._said.items()) if said.returned]
         on = [(rank, said.steps) for rank, said in sorted(self._said.items()) if not said.returned]
@@ -121,7 +121,7 @@ class LoopWatch:
         while True:
             try:
                 said: Said = handle.call("said", WAIT_SECONDS).result()  # a worker answers late while it starts
-            except ClusterError:  # it has ended; the wait for its result raises the reason
+            except ClusterError:  # the worker has ended; the wait for its result raises the reason
                 return
             self._said[rank] = said
             if said.lines:
@@ -133,12 +133,12 @@ class LoopWatch:
 
 log = logging.getLogger(__name__)
 
-TOLD_SECONDS = 0.1  # least seconds between two steps that are reported at once
-REASON_SECONDS = 3.0  # seconds after the first failure, for its cause to be reported
+TOLD_SECONDS = 0.1  # least seconds between two reports of a step
+REASON_SECONDS = 3.0  # seconds after the first failure in which its cause may be reported
 
 
 def _nothing() -> None:
-    """Do nothing after a step: the loop is not watched."""
+    """Do nothing after a step: no caller watches the loop."""
 
 
 @dataclass(slots=True)
@@ -149,9 +149,10 @@ class World:
     size: int
     name: str
     timeout: float
-    closing: list[Callable[[bool], None]] = field(default_factory=list)  # called with whether the loop failed
-    steps: int = 0  # of wrapped optimizers, so far
-    stepped: Callable[[], None] = _nothing  # called after each of them
+    # functions that are called at the end with True if the loop failed
+    closing: list[Callable[[bool], None]] = field(default_factory=list)
+    steps: int = 0  # steps of wrapped optimizers so far
+    stepped: Callable[[], None] = _nothing  # called after each of these steps
     wraps: itertools.count[int] = field(default_factory=itertools.count)
 
 
@@ -185,15 +186,15 @@ def run(
 ) -> list[_Result]:
     """Call `train_fn()` on `workers` Ray actors at once, and return their results, by rank.
 
-    Inside it, `rayps.world()` has rank and size, and `rayps.wrap` gives model and optimizer a strategy. What workers
-    print is shown on stderr while they work, each line after the worker's name. A worker that dies is not replaced, and
+    Inside it, `rayps.world()` has rank and size, and `rayps.wrap` gives model and optimizer a strategy. Lines that
+    workers print are shown on stderr at once, each after the worker's name. A worker that dies is not replaced, and
     ends the run. `address` is the Ray cluster to join, as for `rayps.train`.
 
     Raises:
-        ConfigError, ClusterError, NoResources: it cannot be started.
-        ActorDied: a worker's process died: which one, after how many optimizer steps, and why.
-        WorkloadError: `train_fn` returned on one worker while another one takes more steps, which needs all of them.
-        RaypsError: what the first failing worker raised.
+        ConfigError, ClusterError, NoResources: the workers cannot be started.
+        ActorDied: a worker's process died; names the worker, its number of optimizer steps and the reason.
+        WorkloadError: `train_fn` returned on one worker while another worker takes more steps, which need all workers.
+        RaypsError: the error that the first failing worker raised.
 
     Example:
         def train_fn():
@@ -235,7 +236,7 @@ def run(
 
 
 def _results(handles: list[ActorHandle], watch: LoopWatch) -> list[Any]:
-    """Return all results; the first failure ends the wait for the other workers, which lack their peer."""
+    """Return all results. The first failure ends the wait for the other workers, which lack a peer."""
     replies = [handle.call("run") for handle in handles]
     until(lambda: all(reply.done() for reply in replies) or bool(_failures(replies)), math.inf)
     # the peers of a failed rank fail at once: their errors are not the cause
@@ -296,8 +297,8 @@ class LoopActor:
     def __init__(self, packed: bytes, place: World, *, capture: bool = False) -> None:
         self._packed, self._place = packed, place
         self._logs, self._returned, self._over = LogBuffer(), False, False
-        self._sends = capture  # to another process
-        self._told = 0.0  # when the caller last got a step reported
+        self._sends = capture  # whether lines are sent to another process
+        self._told = 0.0  # the time of the last report of a step
         place.stepped = self._stepped
         if capture:  # log records reach stderr by the user's own handlers, as in a plain process
             self._logs.capture(records=False)
@@ -328,14 +329,14 @@ class LoopActor:
         return result
 
     def _stepped(self) -> None:
-        """Report the step to the caller, at most every tenth of a second: a death's error has the step count."""
+        """Report the step to the caller, at most every tenth of a second, for the error of a worker's death."""
         now = time.monotonic()
         if now - self._told >= TOLD_SECONDS:
             self._told = now
             self._logs.wake()
 
     def said(self, seconds: float) -> Said:
-        """Return what was printed since the last call; wait up to `seconds` for a line or a step if there is none."""
+        """Return the lines printed since the last call; if there is none, wait up to `seconds` for a line or a step."""
         if not self._over:
             self._logs.wait(seconds)
         over = self._over
@@ -347,19 +348,19 @@ def wrap(
 ) -> tuple[nn.Module, Optimizer]:
     """Make `optimizer.step()` one round of a strategy; all workers start with rank 0's parameters.
 
-    The loop stays as it is: zero_grad, loss, backward, step. Nothing is sent before `step`, so that several backward
-    passes may add up first. Set `optimizer.samples` to the number of samples in the batch (default 1), by which means
-    are weighted.
+    The loop is written as in plain torch: zero_grad, loss, backward, step. Nothing is sent before `step`, so that
+    several backward passes may add up first. Set `optimizer.samples` to the number of samples in the batch (default 1),
+    by which means are weighted.
 
     `schedule` is as `Workload.schedule`, stepped once a step, under every strategy: e.g. `rayps.wrap(model, optimizer,
     strategy, schedule=lambda optimizer: CosineAnnealingLR(optimizer, T_max=1000))`. A scheduler in the loop works too
-    where the worker's optimizer steps. Under a parameter server the optimizer's rule runs on the shards: there a change
-    of its groups on the worker is an error at the next step.
+    where the worker's optimizer steps. Under a parameter server the shards run the optimizer's rule: a change of the
+    optimizer's groups on the worker is then an error at the next step.
 
     `optimizer.clip_grad_norm_(max_norm)`, between the last backward and `step`, is
     `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)` of the mean gradient over all workers. It exchanges
     once per step, and `step` does not exchange again. All workers must call it with the same arguments; it returns the
-    norm, equal on all. Where the gradients go to servers it clips what this worker pushes, and returns that norm.
+    norm, equal on all. If gradients are pushed to servers, it clips this worker's push, and returns the push's norm.
     torch's own function would see one worker's gradient, so a `.grad` that was changed between backward and `step` is
     an error; zero_grad, several backward passes, and gradients that no backward computed are as in plain torch.
 
@@ -385,7 +386,7 @@ def wrap(
         raise ConfigError("wrap takes no model with sparse tables: use rayps.train, which gives them servers")
     name = f"{here.name}/{next(here.wraps)}"
     flat = FlatModel(model)
-    flat.drop_grad()  # none yet, as in plain torch: a parameter without one after backward was not used
+    flat.drop_grad()  # no gradient yet, as in plain torch: a parameter without a gradient after backward was not used
     ring = Ring.join(name, here.rank, here.size, timeout=here.timeout)
     if here.rank == 0 and here.size > 1:
         log.info(ring.choice)
@@ -452,7 +453,7 @@ def _leave(turns: _Turns, ring: Ring, server: GroupServer | None, group: ServerG
 
 
 def _share(name: str, here: World, make: Callable[[], ServerGroup]) -> ServerGroup:
-    """Create the group on rank 0; the other ranks find it."""
+    """Create the group on rank 0; return it on the other ranks when it is there."""
     values, key = rendezvous(), f"rayps/group/{name}"
     if here.rank == 0:
         group = make()
@@ -469,7 +470,7 @@ def _share(name: str, here: World, make: Callable[[], ServerGroup]) -> ServerGro
 
 
 def _same_kind(optimizer: Optimizer, flat: FlatModel) -> Callable[[list[nn.Parameter]], Optimizer]:
-    """Return a factory of optimizers like this one, with its parameter groups, for slices of the same parameters."""
+    """Return a factory of optimizers like `optimizer`, with its parameter groups, for slices of the same parameters."""
     order = {id(p): i for i, p in enumerate(flat.parameters)}
     kind = type(optimizer)
     # not every default is an argument: AdamW has decoupled_weight_decay, and its groups carry it
@@ -507,7 +508,10 @@ class _Ended(Exception):
 
 
 class _Stepper:
-    """The user's optimizer: stepped here with its schedule, or on servers; then its groups must not change."""
+    """The step of the user's optimizer: taken here with its schedule, or on servers.
+
+    Then its groups must not change.
+    """
 
     def __init__(self, optimizer: Optimizer, pace: Pace | None, remote: bool) -> None:
         self._step, self._pace, self._optimizer, self._number = optimizer.step, pace, optimizer, 0
@@ -521,7 +525,7 @@ class _Stepper:
         self._step()
 
     def check(self) -> None:
-        """Raise ConfigError if the groups were changed, which the servers would not see."""
+        """Raise ConfigError if the optimizer's groups were changed: the servers would not know."""
         for begun, group in zip(self._begun, self._optimizer.param_groups, strict=False):
             now = plain_values(group)
             for key, value in begun.items():
@@ -536,7 +540,7 @@ class _Stepper:
 
 
 class _Turns:
-    """The worker for the strategy's round; the user's loop provides batches and gradients."""
+    """The worker that a strategy's round uses; the user's loop provides its batches and gradients."""
 
     def __init__(
         self,
@@ -565,7 +569,7 @@ class _Turns:
     # ---- the user's side
 
     def start(self) -> None:
-        """Start the first round; return when it asks for a batch."""
+        """Start the first round; return when the round asks for a batch."""
         self._thread.start()
         self._wait()
 
@@ -582,7 +586,10 @@ class _Turns:
         return loss
 
     def clip(self, max_norm: float, samples: int, params: list[nn.Parameter]) -> Tensor:
-        """Exchange the gradient, if this step has not done so; clip what its optimizer will use; return the norm."""
+        """Exchange the gradient, if this step has not done so; clip the gradient that the optimizer will use.
+
+        Return its norm.
+        """
         if self.server is not None:
             self._must_be_unchanged()
             self._flat.collect_used()
@@ -687,7 +694,7 @@ class _Turns:
     def _run(self) -> None:
         try:
             while True:
-                view: Any = _RoundView(self)  # as much of a WorkerView as strategies of such a loop need
+                view: Any = _RoundView(self)  # the part of a WorkerView that strategies under `wrap` need
                 self._strategy.round(view)
         except _Ended:
             return
@@ -697,7 +704,7 @@ class _Turns:
 
 
 class _RoundView:
-    """`_Turns` under the names that a strategy uses."""
+    """A view of `_Turns` with the names that a strategy uses."""
 
     def __init__(self, turns: _Turns) -> None:
         self.rank, self.size, self.ring, self.server = turns.rank, turns.size, turns.ring, turns.server

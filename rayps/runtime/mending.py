@@ -1,4 +1,4 @@
-"""Recover a run from the failure of a member, as `decide` has decided.
+"""Recover a run from the failure of a member, by the decision of `rayps.runtime.decide`.
 
 Three ways, the cheapest first. *Replace*: a new process for the lost worker or shard, the others keep training.
 *Rebuild*: a new process gets the lost worker's state from its twin in another replica, or from the neighbour that holds
@@ -39,7 +39,7 @@ class PeerStates:
     used.
     """
 
-    line: int = 0  # the last generation that started from a snapshot
+    line: int = 0  # the number of the last generation that started from a snapshot
     bonds: list[Bond | None] = field(default_factory=list)  # bond of each worker in this generation
 
     def begin(self, grid: Grid, workers: list[GroupMember], mended: Mending | None) -> None:
@@ -62,7 +62,7 @@ class PeerStates:
         ]
 
     def halt(self, grid: Grid, workers: list[GroupMember]) -> Mending | None:
-        """End the generation now; return the round from which all can continue without a snapshot, or None."""
+        """End the generation now; return the round from which all workers can continue without a snapshot, or None."""
         living = [(rank, worker) for rank, worker in enumerate(workers) if not worker.dead]
         replies = [worker.handle.call("halt", self.line) for _, worker in living]
         answers = _answers([worker for _, worker in living], replies, HALT_SECONDS)
@@ -94,16 +94,17 @@ class _Loss:
 
 @dataclass(slots=True)
 class Mender:
-    """Carry out restarts, rebuilds and replacements; count failures, and report what each of them cost."""
+    """Carry out restarts, rebuilds and replacements; count failures, and report the cost of each."""
 
     journal: Journal
-    failures: int = 0  # of the whole job, over all its drivers
+    failures: int = 0  # failures of the whole job, under all its drivers
     cost: CommitCost | None = None  # cost of the states' backups, in this generation
     _seen: float | None = None  # the first sign of a failure, as time.monotonic
     _broken: float | None = None  # the first error of a worker in this generation
     _loss: _Loss | None = None
     _filed: CommitCost | None = None
-    _rejoining: list[tuple[list[int], list[str], float]] = field(default_factory=list)  # ranks, the lost, since when
+    # replicas that start again: ranks, lost workers, time of the failure
+    _rejoining: list[tuple[list[int], list[str], float]] = field(default_factory=list)
 
     def begin(self) -> None:
         """Start a generation, without failures."""
@@ -123,13 +124,16 @@ class Mender:
         return 0.0 if self._broken is None else time.monotonic() - self._broken
 
     def may_replace(self, group: WorkerGroup) -> bool:
-        """Return whether a replica may start again alone although all work in step; not where that has just failed."""
+        """Return whether one replica may start again alone although workers run in step.
+
+        False if that has just failed.
+        """
         return group.rejoins and not self._rejoining
 
     def mend(self, group: WorkerGroup, decision: Restart | Mend, generation: int) -> Mending | None:
-        """End the generation and find the round from which the next one continues; None: from the snapshot.
+        """End the generation; return the round from which the next one continues without a snapshot, or None.
 
-        `generation` is the number of the next one.
+        `generation` is the number of the next generation.
         """
         for member in group.members:
             if member.name in decision.lost and not member.dead:
@@ -140,7 +144,7 @@ class Mender:
             return None
         seen = self._seen or time.monotonic()
         lost = list(decision.lost)
-        if self._loss is not None:  # another failure before the first new round
+        if self._loss is not None:  # this is another failure before the first new round
             seen = self._loss.seen
             lost = sorted({*lost, *self._loss.lost})
         found = group.halt()
@@ -149,7 +153,7 @@ class Mender:
             self._loss = None
             self.journal.event(
                 "warning",
-                f"{decision.reason}: no other worker has its state (backups exist after the first round); "
+                f"{decision.reason}: no other worker has the lost state (backups exist after the first round); "
                 "all workers return to the snapshot",
                 lost=list(decision.lost),
             )
@@ -179,7 +183,10 @@ class Mender:
         )
 
     def replace(self, group: WorkerGroup, decision: Replace, snapshot: Snapshot) -> None:
-        """Start new processes for the lost members, whose replicas start anew from the servers; the others continue."""
+        """Start new processes for the lost members, whose replicas start again from the servers.
+
+        Other workers continue.
+        """
         numbers = [(name.partition("-")[0], int(name.partition("-")[2])) for name in decision.lost]
         seen, self._seen = self._seen or time.monotonic(), None
         for index in [number for kind, number in numbers if kind == "shard"]:
@@ -217,7 +224,7 @@ class Mender:
                 )
 
     def look(self, group: WorkerGroup, generation: int) -> None:
-        """Examine the workers as they are now; report a recovery once its first new round is complete."""
+        """Examine the workers' current progress; report a recovery when its first new round is complete."""
         known = [w.facts for w in group.workers if isinstance(w.facts, WorkerFacts)]
         facts = [f for f in known if f.generation == generation]
         if costs := [f.cost for f in facts if f.cost is not None]:
@@ -247,7 +254,7 @@ class Mender:
         )
 
     def tell_cost(self) -> None:
-        """Report the cost of the states' backups, at the end of a phase."""
+        """Report the cost of the backups of workers' states, at the end of a phase."""
         if self.cost is not None and self.cost != self._filed:
             self._filed = self.cost
             self.journal.event(

@@ -1,4 +1,4 @@
-"""The phases of a run: the rounds of each, how the model is divided in it, and the orders of its members."""
+"""The phases of a run: their rounds, the division of the model in each phase, and the orders to the members."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from rayps.tensors.snapshot import Snapshot
 from rayps.worker.plan import Orders
 from rayps.workload.base import Workload
 
-FEDERATED_EPOCHS = 10  # epochs between snapshots, unless the job sets it: such an epoch is one round
+FEDERATED_EPOCHS = 10  # epochs between snapshots, unless the job sets this: an epoch of federated clients is one round
 
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """What is known of a run after its workload was checked."""
+    """The facts of a run that are known after its workload was checked."""
 
     phases: Sequence[Phase]
     calendar: Calendar
     divisions: Sequence[Division | None]  # by phase; None: a replica is one worker
-    tables: tuple[SparseTable, ...]  # of the model
-    schedule: ScheduleRecord  # of the learning rate
+    tables: tuple[SparseTable, ...]  # the model's tables
+    schedule: ScheduleRecord  # the schedule of the learning rate
     mailbox: str | None = None  # the folder through which real clients send and receive
 
     def phase(self, number: int) -> PhaseRun:
-        """Return a phase with its current rounds: earlier phases may have ended early."""
+        """Return a phase with its current rounds, which change if earlier phases end early."""
         return PhaseRun(self.phases[number], self.calendar.spans[number], self.divisions[number])
 
     def widest(self, workers: int) -> Grid:
@@ -54,16 +54,16 @@ class PhaseRun:
 
     @property
     def end(self) -> int:
-        """The round after which it ends."""
+        """The round after which the phase ends."""
         return self.span.end
 
     @property
     def name(self) -> str:
-        """The name of its strategy."""
+        """The name of the phase's strategy."""
         return self.phase.name
 
     def enter(self, snapshot: Snapshot, workers: int) -> None:
-        """Make a state continue in this phase."""
+        """Change a state so that it continues in this phase."""
         snapshot.enter(self.span)
         snapshot.under(self.name, workers)
 
@@ -73,13 +73,13 @@ class PhaseRun:
         calendar.cut(self.end, at)
 
     def tell(self, journal: Journal, now: int) -> None:
-        """Report that it starts, after round `now`."""
+        """Report that the phase starts after round `now`."""
         journal.event("phase", f"{self.name} until round {self.end}", round=now, end=self.end, strategy=self.name)
         if self.division is not None:
             journal.event("divided", words(self.division), columns=self.division.facts())
 
     def tally(self, workload: Workload, workers: int, layout: Layout) -> CostReport | None:
-        """Return the CostReport of its rounds; None where one worker waits for real clients."""
+        """Return the CostReport of the phase's rounds; None if one worker waits for real clients."""
         if has_remote_clients(self.phase.strategy):
             return None
         return tally_of(workload, self.phase.strategy, workers, self.division, layout)
@@ -90,7 +90,7 @@ class PhaseRun:
         if every is None:
             strategy = self.phase.strategy
             simulated = learns_by_client(strategy) and not has_remote_clients(strategy)
-            epochs = FEDERATED_EPOCHS if simulated else 1  # a round of real clients is too expensive to be repeated
+            epochs = FEDERATED_EPOCHS if simulated else 1  # a round of real clients is too expensive to repeat
             boundary = Boundary(self.span.steps * epochs, self.end, begin)
         else:
             boundary = Boundary(every, self.end)

@@ -2,8 +2,9 @@
 
 `preflight` checks data, model, optimizer and strategy in the driver's process. `Trial` trains and evaluates one small
 batch in a child process while the workers start, so that a mistake in shapes, labels or dtypes is reported before the
-first worker is there. The child has its own random numbers, and its results are dropped: the job's numbers are the same
-with and without it. A failure of the child alone (it exits, hangs, lacks memory or a file) does not end the job.
+first worker has started. The child has its own random numbers, and its results are dropped: the job's numbers are the
+same with and without a child. A failure of the child alone (it exits, hangs, lacks memory or a file) does not end the
+job.
 """
 
 from __future__ import annotations
@@ -58,29 +59,29 @@ from rayps.workload.part import Whole, number
 
 
 class PreflightFindings(NamedTuple):
-    """Hold the result of the trial batch.
+    """The result of `preflight`.
 
-    Rounds per epoch in each phase, warnings for the user, the model's sparse tables, and how the model is divided in
-    each phase (None = a replica is one worker).
+    It has the rounds per epoch in each phase, warnings for the user, the model's sparse tables, and how the model is
+    divided in each phase (None = a replica is one worker).
     """
 
     steps: list[int]
     warnings: list[str]
     tables: tuple[SparseTable, ...]
     divisions: list[Division | None]
-    sizes: tuple[int, int]  # bytes of the model's parameters and buffers, and of the data's tensors
+    sizes: tuple[int, int]  # bytes of the model's parameters and buffers, bytes of the data's tensors
 
 
 def preflight(workload: Workload, phases: list[Phase], spec: JobSpec) -> PreflightFindings:
     """Try data, model and optimizer.
 
     Raises:
-        DataError, WorkloadError, ConfigError: what is wrong, and how to fix it.
+        DataError, WorkloadError, ConfigError: the user's code or an option is wrong; says how to fix it.
     """
     check_clip_norm(workload)
     data = _data(workload, all(has_remote_clients(phase.strategy) for phase in phases))
     grids = [phase.grid(spec.workers) for phase in phases]
-    with apart():  # the user's random state does not change
+    with apart():  # restores the user's random state
         model = model_of(workload)
         tables = tables_of(model) if has_tables(model) else ()
         if tables:
@@ -104,7 +105,7 @@ def preflight(workload: Workload, phases: list[Phase], spec: JobSpec) -> Preflig
 
 
 def _steps(data: Data, strategy: StrategyView, grid: Grid) -> int:
-    """Return the rounds of an epoch. Raises DataError, ConfigError: no worker can hold its rows."""
+    """Return the rounds of an epoch. Raises DataError, ConfigError: the rows cannot be distributed to workers."""
     rows = strategy.rows
     return rows.rounds(data, grid.data)
 
@@ -117,7 +118,7 @@ def _division(workload: Workload, strategy: StrategyView, grid: Grid, model: nn.
     if isinstance(replica, Pipeline) and replica.micro_batches > data.batch_size:
         raise ConfigError(
             f"micro_batches is {replica.micro_batches} and batch_size is {data.batch_size}: a batch cannot be cut into "
-            "more micro-batches than it has samples; raise batch_size, or give fewer",
+            "more micro-batches than it has samples; raise batch_size, or give fewer micro_batches",
             field="micro_batches",
         )
     with user_code("data"):
@@ -129,12 +130,12 @@ def _division(workload: Workload, strategy: StrategyView, grid: Grid, model: nn.
 def _check_topologies(
     phases: list[Phase], spec: JobSpec, tables: tuple[SparseTable, ...], clip_norm: float | None
 ) -> None:
-    """Refuse what cannot be combined. Raises ConfigError."""
+    """Refuse strategies that cannot be combined with this job. Raises ConfigError."""
     names = [phase.name for phase in phases]
     topologies = [phase.strategy.topology for phase in phases]
     facts = JobFacts(tables=tuple(table.name for table in tables), clip_norm=clip_norm)
     for at, (name, topology) in enumerate(zip(names, topologies, strict=True)):
-        # a branch is the start of the job: it does not concern later phases
+        # the job starts from its branch, so the branch does not concern later phases
         topology.check(name, facts if at else replace(facts, branch=spec.branch))
     if spec.server_group is not None and not tables and not any(servers_of(phase.strategy) for phase in phases):
         raise ConfigError(
@@ -146,7 +147,7 @@ def _check_topologies(
 
 def _data(workload: Workload, remote: bool) -> Data:
     with user_code("data"):
-        data = (workload.evaluation_data if remote else workload.data)()  # real clients have the data
+        data = (workload.evaluation_data if remote else workload.data)()  # real clients have the training data
     with user_code("evaluation_data"):
         evaluation = workload.evaluation_data()
     for given, method in ((data, "data"), (evaluation, "evaluation_data")):
@@ -162,7 +163,7 @@ def _data(workload: Workload, remote: bool) -> Data:
 
 
 def _refuse_closure(optimizer: Optimizer) -> None:
-    # step() may evaluate a closure several times; a round of several workers has one gradient
+    # step() may evaluate a closure several times, but a round of several workers has one gradient
     needed = [
         p.name
         for p in inspect.signature(optimizer.step).parameters.values()
@@ -172,7 +173,8 @@ def _refuse_closure(optimizer: Optimizer) -> None:
         name = type(optimizer).__name__
         raise WorkloadError(
             f"optimizer(params) returned {name}, whose step() needs {', '.join(needed)}: a round has one gradient "
-            "for it, under every strategy\nuse an optimizer whose step() needs no closure, such as SGD, Adam or Adagrad"
+            "for the closure, under every strategy\n"
+            "use an optimizer whose step() needs no closure, such as SGD, Adam or Adagrad"
         )
 
 
@@ -192,13 +194,14 @@ def _try_schedule(workload: Workload, phases: list[Phase], layout: Layout, table
 
 
 FEW_ROWS = 8  # rows of a batch, at first
-_NO_VERDICT = (OSError, ImportError, MemoryError, KeyboardInterrupt)  # rank of a process that is no worker
+# errors of the child process that need not occur in a worker
+_NO_VERDICT = (OSError, ImportError, MemoryError, KeyboardInterrupt)
 _DEVICES = ("CUDA", "NVIDIA", "cuda")  # parts of messages of device errors
 
 
 @dataclass(frozen=True, slots=True)
 class TrialRequest:
-    """The input of the child process: the packed workload, and what makes its first batch that of worker 0."""
+    """The input of the child process: the packed workload, and the values that select the first batch of worker 0."""
 
     packed: bytes
     workers: int
@@ -210,7 +213,7 @@ class TrialRequest:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of the child process. `error`: the job fails. `skipped`: why there is no result."""
+    """The result of the child process. `error`: the job fails with it. `skipped`: why there is no result."""
 
     error: RaypsError | None = None
     skipped: str | None = None
@@ -219,7 +222,7 @@ class Verdict:
 def main() -> None:
     """Read a TrialRequest from stdin, write a Verdict to stdout, and exit."""
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # drop output of the user's code: the workers print it too
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # drop the output of the user's code, which the workers print too
     request: TrialRequest = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     with contextlib.suppress(OSError):  # if memory runs out, the kernel should end this process
@@ -253,7 +256,7 @@ def judged(request: TrialRequest) -> Verdict:
         if error.data.get("memory") or any(word in said for word in _DEVICES):
             return Verdict(skipped=said)
         return Verdict(error=error)
-    except BaseException as error:  # says nothing about the job
+    except BaseException as error:  # such an error says nothing about the job
         return Verdict(skipped=f"{type(error).__name__}: {error}")
 
 
@@ -267,7 +270,7 @@ def _of_ray(error: BaseException | None) -> bool:
 
 
 def _tried(workload: Workload, request: TrialRequest) -> str | None:
-    """Try a batch, in the order of a worker; return why none could be tried, or None.
+    """Try a batch with the calls of a worker, in their order; return why no batch could be tried, or None.
 
     Raises WorkloadError, DataError.
     """
@@ -279,7 +282,7 @@ def _tried(workload: Workload, request: TrialRequest) -> str | None:
         made(workload.optimizer, held.parameters)
         with user_code("evaluation_data"):
             evaluation = workload.evaluation_data()
-    except RaypsError as error:  # in the driver they could be created
+    except RaypsError as error:  # the model and data could be created in the driver
         return error.message.splitlines()[0]
     batch = _first(data, request)
     if batch is None:
@@ -304,10 +307,10 @@ def _first(data: Data, request: TrialRequest) -> Batch | None:
 
 
 def _with_few(batch: Batch, run: Callable[[Batch], None]) -> None:
-    """Run on a few rows; an error with these would occur with the whole batch too."""
+    """Run on a few rows first: an error with these rows would occur with the whole batch too."""
     few = batch
     if batch.size > FEW_ROWS:
-        with contextlib.suppress(WorkloadError):  # it cannot be cut
+        with contextlib.suppress(WorkloadError):  # the batch cannot be cut
             few = parts(batch, batch.size // FEW_ROWS)[0]
     try:
         run(few)
@@ -342,7 +345,7 @@ def scalar(loss: Nested) -> float:
 
 @contextlib.contextmanager
 def _given(batch: Batch) -> Iterator[None]:
-    """Add a description of the batch to errors."""
+    """Add a description of the batch to errors that are raised inside the block."""
     try:
         yield
     except WorkloadError as error:
@@ -365,7 +368,8 @@ def _words(value: Nested) -> str:
     return type(value).__name__
 
 
-MOST_BYTES = 256 << 20  # of parameters, of a packed workload, and of data in memory: the child holds another copy
+# most bytes of parameters, of a packed workload, and of data in memory, as the child holds another copy
+MOST_BYTES = 256 << 20
 _MAIN = "from rayps.runtime.preflight import main; main()"
 
 
@@ -374,14 +378,14 @@ class TrialFacts(NamedTuple):
 
     remote: bool = False  # clients are real processes
     divided: bool = False
-    gpus: float = 0.0  # of a worker
-    model: int = 0  # bytes of its parameters and buffers
-    packed: int = 0  # bytes of the workload
-    data: int = 0  # bytes of its tensors
+    gpus: float = 0.0  # GPUs of a worker
+    model: int = 0  # bytes of the model's parameters and buffers
+    packed: int = 0  # bytes of the packed workload
+    data: int = 0  # bytes of the data's tensors
 
 
 def untried(facts: TrialFacts) -> str | None:
-    """Return why no batch is tried before the workers start; None where one is."""
+    """Return why no batch is tried before the workers start; None if one is tried."""
     if facts.remote:
         return "the clients have the data"
     if facts.divided:
@@ -410,7 +414,7 @@ def bytes_of(value: nn.Module | Data | Nested) -> int:
 
 
 class Trial:
-    """The child process, as the driver uses it; none before `begin`."""
+    """The child process that tries a batch, as the driver uses it; `begin` starts it."""
 
     def __init__(self) -> None:
         self.verdict: Verdict | None = None  # set once it is known
@@ -454,7 +458,7 @@ class Trial:
             raise self.verdict.error
 
     def wait(self, seconds: float) -> None:
-        """Return once there is a verdict, or after `seconds`."""
+        """Wait until there is a verdict, at most `seconds`."""
         if self._thread is not None:
             self._thread.join(seconds)
 
@@ -475,7 +479,7 @@ class Trial:
         """End the process."""
         process, self._process = self._process, None
         if process is not None and self._thread is not None:
-            if process.returncode is None:  # with the processes that the user's code started
+            if process.returncode is None:  # end the processes that the user's code started, too
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
             self._thread.join()
@@ -489,7 +493,10 @@ class Trial:
 
 
 def _answer(process: subprocess.Popen[bytes], given: IO[bytes], taken: IO[bytes], request: TrialRequest) -> Verdict:
-    """Send the request; stdin stays open until there is an answer, so that the process ends with its parent."""
+    """Send the request and return the verdict.
+
+    Stdin stays open until then, so that the process ends with its parent.
+    """
     with contextlib.suppress(OSError), given, taken:
         try:
             pickle.dump(request, given)

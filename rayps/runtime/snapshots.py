@@ -1,7 +1,8 @@
-"""The states of a run: the first one, when the next is taken, how parts are assembled, and where it is saved.
+"""The states of a run: the first state, when the next is taken, how its parts are assembled, where it is saved.
 
-A round may take a millisecond and a poll a hundred: members that retain only their newest parts would seldom have one
-round in common. So the driver names a round ahead of all members, and doubles the distance when it was too short.
+A round may take a millisecond and a poll a hundred: members that retain only their newest parts would seldom have a
+round in common. So the driver chooses a round that no member has reached yet, and doubles the distance if a member had
+passed that round already.
 """
 
 from __future__ import annotations
@@ -54,12 +55,12 @@ class Checkpointer:
         return 0 if self.newest is None else self.newest.round
 
     def first(self, group: WorkerGroup, workload: Workload, plan: RunPlan) -> Snapshot:
-        """Return the first state: drawn from the seed, of a checkpoint, or a branch of another job's space.
+        """Return the first state: drawn from the seed, read from a checkpoint, or taken from the space to branch from.
 
         Raises:
-            CheckpointError: the checkpoint cannot be used, or is of another model.
-            NotFound, ConfigError: there is no space to branch, or it is of another model.
-            TrainingError: it is not finite.
+            CheckpointError: the checkpoint cannot be used, or belongs to another model.
+            NotFound, ConfigError: the space to branch from does not exist, or belongs to another model.
+            TrainingError: the state is not finite.
         """
         # a model that no worker can hold whole is initialized in this process
         draw = partial(drawn_apart, workload) if any(plan.divisions) else group.initial
@@ -105,11 +106,11 @@ class Checkpointer:
         return saved
 
     def collect(self, group: WorkerGroup, plan: RunPlan, generation: int) -> None:
-        """Fetch a newer state of which every member retains its part, and save it. Does nothing if there is none.
+        """Fetch a newer state of which every member retains its part, and save it; do nothing if there is none.
 
         Raises:
-            TrainingError: it is not finite.
-            CheckpointError: it cannot be written.
+            TrainingError: the state is not finite.
+            CheckpointError: the checkpoint cannot be written.
         """
         newer = group.collect(self.snapshot)
         if newer is None:
@@ -129,14 +130,14 @@ class Checkpointer:
         group.saved(newer)
 
     def kept(self, at: int) -> str:
-        """Describe what is saved of a run that was stopped at round `at`."""
+        """Describe the checkpoint that exists of a run that was stopped at round `at`."""
         if self.folder is None or self.saved is None:
             return "nothing was kept"
         return f"{self.saved} is kept" + (f", of round {self.round}" if self.round < at else "")
 
 
 def of_another(meta: Meta, spec: JobSpec) -> list[str]:
-    """Return a warning for a checkpoint of another workload or seed than `spec`'s; None if both are equal."""
+    """Return warnings if a checkpoint was saved by another workload or with another seed than `spec`'s; [] if not."""
     was, now = (str(name).rpartition(":")[2] for name in (meta.get("workload", spec.workload), spec.workload))
     found = [] if was == now else [f"was saved by workload {was}, and this run trains {now}"]
     seed = meta.get("seed", spec.seed)
@@ -149,9 +150,9 @@ class SnapshotSchedule:
     """The round of the next snapshot: at the generation's boundaries, or (after `hurry`) as soon as possible."""
 
     def __init__(self, boundary: Boundary) -> None:
-        self.round = 0  # none yet
+        self.round = 0  # 0 = no round was chosen yet
         self._boundary = boundary
-        self._lead = 1  # rounds
+        self._lead = 1  # rounds between the fastest member and the chosen round
         self._hurry = False
 
     def hurry(self) -> None:
@@ -159,30 +160,29 @@ class SnapshotSchedule:
         self._hurry, self.round = True, 0
 
     def look(self, members: list[tuple[int, list[int]]], collected: int) -> int:
-        """Return the round to retain.
+        """Return the round whose parts members are to retain.
 
-        `members` are (progress, retained rounds) of those that must give parts of one round.
-
-        `collected` is the round of the newest state that the driver has.
+        `members` are (progress, retained rounds) of the members that must give parts of one round. `collected` is the
+        round of the newest state that the driver has.
         """
         if self.round > collected:
             if not any(reached > self.round and self.round not in held for reached, held in members):
                 return self.round
-            self._lead *= 2  # a member was past it before it got the request
+            self._lead *= 2  # a member had passed the round before it received the request
         soonest = max(reached for reached, _ in members) + self._lead
         self.round = min(soonest, self._boundary.end) if self._hurry else self._boundary.following(soonest)
         return self.round
 
 
 def columns_of(snapshot: Snapshot, division: Division | None) -> list[Snapshot]:
-    """Return the parts of a state by column; the state itself where a replica is one worker."""
+    """Return the parts of a state by column; the state itself if a replica is one worker."""
     if division is None:
         return [snapshot]
     return [division.cut(snapshot, column) for column in range(len(division.columns))]
 
 
 def assemble(base: Snapshot, workers: dict[int, WorkerPart | None], shards: list[ShardPart]) -> Snapshot:
-    """Return one snapshot from all members' parts of the same round, those of workers by rank.
+    """Return one snapshot from all members' parts of the same round; `workers` is by rank.
 
     A worker that is out of step may have no part yet.
     """
@@ -225,9 +225,9 @@ def in_columns(
     of: list[list[int]],
     held: list[ShardPart],
 ) -> Snapshot:
-    """Assemble as `assemble` with replicas of several workers.
+    """Assemble as `assemble` does, for replicas of several workers.
 
-    `columns` is each worker's column, `of` the shards of each column.
+    `columns` is each worker's column, `of` has the indices of each column's shards.
     """
     parts = []
     for i, column in enumerate(division.columns):
@@ -238,9 +238,9 @@ def in_columns(
 
 
 def _agreed(parts: list[WorkerPart]) -> Tensor:
-    """Return the parameters that workers in step share; their mean where they differ.
+    """Return the parameters that workers in step share; the mean of the workers' parameters if these differ.
 
-    They differ where parts were not taken at one round, as for the checkpoint at a stop.
+    They differ if the parts were not taken at one round, as for the checkpoint at a stop.
     """
     found: Tensor | None = parts[0].params
     if found is not None:

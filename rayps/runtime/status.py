@@ -1,4 +1,4 @@
-"""The status of a run: what each poll adds to its record, its progress as JSON-ready data, and how it ended."""
+"""The status of a run: its record, its progress as JSON-ready data, and its outcome."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from rayps.runtime.worker_group import WorkerGroup
 from rayps.tensors.snapshot import Snapshot
 from rayps.worker.plan import WorkerFacts
 
-POINTS_PER_RANK = 50  # newest points, for rates
-AFTER_SECONDS = 3.0  # seconds after a server's death: by then no worker waits for it any more
+POINTS_PER_RANK = 50  # newest points of each rank from which rates are computed
+AFTER_SECONDS = 3.0  # seconds after a server's death, after which no worker waits for the server any more
 BEFORE_SECONDS = 2.0  # most seconds between a death and its report
 
 
 @dataclass(slots=True)
 class Outcome:
-    """How a run ended."""
+    """The end of a run, with its status and results."""
 
     status: Status
     message: str
@@ -53,7 +53,7 @@ class RunRecord:
     """Write the results of polls (points, events, log lines) to the journal; hold the run's status and progress."""
 
     def __init__(self, journal: Journal, workers: int, where: Callable[[], tuple[int, ProgressRecord]]) -> None:
-        """Prepare; `where` returns the round of the newest snapshot, and further facts to show."""
+        """Prepare; `where` returns the round of the newest snapshot, and further facts of the progress."""
         self.status = Status.STARTING
         self.evaluated = 0  # the last round whose evaluation is in the journal
         self._message = ""
@@ -77,7 +77,10 @@ class RunRecord:
         self._journal.progress(progress, now=now)
 
     def generation(self, number: int, strategy: str, *, mended: bool) -> None:
-        """Start a generation. `mended`: it continues the rounds of the last one, else rounds are counted anew."""
+        """Start a generation.
+
+        `mended`: it continues the rounds of the last generation; else rounds are counted anew.
+        """
         if not mended:
             self._rounds = Rounds(self._workers, number, strategy)
         self._rounds.generation = number
@@ -142,7 +145,7 @@ class ProgressReport:
         self.calendar: Calendar | None = None  # once it is known
         self._throughput = Throughput()
         self._pace = Throughput()  # rounds per second
-        self._lost: dict[str, int] = {}  # by shard
+        self._lost: dict[str, int] = {}  # pushes that each shard has lost
         self._latest: dict[int, deque[Point]] = {}
         self._facts: ProgressRecord = {"loss": None, "staleness": {}, "workers": [], "shards": []}
 
@@ -167,7 +170,7 @@ class ProgressReport:
                 histogram[lead] = histogram.get(lead, 0) + count
 
     def look(self, group: WorkerGroup, strategy: str) -> None:
-        """Examine the members as they are now."""
+        """Record the members' current facts."""
         self._facts["strategy"] = strategy
         workers = [self._worker(rank, member) for rank, member in enumerate(group.workers)]
         self._facts["workers"] = in_replicas(workers, group.grid)
@@ -176,7 +179,7 @@ class ProgressReport:
             self._facts["server_group"] = group.space.facts()
 
     def newly_lost(self, group: WorkerGroup) -> list[tuple[str, int]]:
-        """Return the shards that lost pushes since the last call, and how many."""
+        """Return the shards that lost pushes since the last call, and the number of these pushes."""
         found = []
         for member in group.shards:
             lost = member.facts.lost if isinstance(member.facts, ShardFacts) else 0
@@ -257,13 +260,13 @@ def _shard(index: int, member: GroupMember) -> ShardLine:
     line: ShardLine = {"index": index, "host": place.host if place else None, "pid": place.pid if place else None}
     if facts is None:
         return line
-    # pushes by the age, in versions, of the parameters on which they were computed
+    # number of pushes, by the age in versions of the parameters that they were computed with
     ages = {str(age): count for age, count in sorted(facts.ages.items())}
     return {**line, "lo": facts.lo, "hi": facts.hi, "version": facts.version, "bytes": facts.bytes, "ages": ages}
 
 
 class ServerEvents:
-    """Collect the group's events and the workers' rounds."""
+    """Collect the server group's events and the workers' rounds, to add workers' waits to the event of a death."""
 
     def __init__(self) -> None:
         self._waits: deque[tuple[float, float]] = deque(
@@ -279,7 +282,7 @@ class ServerEvents:
     def tell(self, events: list[Event], over: bool = False) -> list[Event]:
         """Return the events that are complete.
 
-        The event of a death is complete once it is known how long workers waited, or when the run is `over`.
+        The event of a server's death is complete when it is known how long workers waited, or when the run is `over`.
         """
         now = time.monotonic()
         told = [event for event in events if event["kind"] != "server_lost"]

@@ -52,7 +52,8 @@ class Result:
     checkpoint: Path | None
     workload: Workload
     snapshot: Snapshot
-    tables: dict[str, list[bytes]] = field(default_factory=dict)  # states of sparse tables
+    # the states of sparse tables, as bytes of their segments
+    tables: dict[str, list[bytes]] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         found = ", ".join(f"{name}={value:.4g}" for name, value in self.metrics.items())
@@ -61,13 +62,13 @@ class Result:
 
     @property
     def costs(self) -> list[Event]:
-        """What a step cost in each phase, `measured` beside the `formula`: see `rayps.runtime.cost_report.measured`."""
+        """The costs of a step in each phase, `measured` and by `formula`: see `rayps.runtime.cost_report.measured`."""
         return [event for event in self.events if event["kind"] == "costs"]
 
     def model(self) -> nn.Module:
-        """Return the trained model, on the CPU, with its sparse tables in this process, in evaluation mode.
+        """Return the trained model on the CPU, in evaluation mode, with its sparse tables in this process.
 
-        `eval()` was called on it: dropout is off, and BatchNorm uses its running statistics. Call `.train()` on it to
+        In evaluation mode dropout is off, and BatchNorm uses its running statistics. Call `.train()` on the model to
         train it further.
         """
         model = self.snapshot.fill(self.workload.model())
@@ -104,9 +105,9 @@ def train(
 
     `workload` is a Workload or its name ("digits.py:Digits"). `strategy` is a Strategy, its name
     ("parameter_server:staleness=3,shards=2", or for your own class in the current folder "easgd.py:EASGD:rho=0.1"), or
-    a list of (epochs, strategy) to change it during the run. Where its `replica` is several workers, `workers` must be
-    a multiple of that and each worker holds its part of the model; the initial parameters are drawn in this process.
-    Without `epochs` or `steps` (batches per worker) it trains one epoch.
+    a list of (epochs, strategy) to change it during the run. If its `replica` is several workers, `workers` must be a
+    multiple of their number, and each worker holds its part of the model; the initial parameters are drawn in this
+    process. Without `epochs` or `steps` (batches per worker) the run trains one epoch.
 
     A worker or shard that dies is replaced, up to `max_failures` times. A peer that does not answer for `timeout`
     seconds counts as dead, and so does a worker in which one call of your code takes longer (three minutes for a
@@ -114,13 +115,13 @@ def train(
 
     `checkpoint` is a folder: a state is saved there after every epoch (of federated clients, every tenth), or every
     `checkpoint_every` rounds (a round that ends while a state is being saved is skipped). `resume=True` continues from
-    the newest one that is complete and finite; a path resumes from that checkpoint.
+    the newest checkpoint that is complete and finite; a path continues from that checkpoint.
 
     `address` is the Ray cluster to join: "host:port" of its head, or "auto" for the one that RAY_ADDRESS names or that
     runs on this machine. Without it the Ray that the process has joined is used, or else a private one is started on
     this machine, with as many logical CPUs as are needed, and ended without leaving files. A process can be in one Ray:
-    to join `address`, one that rayps started or joined is left, unless a run uses it; one of your own ray.init() is
-    kept, and the address refused.
+    to join `address`, the process leaves a Ray that rayps started or joined, unless a run uses it; it keeps a Ray of
+    your own ray.init(), and the address is refused.
 
     `resources` are those of one worker: {"cpu": 1, "gpu": 1}. On a Ray of the run's own, or at an address, one batch is
     tried in a child process while workers start, so that a mistake in shapes, labels or dtypes is reported first.
@@ -134,7 +135,7 @@ def train(
         UserError: invalid input (ConfigError, WorkloadError, DataError, CheckpointError).
         NoResources: the cluster lacks the resources for the workers.
         ClusterError: no Ray cluster answers at `address`, it refuses the token, or the process is in another Ray.
-        KeyboardInterrupt: Ctrl-C; says what was saved. With a `checkpoint` folder a state is saved first.
+        KeyboardInterrupt: Ctrl-C; the text has what was saved. With a `checkpoint` folder a state is saved first.
         TrainingError: the run failed more often than max_failures, or its loss, a gradient, a parameter, a table's row
             or an optimizer's moment is not finite: such values never enter a result or a checkpoint.
 
@@ -163,7 +164,8 @@ def train(
     ).check()
     if server_group is not None and cluster is None and address is None:
         raise ConfigError(
-            f"server_group is {server_group!r}: give the address of the cluster on which it runs too", field="address"
+            f"server_group is {server_group!r}: give the address of the cluster on which the group runs too",
+            field="address",
         )
     workload = _workload(workload)
     folder = Path(checkpoint) if checkpoint is not None else None
@@ -214,7 +216,7 @@ def _run(driver: Driver, cluster: Cluster | None, address: str | None) -> Outcom
     """Run the driver on the cluster, or on one that is opened and closed for it. Ctrl-C reports what was saved."""
     opened = None
     try:
-        driver.preflight()  # report invalid input before Ray takes seconds to start
+        driver.preflight()  # report invalid input before Ray starts, which takes seconds
         opened = cluster if cluster is not None else _open(address, driver.spec, driver.journal)
         with stops(driver, lambda text: driver.journal.event("stopping", text)) as interrupts:
             outcome = driver.run(opened)
@@ -257,7 +259,7 @@ def _open(address: str | None, spec: JobSpec, journal: Journal) -> Cluster:
 
 
 def _must_take_checkpoints(folder: Path, resumed: Path | None) -> None:
-    """Refuse a folder that has an earlier run's checkpoints, or that cannot be written, before hours of work."""
+    """Refuse a folder that has an earlier run's checkpoints, or that cannot be written, before training starts."""
     if resumed is None and folder.is_dir() and (held := checkpoints.newest(folder)) is not None:
         raise CheckpointError(
             f"{folder} holds the checkpoints of an earlier run ({held.name}), which a new run would replace:\n"
@@ -274,7 +276,7 @@ def _must_take_checkpoints(folder: Path, resumed: Path | None) -> None:
 
 
 def _resume(resume: bool | str | Path, folder: Path | None) -> tuple[Path | None, list[str]]:
-    """Return the checkpoint to resume from, and a note about newer ones that cannot be used."""
+    """Return the checkpoint from which to resume, and a note for each newer checkpoint that cannot be used."""
     if resume is False:
         return None, []
     if resume is not True:
@@ -294,9 +296,9 @@ def _resume(resume: bool | str | Path, folder: Path | None) -> tuple[Path | None
 
 @contextlib.contextmanager
 def stops(driver: Driver, say: Callable[[str], None]) -> Iterator[list[int]]:
-    """Handle Ctrl-C during a run: the first stops it in good order, the second ends it at once.
+    """Handle Ctrl-C during a run: the first one stops the run in good order, the second one ends it at once.
 
-    A SIGINT stops the driver; yields the list of those received. Only in the main thread.
+    Yield the list of the SIGINTs received. Only the main thread can handle them; other threads ignore Ctrl-C.
     """
     came: list[int] = []
 

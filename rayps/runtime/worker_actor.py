@@ -1,6 +1,7 @@
 """The actor of a worker: the driver starts it, polls it and ends it.
 
-Calls return at once; training runs in a thread (`rayps.worker.run`). `begin` of a new generation ends the one before.
+Calls return at once; training runs in a thread (`rayps.worker.run`). `begin` of a new generation ends the previous
+generation.
 """
 
 from __future__ import annotations
@@ -73,19 +74,20 @@ class WorkerActor:
         self._workload: Workload | None = None
         self._listener = Listener(f"worker-{rank}", secret, host=host_address())
         self._ending, self._closed = threading.RLock(), False
-        self._lock = threading.RLock()  # guards what the driver reads
+        self._lock = threading.RLock()  # guards the fields that the driver reads
         self._current: GenerationRun | None = None
         self._companions: Companions = {}
         self._backup: WorkerBackup | None = None  # set if workers hold backups of each other's states
         self._evaluating: int | None = None  # the thread that evaluates for the driver
         record_thread_ends()
-        self._ends = self._ends_told = len(ended_threads())  # ended threads: before this worker, and reported
+        # numbers of ended threads: before this worker, and reported so far
+        self._ends = self._ends_told = len(ended_threads())
 
     def companion(self, target: str, method: str, *args: Any) -> Any:
         """Call a method of the object of class `target` ("module:Class") that lives as long as this worker.
 
-        It holds what a family stores between generations, such as clients' states. It is created with a function that
-        returns the workload.
+        The object holds the state that a family stores between generations, such as clients' states. Its constructor
+        receives a function that returns the workload.
         """
         if target not in self._companions:
             self._companions[target] = load(target)(self._load)
@@ -98,12 +100,12 @@ class WorkerActor:
         return ActorHost(socket.gethostname(), os.getpid(), self._listener.address)
 
     def door(self) -> str:
-        """Return the address at which others request the states that are held here."""
+        """Return the address at which other workers request the states that are held here; "" if there is none."""
         with self._ending:
             return self._made_backup().door()
 
     def halt(self, line: int) -> dict[int, HeldRounds]:
-        """End the running plan now; return the states held here, by rank, this worker's and others'."""
+        """End the running plan now; return, by rank, the rounds of the states held here, this worker's own included."""
         with self._ending:
             if self._backup is not None:
                 self._backup.shut()
@@ -111,7 +113,7 @@ class WorkerActor:
             return {} if self._backup is None else self._backup.holdings(line)
 
     def initial(self, seed: int) -> Snapshot:
-        """Return the state before the first round: parameters drawn from the seed, whatever the strategy or size."""
+        """Return the state before the first round, with parameters drawn from the seed."""
         try:
             return drawn(self._load(), seed)
         except Exception as error:
@@ -120,9 +122,9 @@ class WorkerActor:
             raise
 
     def begin(self, plan: WorkerPlan, snapshot: Snapshot, own: LocalState | None = None) -> None:
-        """End the running plan, and start this one; return at once. `own` is the state that only this worker has.
+        """End the running plan, and start `plan`; return at once. `own` is the state that only this worker has.
 
-        Raises PeerLost when this worker has been closed.
+        Raises PeerLost: this worker has been closed.
         """
         if own is not None:
             snapshot = replace(snapshot, own={plan.rank: own})
@@ -130,7 +132,7 @@ class WorkerActor:
             self.abort()
             if self._closed:
                 raise PeerLost(f"worker-{plan.rank} was closed", peer=f"worker-{plan.rank}")
-            with self._lock:  # a poll answered between the two would count points as received that were not
+            with self._lock:  # a poll answered between these calls would count points as received that were not sent
                 points = []
                 if plan.bond is not None:
                     points = self._made_backup().unheard(plan.start if plan.bond.recalls else 0)
@@ -139,9 +141,9 @@ class WorkerActor:
             self._current.start(self._load, snapshot, self._listener, self._device, self._companions)
 
     def poll(self, wanted: int) -> WorkerFacts:
-        """Return what happened since the last poll; each point and line is returned once.
+        """Return the facts since the last poll; each point and line is returned once.
 
-        The part of `wanted` is retained.
+        The worker retains its part of round `wanted`.
         """
         ends = ended_threads(self._ends)
         with self._lock:
@@ -164,16 +166,19 @@ class WorkerActor:
         return OpenCalls(tuple(call for call in found if call is not None), ended_threads(self._ends))
 
     def part(self, rounds: int | None) -> WorkerPart | None:
-        """Return this worker's part of the checkpoint after `rounds`, or its newest one; None if it is not retained."""
+        """Return this worker's part of the checkpoint after `rounds`, or the newest part (None).
+
+        None if it has none.
+        """
         return None if self._current is None else self._current.part(rounds)
 
     def rewire(self, found: SpaceMap) -> None:
-        """Take over the map in which a shard is replaced; this worker's pushes that it lacks are sent again."""
+        """Use the map in which a shard is replaced, and send again this worker's pushes that the new shard lacks."""
         if self._current is not None:
             self._current.rewire(found)
 
     def evaluate(self, vector: Tensor | None, buffers: dict[str, Tensor]) -> dict[str, tuple[float, int]]:
-        """Return sums and sample counts of every metric over this worker's share, at the given parameters."""
+        """Return sums and sample counts of every metric over this worker's share, with the given parameters."""
         assert self._current is not None, "evaluate is called after a plan has run"
         self._evaluating = threading.get_ident()
         try:

@@ -73,7 +73,7 @@ class WorkerLauncher:
         return GroupMember(f"worker-{rank}", handle)
 
     def end(self, members: Iterable[GroupMember]) -> None:
-        """End the processes of these members."""
+        """End the processes of `members`."""
         for member in members:
             self.cluster.kill(member.handle)
 
@@ -84,7 +84,7 @@ class WorkerLauncher:
 
 
 class WorkerGroup:
-    """The workers and servers of one job. `space` is its space on a server group, if it has one."""
+    """The workers and servers of one job. `space` is the job's space on a server group; None = it has none."""
 
     def __init__(
         self,
@@ -97,12 +97,12 @@ class WorkerGroup:
         capture: bool = True,
         space: JobSpace | None = None,
     ) -> None:
-        """Prepare; `packed` is the workload, `resources` are those of one worker."""
+        """Prepare; `packed` is the packed workload, `resources` are those of one worker."""
         self.cluster, self.size, self.space = cluster, size, space
         self.secret = secrets.token_bytes(32)
         self.workers: list[GroupMember] = []
         self.grid = Grid(1)
-        self._client_states: ClientStatesBackup | None = None  # set once a phase needs it
+        self._client_states: ClientStatesBackup | None = None  # created when a phase needs it
         self._launcher = WorkerLauncher(cluster, packed, resources, self.secret, working_dir, capture)
         self._fixed = FixedServers(cluster, packed, self.secret, working_dir)
         self._orders: Orders | None = None
@@ -110,7 +110,7 @@ class WorkerGroup:
         self._peers = PeerStates()
         self._attempts = 0  # how often workers have started again while others kept training
         self._heard = _HeardPoints(size)
-        self._collected = 0  # the round of the newest state
+        self._collected = 0  # the round of the newest state that was collected
 
     @property
     def shards(self) -> list[GroupMember]:
@@ -124,7 +124,7 @@ class WorkerGroup:
 
     @property
     def holds_tables(self) -> bool:
-        """Whether the parameters are in one space with tables, which are too large to return to a snapshot."""
+        """Whether the parameters are in one space with tables, which is too large to return to a snapshot."""
         return (
             self._orders is not None
             and servers_of(self._orders.strategy) is not None
@@ -137,7 +137,7 @@ class WorkerGroup:
     def start(self, timeout: float, grid: Grid | None = None, check: Callable[[], None] = lambda: None) -> str | None:
         """Reserve the workers' resources together and start them, or leave nothing behind; return where replicas are.
 
-        `check` is called while they start; its exception ends the start.
+        `check` is called while the workers start; an exception that it raises ends the start.
 
         Raises:
             NoResources: the cluster lacks the resources.
@@ -158,7 +158,7 @@ class WorkerGroup:
 
     @property
     def client_states(self) -> ClientStatesBackup:
-        """The newest snapshot's states of the job's clients."""
+        """The states of the job's clients in the newest snapshot."""
         if self._client_states is None:
             self._client_states = ClientStatesBackup()
         return self._client_states
@@ -188,18 +188,19 @@ class WorkerGroup:
 
     @property
     def rejoins(self) -> bool:
-        """Whether a replica that has lost a worker can start again from the servers although all work in step."""
+        """Whether a replica that lost a worker can start again from the servers although workers run in step."""
         from_servers = rebuilds(self._known().strategy, from_servers=True)
         return from_servers and not any(shard.dead for shard in self.shards)
 
     def halt(self) -> Mending | None:
-        """End the generation now; return the round from which all can continue without a snapshot, or None."""
+        """End the generation now; return the round from which all workers can continue without a snapshot, or None."""
         return self._peers.halt(self.grid, self.workers)
 
     def begin(self, orders: Orders, snapshot: Snapshot, mending: Mending | None = None) -> None:
-        """Start a generation: dead members are replaced, living ones start again, all from the snapshot.
+        """Start a generation from the snapshot: dead members are replaced, living ones start again.
 
-        With `mending`, from the states that workers hold; the snapshot is for what these do not have.
+        With `mending`, workers start from the states that workers hold; the snapshot is for values that these states
+        lack.
         """
         self._orders, self._schedule = orders, SnapshotSchedule(orders.boundary)
         self.grid = orders.strategy.grid(self.size)
@@ -210,7 +211,7 @@ class WorkerGroup:
         place([*(m for m in self.workers if m.place is None), *new])
         self._heard.begin(orders.evaluated)
         if any(member.dead for member in self.members):
-            return  # the next poll reports it, and the driver decides
+            return  # the next poll reports the failure, and the driver decides
         if mending is None:
             self._peers.line = orders.generation
         self._heard.go_back(None if mending is None else mending.round)
@@ -237,13 +238,19 @@ class WorkerGroup:
         settle(replies, self.workers)
 
     def reader(self) -> Session:
-        """Read the parameters on servers outside the clock, of a model that fits on one worker. To be closed."""
+        """Return a session that reads the parameters on servers, outside the clock; the caller closes it.
+
+        The model must fit on one worker.
+        """
         seat = self._seat(0)
         assert seat is not None, "the strategy keeps parameters on servers"
         return Session(seat.door, seat.space, -1, timeout=self._known().timeout, name="reader", resident=False)
 
     def _seat(self, rank: int) -> SpaceRank | None:
-        """A worker's place with the servers, which fences the holder before; None where it needs none."""
+        """Return a worker's new place with the servers, which refuses the earlier holder's.
+
+        None if it needs no place.
+        """
         if self.space is not None and self._spaced:
             return self.space.seat(rank)
         return self._fixed.seat(self._column(rank), self.grid.at(rank).data)
@@ -252,9 +259,9 @@ class WorkerGroup:
         return self.grid.column(rank) if self._known().division is not None else 0
 
     def replace_workers(self, ranks: list[int], snapshot: Snapshot) -> None:
-        """Start a replica's workers again while the others keep training; they read their next step from the servers.
+        """Start a replica's workers again while other workers keep training; the servers tell them their next step.
 
-        Living workers keep their processes.
+        Living workers of the replica keep their processes.
         """
         dead = [rank for rank in ranks if self.workers[rank].dead]
         for rank in dead:
@@ -262,7 +269,7 @@ class WorkerGroup:
             self.workers[rank] = self._launcher.start(rank)
         place([self.workers[rank] for rank in dead])
         if any(self.workers[rank].dead for rank in ranks):
-            return  # the next poll reports it
+            return  # the next poll reports the failure
         self._attempts += 1
         parts = columns_of(snapshot, self._known().division)
         replies = []
@@ -272,7 +279,7 @@ class WorkerGroup:
         settle(replies, [self.workers[rank] for rank in ranks])
 
     def replace_shard(self, index: int, snapshot: Snapshot) -> None:
-        """Restore a shard from a snapshot; workers then send again what they pushed to it since."""
+        """Restore a shard from a snapshot; workers then repeat the pushes that the shard lacks."""
         found = self._fixed.replace(index, snapshot)
         if found is not None:
             column, _ = self._fixed.column(index)
@@ -314,7 +321,7 @@ class WorkerGroup:
 
     @property
     def _spaced(self) -> bool:
-        """Return whether this generation needs the job's space, which holds the parameters, or tables, or both."""
+        """Return whether this generation needs the job's space, for its parameters, its tables, or both."""
         return self.space is not None and self.space.serves(self._known().strategy)
 
     def _servers(self) -> list[JobServers]:
@@ -326,7 +333,7 @@ class WorkerGroup:
 
     @property
     def met(self) -> str | None:
-        """Why the strategy's stop rule ended the phase, as all workers report; None while it is not met."""
+        """Why the strategy's stop rule ended the phase, if all workers report that; else None."""
         facts = [worker.facts for worker in self.workers]
         reasons = [f.met for f in facts if isinstance(f, WorkerFacts) and f.generation == self._known().generation]
         return reasons[0] if len(reasons) == self.size and None not in reasons else None
@@ -334,7 +341,7 @@ class WorkerGroup:
     # ---- polls
 
     def poll(self) -> list[Point]:
-        """Process the answers that have arrived, send new polls, and return the new metric points (with their rank)."""
+        """Process the answers that have arrived, send new polls; return the new metric points, each with its rank."""
         orders, wanted = self._known(), self._wanted()
         points: list[Point] = []
         for rank, worker in enumerate(self.workers):
@@ -350,7 +357,7 @@ class WorkerGroup:
         return points
 
     def hurry(self) -> None:
-        """Make every member retain its part of the next round that all can be notified of, for a checkpoint now."""
+        """Make every member retain its part of the next round that no member has passed, for a checkpoint now."""
         if self._schedule is not None:
             self._schedule.hurry()
 
@@ -371,7 +378,7 @@ class WorkerGroup:
         return sorted(found)
 
     def collect(self, snapshot: Snapshot) -> Snapshot | None:
-        """Return the newest state of which every member retains its part; None if there is none newer.
+        """Return the newest state of which every member retains its part; None if no state is newer than the last one.
 
         `snapshot` is the state from which the generation started.
         """
@@ -410,15 +417,16 @@ class WorkerGroup:
         return in_columns(division, base, columns, given, of, held)
 
     def saved(self, snapshot: Snapshot) -> None:
-        """Notify the servers that the driver has this state: pushes in it need not be retained any more."""
+        """Notify the servers that the driver has this state, so that pushes in the state need not be retained."""
         for servers in self._servers():
             servers.saved(snapshot)
 
     def _concerned(self) -> list[tuple[int, list[int]]] | None:
         """Return (progress, retained rounds) of the members that must give their parts of one round.
 
-        In step these are all members. Out of step a round is that of the slowest worker, which only servers know; a
-        worker's part (its random state, the buffers) belongs to no round of the others. None: not all have reported.
+        If workers run in step, these are all members. Otherwise they are the servers: a round is a position of the
+        slowest worker, which only servers know, and a worker's part (its random state, its buffers) belongs to no round
+        of the other workers. None: not all members have reported.
         """
         facts = [worker.facts for worker in self.workers]
         slowest = min((f.position if isinstance(f, WorkerFacts) else 0 for f in facts), default=0)
@@ -437,7 +445,7 @@ class WorkerGroup:
     def evaluate(self, snapshot: Snapshot, timeout: float) -> dict[str, float] | None:
         """Return every metric at the snapshot's parameters, as means over all samples of the evaluation data.
 
-        None when a worker was lost meanwhile: it counts as dead.
+        None: a worker was lost during the evaluation, and now counts as dead.
         """
         parts = columns_of(snapshot, self._known().division)
         shared = [(self.cluster.share(part.params), part.buffers) for part in parts]
@@ -447,7 +455,10 @@ class WorkerGroup:
 
 
 class _HeardPoints:
-    """Which points of each rank the driver has: a worker repeats those that may have been lost with a peer."""
+    """The points of each rank that the driver has.
+
+    A worker repeats points that may have been lost with another worker.
+    """
 
     def __init__(self, size: int) -> None:
         self.evaluated = [0] * size  # the last round whose evaluation by each rank was received
@@ -458,7 +469,10 @@ class _HeardPoints:
         self.evaluated = [evaluated] * len(self.evaluated)
 
     def go_back(self, round: int | None) -> None:
-        """Continue from `round`, so that later points arrive again; None: from a snapshot."""
+        """Continue from `round`: points of later rounds will arrive again and are new.
+
+        None: continue from a snapshot.
+        """
         if round is None:
             self._newest = {}
         else:
@@ -490,13 +504,14 @@ def _servers(orders: Orders) -> int:
 def evaluated(
     members: Sequence[GroupMember], replies: Sequence[ActorReply], timeout: float, *, silence: float, round: int
 ) -> dict[str, float] | None:
-    """Return the means of every metric from all workers' results; None when one was lost meanwhile: it counts as dead.
+    """Return the means of every metric from all workers' results; None if a worker was lost, which then counts as dead.
 
-    All have `timeout` seconds in total, and one call of the user's code `silence`. `round` is the last one trained.
+    All workers together have `timeout` seconds, and one call of the user's code `silence` seconds. `round` is the last
+    round that was trained.
     """
     asked = list(zip(members, replies, strict=True))
     for member in members:
-        member.question = None  # the poll that it gets as it trains
+        member.question = None  # drops the outstanding poll, which was sent during training
 
     def over() -> bool:
         for member, reply in asked:
@@ -515,8 +530,8 @@ def evaluated(
             member.dead = str(error.data.get("reason", error))
         except TimeoutError:
             member.dead = f"it did not evaluate within {timeout:g} s"
-        except LinkError as error:  # within its replica
+        except LinkError as error:  # a connection inside the worker's replica failed
             torn.append((member, str(error)))
-    if torn and not any(member.dead for member in members):  # else the dead worker is the cause
+    if torn and not any(member.dead for member in members):  # otherwise the dead worker is the cause
         torn[0][0].dead = torn[0][1]
     return means(found) if len(found) == len(members) else None
