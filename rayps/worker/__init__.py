@@ -1,1 +1,1 @@
-"""One worker's part of a run: what every family of strategies needs (`core`), and one loop per family (`families`)."""
+"""One worker's part of a run: the verbs that every family of strategies needs (`core`), and a loop for each family."""

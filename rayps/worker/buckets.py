@@ -23,7 +23,7 @@ from rayps.tensors.finite import is_finite
 from rayps.tensors.flat import FlatModel, Gradient, Layout, dense
 
 AUTO_MB = 4.0
-HELD_ELEMENTS = 1 << 14  # smaller gradients are copied: a call of its own takes longer
+HELD_ELEMENTS = 1 << 14  # smaller gradients are copied, because a separate call for each would take longer
 
 
 class Buckets:
@@ -45,9 +45,9 @@ class Buckets:
         self._active, self._samples = False, 0
         self._arrivals: list[int] = []  # parameters in the order of their gradients
         self._times = [0] * len(entries)  # parts of each gradient in this round
-        self._expected: list[int] | None = None  # the same, in the round before
+        self._expected: list[int] | None = None  # parts of each gradient in the round before
         self._missing: list[int] = []  # gradients that each bucket lacks
-        self._left: list[int] = []  # buckets that were sent, in order
+        self._left: list[int] = []  # buckets that were sent, in the order of sending
         self._late: Tensor | None = None
         self.fault: tuple[int, str] | None = None  # a rank whose gradient is not finite (-1 = their sum), the parameter
         self._ordered = not (self.early and len(self) > 1 and isinstance(self._pieces, SentBuckets))
@@ -109,7 +109,7 @@ class Buckets:
         return mean, unused
 
     def _take(self, i: int, p: Tensor) -> None:
-        """Autograd's hook: parameter `i` has a gradient, or another part of it."""
+        """Take a gradient of parameter `i`, or another part of it, when autograd calls the hook."""
         if not self._active or p.grad is None:
             return
         grad, p.grad = dense(p.grad), None
@@ -170,7 +170,7 @@ class Buckets:
 
 
 def _hook(buckets: weakref.ref[Buckets], i: int) -> Callable[[Tensor], None]:
-    """Return a hook with a weak reference: a model may outlive its ring."""
+    """Return a hook with a weak reference: a model may outlive the ring that its buckets use."""
 
     def hook(p: Tensor) -> None:
         found = buckets()
@@ -181,13 +181,13 @@ def _hook(buckets: weakref.ref[Buckets], i: int) -> Callable[[Tensor], None]:
 
 
 def chosen(flat: FlatModel, ring: Ring) -> tuple[float, str]:
-    """Choose the size of buckets in 10^6 bytes, with the reason; 0 = one bucket after backward."""
+    """Choose the size of buckets in 10^6 bytes; return it with the reason. 0 = one bucket after backward."""
     if "hosts" not in ring.choices:
-        return 0.0, "a process group adds them"
+        return 0.0, "a process group adds the gradients"
     if len(ring.choices["hosts"]) > 1:
         return AUTO_MB, "the transfer between hosts takes longer than starting a thread to send"
     if flat.packed.device.type == "cpu":
-        return AUTO_MB, "ranks of one host read them in shared memory, without a thread"
+        return AUTO_MB, "ranks of one host read the buckets in shared memory, without a thread"
     return 0.0, "between ranks of one host a thread that sends takes a core from those that compute"
 
 

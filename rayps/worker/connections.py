@@ -21,16 +21,16 @@ log = logging.getLogger(__name__)
 
 
 class WorkerConnections:
-    """Hold the connections of one generation. `seat` is the worker's place in a space on servers.
+    """The connections of one generation. `seat` is the worker's place in a space on servers.
 
-    A thread of an earlier generation that ends late cannot close the connections of the next.
+    A thread of an earlier generation that ends late cannot close the connections of the next generation.
     """
 
     def __init__(self, seat: SpaceRank | None) -> None:
         self.ring: Ring | None = None
-        self.rings: dict[str, Ring] = {}  # within a replica of several workers, by axis
+        self.rings: dict[str, Ring] = {}  # rings within a replica of several workers, by axis
         self.server: GroupServer | None = None
-        self.talk: Session | None = None  # about the job's space
+        self.talk: Session | None = None  # the session with the job's space
         self._map = seat.door if seat is not None and isinstance(seat.door, StaticMap) else None
 
     def form(self, plan: WorkerPlan, snapshot: Snapshot, listener: Listener) -> None:
@@ -43,8 +43,8 @@ class WorkerConnections:
         if seat is not None:
             held, keep = seat.space.servers, seat.space.servers.replay_bytes
             if self._map is None:
-                # in step a round that is open must be kept whole, whatever its size: no worker goes back for a
-                # server's death
+                # if workers run in step, the pushes of the current round must be retained whatever their size: no
+                # worker # returns to an earlier round when a server dies
                 keep = max(held.group_replay_bytes, 4 * _bytes(snapshot.layout) if held.in_step else 0)
             self.talk = Session(
                 seat.door,
@@ -72,8 +72,8 @@ class WorkerConnections:
         if plan.division is not None:
             label = place.line(axis)
             table = (snapshot.ring or {}).get(label)
-            label += f"#{plan.peers.attempt}"  # callers of an earlier attempt are refused
-        pairs = axis == "stage"  # stages exchange in pairs: no algorithm to choose
+            label += f"#{plan.peers.attempt}"  # so that callers of an earlier attempt are refused
+        pairs = axis == "stage"  # stages exchange in pairs, so no algorithm has to be chosen
         return Ring.form(
             getattr(place, axis),
             addresses,
@@ -88,22 +88,23 @@ class WorkerConnections:
         )
 
     def rewire(self, found: SpaceMap) -> None:
-        """Take over the map in which a server is replaced; push again what it lacks of this worker. Any thread."""
+        """Use the map in which a server is replaced; push again what the new server lacks. Any thread may call it."""
         if self._map is not None:
             self._map.publish(found)
-            # at once: the plan's thread may compute, or have ended, and other workers wait for its pushes. In a thread
-            # of its own: an exchange under way sees the map itself, and may wait for a worker that is not told yet
+            # push at once, as the plan's thread may compute or have ended while other workers wait for its pushes; push
+            # # in another thread, as a running exchange uses the new map too, and may wait for a worker that lacks the
+            # map
             threading.Thread(target=self._catch_up, daemon=True, name="catch-up").start()
 
     def _catch_up(self) -> None:
         try:
             if self.talk is not None:
                 self.talk.catch_up()
-        except RaypsError as error:  # it died again, and its next replacement will be told
+        except RaypsError as error:  # the new server has died too; `rewire` will be called with its replacement
             log.info("%s", str(error))
 
     def part(self) -> None:
-        """From any thread: whoever waits for this worker sees it leave."""
+        """End the exchanges, so that peers that wait for this worker get an error. Any thread may call it."""
         for tie in self._all():
             tie.abort() if isinstance(tie, Ring) else tie.hang_up()
 
@@ -113,7 +114,10 @@ class WorkerConnections:
             tie.close()
 
     def steps(self) -> tuple[int, int]:
-        """The least and the most of this rank's next step, as its servers know it. Raises as `Session.join`."""
+        """Return the least and the greatest of this rank's next steps that its servers report.
+
+        Raises as `Session.join`.
+        """
         assert self.server is not None, "the parameters are on servers"
         marks = [self.server.step] if self.talk is None else self.talk.join().values()
         return min(marks), max(marks)

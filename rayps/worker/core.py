@@ -1,7 +1,8 @@
 """One replica on one worker: model, data, optimizer, meter, and the verbs of every family of strategies.
 
-`Worker` is the argument of a strategy's `round`. It knows no actor, no file and no retry. A family adds verbs in a
-subclass (`rayps.worker.sync_gradients.SyncWorker`, ...); the family's loop runs the rounds (`rayps.worker.loop.Loop`).
+`Worker` is the argument of a strategy's `round`. It contains no actors, no files and no retries. A family adds verbs in
+a subclass (`rayps.worker.sync_gradients.SyncWorker`, ...); the family's loop runs the rounds
+(`rayps.worker.loop.Loop`).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ Traffic = tuple[float, float, int]  # seconds waited, seconds spent on transfer,
 
 
 class Worker:
-    """One replica under a strategy: what every family needs.
+    """One replica under a strategy, with the verbs that every family needs.
 
     `memory` is the strategy's state between its rounds; `shared` is the part of it that is equal on all workers.
     """
@@ -68,12 +69,12 @@ class Worker:
             WorkloadError, DataError: the user's code failed.
         """
         self.workload, self.plan, self.device = workload, plan, device
-        self.ring: Any = peers.ring  # a family with a ring has a `Ring` or a `CompressedRing`
+        self.ring: Any = peers.ring  # a `Ring` or a `CompressedRing` in a family with a ring; else None
         self.memory: RoundMemory = {}
         self.shared: dict[str, Tensor] = {}
         self.done, self.reason = False, ""  # whether the strategy has met its stop rule, and why
         self.tables: Tables | None = (
-            None  # those of the model, where they are on servers: rayps.ps.tables.client.Tables
+            None  # the model's sparse tables, if they are on servers: rayps.ps.tables.client.Tables
         )
         self.log = RoundLog()
         self.batches = self._stream(workload)
@@ -128,7 +129,7 @@ class Worker:
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """The optimizer of this worker; None where only servers step."""
+        """The optimizer of this worker; None if only servers step."""
         return None if self.local is None else self.local.optimizer
 
     def batch(self) -> Batch:
@@ -162,11 +163,11 @@ class Worker:
             self.local.step(grad.vector if isinstance(grad, Gradient) else grad)
 
     def clipped(self, vector: Tensor) -> Tensor:
-        """Return the vector, or a scaled copy where its norm is above the workload's `clip_norm`. Raises LinkError."""
+        """Return the vector, or a scaled copy if its norm is above the workload's `clip_norm`. Raises LinkError."""
         return self.clip.clipped(vector)
 
     def own_loss(self) -> float:
-        """Return the loss of this worker's model on all of the evaluation data."""
+        """Return the loss of this worker's model over all of the evaluation data."""
         total, count = evaluated(self, whole=True).get("loss", (math.nan, 1))
         return total / count
 
@@ -177,13 +178,13 @@ class Worker:
         self.log.say(numbers)
 
     def event(self, kind: str, message: str, **facts: Json) -> None:
-        """Add an event of the job, sent at the end of this round."""
+        """Add an event to the job's journal; it is sent at the end of this round."""
         self.log.event(kind, message, facts)
 
     # ---- for subclasses
 
     def _gradient(self, batch: Batch) -> tuple[Gradient, list[bool]]:
-        """Compute as `grad`; return also, for each parameter, whether backward gave it a gradient."""
+        """Compute the gradient as `grad` does; return also, for each parameter, whether backward gave it a gradient."""
         with self.meter.computing():
             self.flat.drop_grad()
             gradient = Gradient(self.flat.packed, batch.size)
@@ -206,7 +207,10 @@ class Worker:
         return loss_value(loss, self.plan.rank, at, self.batches.epoch_of(at)[0])
 
     def _must_be_finite(self, rank: int, parameter: str | None) -> None:
-        """Raise TrainingError for a gradient that is not finite: worker `rank`'s of `parameter`, or a row's here."""
+        """Raise the TrainingError of a gradient that is not finite.
+
+        It is worker `rank`'s gradient of `parameter`, or of a table's row on this worker.
+        """
         row = None if parameter is not None or self.tables is None else self.tables.gradient_fault()
         if parameter is not None or row is not None:
             at = self.position - 1
@@ -250,20 +254,20 @@ class BatchStream:
         self.data, self.seed, self.origin, self.steps_per_epoch = data, seed, origin, steps
         self.rank, self.size = place
         self.position = 0
-        self.samples = 0  # of the last batch
+        self.samples = 0  # samples of the last batch
         self.ahead: Callable[[Batch], None] | None = None  # called with each batch, one round early
         self._batches: Iterator[Batch] = iter(())
         self._epoch = -1
         self._coming: Batch | None = None  # the next batch, if `ahead` was called with it
 
     def epoch_of(self, position: int) -> tuple[int, int]:
-        """Return the epoch of a position, and the number of its batch in the epoch."""
+        """Return the epoch of a position, and the batch's number within the epoch."""
         began, before = self.origin
         epoch, index = divmod(position - began, self.steps_per_epoch)
         return before + epoch, index
 
     def take(self, end: int) -> Batch:
-        """Return the next batch; below position `end`, call `ahead` with the one after it.
+        """Return the next batch. If the batch after it is below position `end`, call `ahead` with that one.
 
         Raises DataError, WorkloadError.
         """
@@ -294,7 +298,7 @@ class BatchStream:
 
 
 class LocalOptimizer:
-    """Step the parameters of a flat model.
+    """A worker's optimizer, which steps the parameters of a flat model.
 
     `unused` are the numbers of the parameters without a gradient in the next step: the optimizer skips them. `mean` is
     a gradient in memory that other ranks also read: it is copied unless the optimizer only reads gradients.
@@ -307,10 +311,10 @@ class LocalOptimizer:
         self.mean: Tensor | None = None
         self._pace = pace_of(factory, flat.layout, self.optimizer, ticks)
         self._flat, self._clip = flat, clip
-        self._only_reads: bool | None = None  # a step does not write gradients; None = not known yet
+        self._only_reads: bool | None = None  # whether a step leaves the gradients unchanged; None = not known yet
 
     def at(self, round: int) -> None:
-        """Set the learning rates of this round by the schedule. Raises WorkloadError."""
+        """Set the learning rates of round `round` by the schedule. Raises WorkloadError."""
         if self._pace is not None:
             self._pace.at(round)
 
@@ -337,7 +341,7 @@ class LocalOptimizer:
         return optim.moments(self.optimizer, self._flat.layout, self._flat.parameters)
 
     def load(self, moments: optim.Moments) -> None:
-        """Restore such a state; entries of another kind of optimizer are dropped."""
+        """Restore the state that `moments` returned; entries of another kind of optimizer are dropped."""
         fitting = optim.fitting(moments, self.optimizer)
         optim.load(self.optimizer, fitting, self._flat.layout, self._flat.parameters)
 
@@ -347,7 +351,7 @@ class LocalOptimizer:
         return [state[key] for state in states for key in sorted(state) if isinstance(state[key], Tensor)]
 
     def make_state(self) -> None:
-        """Create the optimizer's state, at zero, without a change of the parameters. Raises WorkloadError."""
+        """Create the optimizer's state, at zero, and leave the parameters unchanged. Raises WorkloadError."""
         before = self._flat.vector.clone()
         self._flat.zero_grad()
         with user_code("optimizer.step"):
@@ -364,8 +368,8 @@ class LocalOptimizer:
 def steps_by_reading(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> bool:
     """Take a step; return whether this step and every later one leaves the gradients unchanged.
 
-    True only for torch's own optimizers without hooks: others may write later. Some of torch's do write (SGD with
-    nesterov and foreach). Raises WorkloadError.
+    True only for optimizers of torch without hooks: another optimizer may change gradients in a later step. Some of
+    torch's change them too (SGD with nesterov and foreach). Raises WorkloadError.
     """
     before = [None if p.grad is None else p.grad._version for p in params]
     with user_code("optimizer.step"):
@@ -395,7 +399,7 @@ class RingTraffic(Protocol):
 
 
 class Meter:
-    """Measure seconds and bytes of the current round.
+    """Measures seconds and bytes of the current round.
 
     The worker adds `compute`, `data` (time to get the batch) and `losses` (loss, samples). Each of `sources` returns
     the totals of one connection since it was formed. `lead` is the number of rounds that the worker is ahead of the
@@ -419,7 +423,7 @@ class Meter:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Count the time within as `compute`, without the time waited for workers of the same replica."""
+        """Count the time inside the block as `compute`, without the time waited for workers of the same replica."""
         began, inside = time.perf_counter(), self._inside()
         yield
         self.compute += time.perf_counter() - began - (self._inside() - inside)
@@ -439,7 +443,7 @@ class Meter:
         waiting, moving, moved = (now - then for now, then in zip(self._traffic(), self._before, strict=True))
         samples = sum(count for _, count in self.losses)
         seconds = time.perf_counter() - self._began
-        exposed = max(0.0, seconds - self.compute)  # work of background threads does not count
+        exposed = max(0.0, seconds - self.compute)  # the time of background threads is not counted
         wait = min(waiting, exposed)
         return {
             "loss": sum(loss * count for loss, count in self.losses) / samples if samples else None,
@@ -449,7 +453,7 @@ class Meter:
             "data": self.data,
             "wait": wait,
             "move": min(moving, exposed - wait),
-            "talk": waiting + moving,  # overlapped transfer included
+            "talk": waiting + moving,  # includes transfers that overlap with compute
             "bytes": moved,
             "lead": self.lead(),
         }
@@ -461,7 +465,7 @@ def traffic_of(ring: RingTraffic) -> Callable[[], Traffic]:
 
 
 class RoundLog:
-    """What a worker reports beside the meter: choices made before the first round, numbers, events."""
+    """The choices before the first round, numbers and events that a worker reports beside the meter."""
 
     def __init__(self) -> None:
         self.choices: list[Event] = []
@@ -473,7 +477,7 @@ class RoundLog:
         self._numbers |= {name: value if isinstance(value, int) else float(value) for name, value in numbers.items()}
 
     def event(self, kind: str, message: str, facts: JsonObject) -> None:
-        """Add an event of the job."""
+        """Add an event for the job's journal."""
         self._events.append({"kind": kind, "message": message, **facts})
 
     def take_events(self) -> list[Event]:
@@ -491,10 +495,10 @@ class RoundLog:
 
 
 def evaluated(w: Worker, *, whole: bool = False) -> dict[str, tuple[float, int]]:
-    """Evaluate: metric -> (sum, samples) over this worker's share of the evaluation data, or over the `whole` of it.
+    """Evaluate the model: metric -> (sum, samples) over this worker's share of the evaluation data, or over all of it.
 
-    The mean over all workers is the sum of the sums divided by the sum of the samples. Raises WorkloadError, DataError,
-    LinkError.
+    `whole`: over all of it. The mean over all workers is the sum of the sums divided by the sum of the samples. Raises
+    WorkloadError, DataError, LinkError.
     """
     rank, size = (0, 1) if whole else (w.rank, w.size)
     model, sums = w.flat.model, dict[str, tuple[float, int]]()
@@ -504,7 +508,7 @@ def evaluated(w: Worker, *, whole: bool = False) -> dict[str, tuple[float, int]]
         data = w.workload.evaluation_data()
         for batch in data.batches(rank=rank, size=size, seed=w.plan.seed, epoch=0):
             if batch.size:
-                with user_code("evaluate"):  # each batch is a sign of progress for the deadline
+                with user_code("evaluate"):  # each batch is a call of its own for the time limit
                     found = w.part.evaluate(batch.to(w.device))
                 for name, mean in found.items():
                     total, count = sums.get(name, (0.0, 0))
@@ -517,8 +521,8 @@ def loss_value(loss: object, rank: int, round: int, epoch: int) -> float:
     """Return the user's loss as a number.
 
     Raises:
-        WorkloadError: it is not one number in a tensor.
-        TrainingError: it is not finite.
+        WorkloadError: the loss is not a tensor with one number.
+        TrainingError: the loss is not finite.
     """
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
@@ -539,7 +543,7 @@ def loss_value(loss: object, rank: int, round: int, epoch: int) -> float:
 def gradient_error(
     rank: int, parameter: str | None, row: tuple[str, int] | None, round: int, epoch: int
 ) -> TrainingError:
-    """Return the error for a gradient that is not finite: of a parameter, or of a row (table, id).
+    """Return the error for a gradient that is not finite: of `parameter`, or of `row` = (table, id).
 
     Rank -1: each worker's gradient is finite, but their sum is not.
     """
@@ -552,8 +556,8 @@ def gradient_error(
         who = "in the sum over the workers, whose gradients are finite,"
         del named["rank"]
     return TrainingError(
-        f"{what} is not finite (NaN or infinite) {who} at round {round} (epoch {epoch + 1}), although the loss is:\n"
-        "look for an operation without a finite derivative there (sqrt or a norm at 0, 0 * inf, a division by 0), or "
+        f"{what} is not finite (NaN or infinite) {who} at round {round} (epoch {epoch + 1}), but the loss is finite:\n"
+        "look for an operation without a finite derivative (sqrt or a norm at 0, 0 * inf, a division by 0), or "
         "for bad values in the data; torch.autograd.set_detect_anomaly(True) names the operation",
         round=round,
         **named,

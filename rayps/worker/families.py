@@ -1,6 +1,6 @@
-"""The one table of families: which loop runs a strategy. A strategy names its family in `Strategy.loop`.
+"""The table of families, with the loop of each. A strategy names its family in `Strategy.loop`.
 
-Targets are "module:Name" strings, so that a job imports the code of its own family only.
+Loops are named by "module:Name" strings, so that a job imports the code of its own family only.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ FAMILIES = {
     families.SHARED_VECTOR: "rayps.worker.shared_vector:SharedVectorSteps",
     families.FEDERATED_ROUNDS: "rayps.worker.federated_rounds:FederatedRounds",
 }
-MODEL_SLICE = "rayps.parallel.division.model_slice:ModelSlice"  # a replica of several workers
-TABLES = "rayps.ps.tables.embedding:bind"  # a model with sparse tables
+MODEL_SLICE = "rayps.parallel.division.model_slice:ModelSlice"  # the model part of a replica of several workers
+TABLES = "rayps.ps.tables.embedding:bind"  # connects a model's sparse tables
 
 
 def loop_class(strategy: StrategyView) -> type[Loop]:
-    """Return the loop that runs a strategy: its family's, or one of its own.
+    """Return the loop that runs a strategy: its family's loop, or the strategy's own.
 
     Raises:
         ConfigError: `strategy.loop` is neither a family, nor a class of a loop, nor "module:Class" of one.
@@ -45,7 +45,7 @@ def loop_class(strategy: StrategyView) -> type[Loop]:
 
 
 def load(target: str) -> Any:
-    """Import and return what "module:Name" names. Raises ConfigError: it does not exist."""
+    """Import and return the object that "module:Name" names. Raises ConfigError: there is no such object."""
     module, _, name = target.partition(":")
     try:
         return getattr(importlib.import_module(module), name)

@@ -18,16 +18,16 @@ from rayps.workload.base import Workload
 
 
 class FederatedWorker(RingWorker):
-    """A worker with `clients`, which trains its part of a round's cohort. A position is a round."""
+    """A worker with `clients`, which trains its part of a round's cohort. Its position counts rounds."""
 
     def __init__(self, workload: Workload, plan: WorkerPlan, peers: WorkerConnections, device: str = "cpu") -> None:
-        """Build as `Worker`. Raises ConfigError: the strategy's options do not fit the clients."""
+        """Build the worker as `Worker` does. Raises ConfigError: the strategy's options do not fit the clients."""
         super().__init__(workload, plan, peers, device)
         self.clients = FederatedEngine(self)
 
 
 class FederatedRounds(Loop):
-    """Loop of federated strategies: one vector, equal on all workers, and states of clients."""
+    """The loop of federated strategies: parameters equal on all workers, and states of clients."""
 
     view: ClassVar[type[Worker]] = FederatedWorker
     w: FederatedWorker
@@ -44,7 +44,7 @@ class FederatedRounds(Loop):
         super().begin(stopped)
 
     def evaluate(self, vector: Tensor | None = None) -> dict[str, tuple[float, int]]:
-        """Evaluate, including the metrics `personal_*` of clients' own models. See `Loop`."""
+        """Evaluate the model, and add the metrics `personal_*` of clients' own models. See `Loop`."""
         return super().evaluate(vector) | self.w.clients.evaluate()
 
     def retain(self, round: int) -> None:

@@ -23,7 +23,7 @@ from rayps.workload.base import Workload
 
 
 class LocalWorker(RingWorker):
-    """A worker that steps by its own gradients. Only what the strategy averages is sent and compressed."""
+    """A worker that steps by its own gradients. Only the vectors that the strategy averages are sent and compressed."""
 
     def __init__(self, workload: Workload, plan: WorkerPlan, peers: WorkerConnections, device: str = "cpu") -> None:
         """See `Worker`."""
@@ -32,7 +32,7 @@ class LocalWorker(RingWorker):
 
 
 class LocalUpdates(Loop):
-    """Loop of strategies whose workers have separate parameters between averages."""
+    """The loop of strategies whose workers have separate parameters between averages."""
 
     view: ClassVar[type[Worker]] = LocalWorker
     w: LocalWorker
@@ -40,7 +40,7 @@ class LocalUpdates(Loop):
     def __init__(self, workload: Workload, plan: WorkerPlan, peers: WorkerConnections, device: str = "cpu") -> None:
         """See `Loop`."""
         super().__init__(workload, plan, peers, device)
-        self._agreed: tuple[Tensor | None] | None = None  # of this round, once computed
+        self._agreed: tuple[Tensor | None] | None = None  # the consensus of this round, once computed
 
     def run_round(self) -> None:
         """See `Loop`."""
@@ -54,13 +54,13 @@ class LocalUpdates(Loop):
         self._agreed = None
 
     def consensus(self) -> Tensor | None:
-        """Return the consensus, computed once a round although it is both saved and evaluated. See `Loop`."""
+        """Return the consensus, which is computed once per round, though it is both saved and evaluated. See `Loop`."""
         if self._agreed is None:
             self._agreed = (super().consensus(),)
         return self._agreed[0]
 
     def state_dict(self, *, together: bool) -> WorkerPart:
-        """Return this worker's own state; the consensus only if `together`. See `Loop`."""
+        """Return this worker's own state, with the consensus only if `together`. See `Loop`."""
         w = self.w
         assert w.local is not None, "each worker has an optimizer"
         w.means.settle()
@@ -72,7 +72,7 @@ class LocalUpdates(Loop):
         return self._part(common, own.moments, own)
 
     def _load(self, state: Snapshot | LocalState) -> None:
-        """Restore this worker's own part of a snapshot, if it has one; else the consensus."""
+        """Restore this worker's own part of a snapshot; if it has none, restore the consensus."""
         own = state.own.get(self.w.rank) if isinstance(state, Snapshot) else state
         super()._load(state if own is None else own)
         if own is not None:

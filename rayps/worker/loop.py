@@ -1,4 +1,4 @@
-"""What a family of strategies defines for a worker: how a round runs, what its state is, what is evaluated.
+"""The base class of loops: how a family runs a round, what its state is, and what is evaluated.
 
 `rayps.worker.families` maps a strategy to its loop. A user's strategy may bring its own loop: a subclass of `Loop`, or
 of a family's loop, named by `Strategy.loop = "module:Class"`.
@@ -21,17 +21,17 @@ from rayps.worker.core import Worker, evaluated
 from rayps.worker.plan import WorkerPart, WorkerPlan
 from rayps.workload.base import Workload
 
-Companions: TypeAlias = dict[str, Any]  # what families keep on a worker between generations, by "module:Class"
+Companions: TypeAlias = dict[str, Any]  # objects that families keep on a worker between generations, by "module:Class"
 
 
 class Loop:
-    """Run a strategy's rounds on one worker, `w`, of a class that has the family's verbs."""
+    """Runs a strategy's rounds on one worker, `w`, whose class has the family's verbs."""
 
     view: ClassVar[type[Worker]] = Worker
     w: Worker
 
     def __init__(self, workload: Workload, plan: WorkerPlan, peers: WorkerConnections, device: str = "cpu") -> None:
-        """Build the worker. `load_state_dict` comes next.
+        """Build the worker; call `load_state_dict` next.
 
         Raises:
             WorkloadError, DataError: the user's code failed.
@@ -42,10 +42,13 @@ class Loop:
     # ---- rounds
 
     def join(self, companions: Companions) -> None:
-        """Receive what the family stores on this worker between generations; see `WorkerActor.companion`."""
+        """Receive the objects that the family stores on this worker between generations.
+
+        See `WorkerActor.companion`.
+        """
 
     def begin(self, stopped: Callable[[], bool]) -> None:
-        """Prepare the first round. `stopped()` is true when the plan was ended from outside."""
+        """Prepare the first round. `stopped()` returns whether the plan was ended from outside."""
         self.w.flat.model.train()
         self.w.plan.strategy.begin(self._view())
 
@@ -63,7 +66,7 @@ class Loop:
             self.w.params = agreed
 
     def retain(self, round: int) -> None:
-        """Retain what a checkpoint after `round` needs beside `state_dict`."""
+        """Retain the values that a checkpoint after `round` needs beside `state_dict`."""
 
     def close(self) -> None:
         """Release the loop's resources; called after an error too."""
@@ -80,7 +83,7 @@ class Loop:
     # ---- what is evaluated
 
     def consensus(self) -> Tensor | None:
-        """Return the vector that the workers would agree on if training ended now; None = the parameters as they are.
+        """Return the vector on which the workers would agree if training ended now; None = the parameters as they are.
 
         A collective: all workers call it in the same round. Raises LinkError.
         """
@@ -92,7 +95,10 @@ class Loop:
         return self.consensus()
 
     def evaluate(self, vector: Tensor | None = None) -> dict[str, tuple[float, int]]:
-        """Evaluate: metric -> (sum, samples) over this worker's share; `vector` replaces the parameters first."""
+        """Evaluate the model: metric -> (sum, samples) over this worker's share.
+
+        `vector` replaces the parameters first.
+        """
         if vector is not None:
             self.w.params = vector
         return evaluated(self.w)
@@ -102,7 +108,7 @@ class Loop:
     def state_dict(self, *, together: bool) -> WorkerPart:
         """Return the worker's part of a checkpoint, as copies on the CPU.
 
-        `together`: all workers call it in this round, so that it may hold the consensus. Raises LinkError.
+        `together`: all workers call it in this round, so that the part may hold the consensus. Raises LinkError.
         """
         found = self.consensus() if together else None
         return self._part(self.w.flat.vector if found is None else found)
@@ -111,7 +117,7 @@ class Loop:
         """Restore a snapshot: parameters, optimizer state, buffers and this rank's random state.
 
         Raises:
-            CheckpointError: it is of another model.
+            CheckpointError: the snapshot belongs to another model.
         """
         w = self.w
         snapshot.check(w.flat.layout)
@@ -136,19 +142,18 @@ class Loop:
     # ---- for subclasses
 
     def _view(self) -> Any:
-        """Return what the strategy's `round` is given.
+        """Return the worker view that is passed to the strategy's `round`.
 
-        `WorkerView` has the verbs of all families, `w` those of its own.
+        `WorkerView` declares the verbs of all families; `w` has those of its own family.
         """
         return self.w
 
     def _part(
         self, params: Tensor | None, moments: optim.Moments | None = None, own: LocalState | None = None
     ) -> WorkerPart:
-        """Return a part with these parameters.
+        """Return this worker's part of a checkpoint, with these parameters on rank 0.
 
-        Rank 0's part holds them, the `moments` (None = those of the local optimizer), the buffers and the shared
-        values.
+        Rank 0's part holds also the `moments` (None = those of the local optimizer), the buffers and the shared values.
         """
         w = self.w
         if w.tables is not None:

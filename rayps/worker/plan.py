@@ -1,4 +1,4 @@
-"""Plain data between a driver and its workers: what a generation is to do, and what a worker reports."""
+"""Plain data between a driver and its workers: the plan of a generation, and the facts that a worker reports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rayps.tensors.local_state import LocalState
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """What every member of a generation receives."""
+    """The orders that every member of a generation receives."""
 
     generation: int
     strategy: StrategyView
@@ -33,7 +33,7 @@ class Orders:
     timeout: float
     origin: tuple[int, int] = (0, 0)  # the round and the epoch at the start of the phase
     division: Division | None = None  # how the model is divided; None: a replica is one worker
-    mailbox: str | None = None  # the folder of the job's real clients, if it has some
+    mailbox: str | None = None  # the folder of the job's real clients; None = it has none
     ticks: Ticks = field(default_factory=Ticks)  # the epochs of the phase, for schedules on servers
 
 
@@ -42,17 +42,17 @@ class PeerAddresses:
     """The addresses of one worker's peers in a generation: its column's workers, servers, its replica's workers."""
 
     secret: bytes = b""
-    ring: list[str] = field(default_factory=list)  # of the column's workers, in the order of data ranks
-    seat: SpaceRank | None = None  # the place in a space on servers
-    axes: dict[str, list[str]] = field(default_factory=dict)  # along each axis within the replica
+    ring: list[str] = field(default_factory=list)  # addresses of the column's workers, in the order of data ranks
+    seat: SpaceRank | None = None  # the worker's place in a space on servers
+    axes: dict[str, list[str]] = field(default_factory=dict)  # addresses of the replica's workers along each axis
     attempt: int = 0  # starts of this replica in this generation; calls of another attempt are refused
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """What one worker does in one generation. Positions count the batches of a replica since the start of the run.
+    """The plan of one worker in one generation. Positions count a replica's batches since the start of the run.
 
-    `rank` is among all `size` workers.
+    `rank` is the worker's number among all `size` workers.
     """
 
     generation: int
@@ -61,7 +61,7 @@ class WorkerPlan:
     strategy: StrategyView
     peers: PeerAddresses
     seed: int
-    start: int  # position; -1 = read it from the servers (replacement worker)
+    start: int  # the position to start from; -1 = the one that the servers report (replacement worker)
     end: int
     boundary: Boundary
     evaluated: int  # the last round whose evaluation by this rank the driver has
@@ -84,7 +84,7 @@ class WorkerPlan:
 
 @dataclass(slots=True)
 class WorkerFacts:
-    """What a worker reports to a poll."""
+    """The facts that a worker reports to a poll."""
 
     rank: int
     generation: int
@@ -94,8 +94,8 @@ class WorkerFacts:
     points: list[records.Point] = field(default_factory=list)
     parts: list[int] = field(default_factory=list)
     lines: list[tuple[float, str]] = field(default_factory=list)
-    kept_since: int = 0  # pushes below this step are not retained and not known to be durable
-    cost: CommitCost | None = None  # of the backups of its state
+    kept_since: int = 0  # below this step, pushes that are not known to be durable are not retained any more
+    cost: CommitCost | None = None  # the cost of the backups of its state
     met: str | None = None  # why the strategy's stop rule ended the phase
     call: Call | None = None  # the call of the user's code that has not returned yet
     ends: list[str] = field(default_factory=list)  # exceptions that ended threads of its process
@@ -110,6 +110,6 @@ class WorkerPart:
     moments: optim.Moments
     buffers: dict[str, Tensor]
     rng: Tensor
-    own: LocalState | None = None  # where workers train separately
-    shared: dict[str, Tensor] = field(default_factory=dict)  # of rank 0
+    own: LocalState | None = None  # the worker's own state, if workers train separately
+    shared: dict[str, Tensor] = field(default_factory=dict)  # values that are equal on all workers; in rank 0's part
     met: bool = False  # the strategy's stop rule is met: the phase ends here

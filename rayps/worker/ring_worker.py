@@ -26,7 +26,7 @@ _FEEDBACK = "ring/"  # prefix of a compressed ring's error feedback, in a worker
 
 
 class BackgroundMeans:
-    """Compute means over workers of a strategy's vectors, compressed if it asks for it."""
+    """Means over workers of a strategy's vectors, compressed if the strategy asks for compression."""
 
     def __init__(self, ring: Ring, sent: Ring | CompressedRing) -> None:
         """Set the rings; `sent` is the ring that compresses, or `ring` itself."""
@@ -39,10 +39,12 @@ class BackgroundMeans:
         return sent.mean(Gradient(_packed(vector), samples))
 
     def mean_later(self, vector: Tensor, samples: float, slot: int) -> Tensor:
-        """Start a mean, see `WorkerView.mean_later`. The sum replaces the values; the sum of weights follows them.
+        """Start a mean, see `WorkerView.mean_later`.
 
-        For half-precision vectors the result is float32: neither a sum weighted by samples nor their count fits into
-        half precision.
+        The sum replaces the values of the returned tensor, whose last element becomes the sum of the weights.
+
+        For half-precision vectors the result is float32, as half precision can hold neither a sum weighted by samples
+        nor the number of samples.
         """
         if self._slots is not None:
             parcel = _packed(vector)
@@ -59,7 +61,10 @@ class BackgroundMeans:
         return self._slots.setdefault(slot, self._slots[0].another())
 
     def arrived(self, parcel: Tensor) -> Tensor:
-        """Return a mean, see `WorkerView.arrived`; in the dtype of `mean_later`'s result. Raises LinkError."""
+        """Return the mean that `mean_later` started, in the dtype of its result; see `WorkerView.arrived`.
+
+        Raises LinkError.
+        """
         self.settle()
         count = parcel[-1].item()
         return parcel[:-1] / count if count else torch.zeros_like(parcel[:-1])
@@ -111,9 +116,10 @@ class RingWorker(Worker):
         self.means = BackgroundMeans(ring, sent)
 
     def grad(self, batch: Batch) -> Gradient:
-        """Return as `Worker.grad`. The next `step` skips the parameters that backward gave no gradient.
+        """Return the gradient as `Worker.grad` does.
 
-        A step with a gradient of zeros would move them by momentum, and overwrite what other workers write meanwhile.
+        The next `step` skips the parameters to which backward gave no gradient. With a gradient of zeros, a step would
+        move these parameters by momentum, and overwrite other workers' writes.
         """
         gradient, used = self._gradient(batch)
         self._skip(_unmarked(used))
@@ -147,7 +153,7 @@ class RingWorker(Worker):
 
         `momentum`: "keep" (each worker its own), "reset" (empty), "average" (weighted by `samples`; counts of steps are
         rounded). `buffers`: "keep", or "average" (of floating point ones). Averages are computed in float32, or in
-        float64 where one of them is float64. Raises LinkError.
+        float64 if one of the tensors is float64. Raises LinkError.
         """
         local = self.local
         assert local is not None, "on a ring each worker has an optimizer"
@@ -156,7 +162,7 @@ class RingWorker(Worker):
         held = local.tensors() if momentum == "average" else []
         if momentum == "average":
             most = torch.tensor([sum(each.numel() for each in held)], dtype=torch.int64)
-            if self.ring.max(most).item() and not held:  # no step on this worker yet, e.g. without rows
+            if self.ring.max(most).item() and not held:  # this worker has taken no step yet, e.g. as it has no rows
                 local.make_state()
                 held = local.tensors()
         if buffers == "average":
@@ -171,12 +177,12 @@ class RingWorker(Worker):
                 each.copy_(part.view(each.shape).round() if each.dim() == 0 else part.view(each.shape))
 
     def together(self, samples: float, *, momentum: str, buffers: str) -> None:
-        """Deprecated name of `sync_optimizer_and_buffers`."""
+        """Call `sync_optimizer_and_buffers`. Deprecated name."""
         warnings.warn("w.together is now w.sync_optimizer_and_buffers", DeprecationWarning, stacklevel=2)
         self.sync_optimizer_and_buffers(samples, momentum=momentum, buffers=buffers)
 
     def _skip(self, unused: Collection[int], mean: Tensor | None = None) -> None:
-        """Set which parameters the next step skips, and the gradient of that step in memory that other ranks read."""
+        """Set which parameters the next step skips, and the `mean` of that step if it is in shared memory."""
         assert self.local is not None, "on a ring each worker has an optimizer"
         self.local.unused, self.local.mean = unused, mean
 

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class GenerationRun:
-    """Run one plan, from `start` to `end`. Any thread may call its methods.
+    """The run of one plan, from `start` to `end`. Any thread may call its methods.
 
     A run that has ended reports nothing more, although its thread may still be running.
     """
@@ -35,8 +35,8 @@ class GenerationRun:
     ) -> None:
         """Prepare a run of one generation.
 
-        `backup` is this worker's, where workers hold each other's states. `points` are those of an earlier generation
-        that the driver may not have received. `lock` guards what the driver asks, in all generations.
+        `backup` is this worker's backup; None = workers do not hold each other's states. `points` are points of an
+        earlier generation that the driver may not have received. `lock` guards the fields that the driver reads.
         """
         self.plan = plan
         self._facts = WorkerFacts(plan.rank, plan.generation, "running", max(plan.start, 0), points=points)
@@ -51,7 +51,7 @@ class GenerationRun:
         self, load: Callable[[], Workload], snapshot: Snapshot, listener: Listener, device: str, companions: Companions
     ) -> None:
         """Start the thread. `companions` are objects that a family stores between generations, by class."""
-        given = [snapshot]  # as large as the model: the thread removes it
+        given = [snapshot]  # the snapshot is as large as the model: the thread removes it from the list
 
         def prepare() -> PlanRun:
             return self._prepare(load(), given, listener, device, companions)
@@ -63,9 +63,9 @@ class GenerationRun:
     # ---- called by the driver
 
     def poll(self, wanted: int) -> WorkerFacts:
-        """Return what happened since the last poll; each point is returned once.
+        """Return the facts since the last poll; each point is returned once.
 
-        The part of round `wanted` is retained.
+        The worker retains its part of round `wanted`.
         """
         with self._lock:
             facts, session = self._facts, self._connections.talk
@@ -101,16 +101,16 @@ class GenerationRun:
         return self._facts.position
 
     def part(self, rounds: int | None) -> WorkerPart | None:
-        """Return the part of the checkpoint after `rounds`, or the newest one; None if it is not retained."""
+        """Return the part of the checkpoint after `rounds`, or the newest part (None); None if it is not retained."""
         with self._lock:
             return self._parts.get(max(self._parts, default=0) if rounds is None else rounds)
 
     def rewire(self, found: SpaceMap) -> None:
-        """Connect to a shard's replacement, which this map names."""
+        """Connect to the replacement of a shard, whose address `found` has."""
         self._connections.rewire(found)
 
     def evaluate(self, vector: Tensor | None, buffers: dict[str, Tensor]) -> dict[str, tuple[float, int]]:
-        """Evaluate: metric -> (sum, samples) over this worker's share, at the given parameters and buffers.
+        """Evaluate the model: metric -> (sum, samples) over this worker's share, at the given parameters and buffers.
 
         Raises UserError: the user's code failed.
         """
@@ -147,10 +147,11 @@ class GenerationRun:
             status, error = "failed", at_worker(raised, plan.rank, self._facts.position)
         except RaypsError as raised:
             status, error = "failed", raised
-        except BaseException as raised:  # a bug of rayps or a library: report it to the driver instead of hanging
+        # a bug of rayps or a library: report the error to the driver instead of hanging
+        except BaseException as raised:
             status, error = "failed", _failure(f"worker-{plan.rank}", raised)
         with self._lock:
-            if not self._stop.is_set():  # before peers can see the connections break
+            if not self._stop.is_set():  # set before peers can see that the connections break
                 self._facts.status, self._facts.error = status, error
                 if error is None and run.loop.w.done:
                     self._facts.met = run.loop.w.reason or "it is done"
@@ -165,7 +166,7 @@ class GenerationRun:
         snapshot = given.pop()
         if self._backup is not None:
             snapshot, missed = self._backup.recall(plan, snapshot)
-            with self._lock:  # before waiting for peers, which may never connect: the driver may poll this meanwhile
+            with self._lock:  # set before the wait for peers, which may never connect: the driver may poll meanwhile
                 if missed is not None and not self._stop.is_set():
                     self._facts.points += self._backup.inherit(missed, plan.start)
         self._connections.form(plan, snapshot, listener)
@@ -198,10 +199,10 @@ class GenerationRun:
 
 
 class PlanRun:
-    """Run a loop under its plan.
+    """The run of a loop under its plan.
 
-    `wanted` is a round whose part the driver waits for. `commit`, if set, is called between rounds and copies what a
-    replacement of this worker would need.
+    `wanted` is a round whose part the driver waits for. `commit`, if set, is called between rounds and copies the state
+    that a replacement of this worker would need.
     """
 
     def __init__(
@@ -237,7 +238,7 @@ class PlanRun:
             self._report(choice)
         loop.begin(self._stopped)
         self._commit()
-        self._evaluate()  # an evaluation that a failure before this generation interrupted
+        self._evaluate()  # repeat an evaluation that a failure before this generation interrupted
         while self._continues():
             w.meter.begin()
             loop.run_round()
@@ -248,7 +249,7 @@ class PlanRun:
             at = w.position
             if at in plan.boundary or at == self.wanted:
                 loop.retain(at)
-                if not (w.done or at >= plan.end):  # else the part is that after `finish`
+                if not (w.done or at >= plan.end):  # otherwise the part is taken after `finish`
                     self._retain(loop.state_dict(together=at in plan.boundary))
             self._evaluate()
         if not self._stopped():
@@ -266,7 +267,8 @@ class PlanRun:
     def _evaluate(self) -> None:
         """Evaluate at the end of an epoch.
 
-        The driver requests the last one; an evaluation that it has is not reported again.
+        Not at the end of the plan, when the driver requests the evaluation. An evaluation that the driver has is not
+        reported again.
         """
         w, plan = self.loop.w, self.loop.w.plan
         at, (epoch, index) = w.position, w.batches.epoch_of(w.position)
@@ -280,7 +282,7 @@ class PlanRun:
 
 
 def at_worker(error: UserError, rank: int, round: int) -> RaypsError:
-    """Return the same error, with the worker and round where it was raised, if it lacks them."""
+    """Return the same error with `rank` and `round`, where it was raised, if it lacks them."""
     if "rank" in error.data:
         return error
     return type(error)(

@@ -26,7 +26,7 @@ from rayps.workload.base import Workload
 
 
 class ServerWorker(Worker):
-    """A worker with `server`. Servers of this host read its gradients in shared memory; pulls write into the model."""
+    """A worker with `server`. Servers on its host read its gradients in shared memory; pulls write into the model."""
 
     def __init__(self, workload: Workload, plan: WorkerPlan, peers: WorkerConnections, device: str = "cpu") -> None:
         """See `Worker`."""
@@ -53,7 +53,10 @@ class ServerWorker(Worker):
             server.step = agreed(*peers.steps(), peers.rings.values(), exact=exact)
 
     def grad(self, batch: Batch) -> Gradient:
-        """Return as `Worker.grad`, clipped to `clip_norm`, rows of tables included: servers step by it."""
+        """Return the gradient as `Worker.grad` does, clipped to `clip_norm` together with the rows of tables.
+
+        It is clipped here, as servers step by it.
+        """
         gradient = super().grad(batch)
         if batch.size and self.local is None and self.clip.most is not None:
             with self.meter.computing():
@@ -72,7 +75,7 @@ class ServerWorker(Worker):
 
 
 class ServerSteps(Loop):
-    """Loop of strategies with servers: the servers' values are saved and evaluated.
+    """The loop of strategies with servers: the servers' parameters are saved and evaluated.
 
     A worker's part of a checkpoint is its position and random state.
     """
@@ -93,7 +96,7 @@ class ServerSteps(Loop):
 
     def finish(self) -> None:
         """Wait until the servers have applied this worker's pushes. See `Loop`. Raises LinkError."""
-        super().finish()  # the workers agree on nothing: the servers hold it
+        super().finish()  # the workers need not agree on parameters: the servers hold them
         self.w.server.settle()
 
     def consensus(self) -> Tensor | None:
@@ -101,13 +104,16 @@ class ServerSteps(Loop):
         return None
 
     def evaluation_params(self) -> Tensor:
-        """Pull the servers' values; in step, after all workers' pushes of the round are applied. Raises LinkError."""
+        """Pull the servers' parameters; if workers run in step, after all pushes of the round are applied.
+
+        Raises LinkError.
+        """
         server = self.w.server
         vector: Tensor = server.pull() if runs_in_step(self.w.plan.strategy) else server.read()
         return vector
 
     def state_dict(self, *, together: bool) -> WorkerPart:
-        """Return the part without parameters and moments, which are on the servers. See `Loop`."""
+        """Return the worker's part without parameters and moments, which are on the servers. See `Loop`."""
         return self._part(None, {})
 
     def _load(self, state: Snapshot | LocalState) -> None:

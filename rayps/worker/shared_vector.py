@@ -13,7 +13,10 @@ from rayps.workload.base import Workload
 
 
 class SharedVectorWorker(RingWorker):
-    """A worker whose parameters are in memory that all workers write; gradient and optimizer state are its own."""
+    """A worker whose parameters are in memory that all workers write.
+
+    Its gradient and its optimizer state are private.
+    """
 
     def __init__(self, workload: Workload, plan: WorkerPlan, peers: WorkerConnections, device: str = "cpu") -> None:
         """See `Worker`."""
@@ -22,6 +25,9 @@ class SharedVectorWorker(RingWorker):
 
 
 class SharedVectorSteps(Loop):
-    """Loop of strategies with one shared vector, which is saved and evaluated. Workers do not wait for each other."""
+    """The loop of strategies with one shared vector, which is saved and evaluated.
+
+    Workers do not wait for each other.
+    """
 
     view: ClassVar[type[Worker]] = SharedVectorWorker

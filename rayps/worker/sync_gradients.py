@@ -1,6 +1,6 @@
 """Workers in step: each round, all gradients are averaged over the ring, and all workers take the same step.
 
-Sparse tables of the model, if it has some, are on servers: the gradients of their rows are pushed after the step.
+The model's sparse tables, if any, are on servers: the gradients of their rows are pushed after the step.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class SyncWorker(RingWorker):
             bind_tables(self, peers.talk)
 
     def grad(self, batch: Batch) -> Gradient:
-        """Return as `Worker.grad`.
+        """Return the gradient as `Worker.grad` does.
 
-        In the next `step` every parameter has a gradient: zeros where backward gave none.
+        In the next `step` every parameter has a gradient: zeros if backward gave it none.
         """
         self._skip(())
         return self._gradient(batch)[0]
@@ -61,7 +61,8 @@ class SyncWorker(RingWorker):
         buckets.begin(batch.size)
         if batch.size:
             self._backward(batch)
-        self._must_be_finite(*(buckets.fault or (self.rank, None)))  # known to this rank only
+        # a fault of this rank's own gradient, which other ranks do not know
+        self._must_be_finite(*(buckets.fault or (self.rank, None)))
         mean, unused = buckets.finish()
         self._skip(unused, mean)
         if buckets.fault is not None:
@@ -71,7 +72,7 @@ class SyncWorker(RingWorker):
 
 
 class SyncGradients(Loop):
-    """Loop of strategies in step: one parameter vector, equal on all workers."""
+    """The loop of strategies in step, whose parameters are equal on all workers."""
 
     view: ClassVar[type[Worker]] = SyncWorker
 

@@ -1,4 +1,4 @@
-"""Sparse tables of a worker's model, where they are on servers."""
+"""Connect the sparse tables of a worker's model to servers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rayps.worker.families import TABLES, load
 
 
 def bind_tables(w: Worker, session: Session) -> None:
-    """Connect the model's sparse tables to those of the session's space, if it has some, and start their prefetch.
+    """Connect the model's sparse tables, if any, to the tables of the session's space, and start their prefetch.
 
     Raises:
         ConfigError: the space lacks a table of the model, or has a different one of the same name.

@@ -1,1 +1,1 @@
-"""A copy of the model on several workers: the owner of each part, and what workers borrow each step."""
+"""The division of a model among several workers: the owner of each part, and what workers borrow each step."""

@@ -1,4 +1,4 @@
-"""Find the step from which a replica of several workers continues, each of which asked its own servers."""
+"""Find the step from which a replica of several workers continues, whose workers asked different servers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from rayps.core.errors import LinkError
 
 
 def agreed(least: int, most: int, rings: Iterable[Ring], *, exact: bool) -> int:
-    """Return the earliest step that any worker of the replica has yet to push; all workers repeat it.
+    """Return the earliest next step of any worker of the replica; all its workers repeat from this step.
 
-    `least` and `most` are this worker's next step by its servers, which differ where a push reached some servers only.
-    A repeated push is not applied twice. But other servers then step without it, which `exact` forbids.
+    `least` and `most` are the bounds of this worker's next step that its servers report; they differ if a push reached
+    only some servers. A repeated push is not applied twice. But the other servers then step without it, which `exact`
+    forbids.
 
     Raises:
         LinkError: the servers of this replica's parts are at different steps, and `exact` does not allow that.

@@ -1,4 +1,4 @@
-"""Build a part of a user's model, without memory for the rest of it where that is possible."""
+"""Build a part of a user's model, if possible without memory for the other parts."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ _HELD = ("_parameters", "_buffers", "_modules")
 
 
 def blank(workload: Workload) -> nn.Module:
-    """Return a new model whose parameters and buffers take no memory; a real one if it cannot be built otherwise.
+    """Return a new model whose parameters and buffers take no memory; a real model if that is not possible.
 
     Raises:
-        WorkloadError: it cannot be built at all.
+        WorkloadError: the model cannot be built.
     """
     try:
         with torch.device("meta"):
             model = model_of(workload)
-    except RaypsError:  # for instance, it reads values while it is built
+    except RaypsError:  # for instance, the model reads values while it is built
         return model_of(workload)
     return model_of(workload) if any(value.is_meta for value in _others(model)) else model
 
 
 def _others(model: nn.Module) -> Iterator[Tensor]:
-    """Return tensors that are neither parameters nor buffers: nothing could fill them."""
+    """Return tensors that are neither parameters nor buffers: no code could fill them later."""
     for module in model.modules():
         yield from _tensors({key: value for key, value in vars(module).items() if key not in _HELD})
 
 
 def _tensors(value: Nested, depth: int = 0) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
-        if not isinstance(value, nn.Parameter):  # a list of registered ones, as in nn.LSTM
+        if not isinstance(value, nn.Parameter):  # skips lists of registered parameters, as in nn.LSTM
             yield value
     elif isinstance(value, (dict, list, tuple)) and depth < 3:
         for each in value.values() if isinstance(value, dict) else value:

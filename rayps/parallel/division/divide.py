@@ -1,4 +1,4 @@
-"""Divide a model among the workers of one replica: decided once, by the driver, before anything starts."""
+"""Divide a model among the workers of one replica: the driver decides it once, before workers start."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Ranges = tuple[int, tuple[tuple[int, int], ...]]  # dim, and the slices along it
 def divide(workload: Workload, replica: Replica, model: nn.Module, sample: Batch | None = None) -> Division:
     """Decide which worker owns which part of the model.
 
-    `model` is a real one. Where `sample` is given, the model is run on it to check that a cut does not change what it
-    computes, and to time the layers.
+    `model` is a real model. If `sample` is given, the model runs on it, to check that a cut does not change the model's
+    results, and to time the layers.
 
     Raises:
-        ConfigError: it cannot be divided among so many workers, and which number to change.
-        WorkloadError: it cannot be cut or split.
+        ConfigError: the model cannot be divided among so many workers; names the number to change.
+        WorkloadError: the model cannot be cut or split.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     layout = Layout.of(named)
@@ -63,7 +63,7 @@ def divide(workload: Workload, replica: Replica, model: nn.Module, sample: Batch
 
 
 def _given(replica: Replica) -> dict[str, str] | None:
-    """Return the user's plan of splits."""
+    """Return the user's plan of splits; None = the splits are chosen automatically."""
     found = replica.stage if isinstance(replica, Pipeline) else replica
     return found.plan if isinstance(found, TensorParallel) else None
 
@@ -90,7 +90,8 @@ def _users(model: nn.Module, layers: Sequence[cut.Layer], stage_of: Callable[[in
     for name in names.values():
         if name not in users:
             raise WorkloadError(
-                f"{name!r} is in none of the model's layers, so that no stage would hold it: put it into a layer"
+                f"{name!r} is in none of the model's layers, so that no stage would hold it: "
+                "put this parameter or buffer into a layer"
             )
     return users
 
@@ -148,7 +149,7 @@ def _column(
     place: tuple[int, int],
     spans: tuple[tuple[int, int], ...],
 ) -> Column:
-    """Return what the worker at (stage, tensor rank) owns and borrows."""
+    """Return the column of the worker at `place` = (stage, tensor rank): the parts that it owns and borrows."""
     (stage, rank), tensor = place, len(slices)
     owned, borrowed = [], []
     for entry in layout.entries:
@@ -177,7 +178,7 @@ def _piece(name: str, shape: tuple[int, ...], slices: Mapping[str, Ranges]) -> T
 
 
 def sample_of(batch: Batch) -> Batch:
-    """Return a few rows of a batch."""
+    """Return the first rows of a batch."""
     if batch.size <= SAMPLE_ROWS:
         return batch
     return loss_proxy.parts(batch, -(-batch.size // SAMPLE_ROWS))[0]

@@ -1,9 +1,10 @@
-"""Which column owns which part of the model: computed once, before anything starts, and sent to all workers. Pure data.
+"""Which column owns which part of the model: computed once, and sent to all workers. Pure data.
 
 A *column* is the workers of all replicas that hold the same part. Every trained element has one owner column. The
 pieces that a column owns, in order, are its vector: a strategy treats a column as a whole model, with its own ring or
-shards, its own optimizer and its own part of a snapshot, and everything is counted once. What else a column needs (tied
-weights of another stage, parameters that are not split among tensor ranks) it borrows each step: see `share`.
+shards, its own optimizer and its own part of a snapshot, so every element is counted once. A column borrows the other
+parameters that it needs (tied weights of another stage, parameters that are not split among tensor ranks) in each step:
+see `share`.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from rayps.tensors.snapshot import Snapshot
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """The slices `ranges` along `dim` of the whole model's tensor `name` with the given shape, in order.
+    """The slices `ranges` along `dim`, in order, of the tensor `name` of the whole model, which has the shape `shape`.
 
-    `dim` None = all of it.
+    `dim` None = the whole tensor.
     """
 
     name: str
@@ -52,13 +53,13 @@ class TensorSlice:
         return torch.Size(self.local).numel()
 
     def take(self, whole: Tensor) -> Tensor:
-        """Return the slice of the whole tensor; a copy unless it is all of it."""
+        """Return this slice of the tensor `whole`; a copy, unless the slice is the whole tensor."""
         if self.dim is None:
             return whole
         return torch.cat([whole.narrow(self.dim, lo, hi - lo) for lo, hi in self.ranges], self.dim)
 
     def put(self, part: Tensor, whole: Tensor) -> None:
-        """Write the slice to its position in the whole tensor."""
+        """Write `part` to the position of this slice in the tensor `whole`."""
         if self.dim is None:
             whole.copy_(part)
             return
@@ -70,7 +71,10 @@ class TensorSlice:
 
 @dataclass(frozen=True, slots=True)
 class Borrowed:
-    """What a column borrows of another one of its replica. `tied`: its gradient is added to the owner's."""
+    """The parameters that a column borrows from another column of its replica.
+
+    `tied`: their gradients are added to the owner's.
+    """
 
     piece: TensorSlice
     owner: int
@@ -84,7 +88,8 @@ class Column:
     owned: tuple[TensorSlice, ...]
     borrowed: tuple[Borrowed, ...]
     beside: tuple[TensorSlice, ...]
-    spans: tuple[tuple[int, int], ...]  # layers; None where the model is not cut into layers
+    # first and last + 1 of each run of layers; empty if the model is not cut into layers
+    spans: tuple[tuple[int, int], ...]
     dtype: torch.dtype
 
     @cached_property
@@ -129,19 +134,19 @@ class Division:
 
     @cached_property
     def key(self) -> str:
-        """A value that is equal for divisions whose columns own the same."""
+        """A text that is equal for divisions whose columns own the same pieces."""
         return hashlib.sha256(repr([column.owned for column in self.columns]).encode()).hexdigest()[:16]
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """The position of each column's vector in the concatenation of all, as a snapshot's ledgers count."""
+        """The position of each column's vector in the concatenation of all of them, as snapshots' ledgers count."""
         found = [0]
         for column in self.columns:
             found.append(found[-1] + column.layout.size)
         return tuple(found[:-1])
 
     def cut(self, snapshot: Snapshot, column: int) -> Snapshot:
-        """Return a column's part of the whole state; without copies where possible."""
+        """Return a column's part of a whole state; without copies if possible."""
         mine, whole = self.columns[column], {entry.name: entry for entry in snapshot.layout.entries}
         params = [
             piece.take(snapshot.params[whole[piece.name].lo : whole[piece.name].hi].view(piece.shape)).reshape(-1)
@@ -149,7 +154,8 @@ class Division:
         ]
         lo = self.offsets[column]
         ledgers = [(a - lo, b - lo, each) for a, b, each in snapshot.ledgers if lo <= a < lo + mine.layout.size]
-        if snapshot.divided != self.key and snapshot.ledgers:  # its entries are of other elements
+        # the ledgers' entries count the elements in another order
+        if snapshot.divided != self.key and snapshot.ledgers:
             ledgers = [(0, mine.layout.size, anywhere(each for _, _, each in snapshot.ledgers))]
         return Snapshot(
             mine.layout,
@@ -173,7 +179,10 @@ class Division:
         )
 
     def join(self, parts: Sequence[Snapshot], base: Snapshot) -> Snapshot:
-        """Return the whole state from all columns' parts; `base` is a whole state, for what no column has."""
+        """Return the whole state from all columns' parts.
+
+        `base` is a whole state, from which values that no column has are taken.
+        """
         layout, params = self.layout, torch.empty(self.layout.size, dtype=self.layout.dtype)
         whole = {entry.name: params[entry.lo : entry.hi].view(entry.shape) for entry in layout.entries}
         moments: Moments = {}
@@ -184,7 +193,8 @@ class Division:
                 if piece.name in part.moments:
                     _join(moments.setdefault(piece.name, {}), part.moments[piece.name], piece)
             rng |= part.rng
-        for mine, part in zip(reversed(self.columns), reversed(parts), strict=True):  # the first column's are used
+        # the first column is last, so that its values are used
+        for mine, part in zip(reversed(self.columns), reversed(parts), strict=True):
             for piece in [piece for piece in mine.beside if piece.name in part.buffers]:
                 if piece.dim is None:
                     buffers[piece.name] = part.buffers[piece.name]
@@ -206,7 +216,7 @@ class Division:
         )
 
     def facts(self) -> list[ColumnFacts]:
-        """Return for each column: stage, tensor rank, layers, parameters owned and held, and the bytes of these."""
+        """Return for each column: stage, tensor rank, layers, parameters owned and held, bytes of those held."""
         width = self.layout.dtype.itemsize
         return [
             {
@@ -258,7 +268,7 @@ def _in_order(moments: Moments, layout: Layout) -> Moments:
 
 
 def shares(count: int, sizes: Sequence[int]) -> list[int]:
-    """Return how many of `count` servers each column gets: at least one, the others where the slices are largest."""
+    """Return how many of `count` servers each column gets: at least one, and more for columns with larger slices."""
     found = [1] * len(sizes)
     for _ in range(count - len(sizes)):
         most = max(range(len(sizes)), key=lambda i: sizes[i] / found[i])

@@ -25,11 +25,11 @@ from rayps.tensors.subset_optimizer import of_some
 from rayps.workload.base import Workload
 from rayps.workload.part import Check, Whole, number
 
-_DRAWN = 3  # the step of a generation whose timeline is reported: the first two are slower
+_DRAWN = 3  # number of the step whose timeline is reported: the first two steps are slower
 
 
 class ModelSlice(Whole):
-    """A column's part of the model; see `rayps.workload.part.ModelPart`."""
+    """The part of the model of one column; see `rayps.workload.part.ModelPart`."""
 
     def __init__(
         self,
@@ -44,10 +44,10 @@ class ModelSlice(Whole):
     ) -> None:
         """Build the part.
 
-        `rings` are this worker's along the axes "stage" and "tensor", `data` is the number of its replica.
+        `rings` are this worker's rings along the axes "stage" and "tensor", `data` is the number of its replica.
 
         Raises:
-            WorkloadError: the model is built differently here.
+            WorkloadError: model() builds another model on this worker than on the driver.
         """
         stage, rank = division.place(column)
         mine = division.columns[column]

@@ -23,7 +23,7 @@ from rayps.workload.model import apart, model_of
 
 
 class _Alone(TensorCommunicator):
-    """A tensor group with this worker only: the other workers are assumed to send what it sends."""
+    """A stand-in for a tensor group with one worker: other workers are assumed to send the same data."""
 
     def __init__(self, size: int) -> None:
         super().__init__(None)
@@ -45,7 +45,7 @@ class _Alone(TensorCommunicator):
 
 
 def plain(division: Division, sizes: Sizes) -> Sizes:
-    """Return `sizes` with the numbers of the division itself: elements owned, held and borrowed."""
+    """Return `sizes` with the numbers that follow from the division: elements owned, held and borrowed."""
     lent = [each for column in division.columns for each in column.borrowed]
     return replace(
         sizes,
@@ -66,7 +66,7 @@ def whole(workload: Workload, sizes: Sizes, sample: Batch) -> Sizes:
 
 
 def probe(workload: Workload, division: Division, sizes: Sizes, sample: Batch) -> Sizes:
-    """Return `plain` with the results of one forward and backward pass of tensor rank 0 over `sample`, per row.
+    """Return `plain` with the measurements per row of one forward and backward pass of tensor rank 0 over `sample`.
 
     Raises:
         WorkloadError: the user's code fails on the sample.
@@ -94,7 +94,7 @@ def probe(workload: Workload, division: Division, sizes: Sizes, sample: Batch) -
 def _stages(
     workload: Workload, division: Division, model: nn.Module, communicator: _Alone, sizes: Sizes, sample: Batch
 ) -> Sizes:
-    """Measure as `probe`, chunk by chunk, each alone as on its worker."""
+    """Measure as `probe` does, chunk by chunk, each in isolation as on its worker."""
     found, rows, p = layers(model), max(sample.size, 1), division.stages
     said = [[0, 0, 0] for _ in range(p)]  # per stage: bytes summed, bytes gathered, exchanges
     kept, crossings, values = [], list[Crossing](), dict[str, Nested]()
@@ -164,10 +164,10 @@ def _noted(communicator: _Alone, into: list[int]) -> Iterator[None]:
 
 @contextmanager
 def _kept(model: nn.Module) -> Iterator[dict[int, int]]:
-    """Measure the bytes that autograd stores, by their memory; without parameters."""
+    """Measure the bytes that autograd stores for backward, by address of the memory, parameters excluded."""
     mine = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers()]}
     found: dict[int, int] = {}
-    alive: list[Tensor] = []  # so that no address is used twice
+    alive: list[Tensor] = []  # keeps the tensors alive, so that no address is used twice
 
     def pack(t: Tensor) -> Tensor:
         storage = t.untyped_storage()
@@ -181,7 +181,7 @@ def _kept(model: nn.Module) -> Iterator[dict[int, int]]:
 
 
 def _bytes(value: Nested, rows: int) -> tuple[float, float]:
-    """Return the bytes of a row forward, and of its gradient backward."""
+    """Return the bytes that a row of `value` sends forward, and those of its gradient backward."""
     every = _tensors(value)
     return sum(t.nbytes for t in every) / rows, sum(t.nbytes for t in every if t.requires_grad) / rows
 

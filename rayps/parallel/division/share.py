@@ -1,10 +1,10 @@
 """Exchange borrowed parameters between the columns of one replica: values before a step, gradients after it.
 
-A parameter has one owner column; only there it is in the vector that a strategy updates, clips and saves. Before each
-use the owner sends the current values to the columns that borrow them: along the stages one message per pair of stages,
-then along the tensor ranks one broadcast. After backward a stage returns the gradient of a tied weight, and the owner
-adds it, in the order of stages. Parameters that all tensor ranks hold whole have the same gradient on each of them, so
-none is returned there. Copies cannot diverge: only the owner changes a parameter.
+A parameter has one owner column, and is only in the owner's vector, which a strategy updates, clips and saves. Before
+each use the owner sends the current values to the columns that borrow them: along the stages one message per pair of
+stages, then along the tensor ranks one broadcast. After backward a stage returns the gradient of a tied weight, and the
+owner adds it, in the order of stages. Parameters that all tensor ranks hold whole have the same gradient on each of
+them, so these gradients are not returned. Copies cannot diverge: only the owner changes a parameter.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from rayps.comm.ring import Ring
 from rayps.parallel.division.division import Division
 
-TAG = 1 << 40  # tag of these messages between stages, other than that of activations
+TAG = 1 << 40  # tag of these messages between stages; activations have other tags
 Pair = tuple[int, int]  # owner, borrower
 
 
@@ -27,7 +27,7 @@ class Share:
     def __init__(
         self, division: Division, column: int, parameters: Mapping[str, nn.Parameter], rings: Mapping[str, Ring]
     ) -> None:
-        """Prepare; `parameters` are this worker's, by their names in the whole model; `rings` are its own, by axis."""
+        """Prepare; `parameters` are this worker's, by name in the whole model; `rings` are this worker's, by axis."""
         stage, rank = division.place(column)
         names: dict[Pair, list[str]] = {}
         for other, each in enumerate(division.columns):
@@ -36,7 +36,7 @@ class Share:
                 owner = division.place(lent.owner)
                 if lent.tied and there[1] == rank and stage in (owner[0], there[0]):
                     names.setdefault((owner[0], there[0]), []).append(lent.piece.name)
-        # one order for all workers, so that no two wait for each other
+        # all workers use one order, so that no two workers wait for each other
         self._pairs = [(pair, [parameters[name] for name in names[pair]]) for pair in sorted(names)]
         whole = {
             lent.piece.name

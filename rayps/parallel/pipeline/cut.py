@@ -1,7 +1,7 @@
 """Cut a model into layers, and the layers into parts.
 
-A model can be cut if it is a chain of layers, each called on the output of the one before: an nn.Sequential (nested
-ones are flattened), or a model whose method `layers()` lists them.
+A model can be cut if it is a chain of layers, each called on the output of the previous layer: an nn.Sequential (nested
+ones are flattened), or a model whose method `layers()` lists its layers.
 """
 
 from __future__ import annotations
@@ -107,9 +107,9 @@ def spans(boundaries: Sequence[int], count: int) -> list[tuple[int, int]]:
 
 
 def shares(costs: Sequence[float], parts: int) -> tuple[int, ...]:
-    """Return boundaries of contiguous parts, none empty, with the least cost of the most costly part.
+    """Return the boundaries of contiguous parts, none empty, for which the most costly part has the least cost.
 
-    Among such cuts, the one with the least sum of squared costs, so that the other parts are similar too.
+    Of several such cuts, return the one with the least sum of squared costs, so that the other parts are similar too.
 
     Raises:
         ConfigError: there are more parts than layers.
@@ -150,10 +150,10 @@ def shares(costs: Sequence[float], parts: int) -> tuple[int, ...]:
 
 
 def measure(found: Sequence[Layer], args: Sequence[Nested], kwargs: Mapping[str, Nested] | None = None) -> list[float]:
-    """Return seconds of each layer's forward and backward pass on a sample of the model's input; the median of a few.
+    """Return the seconds of each layer's forward and backward pass on a sample of the model's input, as medians.
 
     Raises:
-        WorkloadError: a layer fails on the output of the one before.
+        WorkloadError: a layer fails on the output of the previous layer.
     """
     took: list[list[float]] = [[] for _ in found]
     state = torch.get_rng_state()
@@ -180,9 +180,9 @@ def check(
 ) -> None:
     """Check that the layers, run one by one as copies on a sample, compute what the model computes.
 
-    Raises: WorkloadError: it names the first layer where a cut would change what the model computes, such as by a skip
-    connection
-            or an attribute that two layers share.
+    Raises:
+        WorkloadError: names the first layer at which a cut would change the model's result, e.g. by a skip connection
+        or an attribute that two layers share.
     """
     training = [module for module in model.modules() if module.training]
     state = torch.get_rng_state()

@@ -1,7 +1,8 @@
 """Run one stage of a pipeline: execute its row of the schedule's table, once for each batch.
 
-Only what backward needs is stored between a micro-batch's forward and backward pass. Outputs are sent as they are
-computed, and a stage waits only for tensors of other stages. The gradient is the mean over the batch, exactly.
+Between a micro-batch's forward and backward pass only the values that backward needs are stored. Outputs are sent as
+soon as they are computed, and a stage waits only for tensors of other stages. The gradient is the mean over the batch,
+exactly.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from rayps.parallel.pipeline.stage_messages import StageMessage, StageMessages
 
 
 class ActionTime(NamedTuple):
-    """The time of an action, in seconds since the start of the batch, without the wait before it."""
+    """The start and end of an action, in seconds since the start of the batch; the wait before it is not included."""
 
     action: Action
     start: float
@@ -49,11 +50,11 @@ class ActionTime(NamedTuple):
 
 
 class _Live(NamedTuple):
-    """A chunk on a micro-batch, between its forward and its backward pass."""
+    """The values that are stored for a chunk on a micro-batch between its forward and its backward pass."""
 
-    tapes: list[Tape]  # by segment
+    tapes: list[Tape]  # one for each segment of the chunk
     halves: list[WeightBackward]  # deferred gradients of the weights
-    scale: list[Tensor]  # the gradient of the loss, if the chunk ends in it
+    scale: list[Tensor]  # the gradient of the loss, if the chunk ends in the loss
 
 
 @dataclass(slots=True)
@@ -61,8 +62,8 @@ class StepStatistics:
     """Measurements of one call of an engine."""
 
     began: float = field(default_factory=time.perf_counter)
-    bytes: int = 0  # sent
-    messages: int = 0  # sent
+    bytes: int = 0  # bytes sent
+    messages: int = 0  # messages sent
     peak: int = 0  # most activations held at once
     idle: float = 0.0  # seconds spent waiting for other stages
     busy: float = 0.0  # all other seconds
@@ -70,7 +71,10 @@ class StepStatistics:
 
 
 class PipelineEngine:
-    """The chunks of one worker, and its part in a step. It belongs to one thread."""
+    """Executes one worker's row of a pipeline's schedule: the passes of the worker's chunks over each micro-batch.
+
+    One thread at a time may use it.
+    """
 
     def __init__(
         self,
@@ -84,13 +88,12 @@ class PipelineEngine:
         data: int = 0,
         device: str | torch.device = "cpu",
     ) -> None:
-        """Prepare; `layers` are the whole model's, of which this worker's must have memory.
+        """Prepare the engine.
 
-        `actions` are its row of the table.
-
-        `boundaries` cut the layers into chunks; chunk c is on rank c % stages of `ring` (None for one stage). `routes`
-        are the skip connections between chunks. Random numbers depend on `seed`, `data` (the replica's number) and the
-        step.
+        `layers` are those of the whole model; the layers of this worker's chunks must have memory. `actions` is this
+        worker's row of the schedule's table. `boundaries` cut the layers into chunks; chunk c is on rank c % stages of
+        `ring` (None for one stage). `routes` are the skip connections between chunks. Random numbers depend on `seed`,
+        `data` (the replica's number) and the step.
         """
         self._post = StageMessages(ring)
         self._ring = ring
@@ -100,7 +103,7 @@ class PipelineEngine:
         self._noise = LayerRandomState(seed, data, device)
         self._halves = any(action.kind == "W" for action in actions)
         at = spans(boundaries, len(layers))
-        self._end = len(at) - 1  # the last chunk
+        self._end = len(at) - 1  # number of the last chunk
         self._layers = len(layers)
         self._micros = 1 + max((action.micro for action in actions), default=-1)
         mine = range(self._post.rank, len(at), self._post.stages)
@@ -119,7 +122,7 @@ class PipelineEngine:
             else self._segments
         )
         self._live: dict[tuple[int, int], _Live] = {}
-        self.last = StepStatistics()  # of the last call
+        self.last = StepStatistics()  # measurements of the last call
 
     def _cut(self, layers: Mapping[int, Layer], chunk: int, whole: bool) -> list[LayerSegment]:
         takes = {route.name for route in self._routes if route.target == chunk}
@@ -141,9 +144,10 @@ class PipelineEngine:
     ) -> float | None:
         """Run forward and backward of a batch: add its gradient to the `.grad` of this worker's parameters.
 
-        `weights` are the micro-batches' shares of the samples; those with 0 are skipped. `inputs(micro)` returns the
-        arguments of the model (called on the first chunk's worker only), `losses(micro, output)` the mean loss (on the
-        last's only). Returns the loss on the worker of the last chunk, else None.
+        `weights` are the micro-batches' shares of the samples; micro-batches of weight 0 are skipped. `inputs(micro)`
+        returns the arguments of the model (called only on the worker of the first chunk), `losses(micro, output)` the
+        mean loss (called only on the worker of the last chunk). Return the loss on the worker of the last chunk, else
+        None.
 
         Raises:
             PeerLost, PeerTimeout: another stage died, failed or does not answer.
@@ -167,9 +171,9 @@ class PipelineEngine:
     def evaluate(
         self, weights: Sequence[float], inputs: Callable[[int], Call], done: Callable[[int, Nested], None]
     ) -> None:
-        """Run forward only: `done(micro, output)` is called on the worker of the last chunk.
+        """Run the forward passes of a batch, and call `done(micro, output)` on the worker of the last chunk.
 
-        Otherwise as `backward`.
+        The other arguments and the errors are those of `backward`.
         """
         with self._run(weights, -1), torch.no_grad():
             for action in self._actions:
@@ -182,7 +186,7 @@ class PipelineEngine:
             self._post.settle()
 
     def close(self) -> None:
-        """Drop unfinished work; the ring belongs to the caller."""
+        """Drop unfinished work; the caller closes the ring."""
         self._live.clear()
         self._post.clear()
 
@@ -241,7 +245,8 @@ class PipelineEngine:
             self.last.peak = max(self.last.peak, len(self._live))
         for segment in segments:
             value, aside, leaves = segment.forward(micro, given, call, extra, train)
-            ends = chunk == self._end and segment is segments[-1]  # ends in the loss, not in a value for other stages
+            # the segment ends in the loss, not in a value for other stages
+            ends = chunk == self._end and segment is segments[-1]
             parcel = None if ends else parcel_of(value, segment.last)
             for name in segment.ships:
                 shipped[name] = parcel_of(aside[name], segment.last)
@@ -303,7 +308,7 @@ class PipelineEngine:
     def _give_grads(
         self, chunk: int, sort: StageMessage, index: int, micro: int, grads: Grads, leaves: list[Tensor | None]
     ) -> None:
-        """Send the gradients of tensors that want one; nothing is sent where there is none."""
+        """Send the gradients of the tensors that want one; send no message if there is none."""
         wanted = [grad for grad, leaf in zip(grads, leaves, strict=True) if leaf is not None]
         if wanted:
             self._post.give_grads(chunk, sort, index, micro, wanted)
@@ -311,7 +316,7 @@ class PipelineEngine:
     def _take_grads(
         self, chunk: int, sort: StageMessage, index: int, micro: int, edges: Sequence[GradientEdge | None]
     ) -> Grads:
-        """Return the gradients as received, with None for tensors that want none."""
+        """Receive and return the gradients of `edges`, with None for tensors that want none."""
         if all(edge is None for edge in edges):
             return [None] * len(edges)
         came = iter(self._post.take_grads(chunk, sort, index, micro))
@@ -333,7 +338,7 @@ class PipelineEngine:
 
     @contextmanager
     def _run(self, weights: Sequence[float], step: int) -> Iterator[None]:
-        """Run a call with counters and seeds; an error here is sent to the other stages."""
+        """Run a call with counters and seeds; an error inside the block is sent to the other stages."""
         if len(weights) < self._micros:
             raise ConfigError(f"{len(weights)} micro-batches were given, and the schedule has {self._micros}")
         before = self._post.counts
@@ -344,7 +349,7 @@ class PipelineEngine:
         except LinkError:
             self.close()
             raise
-        except BaseException:  # other stages wait for this one: abort at once, and raise the error here
+        except BaseException:  # other stages wait for this one: abort at once, and raise the error on this worker
             self.close()
             if self._ring is not None:
                 self._ring.abort()

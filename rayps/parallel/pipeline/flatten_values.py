@@ -16,10 +16,11 @@ ALONE = ""  # the form of a single tensor
 
 
 def packed(value: Nested, layer: str) -> tuple[list[Tensor], str]:
-    """Return the tensors in a value, and its form.
+    """Return the tensors in a value, and its form, which describes the value's structure.
 
-    Raises: WorkloadError: `layer` returned something other than tensors, numbers, strings, None, or tuples, lists,
-    dicts of them.
+    Raises:
+        WorkloadError: `layer` returned something other than tensors, numbers, strings, None, or tuples, lists, dicts of
+        these.
     """
     if isinstance(value, Tensor):
         return [value], ALONE
@@ -28,7 +29,7 @@ def packed(value: Nested, layer: str) -> tuple[list[Tensor], str]:
 
 
 def unpacked(tensors: list[Tensor], form: str) -> Nested:
-    """Rebuild the value."""
+    """Rebuild the value from its tensors and its form."""
     return tensors[0] if form == ALONE else _value(json.loads(form), iter(tensors))
 
 

@@ -1,4 +1,4 @@
-"""A run of layers that autograd treats as one: its forward pass, and its backward pass whole or split.
+"""A run of layers that autograd treats as one: its forward pass, and its backward pass, whole or split.
 
 A split backward pass (Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024) computes the gradient of the input
 first, and that of the weights later. Each layer is then a segment of its own, so that the second half computes only
@@ -30,10 +30,13 @@ _IN_PLACE = "a leaf Variable that requires grad"  # torch's error for changing a
 
 
 class Tape(NamedTuple):
-    """What a backward pass needs of a forward pass, by port: for each tensor that wants a gradient; None for others."""
+    """The leaves and edges of a forward pass from which a backward pass computes gradients, by port.
 
-    leaves: list[list[Tensor | None]]  # of the input, then of each stashed value received from other chunks
-    edges: list[list[GradientEdge | None]]  # of the output, then of each value stashed for other chunks
+    A port is an input or an output. An entry is None for a tensor that wants no gradient.
+    """
+
+    leaves: list[list[Tensor | None]]  # leaves of the input, then of each stashed value received from other chunks
+    edges: list[list[GradientEdge | None]]  # edges of the output, then of each value stashed for other chunks
 
 
 class WeightBackward(NamedTuple):
@@ -45,7 +48,10 @@ class WeightBackward(NamedTuple):
 
 
 class LayerSegment:
-    """Layers `numbers` of the model, which receive the stashed values `takes` and stash `ships` for other chunks."""
+    """Layers of the model, by number, that run as one.
+
+    They receive the stashed values `takes` from other chunks, and stash the values `ships` for other chunks.
+    """
 
     def __init__(
         self, layers: Mapping[int, Layer], takes: Sequence[str], ships: Sequence[str], seed: Callable[[int, int], None]
@@ -54,7 +60,7 @@ class LayerSegment:
         self.takes, self.ships = list(takes), list(ships)
         self._skips = any(_skip(part) for layer in layers.values() for part in layer.module.modules())
         self._seed = seed
-        self._copies = False  # the first layer changes its input in place
+        self._copies = False  # whether the first layer changes its input in place, so that the input is copied
         self._at = ""
 
     @classmethod
@@ -85,7 +91,8 @@ class LayerSegment:
     ) -> tuple[Nested, dict[str, Nested], list[list[Tensor | None]]]:
         """Return the layers' output, the stashed values, and the leaves of the inputs, by port.
 
-        `given` is the input where there is a layer before, else `call` is how the model was called.
+        `given` is the input from the layer before; for the model's first layer it is None, and `call` has the arguments
+        of the model.
         """
         try:
             try:
@@ -96,7 +103,7 @@ class LayerSegment:
                 self._copies = True
             return self._forward(micro, given, call, extra, train)
         except (Exception, SystemExit, KeyboardInterrupt):
-            with user_code(f"layer {self._at}"):  # it names the layer that was running
+            with user_code(f"layer {self._at}"):  # errors name the layer that was running
                 raise
 
     def _forward(
@@ -136,20 +143,20 @@ class LayerSegment:
 
     @property
     def last(self) -> str:
-        """The name of its last layer."""
+        """The name of the segment's last layer."""
         return next(reversed(self.layers.values())).name
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """The parameters that are trained."""
+        """The parameters of the segment that are trained."""
         found = {id(p): p for layer in self.layers.values() for p in layer.module.parameters() if p.requires_grad}
         return list(found.values())
 
 
 def edge_of(t: Tensor) -> GradientEdge | None:
-    """Return the autograd edge of `t`'s gradient; None if it wants none.
+    """Return the autograd edge of `t`'s gradient; None if `t` wants no gradient.
 
-    It holds no reference to the tensor's memory.
+    The edge holds no reference to the tensor's memory.
     """
     return get_gradient_edge(t) if t.requires_grad else None
 
@@ -189,15 +196,15 @@ def _paired(tape: Tape, grads: list[Grads]) -> tuple[list[GradientEdge], list[Te
 
 
 def weight_half(half: WeightBackward) -> None:
-    """Add to the `.grad` of the segment's parameters."""
+    """Run the deferred computation: add to the `.grad` of the segment's parameters."""
     torch.autograd.backward(half.edges, half.grads, inputs=half.params)
 
 
 def split(layers: Mapping[int, Layer], crossing: set[str]) -> list[list[int]]:
-    """Return numbers of layers by segment, for split backward passes: one each where possible.
+    """Return the numbers of the layers of each segment, for split backward passes: one layer each if possible.
 
-    Layers between a Stash and its Unstash stay together unless that skip connection leaves the chunk (`crossing`), and
-    a layer that changes its input in place stays with the one before, whose output that is.
+    Layers between a Stash and its Unstash stay together unless that skip connection leaves the chunk (`crossing`). A
+    layer that changes its input in place stays with the layer before, whose output it changes.
     """
     numbers = list(layers)
     joined = {number for number in numbers[1:] if _in_place(layers[number].module)}

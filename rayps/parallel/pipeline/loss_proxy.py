@@ -21,7 +21,7 @@ Call = tuple[tuple[Nested, ...], dict[str, Nested]]
 
 
 class Losses(Protocol):
-    """The part of a Workload that is needed here."""
+    """The methods of a Workload that are called in a pipeline."""
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the mean loss over the batch."""
@@ -31,7 +31,7 @@ class Losses(Protocol):
 
 
 def parts(batch: Batch, micro_batches: int) -> list[Batch]:
-    """Cut the batch into micro-batches, whose sizes differ by at most one; of a small batch some are empty.
+    """Cut the batch into micro-batches, whose sizes differ by at most one; if the batch is small, some are empty.
 
     Raises:
         WorkloadError: a tensor of the batch does not have one entry per row.
@@ -121,7 +121,7 @@ class _Returns(_Model):
 
 
 def inputs(workload: Losses, batch: Batch, *, training: bool = True) -> Call:
-    """Return the arguments with which the loss calls the model, on a micro-batch. Raises WorkloadError."""
+    """Return the arguments with which the user's loss calls the model on a micro-batch. Raises WorkloadError."""
     call = _listen("loss", workload, batch, training)
     if call is None:
         raise WorkloadError("loss(model, batch) did not call the model: a pipeline takes its input from that call")

@@ -16,7 +16,7 @@ _MASK = (1 << 64) - 1
 
 
 class LayerRandomState:
-    """The seeds of one replica: by (seed, step, data index, micro-batch, layer)."""
+    """The random state of one replica, seeded by (seed, step, data index, micro-batch, layer)."""
 
     def __init__(self, seed: int, data: int, device: str | torch.device = "cpu") -> None:
         self._job = (seed, data)
@@ -35,7 +35,7 @@ class LayerRandomState:
 
     @contextmanager
     def of(self, step: int) -> Iterator[None]:
-        """Set the step; afterwards the generators are restored."""
+        """Set the step inside the block, and restore the generators after it."""
         words = hashlib.blake2b(repr((*self._job, step)).encode(), digest_size=8).digest()
         self._base = int.from_bytes(words, "little")
         before = [generator.get_state() for generator in self._generators]

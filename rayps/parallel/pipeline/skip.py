@@ -1,7 +1,7 @@
 """Skip connections that may cross the stages of a pipeline: `Stash` stores a value, `Unstash` merges it in again.
 
 In one process they act as an ordinary skip connection. In a pipeline the value is sent directly from the stage of the
-Stash to the stage of its Unstash, and its gradient back.
+Stash to the stage of its Unstash, and its gradient is sent back.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Stash(nn.Module):
         return x
 
     def extra_repr(self) -> str:
-        """Return its name."""
+        """Return the name of the skip connection."""
         return repr(self.name)
 
 
@@ -54,7 +54,7 @@ class Unstash(nn.Module):
         self.merge = merge
 
     def forward(self, x: Nested) -> Nested:
-        """Return the merged value. Raises WorkloadError: nothing was stashed."""
+        """Return the merged value. Raises WorkloadError: no value was stashed under the name."""
         if self.name not in _aside.values:
             raise WorkloadError(
                 f"Unstash({self.name!r}) found nothing: put Stash({self.name!r}) on a layer before it", name=self.name
@@ -62,13 +62,13 @@ class Unstash(nn.Module):
         return self.merge(x, _aside.values.pop(self.name))
 
     def extra_repr(self) -> str:
-        """Return its name."""
+        """Return the name of the skip connection."""
         return repr(self.name)
 
 
 @contextmanager
 def aside(values: dict[str, Nested]) -> Iterator[None]:
-    """Store what is stashed on this thread in `values`, and read it from there."""
+    """Use `values`, inside the block, as the store for values that are stashed on this thread."""
     before, _aside.values = _aside.values, values
     try:
         yield
@@ -85,10 +85,10 @@ class Route(NamedTuple):
 
 
 def places(modules: Sequence[nn.Module]) -> dict[str, tuple[int, int]]:
-    """Return by name the numbers of the layers that hold the Stash and the Unstash.
+    """Return, by name, the numbers of the layers that hold the Stash and the Unstash of each skip connection.
 
     Raises:
-        WorkloadError: one of the two is missing or occurs twice, or they are in the wrong order.
+        WorkloadError: a Stash or an Unstash is missing or occurs twice, or they are in the wrong order.
     """
     found: dict[str, dict[type[nn.Module], list[int]]] = {}
     for number, module in enumerate(modules):

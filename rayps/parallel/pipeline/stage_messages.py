@@ -17,14 +17,14 @@ _NO_GRADIENT = "0"  # marks, in a message's form, a tensor whose gradient is Non
 class StageMessage(enum.IntEnum):
     """Kinds of messages."""
 
-    OUTPUT = 0  # of a chunk
-    GRADIENT = 1  # of a chunk's output
-    STASH = 2  # of a route
+    OUTPUT = 0  # the output of a chunk
+    GRADIENT = 1  # the gradient of a chunk's output
+    STASH = 2  # the value of a route
     STASH_GRADIENT = 3
 
     @property
     def words(self) -> str:
-        """Describe it for an error."""
+        """Describe the kind of message for an error."""
         return {
             0: "the output",
             1: "the gradient of the output",
@@ -34,7 +34,7 @@ class StageMessage(enum.IntEnum):
 
 
 class StageMessages:
-    """Send and receive between chunks: over the ring, or within this worker where both are here."""
+    """Sends and receives messages between chunks: over the ring, or within this worker if both chunks are on it."""
 
     def __init__(self, ring: Ring | None) -> None:
         self._parcels = None if ring is None or ring.size == 1 else ring.parcels
@@ -43,7 +43,7 @@ class StageMessages:
         self._here: dict[tuple[int, int, int], TensorMessage] = {}
 
     def give(self, chunk: int, sort: StageMessage, index: int, micro: int, parcel: TensorMessage) -> None:
-        """Send to the worker of `chunk`. Raises LinkError."""
+        """Send a message to the worker of `chunk`. Raises LinkError."""
         to = chunk % self.stages
         if to == self.rank:
             self._here[sort, index, micro] = parcel
@@ -52,7 +52,7 @@ class StageMessages:
             self._parcels.give(to, _tag(sort, index, micro), parcel.tensors, parcel.form)
 
     def take(self, chunk: int, sort: StageMessage, index: int, micro: int) -> TensorMessage:
-        """Receive from the worker of `chunk`. Raises LinkError."""
+        """Receive a message from the worker of `chunk`. Raises LinkError."""
         frm = chunk % self.stages
         if frm == self.rank:
             return self._here.pop((sort, index, micro))
@@ -69,13 +69,13 @@ class StageMessages:
         return found
 
     def give_grads(self, chunk: int, sort: StageMessage, index: int, micro: int, grads: list[Tensor | None]) -> None:
-        """Send gradients, some of which may be None: the tensor was not used."""
+        """Send gradients to the worker of `chunk`; None is the gradient of a tensor that was not used."""
         there = [g for g in grads if g is not None]
         form = "".join(_NO_GRADIENT if g is None else "1" for g in grads) if len(there) < len(grads) else ""
         self.give(chunk, sort, index, micro, TensorMessage(there, [False] * len(there), form))
 
     def take_grads(self, chunk: int, sort: StageMessage, index: int, micro: int) -> list[Tensor | None]:
-        """Receive these gradients."""
+        """Receive the gradients that `give_grads` sent."""
         parcel = self.take(chunk, sort, index, micro)
         if not parcel.form:
             return list(parcel.tensors)
@@ -83,17 +83,17 @@ class StageMessages:
         return [None if mark == _NO_GRADIENT else next(there) for mark in parcel.form]
 
     def settle(self) -> None:
-        """Return once all messages have been sent. Raises LinkError."""
+        """Wait until all messages have been sent. Raises LinkError."""
         if self._parcels is not None:
             self._parcels.settle()
 
     def clear(self) -> None:
-        """Drop the messages stored here."""
+        """Drop the messages that are stored on this worker."""
         self._here.clear()
 
     @property
     def counts(self) -> tuple[int, int, float]:
-        """Return the total bytes and messages sent, and seconds spent waiting."""
+        """Return the total bytes and messages sent, and the seconds spent waiting."""
         return (
             (0, 0, 0.0)
             if self._parcels is None
