@@ -44,7 +44,7 @@ class WorkerConnections:
             held, keep = seat.space.servers, seat.space.servers.replay_bytes
             if self._map is None:
                 # if workers run in step, the pushes of the current round must be retained whatever their size: no
-                # worker # returns to an earlier round when a server dies
+                # worker returns to an earlier round when a server dies
                 keep = max(held.group_replay_bytes, 4 * _bytes(snapshot.layout) if held.in_step else 0)
             self.talk = Session(
                 seat.door,
@@ -92,7 +92,7 @@ class WorkerConnections:
         if self._map is not None:
             self._map.publish(found)
             # push at once, as the plan's thread may compute or have ended while other workers wait for its pushes; push
-            # # in another thread, as a running exchange uses the new map too, and may wait for a worker that lacks the
+            # in another thread, as a running exchange uses the new map too, and may wait for a worker that lacks the
             # map
             threading.Thread(target=self._catch_up, daemon=True, name="catch-up").start()
 
