@@ -1,4 +1,4 @@
-"""Where rows come from: Parquet, tensors, or a torch Dataset; and how they are divided into clients.
+"""Data sets of Parquet files, tensors or a torch Dataset, and rules that divide their rows into clients.
 
 Example:
     rows = rayps.data.tensors(torch.randn(20, 3), torch.randn(20, 1), batch_size=5, client=rayps.data.iid(4))
@@ -11,7 +11,7 @@ from rayps.data.memory import dataset, tensors
 from rayps.data.partition_rules import PartitionRule, by_quantity, dirichlet, iid, rule, shards
 from rayps.data.reader import parquet
 
-Rule = PartitionRule  # its name for users
+Rule = PartitionRule  # the public name of the class
 
 __all__ = [
     "Batch",

@@ -1,4 +1,4 @@
-"""The base class of data sets: batches for each rank. It has no loader processes or threads.
+"""The base class of data sets: batches for each rank, without loader processes or threads.
 
 For n rows, N ranks and batches of B rows: in an epoch each row goes to exactly one rank, so a rank has n // N rows or
 one more. Every rank has the same number of batches, ceil(ceil(n / N) / B). Only a rank's last batch may be smaller; it
@@ -42,7 +42,7 @@ class Batch:
         return self.size
 
     def to(self, device: str | torch.device) -> Batch:
-        """The same rows on `device`; tensors inside tuples, lists and dicts are moved too."""
+        """Return the same rows on `device`; tensors inside tuples, lists and dicts are moved too."""
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(device, non_blocking=True)
@@ -59,7 +59,8 @@ def map_tensors(value: Nested, change: Callable[[torch.Tensor], torch.Tensor | N
     if isinstance(value, (list, tuple)):
         items = [map_tensors(item, change) for item in value]
         make: Callable[..., Nested] = type(value)
-        return make(*items) if hasattr(value, "_fields") else make(items)  # a named tuple takes its fields one by one
+        # the constructor of a named tuple takes its fields one by one
+        return make(*items) if hasattr(value, "_fields") else make(items)
     return value
 
 
@@ -90,7 +91,7 @@ class Data(ABC):
 
     @abstractmethod
     def batches(self, *, rank: int, size: int, seed: int, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """Return the batches of `rank` in an epoch, from number `start` on: a pure function of the arguments."""
+        """Return the batches of `rank` in an epoch, from batch `start` on: a pure function of the arguments."""
 
     def share(self, rank: int, size: int) -> int:
         """Return the number of rows of `rank` in an epoch."""
@@ -106,7 +107,7 @@ class Data(ABC):
         """The division into clients, computed at the first access.
 
         Raises:
-            ConfigError: the data is not divided, or `client` does not fit it.
+            ConfigError: the data is not divided, or `client` does not suit the data.
             DataError: a column, id or label is not valid.
         """
         if self._clients is None:
@@ -120,7 +121,7 @@ class Data(ABC):
         return self._clients
 
     def with_clients(self, client: GivenClients) -> Self:
-        """Return a copy with another division: by a rule, a column, or an id for each row."""
+        """Return a copy of the data that is divided otherwise: by a rule, a column, or an id for each row."""
         other = copy.copy(self)
         other._take_clients(client)
         return other
@@ -157,14 +158,17 @@ def random_of(seed: int, *more: int) -> np.random.Generator:
 
 
 def dealt(rows: int, *, rank: int, size: int, seed: int | None, epoch: int) -> NDArray[np.int64]:
-    """Return one rank's rows, every `size`-th of a permutation of all rows; of the rows in order if `seed` is None."""
+    """Return one rank's rows: every `size`-th row of a permutation of all rows; of the rows in order without a seed."""
     if seed is None:
         return np.arange(rank, rows, size, dtype=np.int64)
     return random_of(seed, epoch).permutation(rows)[rank::size].astype(np.int64, copy=False)
 
 
 def kept(data: Data, *, rank: int, size: int, seed: int | None, epoch: int) -> NDArray[np.int64]:
-    """Return as `dealt`, but the same rows in every epoch, in a new order: those of epoch 0, or of whole clients."""
+    """Return one rank's rows, the same ones in every epoch, in a new order.
+
+    They are the rows that `dealt` returns for epoch 0, or those of whole clients.
+    """
     if data.divided:
         clients = data.clients
         mine = np.array_split(np.concatenate([clients.rows(k) for k in range(clients.count)]), size)[rank]

@@ -1,7 +1,7 @@
 """Rows on disk, sorted by client, in memory-mapped files that the processes of a host share.
 
-Cost: in the system's temporary folder (TMPDIR) the rows once, twice while they are sorted, and 17 bytes a row; in the
-memory of the one process that sorts, 32 bytes a row. Other processes use only the operating system's page cache.
+The system's temporary folder (TMPDIR) must hold the rows once, twice while they are sorted, and 17 bytes a row. The one
+process that sorts needs memory of 32 bytes a row. Other processes use only the operating system's page cache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BLOCK = 32 << 20  # bytes sorted at once
 
 
 class RowsByClient:
-    """All rows sorted by client: `rows` in the layout, and `place`, the position of each row of the data in them."""
+    """All rows sorted by client: `rows` in the layout, and `place`, the position in `rows` of each row of the data."""
 
     def __init__(
         self,
@@ -36,7 +36,10 @@ class RowsByClient:
         divided: Callable[[Array | None, Ints | None], Clients],
         timeout: float = 600.0,
     ) -> None:
-        """`read` returns all rows in the order of the data; `divided(labels, usable)` their division."""
+        """Sort the rows, or wait until another process has sorted them.
+
+        `read` returns all rows in the order of the data; `divided(labels, usable)` returns their division into clients.
+        """
 
         def fill(folder: Path) -> None:
             _room(folder, count, layout)
@@ -57,7 +60,7 @@ class RowsByClient:
         self.labels = (tuple(said["labels"].tolist()), said["counts"]) if "labels" in said else None
 
     def close(self) -> None:
-        """Close the files; the last process removes them."""
+        """Close the files; the last process of the host that closes them removes them."""
         self._closed()
 
 
@@ -111,7 +114,7 @@ def _fill(
         block = max(1, _BLOCK // max(1, out.itemsize * int(np.prod(out.shape[1:], dtype=np.int64))))
         for first in range(0, len(order), block):
             wanted = order[first : first + block]
-            by_row = np.argsort(wanted)  # read forwards
+            by_row = np.argsort(wanted)  # read the file forwards
             into[first + by_row] = out[wanted[by_row]]
         (folder / f"{name}.raw.npy").unlink()
     np.save(folder / "place.npy", place)

@@ -22,7 +22,10 @@ _STYLE = """
 
 
 def picture(summary: ClientSummary) -> str:
-    """The picture of `Clients.summary()`, for light and dark pages; a darker square is more rows of that label."""
+    """Return the picture of `Clients.summary()`, for light and dark pages.
+
+    A darker square has more rows of its label.
+    """
     names, labels = summary["names"], summary["labels"]
     title = f"{summary['clients']} clients, {summary['rows']} rows: {summary['rule']}"
     said = f"rows of a client: {summary['smallest']} to {summary['largest']}, median {summary['median']:g}"

@@ -43,8 +43,9 @@ class ClientSummary(TypedDict):
 class Clients:
     """The rows of each client. Clients have numbers 0 to count - 1, in the order of their names or of the rule.
 
-    `names`: one text each. `sizes`: rows of each (int64, none 0). `rule`: the rule as text. `labels`: names of labels,
-    and the rows of each label by client [clients, labels]; None if labels are not classes.
+    `names`: a text for each client. `sizes`: the number of rows of each client (int64, at least 1). `rule`: the rule as
+    text. `labels`: names of labels, and the number of rows of each label by client [clients, labels]; None if labels
+    are not classes.
     """
 
     def __init__(
@@ -57,7 +58,10 @@ class Clients:
         rule: str,
         labels: tuple[tuple[str, ...], Ints] | None = None,
     ) -> None:
-        """`order`: the rows of client 0, then of client 1, ...; `take` makes a batch from row numbers."""
+        """Check the division.
+
+        `order`: the rows of client 0, then of client 1, ...; `take` makes a batch from row numbers.
+        """
         self.names = tuple(names)
         self.sizes = sizes
         self.rule = rule
@@ -86,7 +90,7 @@ class Clients:
 
     @property
     def label_names(self) -> tuple[str, ...] | None:
-        """The labels, ascending; None if they are not classes."""
+        """The labels, ascending; None if the labels are not classes."""
         return None if self.labels is None else self.labels[0]
 
     def find(self, name: str) -> int | None:
@@ -94,13 +98,13 @@ class Clients:
         return self._numbers.get(name)
 
     def alike(self, labels: torch.Tensor | ArrayLike, *, seed: int = 0) -> NDArray[np.str_]:
-        """Divide other rows, e.g. those to evaluate on, in the same way.
+        """Divide other rows, e.g. evaluation data with these `labels`, in the same way.
 
-        Returns a client's name for each row, for client=. The rows of a label are distributed at random, in proportion
-        to each client's rows of it.
+        Return a client's name for each row, for client=. The rows of a label are distributed to clients at random, in
+        proportion to the clients' numbers of rows of that label.
 
         Raises:
-            DataError: the clients' labels or these are not classes, or no client has one of the labels.
+            DataError: the clients' labels or `labels` are not classes, or no client has a row of one of the labels.
         """
         if self.labels is None:
             raise DataError("these clients have no class labels, so other rows cannot be divided in the same way")
@@ -132,7 +136,7 @@ class Clients:
     def statistics(self) -> pa.Table:
         """Return one row for each client: `client`, `rows`, and statistics of class labels.
 
-        With class labels also `labels` (the number of different ones), `entropy` in bits, and, for at most 100
+        With class labels also `labels` (the number of different labels), `entropy` in bits, and, for at most 100
         different labels, the rows of each as `label NAME`.
         """
         columns: dict[str, pa.Array] = {"client": pa.array(self.names, pa.string()), "rows": pa.array(self.sizes)}
@@ -147,7 +151,7 @@ class Clients:
     def summary(self) -> ClientSummary:
         """Return the statistics as JSON: at most 60 clients, spread evenly over the sizes, and 20 labels.
 
-        With more labels the last one is "other".
+        If there are more labels, the last one is "other".
         """
         by_size = np.argsort(-self.sizes, kind="stable")
         shown = np.arange(self.count)
@@ -193,7 +197,10 @@ def entropy(counts: Ints) -> NDArray[np.float64]:
 
 
 def given(client: GivenClients, columns: bool = False) -> GivenClients:
-    """Check the type of `client`: None, a rule, ids, or, with `columns`, the name of a column. Raises ConfigError."""
+    """Check the type of `client` and return it: None, a rule, ids, or, with `columns`, the name of a column.
+
+    Raises ConfigError.
+    """
     if client is None or isinstance(client, PartitionRule) or (columns and isinstance(client, str) and client):
         return client
     if isinstance(client, (str, bytes)) or not hasattr(client, "__len__"):
@@ -215,7 +222,7 @@ def divide(
     usable: Ints | None = None,
     column: str | None = None,
 ) -> Clients:
-    """Divide `rows` rows by a rule, or by an id for each. `usable`: only these rows. `column`: the name of the ids.
+    """Divide `rows` rows by a rule, or by an id for each row. `usable`: divide these rows only.
 
     Raises:
         ConfigError: there are more clients than rows, or shards than rows.
@@ -240,7 +247,7 @@ def divide(
 
 
 def in_order(owners: Ints, clients: int) -> tuple[Ints, Ints]:
-    """Return row numbers by client, ascending within, and the number of rows of each."""
+    """Return the row numbers of client 0, of client 1, ..., each ascending, and the number of rows of each client."""
     return np.argsort(owners, kind="stable"), np.bincount(owners, minlength=clients).astype(np.int64)
 
 

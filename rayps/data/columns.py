@@ -30,7 +30,7 @@ class BadValue:
 
 @dataclass(frozen=True, slots=True)
 class ColumnRows:
-    """Some rows: features [n, width], labels [n] or None, which rows are good, and the first bad one."""
+    """Some rows: features [n, width], labels [n] or None, which rows are valid, and the first invalid value."""
 
     x: Array
     y: Array | None
@@ -40,7 +40,7 @@ class ColumnRows:
 
 @dataclass(frozen=True, slots=True)
 class ColumnLayout:
-    """How columns become rows: their names, the numbers in each (None: not known yet), and dtypes."""
+    """How columns become rows: names of columns, number of values in each column (None: not known yet), dtypes."""
 
     features: tuple[str, ...]
     widths: tuple[int | None, ...]
@@ -50,17 +50,17 @@ class ColumnLayout:
 
     @property
     def columns(self) -> list[str]:
-        """The columns to read."""
+        """The names of the columns to read."""
         return [*self.features, *([] if self.label is None else [self.label])]
 
     @property
     def width(self) -> int:
-        """Numbers per row."""
+        """The number of feature values per row."""
         return sum(width or 0 for width in self.widths)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row in memory, including one for its validity."""
+        """Bytes of a row in memory, including one byte for its validity."""
         return self.width * self.store.itemsize + (0 if self.label is None else self.label_dtype.itemsize) + 1
 
     def rows(self, chunk: pa.RecordBatch) -> ColumnRows:
@@ -84,10 +84,10 @@ class ColumnLayout:
 def layout_of(
     schema: pa.Schema, features: Sequence[str], label: str | None, *, dtype: DType, label_dtype: DType | None, file: str
 ) -> ColumnLayout:
-    """Check a file's columns and make their layout.
+    """Check a file's columns and return their layout.
 
     Raises:
-        DataError: naming the file and the column; for a missing one also the existing columns.
+        DataError: a column is missing or unsuitable; names the file and the column, and the columns that exist.
     """
     for name in [*features, *([] if label is None else [label])]:
         if schema.get_field_index(name) < 0:
@@ -106,7 +106,7 @@ def layout_of(
 
 
 def missing(schema: pa.Schema, name: str) -> str:
-    """The message for a missing column."""
+    """Return the message for a missing column."""
     names = [str(column) for column in schema.names]
     near = difflib.get_close_matches(name, names, n=1)
     shown = ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
@@ -162,7 +162,7 @@ def _usable(kind: pa.DataType, whole: pa.DataType, name: str, file: str) -> None
 
 
 def _fill(out: Array, good: NDArray[np.bool_], column: pa.Array, name: str) -> list[BadValue]:
-    """Write a column into `out`, mark its invalid rows in `good`, and return the first of them."""
+    """Write a column into `out`, mark its invalid rows in `good`, and return the first invalid value, if any."""
     if _is_list(column.type):
         whole, values = _lists(column, out.shape[1])
     else:
@@ -187,7 +187,7 @@ def _fill(out: Array, good: NDArray[np.bool_], column: pa.Array, name: str) -> l
 
 
 def _lists(column: pa.Array, width: int) -> tuple[NDArray[np.bool_], pa.Array]:
-    """Return which rows are lists of `width` values, and the values of those."""
+    """Return which rows are lists of `width` values, and the values of these rows."""
     if column.null_count == 0 and pt.is_fixed_size_list(column.type):
         return np.ones(len(column), dtype=np.bool_), column.flatten()
     lengths = pc.fill_null(pc.list_value_length(column), -1).to_numpy(zero_copy_only=False)
@@ -196,7 +196,7 @@ def _lists(column: pa.Array, width: int) -> tuple[NDArray[np.bool_], pa.Array]:
 
 
 def _plain(values: pa.Array, dtype: DType) -> tuple[Array, NDArray[np.bool_] | None]:
-    """Return the values as numpy, and which of them are not null (None: all)."""
+    """Return the values as numpy, and which values are not null (None: all of them)."""
     if pt.is_dictionary(values.type):
         values = values.dictionary_decode()
     known = values.is_valid().to_numpy(zero_copy_only=False) if values.null_count else None
@@ -205,7 +205,7 @@ def _plain(values: pa.Array, dtype: DType) -> tuple[Array, NDArray[np.bool_] | N
     elif pt.is_decimal(values.type):
         values = values.cast(pa.float64())
     if dtype.kind in "iu":
-        values = values.cast(pa.from_numpy_dtype(dtype))  # refuses values that do not fit
+        values = values.cast(pa.from_numpy_dtype(dtype))  # the cast refuses values that do not fit
     if known is not None:
         values = values.fill_null(0)
     with np.errstate(over="ignore"):

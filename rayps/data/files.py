@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     import fsspec  # type: ignore[import-untyped]
 
 SUFFIXES = (".parquet", ".parq", ".pq")
-_BUFFER = 1 << 20  # bytes read ahead per column, instead of a whole column of a row group
-_FOOTERS = 64  # footers kept parsed
+_BUFFER = 1 << 20  # bytes that are read ahead per column; pyarrow's default is the whole column of a row group
+_FOOTERS = 64  # parsed footers that are kept
 
 PathGiven = str | PathLike[str]
-FileSystem: TypeAlias = "pafs.FileSystem | fsspec.AbstractFileSystem | None"  # None: from the path
+FileSystem: TypeAlias = "pafs.FileSystem | fsspec.AbstractFileSystem | None"  # None: chosen by the path
 
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """A row group: which file (by number), which group in it, its first row in the file, and its rows."""
+    """A row group: the number of its file, its number in the file, its first row in the file, its number of rows."""
 
     file: int
     number: int
@@ -53,7 +53,7 @@ class Index:
     sizes: tuple[int, ...]
     groups: tuple[RowGroup, ...]
     rows: int
-    schema: pa.Schema  # of the first file
+    schema: pa.Schema  # the schema of the first file
 
 
 class Files:
@@ -73,7 +73,7 @@ class Files:
         return {"_fs": self._fs, "_paths": self._paths, "_footers": OrderedDict()}
 
     def _refuse_unread(self, path: str) -> None:
-        """Raise DataError for a pattern, and for a file of another format. Other paths are not examined yet."""
+        """Raise DataError if the path is a pattern, or a file of another format. Other paths are checked later."""
         if not (glob := is_pattern(path)) and other_format(path) is None:
             return
         with told(path):
@@ -110,15 +110,15 @@ class Files:
         return Index(files, tuple(sizes), tuple(groups), rows, schema)
 
     def changed(self, files: Sequence[str]) -> list[str]:
-        """Return when each file was last written, as far as the file system knows."""
+        """Return the time of each file's last change, if the file system knows it."""
         with told(files[0]):
             return [str(info.mtime_ns) for info in self._fs.get_file_info(list(files))]
 
     def nulls(self, index: Index, group: RowGroup, used: Sequence[str]) -> bool:
         """Return whether the statistics of a row group count nulls in a used column.
 
-        Call it after rows of the group were read: pyarrow's reader refuses a damaged footer, while an access to the
-        column chunks in it can crash the process.
+        Call this method after rows of the group were read: pyarrow's reader refuses a damaged footer, while an access
+        to the column chunks of such a footer can crash the process.
 
         Raises:
             DataError: the file ends before the row group does.
@@ -173,7 +173,7 @@ class Files:
         """Open one file to read. `size` is its earlier size.
 
         Raises:
-            DataError: it is missing, damaged, was changed since, or has extension types.
+            DataError: the file is missing, is damaged, has another size than `size`, or has extension types.
         """
         with told(name), self._fs.open_input_file(name) as source:
             if size is not None and source.size() != size:
@@ -200,7 +200,7 @@ def _hidden(inside: str) -> bool:
 
 @contextmanager
 def told(name: str, group: int | None = None) -> Iterator[None]:
-    """Raise errors of pyarrow and the file system as DataError with the file's name, and the row group's number."""
+    """Raise errors of pyarrow and the file system as DataError with the file's name and the row group's number."""
     try:
         yield
     except (OSError, ValueError, OverflowError, pa.ArrowException) as error:
@@ -279,7 +279,7 @@ def _same_types(used: Sequence[str], schema: pa.Schema, other: pa.Schema, first:
 
 
 def _look(name: str, source: pa.NativeFile) -> None:
-    """Check the end of a Parquet file. Raises DataError: it is not one, or it names an extension type."""
+    """Check the end of a Parquet file. Raises DataError: the file is no Parquet file, or it names an extension type."""
     size, tail = source.size(), _look_at_ends(name, source)
     length = int.from_bytes(tail[:4], "little")
     if length > size - 12:
@@ -296,7 +296,10 @@ def _look(name: str, source: pa.NativeFile) -> None:
 
 
 def _look_at_ends(name: str, source: pa.NativeFile) -> bytes:
-    """Return the last 8 bytes. Raises DataError: it is not a Parquet file; the message names its format."""
+    """Return the file's last 8 bytes. Raises DataError: the file is not a Parquet file.
+
+    The message names its format.
+    """
     size = source.size()
     tail: bytes = source.read_at(min(size, 8), max(size - 8, 0))
     if size == 0:

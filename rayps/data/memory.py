@@ -31,7 +31,7 @@ class MapStyle(Protocol[Item]):
 
 
 class InMemory(Data):
-    """Rows with random access, distributed by one permutation of all of them."""
+    """Rows with random access, which are distributed to ranks by one permutation of all rows."""
 
     shuffle: bool
 
@@ -39,7 +39,7 @@ class InMemory(Data):
         raise DataError("this data set cannot return rows by number")
 
     def _labels(self) -> Array | None:
-        """Return the label of each row, or None."""
+        """Return the label of each row; None if the rows have no labels."""
         return None
 
     def _divide(self) -> Clients:
@@ -158,7 +158,7 @@ class DatasetData(InMemory, Generic[Item]):
         """Return the length of the data set."""
         return len(self.source)
 
-    _cheap_labels = False  # without `targets` every item must be read
+    _cheap_labels = False  # if the data set has no `targets`, every item must be read
 
     def _labels(self) -> Array | None:
         known = getattr(self.source, "targets", None)
@@ -211,12 +211,13 @@ def tensors(
 ) -> Data:
     """Use rows of a tensor or numpy array `x`, and of `y` of the same length. They are sent to every worker.
 
-    `client` divides them for federated strategies: a rule such as `rayps.data.shards(2, clients=20)`, or an id for each
-    row (whole numbers or text).
+    `client` divides the rows for federated strategies: a rule such as `rayps.data.shards(2, clients=20)`, or an id for
+    each row (whole numbers or text).
 
     Raises:
-        ConfigError: `client` is neither.
-        DataError: the argument is not a tensor, such as a Ray Data dataset; check() and `clients` find other errors.
+        ConfigError: `client` is neither a rule nor ids.
+        DataError: `x` or `y` is not a tensor or array, but e.g. a Ray Data dataset; check() and `clients` find other
+        errors.
 
     Example:
         rayps.data.tensors(torch.randn(20, 3), torch.randn(20, 1), batch_size=5).rows()  # 20
@@ -239,8 +240,8 @@ def dataset(
     by label reads `targets` of the data set if it has them, and otherwise every item.
 
     Raises:
-        ConfigError: a `client` that is no rule and no ids, or a `batch_size` that is no whole number above 0.
-        DataError: a Ray Data dataset; check() and `clients` find other errors.
+        ConfigError: `client` is neither a rule nor ids, or `batch_size` is not a whole number above 0.
+        DataError: the data set is a Ray Data dataset; check() and `clients` find other errors.
 
     Example:
         pairs = torch.utils.data.TensorDataset(torch.randn(20, 3), torch.randn(20, 1))

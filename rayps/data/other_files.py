@@ -14,7 +14,7 @@ def elsewhere(data: Data, path: str) -> Data:
     """Return Parquet data with the same columns and options, read from another file or folder.
 
     Raises:
-        DataError: `data` is not of Parquet files.
+        DataError: `data` does not consist of Parquet files.
     """
     if not isinstance(data, ParquetData):
         raise DataError(

@@ -35,7 +35,7 @@ class PartitionRule(ABC):
         """Return the client of each of `rows` rows, 0 to n - 1; `labels` are 0 to L - 1 (None: not needed).
 
         Raises:
-            ConfigError: naming the option that these rows do not allow.
+            ConfigError: the rows do not allow an option of the rule; names the option.
         """
 
 
@@ -70,7 +70,7 @@ class ByShards(PartitionRule):
         return f"shards({self.per_client}, clients={self.clients}{pure}{_seeded(self.seed)})"
 
     def owners(self, rows: int, labels: Ints | None) -> Ints:
-        """Assign shards of neighbours, in the order of labels, at random."""
+        """Sort the rows by label, cut them into shards, and assign the shards at random."""
         assert labels is not None
         shards = self.clients * self.per_client
         if shards > rows:
@@ -100,7 +100,7 @@ class Dirichlet(PartitionRule):
         return f"dirichlet({self.alpha!r}, clients={self.clients}{balanced}{_seeded(self.seed)})"
 
     def owners(self, rows: int, labels: Ints | None) -> Ints:
-        """Choose first how many rows of each label each client gets, then which."""
+        """Choose first how many rows of each label each client gets, then which rows."""
         assert labels is not None
         _enough(rows, self.clients)
         random = random_of(self.seed, _DIRICHLET)
@@ -165,7 +165,7 @@ class ByQuantity(PartitionRule):
         return f"by_quantity({self.clients}, law={self.law}, spread={self.spread!r}{_seeded(self.seed)})"
 
     def owners(self, rows: int, labels: Ints | None) -> Ints:
-        """Assign rows at random, with sizes by the law."""
+        """Assign rows at random; the clients' numbers of rows follow the law."""
         random = random_of(self.seed, _QUANTITY)
         if isinstance(self.clients, tuple):
             sizes = np.array(self.clients, dtype=np.int64)
@@ -205,7 +205,7 @@ def apportion(total: int, shares: NDArray[np.float64]) -> Ints:
 
 
 def _dirichlet(random: np.random.Generator, weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Draw from Dir(weights); for weights so small that it underflows, return the nearest corner."""
+    """Draw from Dir(weights); if the weights are so small that the draw underflows, return the nearest corner."""
     q = random.dirichlet(weights)
     if not np.isfinite(q).all() or q.sum() < 0.5:
         q = np.zeros(len(weights))
@@ -258,9 +258,9 @@ def iid(clients: int, *, seed: int = 0) -> PartitionRule:
 def shards(per_client: int, *, clients: int, pure: bool = False, seed: int = 0) -> PartitionRule:
     """Sort rows by label, cut them into clients x per_client shards of equal size, and give each client `per_client`.
 
-    McMahan et al. 2017, section 3: most clients have rows of `per_client` labels only, some of one more where a shard
-    crosses the end of a label. `pure=True` cuts each label separately (shards in proportion to its rows), so that no
-    client has more labels than shards.
+    McMahan et al. 2017, section 3: most clients have rows of `per_client` labels only, and some of one label more, if a
+    shard crosses the end of a label. `pure=True` cuts each label separately (shards in proportion to its rows), so that
+    no client has more labels than shards.
 
     Example:
         y = torch.arange(40) // 10
@@ -295,7 +295,7 @@ def by_quantity(
     """Divide rows at random into unequal parts: one row to each client, the rest by the law.
 
     `law`: "lognormal" (the logarithm of a size has standard deviation `spread`), or "zipf" (the r-th largest size is
-    proportional to r ** -spread). Or give the sizes themselves, which must add up to the rows.
+    proportional to r ** -spread). Or give the sizes in `clients`, which must add up to the number of rows.
 
     Example: rayps.data.tensors(torch.randn(20, 3), batch_size=5, client=rayps.data.by_quantity([5, 15])).clients.sizes
     # [5, 15]
@@ -378,10 +378,10 @@ def _positive(name: str, value: Json) -> float:
 
 
 def classes(values: NDArray[np.generic] | None, wanted: str) -> tuple[tuple[str, ...], Ints]:
-    """Return the different labels as text, and the index of each row's among them.
+    """Return the different labels as text, and for each row the index of its label among these.
 
     Raises:
-        DataError: there are no labels, or they are not classes.
+        DataError: the data has no labels, or they are not classes.
     """
     if values is None:
         raise DataError(f"{wanted} divides rows by label, and this data has none: give y or label=, or the rule iid")

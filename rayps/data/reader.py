@@ -1,12 +1,12 @@
 """Rows of Parquet files, streamed: memory is bounded by `window_mb`, however large the files are.
 
 One of two methods is chosen from the footers alone, so that every rank chooses the same:
-- all rows fit into the window: they are read once, and distributed round robin by one permutation of all;
+- all rows fit into the window: they are read once, and distributed round robin by one permutation of all rows;
 - they do not: row groups are shuffled, every rank reads one contiguous span of that sequence, and shuffles it again
   window by window. A rank decodes only the row groups that its span and starting point need.
 
 NaN, infinity and null: data that fits into the window is checked before training starts; in larger data, nulls that the
-footers' statistics count are found before, other values as they are read.
+footers' statistics count are found before training, other values when they are read.
 
 Clients: rows that do not fit into the window are sorted by client once, into memory-mapped files that all processes of
 a host share (`rayps.data.client_files`), at the first access to `clients`.
@@ -39,7 +39,7 @@ _LABELS = ("float32", "float64", "int64")
 
 
 class ParquetData(Data):
-    """Rows of Parquet files. Pickles as paths and options."""
+    """The rows of Parquet files. Pickling includes paths and options only."""
 
     def __init__(
         self,
@@ -86,10 +86,10 @@ class ParquetData(Data):
     # ------------------------------------------------------------------------------------ before training
 
     def check(self) -> None:
-        """Read every file's schema, and the values if they fit into the window or have nulls by the footers.
+        """Check every file's schema, and the values if they fit into the window or the footers count nulls.
 
         Raises:
-            DataError: naming file, column and row.
+            DataError: a schema or a value is invalid; names file, column and row.
         """
         self._forget()
         index, layout = self._known()
@@ -100,7 +100,7 @@ class ParquetData(Data):
                     continue
 
     def _has_nulls(self, index: Index, group: RowGroup, columns: list[str]) -> bool:
-        """Return whether a row group has nulls at which training would fail; reads its first row."""
+        """Return whether a row group has nulls at which training would fail. Its first row is read."""
         next(self._chunks(index, group, columns, 1), None)
         return self._files.nulls(index, group, columns) and not self._drop
 
@@ -109,7 +109,7 @@ class ParquetData(Data):
         return self._known()[0].rows
 
     def share(self, rank: int, size: int) -> int:
-        """See Data; a span of the rows if they do not fit into the window."""
+        """See Data; a rank has a span of the rows if they do not fit into the window."""
         if self._by_number():
             return super().share(rank, size)
         return self.rows() * (rank + 1) // size - self.rows() * rank // size
@@ -146,7 +146,7 @@ class ParquetData(Data):
         )
 
     def _list_length(self, index: Index, column: str) -> int:
-        """Return the length of the first list in a column of lists; all others must have it."""
+        """Return the length of the first list in a column of lists; all other lists must have this length."""
         for group in index.groups:
             for chunk in self._chunks(index, group, [column], 64):
                 for value in chunk.column(0):
@@ -221,7 +221,7 @@ class ParquetData(Data):
         """Return the batches of `rank`; with on_invalid="drop" a batch is smaller by its invalid rows.
 
         Raises:
-            DataError: naming file, column and row of a value that cannot be used.
+            DataError: a value cannot be used; names file, column and row.
         """
         check_place(rank, size, start)
         index, _ = self._known()
@@ -271,7 +271,7 @@ class ParquetData(Data):
 
     def _take_clients(self, client: GivenClients) -> None:
         super()._take_clients(given(client, columns=True))
-        self._index = None  # the column is searched for again
+        self._index = None  # so that the column is searched for again
 
     def _by_row(self, which: NDArray[np.int64]) -> Batch:
         return self._batch(self._hold(self._known()[0]), which)
@@ -419,7 +419,8 @@ def parquet(
     - `features`: one column of lists of numbers, or several columns of numbers: x is [rows, numbers], as `dtype` and
       times `scale` (give 1 / 255 for pixels; by default values are not scaled).
     - `label`: a column of numbers: whole ones become int64, others float32, unless `label_dtype` is given.
-    - `filesystem`: any pyarrow or fsspec one; otherwise from the path ("s3://...", or this machine's).
+    - `filesystem`: any file system of pyarrow or fsspec; by default it follows from the path ("s3://...", or this
+      machine's).
     - `on_invalid`: "fail" at a null, NaN or infinite value, or "drop" the row from its batch: the number of batches
       stays, and the smaller batch has less weight.
     - `window_mb`: megabytes of rows that a worker holds, and shuffles among, at a time.
@@ -428,8 +429,8 @@ def parquet(
       no client.
 
     Raises:
-        DataError: an empty list of paths; check() finds what is wrong in the files.
-        ConfigError: an invalid option.
+        DataError: the list of paths is empty; check() finds errors in the files.
+        ConfigError: an option is invalid.
     """
     names = [features] if isinstance(features, str) else list(features)
     if not names:

@@ -11,7 +11,7 @@ from rayps.core.errors import DataError
 
 OTHERWISE = "only Parquet files are read: convert it, or give rayps.data.dataset(...) a torch Dataset that reads it"
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
-_TABLES = {  # suffix: what it is, and what reads it as a table
+_TABLES = {  # suffix: the format, and the function that reads it as a table
     ".csv": ("CSV", "pyarrow.csv.read_csv"),
     ".tsv": ("CSV", "pyarrow.csv.read_csv"),
     ".json": ("JSON", "pyarrow.json.read_json"),
@@ -22,7 +22,7 @@ _TABLES = {  # suffix: what it is, and what reads it as a table
     ".ipc": ("Arrow IPC", "pyarrow.feather.read_table"),
     ".orc": ("ORC", "pyarrow.orc.read_table"),
 }
-_ARRAYS = {  # suffix: what it is, and what reads it as an array
+_ARRAYS = {  # suffix: the format, and the function that reads it as an array
     ".npy": ("NumPy", "numpy.load"),
     ".npz": ("NumPy", "numpy.load"),
     ".pt": ("torch", "torch.load"),
@@ -62,7 +62,7 @@ def is_ray_data(value: Any) -> bool:
 
 
 def ray_data_way() -> str:
-    """Return what to do with a Ray Data dataset."""
+    """Return advice for a Ray Data dataset."""
     return (
         "write it once by\nds.write_parquet(FOLDER), where all workers can read, and give "
         "rayps.data.parquet(FOLDER, features=...)"

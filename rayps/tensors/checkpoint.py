@@ -1,15 +1,15 @@
-"""A run's state on disk: tensors as safetensors, facts as JSON, never pickle. Keys are only names here.
+"""A run's state on disk: tensors as safetensors, facts as JSON, never pickle. This module does not interpret keys.
 
     step-00000171/
         model.safetensors  optim.safetensors ...   one file for each prefix of the keys
-        tables/NAME/rows-00000.parquet ...         sparse tables, where there are some: see `rayps.ps.tables.parquet`
+        tables/NAME/rows-00000.parquet ...         sparse tables, if any: see `rayps.ps.tables.parquet`
     manifest.json                              last: sizes, SHA-256, shapes, dtypes, meta, its own hash
 
 A checkpoint is written beside its place and renamed into it: a name without ".tmp-" was whole at that time.
 
 Parameters, optimizer moments, rows of tables and the strategies' own tensors are finite in every checkpoint; the
-manifest's entry "finite" says that this was checked when it was written. Where it is missing (older versions) they are
-checked when the checkpoint is read. Buffers may hold infinities.
+manifest's entry "finite" says that this was checked when it was written. If the entry is missing (older versions), they
+are checked when the checkpoint is read. Buffers may hold infinities.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from rayps.tensors.finite import Fault, fault_in
 FORMAT = "rayps-checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
-Meta: TypeAlias = dict[str, Any]  # JSON data of a checkpoint: each entry is read by who wrote it
+Meta: TypeAlias = dict[str, Any]  # JSON data of a checkpoint: each entry is read by the module that wrote it
 TABLES = "tables"
 
 _log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class _Manifest(TypedDict):
     step: int
     files: dict[str, _FileFacts]
     meta: Meta
-    beside: NotRequired[dict[str, _FileFacts]]  # of tables; since version 0.1
+    beside: NotRequired[dict[str, _FileFacts]]  # files of tables; since version 0.1
     finite: NotRequired[bool]  # whether the tensors were checked before they were written
 
 
@@ -95,11 +95,11 @@ def save(
     """Write a checkpoint of `step`, then remove all but the last `keep`. The folder has one writer.
 
     The write is atomic: after an error or a crash the earlier checkpoints are unchanged. Checkpoints of later steps are
-    removed, because the run was restored to an earlier step. `beside` writes further files into the folder that it
-    gets, `tables`, and returns their paths; the manifest contains their hashes.
+    removed, because the run was restored to an earlier step. `beside` is called with the folder `tables`, writes
+    further files into it and returns their paths; the manifest contains their hashes.
 
     Raises:
-        CheckpointError: it cannot be written, e.g. the disk is full.
+        CheckpointError: the checkpoint cannot be written, e.g. because the disk is full.
         TrainingError: the state is not finite; nothing is written.
     """
     folder = Path(folder)
@@ -134,7 +134,7 @@ def _write(draft: Path, step: int, state: SavedState, more: list[Path]) -> None:
         _sync(path)
         files[path.name] = {"size": path.stat().st_size, "sha256": _hash(path), "tensors": _kinds(plain)}
     try:
-        meta = json.loads(json.dumps(state.meta))  # as it will be read again: text keys, no tuples
+        meta = json.loads(json.dumps(state.meta))  # meta as it will be read again: with text keys, without tuples
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"the checkpoint's meta is not JSON: {error}") from error
     body: _Manifest = {
@@ -184,7 +184,10 @@ def _plain(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _prune(folder: Path, step: int, keep: int) -> None:
-    """Remove drafts, later steps, and all but the last `keep`. A failure to remove is only logged."""
+    """Remove drafts, checkpoints of later steps, and all but the last `keep`.
+
+    A failure to remove one is only logged.
+    """
     own = [path for path in _steps(folder) if _number(path) <= step]
     old = own[max(keep, 1) :] + [path for path in _steps(folder) if _number(path) > step]
     for path in [*old, *folder.glob("step-*.tmp-*")]:
@@ -209,7 +212,7 @@ def load(path: str | Path) -> SavedState:
     """Return the state of one checkpoint, after a check of its hashes.
 
     Raises:
-        CheckpointError: it is missing, damaged, changed, of a newer format, or not a checkpoint of rayps.
+        CheckpointError: the checkpoint is missing, damaged, changed, of a newer format, or not one of rayps.
     """
     path = Path(path)
     manifest = _manifest(path)
@@ -255,7 +258,7 @@ def must_be_finite(state: SavedState, when: str, **data: Json) -> None:
     """Check that a state is finite. `when` ends the message, e.g. "after round 7".
 
     Raises:
-        TrainingError: with `parameter`, and `rank` if only one worker has it.
+        TrainingError: the state is not finite; carries `parameter`, and `rank` if only one worker has it.
     """
     fault = fault_of(state)
     if fault is None:
@@ -271,7 +274,7 @@ def must_be_finite(state: SavedState, when: str, **data: Json) -> None:
 def newest(folder: str | Path) -> Path | None:
     """Return the newest complete and finite checkpoint in a folder, or None.
 
-    Each one skipped is logged as a warning.
+    Each newer checkpoint that is skipped is logged as a warning.
     """
     found, torn = scan(folder)
     for path, reason in torn.items():
@@ -286,7 +289,7 @@ def usable(folder: str | Path) -> tuple[Path | None, list[str]]:
 
 
 def scan(folder: str | Path) -> tuple[Path | None, dict[Path, str]]:
-    """Return the newest complete and finite checkpoint, and the newer ones that are not, each with the reason."""
+    """Return the newest complete and finite checkpoint, and the newer checkpoints, each with the reason against it."""
     torn: dict[Path, str] = {}
     for path in _steps(Path(folder)):
         try:
@@ -393,7 +396,10 @@ def _verify_finite(path: Path, manifest: _Manifest, state: SavedState) -> None:
 
 
 def rows_fault(path: Path) -> str | None:
-    """Return the first row, or row's optimizer state, of a table's Parquet file that is not finite; None = all are."""
+    """Return the first value of a table's Parquet file that is not finite; None = all are finite.
+
+    The value is in a row, or in a row's optimizer state.
+    """
     try:
         file = pq.ParquetFile(path)
         for batch in file.iter_batches():

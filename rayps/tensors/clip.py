@@ -14,17 +14,17 @@ _TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 class Summing(Protocol):
-    """A ring, as far as a norm needs it."""
+    """The method of a ring that is used to compute a norm."""
 
     def sum(self, x: Tensor) -> Tensor:
         """Sum over the ranks, in place."""
 
 
 class NormClip:
-    """Scale gradients down to the norm `most`; None leaves them unchanged.
+    """Scales gradients down to the norm `most`; None leaves them unchanged.
 
-    `rings` are those within a replica of several workers: each element of the model has one owner there, so each counts
-    once in the norm.
+    `rings` are the rings within a replica of several workers: each element of the model has one owner in the replica,
+    so each element counts once in the norm.
     """
 
     def __init__(self, most: float | None, rings: Iterable[Summing] = ()) -> None:
@@ -40,7 +40,7 @@ class NormClip:
     def factor(self, square: Tensor) -> float:
         """Return the factor of a gradient with this squared norm; it scales down if below 1.
 
-        `square` is that of this worker's part, and becomes that of the whole model. Raises LinkError.
+        `square` is the squared norm of this worker's part, and becomes that of the whole model. Raises LinkError.
         """
         if self.most is None:
             return 1.0
@@ -49,9 +49,9 @@ class NormClip:
         return self.most / (float(square.sqrt()) + _TINY)
 
     def with_sparse(self, params: Sequence[nn.Parameter], vector: Tensor) -> Tensor:
-        """Clip as `clipped`, where gradients of sparse layout stay in `.grad` beside the vector.
+        """Clip as `clipped` does, if gradients of sparse layout stay in `.grad` beside the vector.
 
-        They count for the norm and are scaled. Their rows are zero in `vector`.
+        The sparse gradients count for the norm and are scaled. Their rows are zero in `vector`.
         """
         if self.most is None:
             return vector

@@ -30,12 +30,12 @@ def is_finite(values: Tensor) -> bool:
 
 
 def first_not_finite(values: Tensor) -> int:
-    """Return the flat index of the first element that is not finite; there must be one."""
+    """Return the flat index of the first element that is not finite; the caller knows that there is one."""
     return int(torch.isfinite(values.detach().reshape(-1)).logical_not().nonzero()[0])
 
 
 def gradient_fault(flat: FlatModel) -> str | None:
-    """Return the name of the first parameter whose collected gradient is not finite; None = all are."""
+    """Return the name of the first parameter whose collected gradient is not finite; None = all are finite."""
     if not flat.sparse_grads and is_finite(flat.packed[:-1]):
         return None
     for entry, p in zip(flat.layout.entries, flat.parameters, strict=True):
@@ -46,7 +46,7 @@ def gradient_fault(flat: FlatModel) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Where a state is not finite: `what` as text, the `parameter` by name, and the worker that alone holds it."""
+    """Where a state is not finite: `what` as text, the `parameter`'s name, the worker if only one has the value."""
 
     what: str
     parameter: str
@@ -104,7 +104,7 @@ def _moment(name: str, value: Tensor, entries: list[Entry]) -> tuple[str, str]:
 
 def _named(name: str, value: Tensor, entries: list[Entry]) -> tuple[str, str]:
     parameter = ""
-    if entries and value.numel() == entries[-1].hi:  # one element per element of the vector
+    if entries and value.numel() == entries[-1].hi:  # the tensor has one element for each element of the vector
         parameter = _in_vector(name, value, entries)[1]
     return f"the strategy's {name!r}" + (f" of parameter {parameter!r}" if parameter else ""), parameter
 

@@ -1,4 +1,4 @@
-"""A model as one vector: every parameter and every gradient is a view of it.
+"""A model as one vector: every parameter is a view of a vector, and every gradient is a view of another.
 
 A gradient is a vector; a shard, a bucket and a ring's chunk are slices of it. Buffers (BatchNorm statistics) and
 parameters that need no gradient are not part of the vector.
@@ -38,7 +38,7 @@ class Layout:
         """Lay out named tensors, one after another.
 
         Raises:
-            WorkloadError: there are none, or their dtypes differ.
+            WorkloadError: there are no tensors, or their dtypes differ.
         """
         entries: list[Entry] = []
         dtypes: dict[torch.dtype, str] = {}
@@ -101,11 +101,11 @@ class FlatModel:
         part: tuple[Layout, Sequence[nn.Parameter]] | None = None,
         home: Callable[[int, torch.dtype], Tensor] | None = None,
     ) -> None:
-        """Flatten in place. `buffer(n, dtype)` allocates the gradients, e.g. in a ring's memory that peers can read.
+        """Flatten the model in place.
 
-        `part` is the vector's layout and its parameters in order, if it is not all trained parameters. `home` allocates
-        the vector itself, if other processes step it too: then sparse gradients stay sparse, and a step touches their
-        rows only.
+        `buffer(n, dtype)` allocates the gradients, e.g. in a ring's memory that peers can read. `part` is the vector's
+        layout and its parameters in order; None = all trained parameters. `home` allocates the vector itself, if other
+        processes step it too: then sparse gradients stay sparse, and a step touches their rows only.
         """
         self.model = model
         self._params = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -127,13 +127,13 @@ class FlatModel:
         else:
             self.packed = torch.zeros(self.layout.size + 1, dtype=self.layout.dtype, device=device)
         self.views: list[Tensor] = []  # position of each parameter's gradient in the gradient vector
-        self._bound: list[Tensor] = []  # views of the vector that was bound last
+        self._bound: list[Tensor] = []  # each parameter's view of the vector that was bound last
         with torch.no_grad():
             for (_, p), entry in zip(self._params, self.layout.entries, strict=True):
                 view = self.vector[entry.lo : entry.hi].view(entry.shape)
                 view.copy_(p)
                 p.data = view
-                # .data has its own version counter, so that a write to one gradient does not count for all
+                # .data has its own version counter, so that a write to one gradient does not count as a write to all
                 self.views.append(self.packed[entry.lo : entry.hi].view(entry.shape).data)
         for (_, p), view in zip(self._params, self.views, strict=True):
             p.grad = view  # zeros; pages that are never written take no memory
@@ -167,7 +167,7 @@ class FlatModel:
         return self.packed
 
     def collect_used(self) -> None:
-        """Collect as `collect_grad`, but leave None where there is no gradient."""
+        """Collect as `collect_grad`, but leave `.grad` None for parameters without a gradient."""
         unused = [p for _, p in self._params if p.grad is None]
         self.collect_grad()
         for p in unused:
@@ -200,7 +200,7 @@ class FlatModel:
 
 
 def dense(grad: Tensor) -> Tensor:
-    """Return a gradient without autograd history; those of sparse embeddings are filled with zeros."""
+    """Return a gradient without autograd history; a sparse gradient is filled with zeros."""
     grad = grad.detach()
     return grad if grad.layout is torch.strided else grad.to_dense()
 

@@ -1,7 +1,7 @@
 """Detect a `.grad` that was changed after the backward that computed it.
 
-A hook records when autograd has added to a parameter's `.grad`; from then on the tensor there must be the same one, at
-the same version (torch counts in-place writes). Costs a few microseconds per parameter and does not read the elements.
+A hook records when autograd has added to a parameter's `.grad`; from then on `.grad` must be the same tensor, at the
+same version (torch counts in-place writes). Costs a few microseconds per parameter and does not read the elements.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rayps.tensors.flat import FlatModel
 
-_Versions = dict[int, tuple[Tensor, int]]  # by number of the parameter: its gradient, and the version
+_Versions = dict[int, tuple[Tensor, int]]  # by number of the parameter: the gradient, and its version
 
 
 class GradWatch:
@@ -21,8 +21,8 @@ class GradWatch:
 
     def __init__(self, flat: FlatModel) -> None:
         self._flat = flat
-        self._seen: _Versions = {}  # after the last backward of each
-        self._kept: _Versions = {}  # as they were at `keep`
+        self._seen: _Versions = {}  # gradients after the last backward of each parameter
+        self._kept: _Versions = {}  # gradients as they were at `keep`
         self._hooks = [
             p.register_post_accumulate_grad_hook(_hook(weakref.ref(self), i))  # type: ignore[no-untyped-call]
             for i, p in enumerate(flat.parameters)
@@ -31,16 +31,19 @@ class GradWatch:
     def changed(self) -> str | None:
         """Return the first parameter whose `.grad` changed since the last backward, or since `keep`.
 
-        None = none did.
+        None = none changed.
         """
         return self._differing(self._seen)
 
     def changed_since_keep(self) -> str | None:
-        """Return the first parameter whose `.grad` changed since `keep`, also by another backward; None = none did."""
+        """Return the first parameter whose `.grad` changed since `keep`, also by another backward.
+
+        None = none changed.
+        """
         return self._differing(self._kept)
 
     def replaced(self) -> bool:
-        """Return whether there are gradients, and all of them are other tensors than at `keep`."""
+        """Return whether there are gradients, and all of them are other tensors than at the call of `keep`."""
         grads = [p.grad for p in self._flat.parameters if p.grad is not None]
         kept = {id(grad) for grad, _ in self._kept.values()}
         return bool(grads) and not any(id(grad) in kept for grad in grads)
@@ -56,7 +59,10 @@ class GradWatch:
         self._seen, self._kept = {}, {}
 
     def _differing(self, before: _Versions) -> str | None:
-        """Compare gradients; one that is None or all zero was zeroed, which is no change."""
+        """Compare gradients with `before`; return the first parameter that differs.
+
+        A gradient that is None or all zero was reset, which does not count as a change.
+        """
         for i, (grad, version) in before.items():
             now = self._flat.parameters[i].grad
             if now is None or (now is grad and now._version == version) or not now.any():
@@ -65,7 +71,7 @@ class GradWatch:
         return None
 
     def close(self) -> None:
-        """Stop following."""
+        """Stop watching."""
         for hook in self._hooks:
             hook.remove()
         self.clear()
@@ -76,7 +82,7 @@ class GradWatch:
 
 
 def _hook(watch: weakref.ref[GradWatch], i: int) -> Callable[[Tensor], None]:
-    """Return a hook with a weak reference: a model may outlive its loop."""
+    """Return a hook with a weak reference: a model may outlive the loop that watches it."""
 
     def hook(p: Tensor) -> None:
         found = watch()

@@ -27,14 +27,14 @@ from rayps.tensors.optim import Factory, Group, StateValue
 
 @runtime_checkable
 class RateScheduler(Protocol):
-    """A scheduler of torch, or an object with its `step`."""
+    """A scheduler of torch, or an object with the same method `step`."""
 
     def step(self) -> None:
         """Advance by one tick."""
 
 
 class Trainable(Protocol):
-    """What a schedule needs of a workload."""
+    """The methods of a workload that a schedule uses."""
 
     schedule_every: str
 
@@ -61,7 +61,7 @@ class Ticks:
     steps: int = 1
 
     def of(self, every: str, number: int) -> int:
-        """The tick of round `number`; `every` is "step" or "epoch"."""
+        """Return the tick of round `number`; `every` is "step" or "epoch"."""
         if every == "step":
             return number
         began, epoch = self.origin
@@ -82,7 +82,7 @@ class Recipe:
 
 
 def recipe_of(workload: Trainable) -> Factory:
-    """The optimizer factory of a workload; a `Recipe` if the workload has a schedule.
+    """Return the optimizer factory of a workload: a `Recipe` if the workload has a schedule.
 
     Raises:
         WorkloadError: `schedule_every` is neither "step" nor "epoch".
@@ -96,7 +96,7 @@ def recipe_of(workload: Trainable) -> Factory:
 
 
 def within(factory: Factory, change: Callable[[Factory], Factory]) -> Factory:
-    """`change(factory)`, with the factory's schedule."""
+    """Return `change(factory)`, with the schedule of `factory` if it has one."""
     return replace(factory, factory=change(factory.factory)) if isinstance(factory, Recipe) else change(factory)
 
 
@@ -106,7 +106,7 @@ class Rates:
     def __init__(self, make: Maker, skeleton: Callable[[], Optimizer]) -> None:
         """Evaluate the schedule.
 
-        Raises WorkloadError: `schedule` failed, or returned something else than a schedule.
+        Raises WorkloadError: the user's `schedule` failed, or did not return a schedule.
         """
         self._optimizer = skeleton()
         self._made = [_plain(group) for group in self._optimizer.param_groups]
@@ -125,7 +125,7 @@ class Rates:
         return self._made
 
     def at(self, tick: int) -> dict[_Cell, Value]:
-        """The values at a tick, by number of group and name.
+        """Return the values at a tick, by the group's number and the value's name.
 
         Raises WorkloadError: the schedule failed, or returned a factor that is not finite.
         """
@@ -138,7 +138,7 @@ class Rates:
         return {cell: past[tick] for cell, past in self._past.items()}
 
     def apply(self, groups: Sequence[Group], tick: int) -> None:
-        """Write the values of a tick into an optimizer's groups, in the order of the skeleton's."""
+        """Write the values of a tick into an optimizer's groups, which are in the order of the skeleton's groups."""
         for (number, key), value in self.at(tick).items():
             group = groups[number]
             if isinstance(group.get(key), Tensor):
@@ -168,20 +168,20 @@ class Rates:
         self._count += 1
 
     def _changed(self, value: Value, first: Value) -> MutableSequence[Any]:
-        """The values of a cell at the ticks before it changed."""
+        """Return the values of a cell at all earlier ticks, at which it had its `first` value."""
         past: MutableSequence[Any] = array("d") if isinstance(value, float) else []
         past.extend([first] * self._count)
         return past
 
 
 class Pace:
-    """The schedule of an optimizer that steps."""
+    """The schedule of an optimizer that takes steps."""
 
     def __init__(self, rates: Rates, every: str, ticks: Ticks, groups: Sequence[Group]) -> None:
         self.rates, self._every, self._ticks, self._groups = rates, every, ticks, groups
 
     def at(self, number: int) -> None:
-        """Set the values for a step of round `number`."""
+        """Set the values of the optimizer's groups for a step of round `number`."""
         self.rates.apply(self._groups, self._ticks.of(self._every, number))
 
 
@@ -194,14 +194,14 @@ class ScheduleFacts(TypedDict):
 
 
 class ScheduleRecord:
-    """The state of a job's schedule for its checkpoints; the rest follows from the workload."""
+    """The state of a job's schedule for its checkpoints; all other facts of the schedule follow from the workload."""
 
     def __init__(self, factory: Factory) -> None:
         self._factory = factory
         self._rates: Rates | None = None
 
     def facts(self, layout: Layout, done: int, ticks: Ticks) -> dict[str, ScheduleFacts]:
-        """{"schedule": its unit, tick and changed values by group} in the last of `done` rounds; {} without a schedule.
+        """Return {"schedule": its unit, tick and changed values by group} of the last of `done` rounds; {} without one.
 
         Raises WorkloadError.
         """
@@ -218,14 +218,14 @@ class ScheduleRecord:
 
 
 def rates_of(factory: Factory, layout: Layout) -> Rates | None:
-    """The schedule of a factory over the parameters of `layout`; None = it has none. Raises WorkloadError."""
+    """Return the schedule of a factory over the parameters of `layout`; None = it has none. Raises WorkloadError."""
     if not isinstance(factory, Recipe):
         return None
     return Rates(factory.make, lambda: optim.build(factory, layout))
 
 
 def pace_of(factory: Factory, layout: Layout, optimizer: Optimizer, ticks: Ticks) -> Pace | None:
-    """The schedule of a factory over an optimizer that it made; None = it has none. Raises WorkloadError."""
+    """Return the schedule of a factory over an optimizer that it made; None = it has none. Raises WorkloadError."""
     rates = rates_of(factory, layout)
     if rates is None or not isinstance(factory, Recipe):
         return None
@@ -233,7 +233,7 @@ def pace_of(factory: Factory, layout: Layout, optimizer: Optimizer, ticks: Ticks
 
 
 def _checked(found: Schedule, optimizer: Optimizer) -> tuple[RateScheduler | None, Function | None]:
-    """(scheduler, None), (None, function) or (None, None). Raises WorkloadError."""
+    """Return a scheduler and None, None and a function, or two None. Raises WorkloadError."""
     if found is None:
         return None, None
     if isinstance(found, ReduceLROnPlateau):
@@ -256,7 +256,7 @@ def _checked(found: Schedule, optimizer: Optimizer) -> tuple[RateScheduler | Non
 
 
 def _plain(group: Group) -> dict[str, Value]:
-    """The numbers of a group by name, which a schedule may change."""
+    """Return the numbers of a group by name: the values that a schedule may change."""
     return {key: _number(value) for key, value in group.items() if key != "params" and _is_number(value)}
 
 

@@ -1,4 +1,4 @@
-"""The state of each worker where workers train separately, and the names of its tensors in a checkpoint. Pure.
+"""The state of each worker if workers train separately, and the names of its tensors in a checkpoint. Pure.
 
 Between two averages the workers' parameters, moments, buffers and the strategy's memory differ. A checkpoint holds all
 of them, by rank: a run resumes in the middle of a period bit for bit.
@@ -26,7 +26,7 @@ class LocalState:
     memory: dict[str, Tensor] = field(default_factory=dict)
 
     def named(self) -> tuple[dict[str, Tensor], dict[str, ParamState]]:
-        """Return its tensors by name, and its optimizer's numbers by parameter. Nothing is copied."""
+        """Return the state's tensors by name, and its optimizer's numbers by parameter. No tensor is copied."""
         moments, numbers = by_name(self.moments)
         tensors = {_PARAMS: self.params} | moments
         tensors |= {f"{_BUFFER}{name}": value for name, value in self.buffers.items()}
@@ -40,5 +40,5 @@ class LocalState:
 
 
 def below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors whose names begin with the prefix, by the rest of their names."""
+    """Return the tensors whose names begin with the prefix; the names in the result lack the prefix."""
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

@@ -1,7 +1,7 @@
 """Apply a torch optimizer to slices of the parameter vector, and convert its state to named tensors.
 
-Only an elementwise optimizer has the same result slice by slice (SGD, Adam, Adagrad: yes; Adafactor, Muon, L-BFGS:
-no). `check_elementwise` tests it by a trial, not by the optimizer's name.
+Only an elementwise optimizer has the same result slice by slice (SGD, Adam, Adagrad: yes; Adafactor, Muon, L-BFGS: no).
+`check_elementwise` tests this by a trial, not by the optimizer's name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _STATE = "optim/"  # prefix of the names of an optimizer's tensors in a checkpoi
 _Value = TypeVar("_Value")
 Group = dict[str, Any]  # a parameter group, as torch types it
 ParamState = dict[str, Any]  # an optimizer's state of one parameter, as torch types it: tensors and numbers by key
-Moments = dict[str, ParamState]  # by parameter name; tensors of whole parameters or of slices
+Moments = dict[str, ParamState]  # states by parameter name; their tensors are of whole parameters or of slices
 StateValue: TypeAlias = Tensor | Json
 _BLOCK = 1 << 17  # elements of a gradient summed at a time: they stay in the processor's cache
 EDITS = "group edits"  # the key of a group's changes in a parameter's state: see `edits`
@@ -46,7 +46,7 @@ class SlicedOptimizer:
         self._pieces = layout.pieces(lo, hi)
         self._lo = lo
         self.optimizer, self._members, state = _retarget(build(factory, layout), layout, self._pieces)
-        # the other state of a user's class could not be divided again
+        # any other state of a user's optimizer class could not be divided again
         self._merges = type(self.optimizer).__module__.startswith("torch.optim")
         self._made_by = factory, layout
         self._decays_alone: bool | None = None  # see `decays_alone`; determined at the first step that needs it
@@ -58,8 +58,8 @@ class SlicedOptimizer:
     def step(self, grad: Tensor, scale: float = 1.0, decays: float | None = None) -> None:
         """Apply `scale` times the gradient slice (same length as `params`), which is only read.
 
-        `decays`: how many whole steps this one counts for, by which weight decay is multiplied; None = |`scale`|. See
-        `decaying`.
+        `decays` is the number of whole steps for which this step counts; weight decay is multiplied by it. None =
+        |`scale`|. See `decaying`.
         """
         if self._sgd and self._step_plainly(grad, scale):
             return
@@ -70,11 +70,11 @@ class SlicedOptimizer:
         with self.decaying(abs(scale) if decays is None else decays), user_code("optimizer.step"):
             self.optimizer.step()
         for leaf in self._leaves:
-            leaf.param.grad = None  # the memory is the caller's
+            leaf.param.grad = None  # do not keep the caller's memory
 
     @contextlib.contextmanager
     def decaying(self, times: float) -> Iterator[None]:
-        """A context in which steps use `times` the `weight_decay` of each group.
+        """Multiply the `weight_decay` of each group by `times`, for the steps inside the block.
 
         N pushes of 1/N then decay as one step does, and a push of the sum of n gradients as n steps do, so the
         regularised optimum does not change. The decay is not scaled if the optimizer `decays_alone`.
@@ -99,10 +99,10 @@ class SlicedOptimizer:
         self.step(self.mean(values, weights))
 
     def mean(self, values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-        """The mean that `step_mean` applies; valid until the next call of this optimizer.
+        """Return the mean that `step_mean` applies; valid until the next call of this optimizer.
 
         The sum is computed by blocks that fit into the cache, so each value is read once. Half precision is summed in
-        float32 and rounded once. A value of weight 0 is not read: it may be NaN.
+        float32 and rounded once. A value of weight 0 is not read, as it may be NaN.
         """
         total, spare = sum(weights), self._spare()
         shares = [(value, weight / total) for value, weight in zip(values, weights, strict=True) if weight]
@@ -118,13 +118,16 @@ class SlicedOptimizer:
         return spare
 
     def _spare(self) -> Tensor:
-        """Return memory for one gradient, reused."""
+        """Return memory for one gradient, which is reused."""
         if self._scratch is None:
             self._scratch = torch.empty_like(self.params)
         return self._scratch
 
     def plain_rate(self, leaf: nn.Parameter) -> float | None:
-        """Return the factor of the gradient if a step of this leaf adds it to the parameters and does nothing else."""
+        """Return the factor of the gradient if a step of this leaf only adds the gradient to the parameters.
+
+        Else None.
+        """
         if not self._sgd or self._hooked:
             return None
         group = next(group for group in self.optimizer.param_groups if any(p is leaf for p in group["params"]))
@@ -137,7 +140,7 @@ class SlicedOptimizer:
     def _step_plainly(self, grad: Tensor, scale: float) -> bool:
         """Step SGD without memory in one operation, with the bits of torch's own loop.
 
-        Return False if it is not that.
+        Return False, without a step, if the optimizer is not SGD without memory.
         """
         if self._hooked:
             return False
@@ -181,11 +184,14 @@ class SlicedOptimizer:
         return found
 
     def load(self, moments: Moments, layout: Layout) -> None:
-        """Restore a state of whole parameters; each piece gets its slice."""
+        """Load the state of whole parameters; each piece gets its slice of a parameter's state."""
         self.restore(cut(moments, layout, self._lo, self._lo + self.params.numel()))
 
     def restore(self, moments: Moments) -> None:
-        """Restore what `moments` returned, of the same elements; the tensors belong to this optimizer from now on."""
+        """Restore the state that `moments` returned for the same elements.
+
+        The tensors then belong to this optimizer.
+        """
         for number, members in enumerate(self._members):
             edit(self.optimizer.param_groups[number], (moments.get(self._pieces[i].name, {}) for i in members))
         plain = {name: {key: state[key] for key in state if key != EDITS} for name, state in moments.items()}
@@ -223,8 +229,8 @@ class _Leaf:
     """One parameter of the optimizer: a run of adjacent pieces."""
 
     param: nn.Parameter
-    value: Tensor  # the same memory
-    cut: slice  # of the shard's slice
+    value: Tensor  # the parameter's memory
+    cut: slice  # the leaf's range within the shard's slice
     group: int
     pieces: list[Entry]
 
@@ -254,7 +260,7 @@ def _elementwise(key: str, value: StateValue, size: int) -> bool:
 
 
 def _alike(last: Entry, piece: Entry, state: Moments) -> bool:
-    """Return whether two neighbours' states can be merged: equal keys, and equal numbers besides the elements'."""
+    """Return whether adjacent pieces' states can be merged: keys and all values that are not per element are equal."""
     a, b = state.get(last.name, {}), state.get(piece.name, {})
     if a.keys() != b.keys():
         return False
@@ -282,7 +288,7 @@ def made(factory: Factory, params: list[nn.Parameter]) -> Optimizer:
     """Return the user's optimizer of these parameters.
 
     Raises:
-        WorkloadError: the user's code failed, or did not return an optimizer of them.
+        WorkloadError: the user's code failed, or did not return an optimizer of `params`.
     """
     with user_code("optimizer"):
         optimizer = factory(params)
@@ -320,7 +326,7 @@ def build(factory: Factory, layout: Layout) -> Optimizer:
 
 
 def _retarget(optimizer: Optimizer, layout: Layout, pieces: list[Entry]) -> tuple[Optimizer, list[list[int]], Moments]:
-    """Return the optimizer without its placeholders, the group of each piece, and the state that it created at once."""
+    """Return the optimizer without its placeholders, the group of each piece, and the state that it creates at once."""
     order: dict[int, int] = optimizer.rayps_order  # type: ignore[attr-defined]
     here = {piece.name: i for i, piece in enumerate(pieces)}
     members: list[list[int]] = []
@@ -373,7 +379,7 @@ def moments(optimizer: Optimizer, layout: Layout, params: list[nn.Parameter]) ->
 
 
 def with_edits(held: Moments, optimizer: Optimizer, layout: Layout, params: list[nn.Parameter]) -> Moments:
-    """Return an optimizer's states by parameter name, with the edits of each parameter's group, if it has some."""
+    """Return an optimizer's states by parameter name, with the edits of each parameter's group, if any."""
     edited = edits(optimizer)
     if any(edited):
         of = {id(p): edited[number] for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -384,9 +390,9 @@ def with_edits(held: Moments, optimizer: Optimizer, layout: Layout, params: list
 
 
 def edits(optimizer: Optimizer) -> list[list[list[Json]]]:
-    """Return by group: [name, value at creation, value now] of what was changed since `made`, JSON-ready.
+    """Return for each group the values changed since `made`, JSON-ready: [name, value at creation, value now].
 
-    A rate that a step hook changes is so restored by a resume, a change of phase and a recovery.
+    A resume, a change of phase and a recovery restore these values, e.g. a rate that a step hook changes.
     """
     known: list[JsonObject] = getattr(optimizer, "rayps_made", [])
     return [
@@ -398,7 +404,7 @@ def edits(optimizer: Optimizer) -> list[list[list[Json]]]:
 def edit(group: Group, states: Iterable[ParamState]) -> None:
     """Change a group by the edits in one of its parameters' states.
 
-    A value that `optimizer` now creates differently stays as created: it was changed in the workload.
+    A value that the workload's `optimizer` now creates differently stays as created.
     """
     found: list[tuple[str, Json, Json]] = next((state[EDITS] for state in states if EDITS in state), [])
     mine = plain_values(group)
@@ -462,7 +468,7 @@ def check_elementwise(factory: Factory, layout: Layout) -> None:
     The trial uses small parameters of the layout's number and dimensions.
 
     Raises:
-        WorkloadError: they differ; names what to use instead.
+        WorkloadError: the results differ; names optimizers and strategies to use instead.
     """
     layout = _probe(layout)
     generator = torch.Generator().manual_seed(17)
@@ -470,7 +476,7 @@ def check_elementwise(factory: Factory, layout: Layout) -> None:
     grads = [torch.randn(layout.size, generator=generator) for _ in range(3)]
     name = type(build(factory, layout)).__name__
     widest = max(layout.entries, key=lambda entry: (len(entry.shape) > 1, entry.hi - entry.lo))
-    cut = widest.lo + (widest.hi - widest.lo) // 3  # within a parameter, and within a row of it
+    cut = widest.lo + (widest.hi - widest.lo) // 3  # a cut within a parameter, and within a row of the parameter
     try:
         whole = _step_whole(factory, layout, start, grads)
         bounds = ((0, cut), (cut, layout.size))
@@ -523,12 +529,12 @@ def ignores_scale(factory: Factory, layout: Layout) -> bool:
 
 
 def decays_alone(factory: Factory, layout: Layout) -> bool:
-    """Return whether weight decay is not scaled in a step that counts for a part of one, or for several.
+    """Return whether weight decay is not scaled in a step that counts for a part of a step, or for several steps.
 
-    That is so where the decay is decoupled and the step ignores the gradient's scale, as in AdamW (Loshchilov, Hutter,
+    That is so if the decay is decoupled and the step ignores the gradient's scale, as in AdamW (Loshchilov, Hutter,
     "Decoupled Weight Decay Regularization", ICLR 2019): each push is then one whole step of the optimizer, with its
-    whole decay, in the same proportion. It is not so where the decay is a part of the gradient (SGD, Adagrad, Adam),
-    nor where the step is proportional to the gradient.
+    whole decay, in the same proportion. It is not so if the decay is a part of the gradient (SGD, Adagrad, Adam), or if
+    the step is proportional to the gradient.
     """
     groups = build(factory, layout).param_groups
     if any("decoupled_weight_decay" in group for group in groups):  # torch's own optimizers declare it
@@ -547,13 +553,13 @@ def decays_alone(factory: Factory, layout: Layout) -> bool:
 
 
 def fitting(moments: Moments, optimizer: Optimizer) -> Moments:
-    """Return the part of a state that an optimizer can use: Adagrad only Adagrad's, the others only theirs."""
+    """Return the part of a state that an optimizer can use: Adagrad's state is for Adagrad only."""
     mine = isinstance(optimizer, Adagrad)
     return {name: held for name, held in moments.items() if (held.keys() - {EDITS} == {"step", "sum"}) == mine}
 
 
 def by_name(moments: Moments) -> tuple[dict[str, Tensor], dict[str, ParamState]]:
-    """Return an optimizer's state as tensors by name, and its numbers by parameter. Nothing is copied."""
+    """Return an optimizer's state as tensors by name, and its numbers by parameter. No tensor is copied."""
     tensors, numbers = dict[str, Tensor](), dict[str, ParamState]()
     for name, state in moments.items():
         for key, value in state.items():
@@ -565,7 +571,7 @@ def by_name(moments: Moments) -> tuple[dict[str, Tensor], dict[str, ParamState]]
 
 
 def moments_of(tensors: Mapping[str, Tensor], numbers: Mapping[str, ParamState]) -> Moments:
-    """Rebuild the state that `by_name` returned, from these and other tensors."""
+    """Rebuild the state that `by_name` returned; `tensors` may contain other tensors too."""
     found: Moments = {name: dict(values) for name, values in numbers.items()}
     for name, tensor in tensors.items():
         if name.startswith(_STATE):

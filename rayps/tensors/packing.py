@@ -17,7 +17,7 @@ from rayps.core.values import Buffer
 from rayps.tensors.optim import Moments
 
 _ALIGN = 16
-Head: TypeAlias = dict[str, Any]  # JSON data before the tensors: it is read by who wrote it
+Head: TypeAlias = dict[str, Any]  # JSON data before the tensors: it is read by the module that wrote it
 
 
 def flat_bytes(tensor: Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
@@ -38,10 +38,10 @@ def pack_state(head: Head, tensors: list[Tensor]) -> bytes:
 
 
 def unpack_state(state: Buffer) -> tuple[Head, list[Tensor]]:
-    """Decode what `pack_state` returned; the tensors are views of `state` if it is writable.
+    """Decode the result of `pack_state`; the tensors are views of `state` if it is writable.
 
     Raises:
-        CheckpointError: it is truncated, or not such a state.
+        CheckpointError: `state` is truncated, or not a result of `pack_state`.
     """
     view = memoryview(state).cast("B")
     if view.readonly:  # torch needs writable memory
@@ -55,7 +55,7 @@ def unpack_state(state: Buffer) -> tuple[Head, list[Tensor]]:
             count = int(np.prod(shape, dtype=np.int64))
             size = count * dtype.itemsize
             if at + size > len(view):
-                raise ValueError("it is truncated")
+                raise ValueError("they are truncated")
             flat = torch.frombuffer(view, dtype=dtype, count=count, offset=at) if count else torch.empty(0, dtype=dtype)
             tensors.append(flat.reshape(shape))
             at += size + -size % _ALIGN
@@ -89,7 +89,7 @@ def plain_moments(moments: Moments, tensors: list[Tensor]) -> Moments:
 
 
 def full_moments(plain: Moments, tensors: list[Tensor]) -> Moments:
-    """Read back what `plain_moments` returned; the tensors are clones."""
+    """Restore an optimizer's state from the result of `plain_moments`; the tensors are clones."""
     return {
         name: {key: tensors[value["tensor"]].clone() if isinstance(value, dict) else value for key, value in s.items()}
         for name, s in plain.items()

@@ -1,10 +1,11 @@
 """The state of a run between two rounds, from which a restart, a resume or the next strategy starts.
 
 Parameters as one vector, the optimizer's state and the buffers by name, each worker's position in the data and its
-random state. `checkpoint` writes it to disk and reads it back.
+random state. `checkpoint` writes a state to disk and reads it back.
 
-Buffers (BatchNorm statistics): each worker has its own while it trains; rank 0's are evaluated, saved, returned, and
-copied to all workers when a run starts or restarts. Parameters that need no gradient are stored with them.
+Buffers (BatchNorm statistics): each worker has its own buffers while it trains; rank 0's buffers are evaluated, saved,
+returned, and copied to all workers when a run starts or restarts. Parameters that need no gradient are stored with the
+buffers.
 
 Under the loop `local_updates`, `params` is the consensus (`Strategy.consensus`), and `own` holds each worker's state,
 from which it continues.
@@ -27,13 +28,13 @@ from rayps.tensors.flat import Layout
 from rayps.tensors.local_state import LocalState, below
 from rayps.tensors.optim import Moments, ParamState, by_name, moments_of
 
-_RETAINED = 2  # parts: the newest one and the one before
+_RETAINED = 2  # parts that are retained: the newest two
 P = TypeVar("P")
 
 
 @dataclass(slots=True)
 class Snapshot:
-    """Hold everything from which a run continues.
+    """All state from which a run continues.
 
     `positions[data]` counts the batches that a replica has consumed; `rng` is by worker.
     """
@@ -45,14 +46,15 @@ class Snapshot:
     rng: dict[int, Tensor] = field(default_factory=dict)
     positions: list[int] = field(default_factory=list)
     steps_per_epoch: int = 1
-    ring: RingTable | None = None  # the ring's `choices`: with them sums have the same bits; of a
-    # replica of several workers those of each ring, by `Point.line`
-    ledgers: list[tuple[int, int, Ledger]] = field(default_factory=list)  # of each shard: lo, hi, what it had applied
+    ring: RingTable | None = None  # the ring's `choices`: with these choices sums have the same bits; of a
+    # replica of several workers the choices of each ring, by `Point.line`
+    # of each shard: lo, hi, the pushes that it had applied
+    ledgers: list[tuple[int, int, Ledger]] = field(default_factory=list)
     divided: str = ""  # key of the division whose columns, in order, the ledgers count; "" = the vector
     columns: int = 1  # workers of one replica
     origin: tuple[int, int] = (0, 0)  # the round and the epoch from which `steps_per_epoch` counts
     strategy: str = ""  # the strategy of `own` and `shared`
-    own: dict[int, LocalState] = field(default_factory=dict)  # by worker, where they train separately
+    own: dict[int, LocalState] = field(default_factory=dict)  # each worker's state, if workers train separately
     shared: dict[str, Tensor] = field(default_factory=dict)  # the strategy's state that is equal on all workers
     ended: list[tuple[int, int]] = field(default_factory=list)  # phases that met their stop rule: the planned and
     # the actual round of the end
@@ -65,8 +67,8 @@ class Snapshot:
     def ledger(self, lo: int, hi: int) -> Ledger:
         """Return which pushes the elements lo to hi include.
 
-        If several shards held them, a push that only some of those had applied counts as applied: a part then lacks it,
-        but none has it twice.
+        If several shards held them, a push that only some of those had applied counts as applied: some elements then
+        lack the push, but none has it twice.
         """
         held = [ledger for a, b, ledger in self.ledgers if a < hi and lo < b]
         return anywhere(held) if held else Ledger(self.positions)
@@ -116,7 +118,7 @@ class Snapshot:
 
     @classmethod
     def from_state(cls, state: SavedState) -> Snapshot:
-        """Read back what `to_state` wrote."""
+        """Rebuild the snapshot from the result of `to_state`."""
         shapes = {name: tuple(shape) for name, shape in state.meta["parameters"]}
         layout = Layout.of((name, state.tensors[f"model/{name}"]) for name in shapes)
         params = torch.cat([state.tensors[f"model/{name}"].reshape(-1) for name in shapes])
@@ -147,7 +149,7 @@ class Snapshot:
         """Refuse a snapshot of another model.
 
         Raises:
-            CheckpointError: naming the first parameter that differs.
+            CheckpointError: the model has other parameters; names the first parameter that differs.
         """
         mine, other = _shapes(self.layout), _shapes(layout)
         for name in sorted(mine.keys() | other.keys()):
@@ -158,17 +160,17 @@ class Snapshot:
                 )
 
     def hear(self, point: Point) -> None:
-        """Record the rings' choices, if this point of a worker has them."""
+        """Record the rings' choices, if this point of a worker contains them."""
         if "ring" in point:
             self.ring = point["ring"]
         elif "rings" in point:
             self.ring = (self.ring or {}) | point["rings"]
 
     def resume(self, calendar: Calendar) -> None:
-        """Continue in this run, which may have another number of replicas or batches per epoch than the one before.
+        """Continue in this run, which may have another number of replicas or batches per epoch than the earlier run.
 
         Raises:
-            CheckpointError: it has, and the snapshot is in the middle of an epoch.
+            CheckpointError: these numbers differ, and the snapshot is in the middle of an epoch.
         """
         self.ended = [(planned, at) for planned, at in self.ended if calendar.cut(planned, at)]
         span = calendar.at(self.round)
@@ -195,10 +197,10 @@ class Snapshot:
         return f"{count} workers" if self.columns == 1 else f"{count} replicas of {self.columns} workers each"
 
     def under(self, strategy: str, workers: int) -> None:
-        """Continue under a strategy, by name.
+        """Continue under the strategy of this name.
 
-        The workers' separate states, of another strategy or of another number of workers, are dropped: all continue
-        from the consensus.
+        The workers' separate states, of another strategy or of another number of workers, are dropped: all workers then
+        continue from the consensus.
         """
         if self.strategy != strategy:
             self.shared = {}
@@ -207,13 +209,16 @@ class Snapshot:
         self.strategy = strategy
 
     def enter(self, span: PhaseSpan) -> None:
-        """Continue under a phase's layout; at its start all positions are equal, or their number stays the same."""
+        """Continue under a phase's layout of workers.
+
+        If the phase has another number of replicas, all positions become that of the slowest worker.
+        """
         if len(self.positions) != span.replicas:
             self.positions = [self.round] * span.replicas
             self.ledgers, self.ring, self.rng = [], None, {}
         if self.columns != span.columns:
             self.ring, self.rng = None, {}
-        if span.columns == 1 and self.divided:  # the ledgers count other elements now
+        if span.columns == 1 and self.divided:  # the ledgers count the elements in another order
             held = [ledger for _, _, ledger in self.ledgers]
             self.ledgers, self.divided = ([(0, self.layout.size, anywhere(held))] if held else []), ""
         self.columns, self.steps_per_epoch, self.origin = span.columns, span.steps, span.origin
@@ -226,7 +231,7 @@ def _shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
 class RetainedParts(dict[int, P]):
     """A member's parts of snapshots by round, until the driver has fetched them.
 
-    They are the newest two, and that of the round for which the driver waits.
+    The newest two parts are retained, and the part of the round for which the driver waits.
     """
 
     wanted = 0  # the driver's choice, see `rayps.runtime.snapshots`

@@ -15,11 +15,11 @@ from rayps.tensors.optim import Factory
 
 
 def of_some(factory: Factory, layout: Layout, names: Sequence[str]) -> Factory:
-    """Return the user's factory for some of a model's parameters, which it takes in the order of `names`.
+    """Return a factory of the user's optimizer for some of a model's parameters, taken in the order of `names`.
 
     The user's factory is called with all parameters of `layout`, so that a group that is chosen by number stays the
-    same. Those that are not given are stand-ins without memory, which are removed from the optimizer afterwards. A
-    schedule is retained. Can be pickled where `factory` can.
+    same. Parameters that are not given are stand-ins without memory, which are removed from the optimizer afterwards. A
+    schedule of the factory is retained. The result can be pickled if `factory` can.
     """
     return within(factory, lambda inner: SubsetFactory(inner, layout, tuple(names)))
 
@@ -43,7 +43,7 @@ class SubsetFactory:
         all_of_them = given | others
         optimizer = self.factory([all_of_them[entry.name] for entry in self.layout.entries])
         if not isinstance(optimizer, Optimizer):
-            return optimizer  # refused by `optim.made`
+            return optimizer  # `optim.made` refuses this result
         foreign = {id(p) for p in others.values()}
         for group in optimizer.param_groups:
             group.pop("param_names", None)

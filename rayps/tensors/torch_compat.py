@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def spare_compiler() -> None:
-    """Patch the methods in this process; does nothing if torch is built in another way."""
+    """Patch the methods in this process; do nothing if this torch has no such methods."""
     for name in _METHODS:
         method = getattr(vars(Optimizer).get(name), "__wrapped__", None)
         if method is not None and getattr(method, _KEPT, None) is None:

@@ -2,10 +2,10 @@
 
 Names say what is split. A linear layer is y = x W^T + b with W [out, in]. Split by `out`, a worker holds some rows of
 W, takes the whole x and computes a slice of y; split by `in`, it holds some columns, takes a slice of x and computes a
-partial sum of y. Beware: the literature calls the first one row-wise and the second column-wise, after W's rows and
-columns; Megatron's ColumnParallelLinear and torch's ColwiseParallel are the *first* one, their RowParallelLinear and
-RowwiseParallel the second, after y = x A with A = W^T. In a plan, `row` and `column` mean the literature's (`out`,
-`in`); `rowwise` and `colwise` are refused with this explanation.
+partial sum of y. Beware: the literature calls the split by `out` row-wise and the split by `in` column-wise, after W's
+rows and columns; Megatron's ColumnParallelLinear and torch's ColwiseParallel are the split by *out*, their
+RowParallelLinear and RowwiseParallel the split by `in`, after y = x A with A = W^T. In a plan, `row` and `column` mean
+the literature's (`out`, `in`); `rowwise` and `colwise` are refused with this explanation.
 
 `out` followed by `in` exchanges nothing between the two layers: one sum forward, one backward. A layer split by `out`
 without such a partner gathers its output; one split by `in` takes its slice of a whole input. Between the two only

@@ -1,4 +1,4 @@
-"""Apply a plan: which part of each parameter a worker holds, and the model with split layers."""
+"""Apply a plan: find the part of each parameter that a worker holds, and split the model's layers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def split(model: nn.Module, plan: Plan, index: int, size: int, ring: Ring | Tens
 
     Parameters keep their names, dtype, device and ties, and lose the values of other parts; a model on the meta device
     is filled later. Layers of the plan that the model lacks (another stage's) are skipped. `ring` connects the workers
-    of the group, or is a `TensorCommunicator`, which counts; None is for shapes only.
+    of the group; a `TensorCommunicator` also counts its exchanges; None is for shapes only.
     """
     if size == 1 or not plan:
         return model
@@ -88,13 +88,15 @@ def _twin(
     for (split_by, kind), make in makers.items():
         if way.split == split_by and isinstance(layer, kind):
             return make().train(layer.training)
-    raise WorkloadError(f"the plan splits {name!r} by {way.split}, and it is a {type(layer).__name__}", layer=name)
+    raise WorkloadError(
+        f"the plan splits {name!r} by {way.split}, and this layer is a {type(layer).__name__}", layer=name
+    )
 
 
 def _keep_to_forward(layer: nn.Module) -> None:
     """Disable the fused evaluation path of torch's transformer layers, which reads whole weights around the layers."""
     held = any(isinstance(each, (OutLinear, InLinear, SplitAttention)) for each in layer.modules())
     if held and isinstance(layer, nn.TransformerEncoderLayer):
-        layer.activation_relu_or_gelu = 0  # read by that path only
+        layer.activation_relu_or_gelu = 0  # only the fused path reads this attribute
     if held and isinstance(layer, nn.TransformerEncoder):
         layer.use_nested_tensor = False

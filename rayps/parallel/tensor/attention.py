@@ -21,10 +21,10 @@ _HELD = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_
 
 
 class SplitAttention(nn.Module):
-    """Some heads of an attention layer; called like nn.MultiheadAttention, and returns the same.
+    """Some heads of an attention layer; it has the arguments and results of nn.MultiheadAttention.
 
     `need_weights` works, averaged over all heads or not, with one more exchange of the weights' size: pass
-    need_weights=False where they are not used.
+    need_weights=False if the weights are not used.
     """
 
     in_proj_weight: nn.Parameter | None
@@ -49,11 +49,11 @@ class SplitAttention(nn.Module):
         self.dropout, self.batch_first, self.add_zero_attn = layer.dropout, layer.batch_first, layer.add_zero_attn
         self._counts = [width // way.unit for width in way.widths(group.size)]
         self._group = group
-        self._qkv_same_embed_dim = False  # nn.TransformerEncoderLayer checks it before it bypasses this forward
+        self._qkv_same_embed_dim = False  # nn.TransformerEncoderLayer reads this before it bypasses this forward
 
     @property
     def num_heads(self) -> int:
-        """Heads of this worker; `all_heads` are the layer's."""
+        """The number of this worker's heads; `all_heads` is the number of the layer's."""
         return self.heads[1] - self.heads[0]
 
     def forward(
@@ -129,7 +129,10 @@ class SplitAttention(nn.Module):
         return k, v, extra
 
     def _mask(self, attn: Tensor | None, padding: Tensor | None, q: Tensor, extra: int) -> Tensor | None:
-        """Return the summand of the scores, [batch or 1, this worker's heads or 1, target, source]; None = nothing."""
+        """Return the summand of the scores, [batch or 1, this worker's heads or 1, target, source].
+
+        None = no summand.
+        """
         whole: Tensor | None = None
         if attn is not None:
             whole = _additive(attn, q.dtype)

@@ -18,9 +18,9 @@ _TOLERANCE = (
 def agree(named: Iterable[tuple[str, Tensor]], ring: Ring) -> None:
     """Compare the gradients of unsplit parameters over the tensor ring: one exchange of two numbers for each.
 
-    They differ where a layer with parameters works on slices, between one split by `out` and one by `in`: its gradient
-    then lacks the other workers' slices. All workers must call it, once, after a first backward. Raises WorkloadError,
-    on all of them.
+    The gradients differ if a layer with parameters works on slices, between a layer split by `out` and one split by
+    `in`: its gradient then lacks the other workers' slices. All workers must call this function, once, after a first
+    backward. Raises WorkloadError, on all workers.
     """
     known = list(named)
     zero = torch.zeros((), dtype=torch.float64)
@@ -34,7 +34,7 @@ def agree(named: Iterable[tuple[str, Tensor]], ring: Ring) -> None:
         if most - least > _TOLERANCE * most:
             raise WorkloadError(
                 f"the gradient of {name!r} is not the same on all tensor ranks (norms from {least:.3g} to {most:.3g}): "
-                "its layer works on slices, between one split by 'out' and one by 'in'; leave these whole ('none'), or "
-                "move it outside",
+                "its layer works on slices, between a layer split by 'out' and one by 'in'; leave these whole "
+                "('none'), or move the layer outside",
                 parameter=name,
             )

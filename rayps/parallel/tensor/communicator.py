@@ -17,9 +17,9 @@ from rayps.core.user_code import peers_awaited
 class TensorCommunicator:
     """One worker's side of its tensor group. Every worker of the group must make the same calls in the same order.
 
-    `collectives` and `bytes` grow by one exchange and by the bytes of its whole tensor: the sum of an all-reduce, the
-    concatenation of an all-gather. The bytes sent are the ring's choice (`ring.bytes_sent`); the least is 2 (N-1)/N of
-    the bytes for a sum, (N-1)/N for a gather, from each of N workers.
+    Each exchange adds 1 to `collectives` and the bytes of its whole tensor to `bytes`: of the sum of an all-reduce, of
+    the concatenation of an all-gather. The bytes sent are the ring's choice (`ring.bytes_sent`); the least is 2 (N-1)/N
+    of the bytes for a sum, (N-1)/N for a gather, from each of N workers.
     """
 
     def __init__(self, ring: Ring | None) -> None:
@@ -39,7 +39,7 @@ class TensorCommunicator:
             return self._open().sum(t)
 
     def gather(self, t: Tensor, dim: int, widths: Sequence[int]) -> Tensor:
-        """Concatenate all workers' tensors along `dim`, where rank i's is `widths[i]` wide."""
+        """Concatenate all workers' tensors along `dim`; the tensor of rank i is `widths[i]` wide."""
         ring = self._open()
         if t.shape[dim] != widths[ring.rank]:
             raise ConfigError(f"this worker's slice is {t.shape[dim]} wide along {dim}, expected {widths[ring.rank]}")
@@ -48,7 +48,7 @@ class TensorCommunicator:
         one = t.numel() // max(1, widths[ring.rank])  # elements of a slice of width one
         self.collectives += 1
         self.bytes += one * shape[dim] * t.element_size()
-        flat = t.new_zeros(one * max(widths))  # a ring gathers equal parts: narrow ones are padded
+        flat = t.new_zeros(one * max(widths))  # a ring gathers equal parts: narrow parts are padded
         flat[: t.numel()] = t.reshape(-1)
         parts: list[Tensor] = []
         with peers_awaited():
@@ -59,19 +59,19 @@ class TensorCommunicator:
         return torch.cat(parts, dim)
 
     def remembered(self, x: Tensor) -> Tensor | None:
-        """Return the last result for this tensor, so that layers with the same input share its gradient's sum."""
+        """Return the result stored for the tensor `x`, so that layers with the same input share its gradient's sum."""
         if self._last is None:
             return None
         source, made, version = self._last
         return made if source() is x and x._version == version else None
 
     def remember(self, x: Tensor, made: Tensor) -> Tensor:
-        """Store `made`, while `x` lives and until backward, for the next layer that takes `x`."""
+        """Store `made` for the next layer that takes `x`, until backward and while `x` exists."""
         self._last = (weakref.ref(x, self.forget), made, x._version)
         return made
 
     def forget(self, source: weakref.ref[Tensor] | None = None) -> None:
-        """Drop the stored tensor, if any, or if it was computed from `source`."""
+        """Drop the stored result; with `source`, only if the result was computed from it."""
         if self._last is not None and (source is None or self._last[0] is source):
             self._last = None
 

@@ -45,7 +45,7 @@ class _Spread(Function):
     @staticmethod
     def backward(ctx: _Context, *grads: Tensor) -> Grads:
         ctx.communicator.forget()
-        return ctx.communicator.add(_copy(grads[0])), None  # the gradient may be used elsewhere too
+        return ctx.communicator.add(_copy(grads[0])), None  # a copy, as other code may use the gradient too
 
 
 class _Total(Function):
@@ -104,7 +104,7 @@ def spread(x: Tensor, communicator: TensorCommunicator) -> Tensor:
 def total(x: Tensor, communicator: TensorCommunicator, *, ours: bool = False) -> Tensor:
     """Return the sum of all workers' `x`; later operations are equal on every worker.
 
-    With `ours`, `x` is not used elsewhere, and is summed in place.
+    With `ours`, no other code uses `x`, and it is summed in place.
     """
     made: Tensor = _Total.apply(x, communicator, ours)  # type: ignore[no-untyped-call]
     return made
@@ -125,8 +125,8 @@ def own(x: Tensor, communicator: TensorCommunicator, dim: int, widths: Sequence[
 def dropout(x: Tensor, p: float, dim: int, whole: int, ranges: Sequence[Range]) -> Tensor:
     """Apply the unsplit layer's dropout to a slice: the `ranges` along `dim` of a mask that is `whole` wide.
 
-    Every worker draws the whole mask. So all draw the same number of random numbers, and later dropout on tensors that
-    are equal on all workers is equal too.
+    Every worker draws the whole mask. So all workers draw as many random numbers, and later dropout on tensors that are
+    equal on all workers is equal too.
     """
     if p == 0.0:
         return x

@@ -14,9 +14,9 @@ class LayerSplit:
     """How a layer is split.
 
     `split` is out, in, heads, rows, or dropout (a layer without parameters that drops elements of slices). `width`
-    elements are divided in units of `unit` (a head); `blocks` follow each other and each is divided (a packed q, k, v).
-    With `kept`, the wide side stays in slices: an `out` layer's output is not gathered, an `in` layer's input arrives
-    in slices. `region` names the layers between which a user's own forward runs.
+    elements are divided in units of `unit` elements (a head); a layer may consist of `blocks` blocks, each of which is
+    divided (a packed q, k, v). With `kept`, the wide side stays in slices: an `out` layer's output is not gathered, an
+    `in` layer's input arrives in slices. `region` names the layers between which a user's own forward runs.
     """
 
     split: str
@@ -28,7 +28,7 @@ class LayerSplit:
 
     @property
     def units(self) -> int:
-        """The most workers that can have a part."""
+        """The largest number of workers that can each have a part."""
         return self.width // self.blocks // self.unit
 
     def ranges(self, size: int, index: int) -> tuple[Range, ...]:

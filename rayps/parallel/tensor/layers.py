@@ -19,7 +19,7 @@ from rayps.parallel.tensor.communicator import TensorCommunicator
 from rayps.parallel.tensor.functions import take
 from rayps.parallel.tensor.layer_split import LayerSplit, Range
 
-Cut = tuple[int, tuple[Range, ...]]  # of a parameter: the dimension, and this worker's ranges of it
+Cut = tuple[int, tuple[Range, ...]]  # of a parameter: the dimension, and this worker's ranges along it
 
 
 @dataclass(slots=True)
@@ -32,9 +32,9 @@ class TensorRank:
 
 
 class Region:
-    """Random numbers between layers whose forward is the user's own, where workers may draw different amounts.
+    """The random state between split layers in a user's own forward, where workers may draw different amounts.
 
-    Inside, each worker draws from its own stream; after it all continue from the same state.
+    In the region each worker draws from its own stream; after it all workers continue from the same state.
     """
 
     def __init__(self, group: TensorRank) -> None:
@@ -50,7 +50,7 @@ class Region:
             generator.manual_seed(seed + self._group.index)
 
     def leave(self) -> None:
-        """End the region, at the layer that sums."""
+        """End the region, at the layer that sums the slices."""
         if self._outside is not None:
             torch.default_generator.set_state(self._outside)
             self._outside = None
@@ -86,11 +86,11 @@ def _head_cuts(layer: nn.Module, width: int, mine: tuple[Range, ...]) -> dict[st
     return {name: cut for name, cut in found.items() if name in present}
 
 
-Made = dict[int, nn.Parameter]  # by the id of the whole parameter: tied ones stay tied
+Made = dict[int, nn.Parameter]  # by the id of the whole parameter: tied parameters stay tied
 
 
 def local(whole: Tensor, cut: Cut | None, made: Made) -> nn.Parameter:
-    """Return this worker's part of a parameter, on the device of the whole one (meta included)."""
+    """Return this worker's part of a parameter, on the device of the whole parameter (meta included)."""
     if cut is None:
         assert isinstance(whole, nn.Parameter)
         return whole
@@ -102,7 +102,7 @@ def local(whole: Tensor, cut: Cut | None, made: Made) -> nn.Parameter:
 
 
 class SplitLinear(nn.Module):
-    """Hold a slice of a linear layer's outputs (`out`) or inputs (`in`)."""
+    """A linear layer that holds a slice of the unsplit layer's outputs (`out`) or inputs (`in`)."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -125,7 +125,7 @@ class SplitLinear(nn.Module):
 
 
 class OutLinear(SplitLinear):
-    """Compute a slice of the output; gather the slices unless the next layer takes a slice."""
+    """A linear layer that computes a slice of the output, and gathers the slices unless the next layer takes one."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x Wᵀ + b: [..., in] to [..., out], or this worker's slice of the outputs."""
@@ -138,7 +138,7 @@ class OutLinear(SplitLinear):
 
 
 class InLinear(SplitLinear):
-    """Sum the workers' partial outputs; take a slice of the input unless it arrives as one."""
+    """A linear layer that takes a slice of the input, and sums the workers' partial outputs."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x Wᵀ + b: [..., in], or this worker's slice of the inputs, to [..., out]."""
@@ -151,7 +151,7 @@ class InLinear(SplitLinear):
 
 
 class RowsEmbedding(nn.Module):
-    """Hold a range of an embedding's rows. The ids of other ranges give zeros; the workers' outputs are summed."""
+    """An embedding that holds a range of the rows. Ids of other ranges give zeros; the workers' outputs are summed."""
 
     def __init__(self, layer: nn.Embedding, way: LayerSplit, group: TensorRank, made: Made) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class RowsEmbedding(nn.Module):
 
 
 class OutEmbedding(nn.Module):
-    """Hold a slice of every row of an embedding; the workers' slices are gathered."""
+    """An embedding that holds a slice of every row; the workers' slices are gathered."""
 
     def __init__(self, layer: nn.Embedding, way: LayerSplit, group: TensorRank, made: Made) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ class OutEmbedding(nn.Module):
 
 
 class SliceDropout(nn.Module):
-    """Drop what the unsplit layer drops, from the same random state, between two layers that exchange slices."""
+    """Dropout on slices: it drops the elements that the unsplit layer drops from the same random state."""
 
     def __init__(self, p: float, way: LayerSplit, group: TensorRank) -> None:
         super().__init__()

@@ -48,10 +48,11 @@ Named = list[tuple[str, nn.Module]]
 
 
 def plan(model: nn.Module, size: int, given: dict[str, str] | None = None) -> Plan:
-    """Return how each layer is split: automatically, or as `given` by layer name (see `given.read`), the others whole.
+    """Return how each layer is split: automatically, or as `given` by layer name (other layers stay whole).
 
-    Empty for one worker. Raises ConfigError and WorkloadError: a name that matches nothing, a layer that cannot be
-    split or has fewer heads, rows or features than there are workers, tied weights of which only one is split.
+    The plan is empty for one worker. Raises ConfigError, WorkloadError: a name that matches nothing, a layer that
+    cannot be split or has fewer heads, rows or features than there are workers, tied weights of which only one is
+    split.
     """
     wishes = _automatic(model, size) if given is None else resolve(model, given)
     if size == 1:
@@ -68,7 +69,7 @@ def plan(model: nn.Module, size: int, given: dict[str, str] | None = None) -> Pl
 
 
 def _none_by_itself(model: nn.Module, size: int) -> WorkloadError:
-    """Return the error if no layer is split automatically, with names that `plan` could take."""
+    """Return the error if no layer is split automatically, with names that the user may give in `plan`."""
     could = next((name for name, each in model.named_modules() if splits(each) and name), None)
     tied = " (layers that share weights are left whole)" if any(len(n) > 1 for n in _holders(model).values()) else ""
     way_out = "use pipeline instead" if could is None else f"name some in plan, e.g. plan={{{could!r}: 'out'}}"
@@ -161,7 +162,7 @@ def _big_embeddings(
 
 
 def _join(model: nn.Module, wishes: dict[str, UserSplit]) -> Plan:
-    """Return the splits, with successive layers joined: slices stay slices between them."""
+    """Return the splits of the wished layers, where successive layers exchange slices if possible."""
     layers = dict(model.named_modules())
     ways = {name: _way(name, layers[name], wish) for name, wish in wishes.items()}
     for chain in chains(model):

@@ -11,7 +11,7 @@ from torch import nn
 
 from rayps.core.errors import ConfigError, WorkloadError
 
-ALIASES = {"row": "out", "column": "in"}  # the literature's, of W [out, in]
+ALIASES = {"row": "out", "column": "in"}  # the literature's names for a split of W [out, in]
 _OPPOSITES = ("rowwise", "colwise", "row-wise", "column-wise", "columnwise")
 _WORDS = re.compile(r"(?P<split>out|in|heads|rows|none|row|column)(\*(?P<blocks>[1-9]\d*))?(:(?P<unit>[1-9]\d*))?")
 _CAN = "rayps splits Linear (out, in), Embedding (rows, out) and MultiheadAttention (heads)"
@@ -29,7 +29,7 @@ def read(name: str, words: str) -> UserSplit:
     """Parse `out`, `in`, `heads`, `rows`, `none`, `out:UNIT`, `out*BLOCKS` and `out*BLOCKS:UNIT`.
 
     Raises:
-        ConfigError: it is none of them.
+        ConfigError: `words` has none of these forms.
     """
     if isinstance(words, str) and words.lower() in _OPPOSITES:
         raise ConfigError(
@@ -49,7 +49,7 @@ def read(name: str, words: str) -> UserSplit:
 
 
 def resolve(model: nn.Module, given: dict[str, str]) -> dict[str, UserSplit]:
-    """Return which layer is split how. A name may hold `*`; of two that match, an exact one wins, then the longer.
+    """Return the requested split of each layer. A name may hold `*`; of two that match the exact or longer one wins.
 
     Raises:
         ConfigError: a name matches no layer, or only layers that cannot be split so.
@@ -73,11 +73,14 @@ def resolve(model: nn.Module, given: dict[str, str]) -> dict[str, UserSplit]:
 
 
 def splits(layer: nn.Module) -> tuple[str, ...]:
-    """Return how a layer can be split; () = it cannot. Subclasses and hooks may do what a split layer would not."""
+    """Return how a layer can be split; () = it cannot.
+
+    A subclass or a layer with hooks cannot be split: a split layer would not run its code.
+    """
     if type(layer).__name__.startswith("Parametrized") or layer._forward_pre_hooks or layer._forward_hooks:
         return ()
     if isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear):
-        return ()  # part of attention, which reads the weights and never calls the layer
+        return ()  # the layer is a part of attention, which reads its weights and never calls it
     if isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward:
         return ("out", "in")
     if isinstance(layer, nn.Embedding) and type(layer).forward is nn.Embedding.forward:

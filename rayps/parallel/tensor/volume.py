@@ -24,7 +24,7 @@ from rayps.parallel.tensor.layer_split import Plan
 
 @dataclass(frozen=True, slots=True)
 class Volume:
-    """Per row: whole tensors' elements, and the number of exchanges in one pass."""
+    """The exchanges of one pass: elements of whole tensors per row, and the number of exchanges."""
 
     forward: int = 0
     backward: int = 0
@@ -50,7 +50,10 @@ def volume(model: nn.Module, plan: Plan) -> Volume:
 
 
 def by_layer(model: nn.Module, plan: Plan) -> dict[str, Volume]:
-    """Return the volume of each layer. Of several `out` layers on one input the first has the backward part."""
+    """Return the volume of each layer.
+
+    Of several `out` layers on one input the first one includes the backward exchange.
+    """
     layers = dict(model.named_modules())
     seen: set[str] = set()
     found: dict[str, Volume] = {}
