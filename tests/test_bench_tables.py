@@ -14,7 +14,7 @@ from rayps.bench.tables import Dense, bench_files, bench_tables, filled, skew
 from rayps.cli.main import app
 from rayps.cluster.local import LocalCluster
 from rayps.core.errors import ConfigError
-from rayps.ps.manager.decide import Balance
+from rayps.ps.manager.assign_segments import Balance
 from rayps.ps.protocol.space import SparseTable
 
 

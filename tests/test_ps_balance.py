@@ -7,7 +7,7 @@ import pytest
 
 from rayps.core.errors import ConfigError
 from rayps.core.partition import place
-from rayps.ps.manager.decide import Balance, Rebalancer, skew
+from rayps.ps.manager.assign_segments import Balance, Rebalancer, skew
 
 SERVERS = [f"server-{i}" for i in range(4)]
 

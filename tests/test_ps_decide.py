@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from rayps.ps.manager import decide as module
-from rayps.ps.manager.decide import (
+from rayps.ps.manager import assign_segments as module
+from rayps.ps.manager.assign_segments import (
     BOUND,
     DropCopy,
     GroupFacts,

@@ -18,7 +18,7 @@ from rayps.ps import group as elastic
 from rayps.ps.client.client import GroupServer
 from rayps.ps.client.session import Session
 from rayps.ps.manager import launcher
-from rayps.ps.manager.decide import Balance, skew
+from rayps.ps.manager.assign_segments import Balance, skew
 from rayps.ps.manager.launcher import actor_name
 from rayps.ps.protocol.rows import cut
 from rayps.ps.protocol.space import Space, SparseTable

@@ -12,7 +12,7 @@ from rayps.cluster.local import LocalCluster, until
 from rayps.comm.link import Message, connect, parse_address
 from rayps.core.errors import ConfigError, Conflict, NotFound
 from rayps.ps.manager import group_state, launcher, members
-from rayps.ps.manager.decide import Balance
+from rayps.ps.manager.assign_segments import Balance
 from rayps.ps.manager.manager import Manager
 from rayps.ps.protocol.messages import Event, GroupMessage, Role
 from rayps.ps.protocol.segment_map import SpaceMap

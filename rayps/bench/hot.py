@@ -17,7 +17,7 @@ from rayps.cluster.local import ActorHandle, Cluster
 from rayps.core.errors import ConfigError
 from rayps.ps import group as elastic
 from rayps.ps.group import ManagerClient
-from rayps.ps.manager.decide import Balance, skew
+from rayps.ps.manager.assign_segments import Balance, skew
 from rayps.ps.manager.launcher import actor_name
 
 WARM_SECONDS = 3.0

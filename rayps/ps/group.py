@@ -17,7 +17,7 @@ from rayps.cluster.local import ActorHandle, Cluster, LocalCluster, rendezvous, 
 from rayps.core.errors import ActorDied, ConfigError, Conflict, PeerTimeout
 from rayps.ps.client.connections import Door
 from rayps.ps.client.session import Session
-from rayps.ps.manager.decide import Balance
+from rayps.ps.manager.assign_segments import Balance
 from rayps.ps.manager.manager import BALANCE, SILENCE, check_size
 from rayps.ps.protocol.messages import GroupMessage, numbers
 from rayps.ps.protocol.segment_map import SpaceMap, group_names, manager_actor

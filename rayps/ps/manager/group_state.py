@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
-from rayps.ps.manager.decide import (
+from rayps.ps.manager.assign_segments import (
     UP,
     Balance,
     Decision,
@@ -107,7 +107,7 @@ class GroupState:
         )
 
     def settled(self) -> bool:
-        """See `rayps.ps.manager.decide.settled`."""
+        """See `rayps.ps.manager.assign_segments.settled`."""
         return not self.pending and settled(self.view())
 
     # ---- messages of servers

@@ -22,7 +22,7 @@ from rayps.cluster.local import Cluster, host_address, rendezvous, surrounding
 from rayps.comm.link import Listener, Message, parse_address
 from rayps.core.errors import ClusterError, ConfigError, Conflict, LinkError, NotFound
 from rayps.ps.manager import spaces
-from rayps.ps.manager.decide import Balance, ServerState
+from rayps.ps.manager.assign_segments import Balance, ServerState
 from rayps.ps.manager.group_state import GroupState
 from rayps.ps.manager.launcher import Launcher
 from rayps.ps.manager.members import ManagerConnection

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from rayps.comm.link import Link, Message
 from rayps.core.errors import LinkError
-from rayps.ps.manager.decide import UP, SegmentId, ServerFacts, ServerState
+from rayps.ps.manager.assign_segments import UP, SegmentId, ServerFacts, ServerState
 from rayps.ps.manager.record import ServerRecord
 from rayps.ps.protocol.messages import SegmentOrder
 from rayps.ps.protocol.space import Space

@@ -16,7 +16,7 @@ from typing import Any
 
 from rayps.comm.link import Listener, Message
 from rayps.core.errors import LinkError, NotFound
-from rayps.ps.manager.decide import UP, SegmentAssignment, SegmentId, ServerState
+from rayps.ps.manager.assign_segments import UP, SegmentAssignment, SegmentId, ServerState
 from rayps.ps.manager.members import ManagerConnection, ServerMember
 from rayps.ps.manager.record import GroupRecord
 from rayps.ps.protocol.messages import GroupMessage, Role, SegmentOrder, refusal

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rayps.core.errors import ConfigError
-from rayps.ps.manager.decide import SegmentAssignment, SegmentId
+from rayps.ps.manager.assign_segments import SegmentAssignment, SegmentId
 from rayps.ps.protocol.space import Space
 
 FORMAT = 2

@@ -7,7 +7,7 @@ from typing import Any
 
 from rayps.core.errors import ConfigError, Conflict, NotFound
 from rayps.core.values import is_number
-from rayps.ps.manager.decide import SegmentAssignment
+from rayps.ps.manager.assign_segments import SegmentAssignment
 from rayps.ps.manager.group_state import GroupState
 from rayps.ps.protocol.space import Quota, Space
 from rayps.ps.tables.table_segment import check_table

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from rayps.ps.manager.decide import SegmentAssignment, ServerState
+from rayps.ps.manager.assign_segments import SegmentAssignment, ServerState
 from rayps.ps.manager.group_state import GroupState
 from rayps.ps.manager.members import SegmentLoad, ServerMember
 from rayps.ps.protocol.space import Space
