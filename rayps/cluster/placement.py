@@ -27,7 +27,7 @@ class Seating:
 
 
 def slots(free: Bundle, bundle: Bundle) -> int:
-    """Return how many workers with such a bundle fit into a host's free resources."""
+    """Return how many workers that each need `bundle` fit into a host's free resources."""
     rooms = [_room(kind, free.get(kind, 0.0), amount) for kind, amount in bundle.items() if amount]
     return min(rooms, default=2**31)
 

@@ -367,7 +367,7 @@ class RayCluster:
 
     @classmethod
     def local(cls, cpus: int, gpus: int | None = None) -> RayCluster:
-        """Start a private Ray on this machine with so many logical CPUs; `close()` ends it and removes its files.
+        """Start a private Ray on this machine with `cpus` logical CPUs; `close()` ends it and removes its files.
 
         If the process is in a Ray already, that one is used.
         """

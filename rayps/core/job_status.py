@@ -1,4 +1,4 @@
-"""A job's status, and which changes of it are allowed. Pure."""
+"""A job's status, and the allowed changes of the status. Pure."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def options_of(kind: type) -> list[Option]:
 
 
 def written_options(value: Any) -> Iterator[tuple[Option, Any]]:
-    """Return each option of a value as it is written, and its value."""
+    """Return each option of `value` that can be written, nested ones included, with the option's value."""
     for field in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
         held = getattr(value, field.name)
         if _kind(field) is not None:

@@ -94,7 +94,7 @@ def _listed(options: JsonObject) -> str:
 
 
 def nested(value: Json) -> str:
-    """Return a value as it is written within options, such as `krum(f=4)`."""
+    """Return a value in its text form within options, such as `krum(f=4)`."""
     if isinstance(value, dict):
         return f"{value.get('name', '')}({_listed({k: v for k, v in value.items() if k != 'name'})})"
     if isinstance(value, (list, tuple)):
@@ -129,7 +129,7 @@ def _value(text: str, depth: int) -> Json:
 
 
 def _inside(text: str, opens: int, depth: int) -> str:
-    """Return what is in the parentheses that begin at `opens` and must end with the text."""
+    """Return the text in the parentheses that begin at `opens` and must end at the end of the text."""
     if depth > DEEPEST:
         raise ConfigError(f"a strategy's parentheses may be at most {DEEPEST} deep", field="strategy")
     inside, level = text[opens + 1 : -1], 1

@@ -307,7 +307,7 @@ def replica_of(strategy: ServerHalf) -> Replica | None:
 
 
 def replicas_in(strategy: ServerHalf, workers: int) -> int:
-    """Return the copies of the model that `workers` hold. Raises ConfigError: they are not a whole number."""
+    """Return the number of copies of the model on `workers`. Raises ConfigError: it is not a whole number."""
     topology = strategy.topology
     return topology.grid(workers).data
 

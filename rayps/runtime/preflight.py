@@ -334,7 +334,7 @@ def _evaluate(held: Whole, batch: Batch) -> None:
 
 
 def scalar(loss: Nested) -> float:
-    """Return a loss as a number. Raises WorkloadError: it is not a number."""
+    """Return a loss as a number. Raises WorkloadError: the loss is not a tensor with one number."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise WorkloadError(

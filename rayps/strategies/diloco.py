@@ -14,7 +14,7 @@ steps the mean of the workers is evaluated and saved, with all that is needed to
   w_k <- theta + (w_k - theta_k) (similar to Wang et al., "Overlap local-SGD", ICASSP 2020; the outer step is late by
   S). 0, the default, waits for D.
 - `compression` (fp16, bf16, int8, top_k, top_k:FRACTION, auto): encodes theta - theta_k, with error feedback.
-- `buckets`: sends it in so many parts, one after another; the result is the same.
+- `buckets`: the number of parts in which theta - theta_k is sent, one after another; the result is the same.
 - `momentum` (keep, reset, average): the effect of an outer step on the inner optimizers' states; the paper keeps them.
 - `buffers` (average, keep): the effect on floating point buffers.
 

@@ -12,16 +12,16 @@ pushed. The last a is pushed at the end.
 
 A server applies each push on arrival, without waiting for others: w <- w - step(a), with the full rate as in the paper,
 not 1/N of it. So N replicas act as one that sees N times the batches, with late gradients; if that diverges, use
-`adagrad`, `warm_start`, or a smaller rate. Weight decay is applied n_push times per push: a holds so many gradients
-(but once where the decay is decoupled and the step ignores the gradient's scale, as in AdamW).
+`adagrad`, `warm_start`, or a smaller rate. Weight decay is applied n_push times per push, as a is the sum of n_push
+gradients (but once if the decay is decoupled and the step ignores the gradient's scale, as in AdamW).
 
-Two differences from the paper: it pushes after steps 0, n_push, 2 n_push..., here a push is sent after n_push
-gradients, so that each holds as many; it fetches in a background thread, here a worker waits for what it fetches, and
-so computes with it.
+Two differences from the paper: the paper's client pushes after steps 0, n_push, 2 n_push..., here a push is sent after
+n_push gradients, so that every push is the sum of n_push gradients; the paper's client fetches in a background thread,
+here a worker waits for the parameters that it fetches, and computes with them.
 
 - `adagrad` (the rate gamma): servers step by gamma / sqrt(sum of squares of the pushes), per parameter; none = the
   workload's optimizer. Copies step by the workload's optimizer, each with its own state.
-- `warm_start`: one replica runs so many rounds alone, before the others start (section 4.1: "warmstarting").
+- `warm_start`: the number of rounds that one replica runs alone, before the others start (section 4.1: "warmstarting").
 
 With a workload's `clip_norm` a copy's step clips g and a push clips a, each once. Sends 1/n_push and receives 1/n_fetch
 of the parameters' bytes per step.

@@ -19,7 +19,7 @@ time is virtual. A workload's `clip_norm` clips the gradient of each step of a c
 `buffers`: BatchNorm statistics are averaged like parameters ("mean"; a robust `rule` is applied to them too, see
 `rayps.federated.aggregate`), or stay with each client ("keep"), whose next training starts with them; they are then
 evaluated for that client only. `finetune`: at each evaluation every client with rows in the evaluation data trains a
-copy of w for so many epochs, and is evaluated on its own rows: metrics `personal_*`.
+copy of w for this number of epochs, and is evaluated on its own rows: metrics `personal_*`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The state of each worker if workers train separately, and the names of its tensors in a checkpoint. Pure.
 
-Between two averages the workers' parameters, moments, buffers and the strategy's memory differ. A checkpoint holds all
-of them, by rank: a run resumes in the middle of a period bit for bit.
+Between two averages the workers' parameters, moments, buffers and the strategy's memory differ. A checkpoint holds
+these of every worker, by rank: a run resumes in the middle of a period bit for bit.
 """
 
 from __future__ import annotations

@@ -47,7 +47,8 @@ Traffic = tuple[float, float, int]  # seconds waited, seconds spent on transfer,
 class Worker:
     """One replica under a strategy, with the verbs that every family needs.
 
-    `memory` is the strategy's state between its rounds; `shared` is the part of it that is equal on all workers.
+    `memory` is the strategy's state between its rounds; `shared` is the part of that state that is equal on all
+    workers.
     """
 
     def __init__(
@@ -495,10 +496,10 @@ class RoundLog:
 
 
 def evaluated(w: Worker, *, whole: bool = False) -> dict[str, tuple[float, int]]:
-    """Evaluate the model: metric -> (sum, samples) over this worker's share of the evaluation data, or over all of it.
+    """Evaluate the model: metric -> (sum, samples) over this worker's share of the evaluation data.
 
-    `whole`: over all of it. The mean over all workers is the sum of the sums divided by the sum of the samples. Raises
-    WorkloadError, DataError, LinkError.
+    `whole`: over all of the evaluation data. The mean over all workers is the sum of the sums divided by the sum of the
+    samples. Raises WorkloadError, DataError, LinkError.
     """
     rank, size = (0, 1) if whole else (w.rank, w.size)
     model, sums = w.flat.model, dict[str, tuple[float, int]]()

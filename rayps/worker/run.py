@@ -282,7 +282,7 @@ class PlanRun:
 
 
 def at_worker(error: UserError, rank: int, round: int) -> RaypsError:
-    """Return the same error with `rank` and `round`, where it was raised, if it lacks them."""
+    """Return the error with the rank and the round at which it was raised, if these are missing in it."""
     if "rank" in error.data:
         return error
     return type(error)(

@@ -150,7 +150,7 @@ FINDER = Finder("workload", "workloads", "rayps.Workload")
 def load(target: str, working_dir: str | None = None) -> Workload:
     """Return the workload that `target` names: "module:Class" or "path/file.py:Class", relative to `working_dir`.
 
-    The user's files are read again at each call: a warm process never uses an older version of them.
+    The user's files are read again at each call: a warm process never uses an older version of a file.
 
     Raises:
         WorkloadError: the class cannot be found or created; names the line of the user's file that failed.

@@ -51,7 +51,7 @@ _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 
 class TensorHeader(NamedTuple):
-    """A message's description: the sender's text `form`, and dtype, shape, wants a gradient, offset of each tensor."""
+    """A message's description: the sender's text `form`, and (dtype, shape, wants a gradient, offset) by tensor."""
 
     form: str
     parts: tuple[tuple[torch.dtype, tuple[int, ...], bool, int], ...]
@@ -229,7 +229,7 @@ class PointToPoint:
                 watch.poll(int(1000 * _PUMP_SECONDS))
 
     def _unsent(self) -> list[tuple[int, Link]]:
-        """Return the connections that still have queued bytes after sending what they accept."""
+        """Send queued bytes that the connections accept; return the connections that still have queued bytes."""
         waiting = []
         for peer in list(self._pending):
             link = self._mesh.link(peer)

@@ -80,7 +80,7 @@ class SharedMemoryFold:
         return link
 
     def _share(self, key: int, size: int) -> list[Bytes]:
-        """Allocate memory for each rank of the group; return all of it, in the order of ranks."""
+        """Allocate memory for each rank of the group; return all ranks' memory, in order."""
         mine = Memory.create(size)
         for peer in self._others:
             self._link(peer).offer(key, mine)

@@ -52,7 +52,7 @@ def resolve(model: nn.Module, given: dict[str, str]) -> dict[str, UserSplit]:
     """Return the requested split of each layer. A name may hold `*`; of two that match the exact or longer one wins.
 
     Raises:
-        ConfigError: a name matches no layer, or only layers that cannot be split so.
+        ConfigError: a name matches no layer, or only layers that cannot be split in that way.
         WorkloadError: a named layer cannot be split.
     """
     layers = dict(model.named_modules())
