@@ -16,7 +16,7 @@ KEPT_ROUNDS = 5_000  # a round that a replaced rank never reports is returned af
 
 
 class Rounds:
-    """Collect every rank's point of a round; return the merged point once all ranks have reported."""
+    """The points of single ranks, by round, until all ranks have reported a round and its points are merged."""
 
     def __init__(self, size: int, generation: int, strategy: str) -> None:
         self.size, self.generation, self.strategy = size, generation, strategy

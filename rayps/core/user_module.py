@@ -30,7 +30,7 @@ from rayps.core.errors import WorkloadError
 
 
 class Finder:
-    """Find the user's classes of one kind, such as those derived from `rayps.Workload`.
+    """A finder of the user's classes of one kind, such as classes derived from `rayps.Workload`.
 
     After `forget` the user's files are read again: a warm process never uses an older version of a file.
     """

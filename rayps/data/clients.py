@@ -222,11 +222,11 @@ def divide(
     usable: Ints | None = None,
     column: str | None = None,
 ) -> Clients:
-    """Divide `rows` rows by a rule, or by an id for each row. `usable`: divide these rows only.
+    """Divide `rows` rows by a rule, or by an id for each row. `usable`: the row numbers to divide; None = all rows.
 
     Raises:
         ConfigError: there are more clients than rows, or shards than rows.
-        DataError: ids have nulls or another length, or the rule needs labels that are classes.
+        DataError: an id is null, the number of ids is not `rows`, or the rule needs labels that are classes.
     """
     which = np.arange(rows, dtype=np.int64) if usable is None else usable
     known = None if labels is None else labels[which]

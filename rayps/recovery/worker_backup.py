@@ -78,7 +78,7 @@ class CommitCost:
 
 
 class Committer:
-    """Commit one worker's state after each round of one generation."""
+    """The commits of one worker's state, after each round of one generation."""
 
     def __init__(self, mirror: Mirror, writer: int, points: Callable[[], list[Point]]) -> None:
         """Prepare the commits; `writer` is the generation that may commit."""

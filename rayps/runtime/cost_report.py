@@ -67,7 +67,7 @@ class MeasuredCosts(TypedDict, total=False):
 
 
 class CostReport:
-    """Collect a phase's points of single workers; `event()` reports what its steps cost."""
+    """A collection of a phase's points of single workers; `event()` reports the costs of the phase's steps."""
 
     def __init__(self, strategy: StrategyView, workers: int, formula: Callable[[], Costs]) -> None:
         """Prepare; `formula` returns the costs by formula, and is called once, at the end."""

@@ -16,7 +16,7 @@ LINE_SECONDS = 5.0
 
 
 class Display:
-    """Show progress and events on a stream (stderr, so that results can be piped)."""
+    """A display of progress and events on a stream (stderr, so that results can be piped)."""
 
     def __init__(self, stream: TextIO | None = None, *, bar: bool = True) -> None:
         """Prepare the display; `bar`: on a terminal, show the progress as a bar."""

@@ -61,7 +61,7 @@ class Said:
 
 
 class LoopWatch:
-    """Collect the lines that the workers of a `run` print, and the reason why one of them died.
+    """A collector of the lines that the workers of a `run` print, and of the reason why a worker died.
 
     For each worker one thread calls `said`, which waits in the worker until there is a line. So a line arrives before
     the process can end, except lines that are printed in the last moment before a kill. `show` receives the lines, from

@@ -33,7 +33,7 @@ HALT_SECONDS = 30.0  # seconds for a worker to end its generation: a step of the
 
 @dataclass(slots=True)
 class PeerStates:
-    """Track which workers' states the other workers of a group hold.
+    """A record of which workers' states the other workers of a group hold.
 
     A *line* is the sequence of states that follows one snapshot, rebuilds included. A state of another line cannot be
     used.
@@ -94,7 +94,7 @@ class _Loss:
 
 @dataclass(slots=True)
 class Mender:
-    """Carry out restarts, rebuilds and replacements; count failures, and report the cost of each."""
+    """The executor of restarts, rebuilds and replacements: it counts failures, and reports the cost of each."""
 
     journal: Journal
     failures: int = 0  # failures of the whole job, under all its drivers

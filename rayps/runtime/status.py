@@ -50,7 +50,7 @@ class Outcome:
 
 
 class RunRecord:
-    """Write the results of polls (points, events, log lines) to the journal; hold the run's status and progress."""
+    """The run's status and progress; it writes the results of polls (points, events, log lines) to the journal."""
 
     def __init__(self, journal: Journal, workers: int, where: Callable[[], tuple[int, ProgressRecord]]) -> None:
         """Prepare; `where` returns the round of the newest snapshot, and further facts of the progress."""
@@ -139,7 +139,7 @@ class RunRecord:
 
 
 class ProgressReport:
-    """Collect a run's points and members; `progress()` returns the content of `progress.json`."""
+    """A run's points and members, from which `progress()` makes the content of `progress.json`."""
 
     def __init__(self) -> None:
         self.calendar: Calendar | None = None  # once it is known
@@ -266,7 +266,7 @@ def _shard(index: int, member: GroupMember) -> ShardLine:
 
 
 class ServerEvents:
-    """Collect the server group's events and the workers' rounds, to add workers' waits to the event of a death."""
+    """The server group's events and the workers' rounds, whose waits are added to the event of a server's death."""
 
     def __init__(self) -> None:
         self._waits: deque[tuple[float, float]] = deque(

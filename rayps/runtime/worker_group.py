@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class WorkerLauncher:
-    """Start the processes of workers in resources that are reserved for all of them at once."""
+    """A launcher of workers' processes, in resources that are reserved for all workers at once."""
 
     cluster: Cluster
     packed: bytes  # the packed workload

@@ -17,7 +17,7 @@ _Versions = dict[int, tuple[Tensor, int]]  # by number of the parameter: the gra
 
 
 class GradWatch:
-    """Watch the gradients of a flat model until `close`."""
+    """A watch over the gradients of a flat model, until `close`."""
 
     def __init__(self, flat: FlatModel) -> None:
         self._flat = flat

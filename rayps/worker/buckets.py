@@ -27,7 +27,7 @@ HELD_ELEMENTS = 1 << 14  # smaller gradients are copied, because a separate call
 
 
 class Buckets:
-    """Average over a ring the gradients that backward computes. All ranks must call the same methods in the same order.
+    """The mean over a ring of the gradients that backward computes. All ranks must call the methods in the same order.
 
     Call `begin`, then backward, then `finish`. In between, each gradient is taken out of `.grad` when autograd has it.
     """

@@ -250,7 +250,7 @@ class BatchStream:
     def __init__(self, data: Data, place: tuple[int, int], seed: int, origin: tuple[int, int], steps: int) -> None:
         """Iterate over `data` for replica `place` = (rank, size).
 
-        `steps` batches an epoch are counted from `origin` = (round, epoch).
+        Epochs have `steps` batches, and are counted from `origin` = (round, epoch).
         """
         self.data, self.seed, self.origin, self.steps_per_epoch = data, seed, origin, steps
         self.rank, self.size = place

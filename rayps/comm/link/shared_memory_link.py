@@ -99,7 +99,7 @@ class IncomingLane:
 
 
 class _HeaderReader:
-    """Read the socket: headers, small payloads, descriptors, and the end of the connection."""
+    """The reading side of the socket: headers, small payloads, descriptors, and the end of the connection."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.descriptors: deque[int] = deque()

@@ -31,7 +31,7 @@ _WORTH = 0.8  # more streams, or an algorithm that sends more, must take at most
 
 
 class Autotuner:
-    """Reduce vectors for one ring, by the fastest measured algorithm."""
+    """The ring's own backend, which reduces vectors by the fastest measured algorithm."""
 
     def __init__(self, mesh: Mesh, algorithm: str, table: RingTable | None, streams: int = 0) -> None:
         self.must_know(algorithm)

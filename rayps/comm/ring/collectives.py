@@ -170,7 +170,7 @@ class CollectiveHandle(Generic[T]):
 
 
 class BackgroundThread:
-    """Run a ring's background collectives; the thread starts with the first one."""
+    """The thread that runs a ring's background collectives; it starts with the first one."""
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None

@@ -24,7 +24,7 @@ _OPS = {"add": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 class Delegate:
-    """Reduce vectors for one ring by a process group."""
+    """A ring's backend that reduces vectors by a process group of torch."""
 
     shared_memory = None
 

@@ -29,7 +29,7 @@ _aside = _Aside()
 
 
 class Stash(nn.Module):
-    """Return the input unchanged, and store it for the `Unstash` of the same name."""
+    """A layer that returns its input unchanged, and stores it for the `Unstash` of the same name."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Stash(nn.Module):
 
 
 class Unstash(nn.Module):
-    """Return `merge(x, stashed)` of the value that the `Stash` of the same name stored; by default their sum."""
+    """A layer that returns `merge(x, stashed)` with the value of the `Stash` of the same name; by default their sum."""
 
     def __init__(self, name: str, merge: Callable[..., Nested] = torch.add) -> None:
         super().__init__()
