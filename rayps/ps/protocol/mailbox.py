@@ -1,14 +1,14 @@
-"""Requests of a worker to a server of its own host, through memory that both hold: no bytes travel.
+"""Requests of a worker to a server on the same host, through shared memory; no bytes are sent.
 
-A mailbox holds one request at a time: its kind, step and weight, and a *head* with a row for each segment: segment,
-generation, place and bytes of its piece, place and bytes of its answer. A place is a number of one of the worker's
-memories and an offset in it. The pieces lie there, and the server writes the rows of tables there too; the values of a
-dense segment are read out of the server's own memory (`rayps.ps.protocol.mailbox.SharedSlice`). What else there
-is to say (an error, STALE) comes as a message, and the answer in the mailbox says so.
+A mailbox is a block of shared memory that holds one request at a time: its kind, step and weight, and a *head* with a
+row for each segment: the segment, its generation, place and bytes of its piece, place and bytes of its answer. A place
+is the number of one of the worker's memories, and an offset in that memory. The worker puts the pieces there, and the
+server writes the rows of tables there. The values of a dense segment are read out of the server's own memory
+(`SharedSlice`). Other answers (an error, STALE) are sent as a message, and the answer in the mailbox says so.
 
-A wakeup descriptor (an eventfd) is written only where the other side sleeps: who goes to sleep says so first and then
-looks once more. A piece must not change, and the place of an answer belongs to the server, until the answer is there;
-a worker that does not wait for an answer uses other memory from then on (`WorkerMemory.retire`).
+A wakeup descriptor (an eventfd) is written only if the other side sleeps: a side first sets its word ASLEEP, then
+checks once more for work, then sleeps. Until the answer is there, the piece must not change and the place of the answer
+belongs to the server. A worker that does not wait for an answer uses other memory from then on (`WorkerMemory.retire`).
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ MAILBOX_BYTES = 1 << 14
 # words (int64) of a mailbox: the request behind ASKED, the answer behind ANSWERED
 ASKED, ANSWERED, WAITS = 0, 8, 16
 HEAD = 256  # byte at which the head begins
-ROW = 6  # words of a row of the head
+ROW = 6  # words in a row of the head
 ROWS = (MAILBOX_BYTES - HEAD) // (8 * ROW)
-REQUEST = struct.Struct("<5qd")  # kind, number of the head, its rows, step, patience in ms, weight
-ANSWER = struct.Struct("<5q")  # version, lead, durable, where the answer is, offers made on the link so far
+REQUEST = struct.Struct("<5qd")  # kind, number of the head, rows in the head, step, patience in ms, weight
+ANSWER = struct.Struct("<5q")  # version, lead, durable, BY_MEMORY or BY_MESSAGE, offers made on the link so far
 _REQUEST_AT, _ANSWER_AT = 8 * (ASKED + 1), 8 * (ANSWERED + 1)
 BY_MEMORY, BY_MESSAGE = 0, 1
-ASLEEP = 0  # word of a server's page: it sleeps
-OFFSET_BITS = 40  # of a place; above them the number of the memory
+ASLEEP = 0  # word of a server's page that is 1 while the server sleeps
+OFFSET_BITS = 40  # low bits of a place, which hold the offset; the bits above are the memory's number
 
-CHUNK_BYTES = 1 << 22  # of a memory for pieces, at least
-LIMIT_BYTES = 1 << 28  # of all of them, for one session
+CHUNK_BYTES = 1 << 22  # least size of a memory for pieces
+LIMIT_BYTES = 1 << 28  # largest sum of the sizes of one session's memories for pieces
 ALIGN = 64
-TRIES = 20  # readings of a slice that the server steps in the middle of, before it is asked to send a copy
+TRIES = 20  # attempts to read a slice between two steps of the server, before the server is asked for a copy
 
 
 class MailboxCall(NamedTuple):
-    """A request as a server finds it in a mailbox."""
+    """A request, as the server reads it from a mailbox."""
 
     tag: int
     kind: int
@@ -63,7 +63,10 @@ class MailboxCall(NamedTuple):
 
 
 class _Chunk:
-    """One memory of a worker: blocks that were given back are used again, by size."""
+    """One shared memory of a worker, divided into blocks.
+
+    A block that was given back is used again for the same size.
+    """
 
     def __init__(self, memory: Memory, blocks: bool) -> None:
         self.memory, self.size = memory, memory.size
@@ -74,7 +77,7 @@ class _Chunk:
         self._free: dict[int, deque[int]] = {}
 
     def take(self, size: int) -> int:
-        """Return where a block of this size is; -1 where there is no room."""
+        """Return the offset of a free block of this size; -1 if there is no room."""
         free = self._free.get(size)
         if free:
             return free.popleft()
@@ -84,7 +87,7 @@ class _Chunk:
         return self._top - size
 
     def give(self, size: int, offset: int) -> None:
-        """Take a block back."""
+        """Return a block to the free blocks."""
         self._free.setdefault(size, deque()).append(offset)
 
 
@@ -92,23 +95,26 @@ class WorkerMemory:
     """The memories of one session in which servers of this host find pieces and put answers; and its wakeup."""
 
     def __init__(self) -> None:
-        """Raises LinkError: there is no such memory."""
+        """Create the wakeup descriptor; memories are created on use.
+
+        Raises LinkError: shared memory is not available.
+        """
         self.wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.chunks: list[_Chunk] = []
         self.gradients: GradientBuffer | None = None
         self._bytes = 0
 
     def gradient(self, size: int, dtype: torch.dtype) -> GradientBuffer:
-        """Return the memory of the dense vector's gradient."""
+        """Return the memory for the dense vector's gradient."""
         if self.gradients is None:
             self.gradients = GradientBuffer(size, dtype)
             self.chunks.append(_Chunk(self.gradients.memory, blocks=False))
         return self.gradients
 
     def room(self, size: int) -> Bytes:
-        """Return memory for a piece or an answer, not cleared; it is used again once nobody refers to it any more.
+        """Allocate memory for a piece or an answer, not cleared. It is used again when no reference to it is left.
 
-        Ordinary memory where the session has as much as it may have.
+        If the session has reached LIMIT_BYTES, the memory is ordinary memory.
         """
         whole = rounded(size)
         for chunk in self.chunks:
@@ -128,7 +134,7 @@ class WorkerMemory:
         return found
 
     def place(self, piece: Bytes) -> int:
-        """Return where a piece lies, as a place; -1 where it lies in none of these memories."""
+        """Return the place of a piece; -1 if it is in none of these memories."""
         address = int(piece.__array_interface__["data"][0])
         for number, chunk in enumerate(self.chunks):
             if address - chunk.address >= 0 and address + len(piece) <= chunk.address + chunk.size:
@@ -136,28 +142,28 @@ class WorkerMemory:
         return -1
 
     def number(self, gradients: GradientBuffer) -> int:
-        """Return the number of the memory of a gradient."""
+        """Return the number of a gradient's memory."""
         return next(i for i, chunk in enumerate(self.chunks) if chunk.memory is gradients.memory)
 
     def retire(self) -> None:
-        """Use other memory from now on: a server may still read and write these."""
+        """Stop using the present memories, which a server may still read and write; later calls create others."""
         for chunk in self.chunks:
             chunk.usable = False
-            chunk.address = 1 << 62  # nothing lies in it any more
+            chunk.address = 1 << 62  # no piece is found in this memory from now on
         self._bytes = 0
         if self.gradients is not None:
             self.gradients.close()
             self.gradients = None
 
     def hush(self) -> None:
-        """Take the wakeup back."""
+        """Clear the wakeup descriptor."""
         try:  # noqa: SIM105  # in every turn
             os.eventfd_read(self.wakeup)
         except BlockingIOError:
             pass
 
     def close(self) -> None:
-        """Give up the memories; what was given out of them stays good. Safe to call twice."""
+        """Close the descriptors. Arrays that were allocated from the memories stay valid. Safe to call twice."""
         if self.wakeup >= 0:
             os.close(self.wakeup)
             self.wakeup = -1
@@ -183,23 +189,23 @@ class WorkerMailbox:
     """The worker's side of a mailbox, which it makes and offers to the server at the other end of `link`."""
 
     def __init__(self, link: SharedLink, memory: WorkerMemory) -> None:
-        """Raises LinkError."""
+        """Create the mailbox and offer it on the link. Raises LinkError: there is no memory, or the link is lost."""
         self.link, self.memory = link, memory
         self._box = Memory.create(MAILBOX_BYTES)
         self._view, self.words = self._box.view, self._box.view.cast("q")
         link.offer(MAILBOX, self._box)
         link.offer_descriptor(WAKEUP, memory.wakeup)
         self._box.close_descriptor()
-        self.tag = 0  # of the last request
+        self.tag = 0  # tag of the last request
         self._bell = -1
         self._asleep: memoryview | None = None
-        self._offered = 0  # memories
+        self._offered = 0  # number of memories offered
         self._head, self._number, self._rows = b"", 0, 0
         self._slices: dict[int, tuple[memoryview, Bytes]] = {}
 
     @property
     def ready(self) -> bool:
-        """Whether the server takes requests here: it says so before it says JOINED."""
+        """Whether the server takes requests from this mailbox; the server offers its page before it sends JOINED."""
         if self._asleep is None and SERVER in self.link.memories and WAKEUP in self.link.descriptors:
             self._asleep = self.link.memories.pop(SERVER).view.cast("q")
             self._bell = self.link.descriptors.pop(WAKEUP)
@@ -207,12 +213,12 @@ class WorkerMailbox:
 
     @property
     def answered(self) -> bool:
-        """Whether the last request is answered, so that another one may be put."""
+        """Whether the last request is answered, so that another request may be put."""
         found: bool = self.words[ANSWERED] == self.tag
         return found
 
     def offer(self) -> bool:
-        """Let the server use all memories that there are; False while the link takes no more."""
+        """Offer the server all memories that were created since; return False while the link cannot send."""
         chunks = self.memory.chunks
         while self._offered < len(chunks):
             if chunks[self._offered].memory.fd >= 0:
@@ -221,7 +227,7 @@ class WorkerMailbox:
         return self.link.flush() and not self.link.queued
 
     def put(self, tag: int, kind: int, head: bytes, step: int, patience: int, weight: float) -> None:
-        """Put a request; `offer` comes before, and a fence and `ring` must follow."""
+        """Put a request. Call `offer` before; a fence and `ring` must follow."""
         if head is not self._head:
             if head != self._head:
                 self._number += 1
@@ -231,24 +237,24 @@ class WorkerMailbox:
         self.tag = self.words[ASKED] = tag
 
     def ring(self) -> None:
-        """Wake the server where it sleeps."""
+        """Wake the server if it sleeps."""
         if self._asleep is not None and self._asleep[ASLEEP]:
             try:  # noqa: SIM105  # in every turn
                 os.eventfd_write(self._bell, 1)
             except OSError:
-                pass  # it is gone, which the link says
+                pass  # the server has ended, which the link reports
 
     def answer(self) -> tuple[int, int, int, int, int]:
-        """What the server says to the last request: version, lead, durable, where the answer is, offers.
+        """Return the answer to the last request: version, lead, durable, BY_MEMORY or BY_MESSAGE, and offers.
 
-        The offers are those that it had made on the link by then.
+        The offers are the number of memories that the server had offered on the link by then.
         """
         found: tuple[int, int, int, int, int] = ANSWER.unpack_from(self._view, _ANSWER_AT)
         return found
 
     @property
     def readable(self) -> bool:
-        """Whether the answer can be read here: it does not come by message, and what the server offered has come."""
+        """Whether the answer is in memory, and all memories that the server had offered by then have arrived."""
         _, _, _, where, offers = self.answer()
         if where != BY_MEMORY:
             return False
@@ -257,20 +263,23 @@ class WorkerMailbox:
         return self.link.offers_taken >= offers
 
     def slice(self, segment: int) -> tuple[memoryview, Bytes]:
-        """The first words of a segment's memory, and its values. Raises LinkError: the server did not offer it."""
+        """Return a segment's first words and its values. Raises LinkError: the server did not offer its memory."""
         fresh = self.link.memories.pop(SEGMENT + segment, None)
         if fresh is not None:
             params = np.frombuffer(fresh.view[PAGE:], np.uint8) if fresh.size > PAGE else np.empty(0, np.uint8)
             self._slices[segment] = fresh.view[:PAGE].cast("q"), params
         found = self._slices.get(segment)
         if found is None:
-            raise LinkError(f"{self.link.peer!r} answered out of memory that it did not offer", peer=self.link.peer)
+            raise LinkError(
+                f"{self.link.peer!r} answered with a segment whose memory it did not offer", peer=self.link.peer
+            )
         return found
 
     def place_of(self, segment: int, into: Any, rows: ShardRows | None = None) -> tuple[memoryview, Bytes, Bytes]:
-        """A segment's first words, its values, and the array of bytes that `into` is: of all values, or of `rows`.
+        """Return a segment's first words, its values, and `into` as an array of bytes.
 
-        Raises LinkError: the server did not offer the segment, or it has another size than `into`.
+        `into` has room for all values, or for `rows`. Raises LinkError: the server did not offer the segment, or the
+        segment has another size than `into`.
         """
         words, values = self.slice(segment)
         place = array_of(into)
@@ -284,9 +293,9 @@ class WorkerMailbox:
         return words, values, place
 
     def read(self, segment: int, into: Any, rows: ShardRows | None = None, *, torn: bool = False) -> bool:
-        """Copy a segment's values, or `rows` of them, of one version, or of any where they may be `torn`.
+        """Copy a segment's values, or `rows` of them, all of one version; with `torn`, possibly of several versions.
 
-        False while they always change. Raises LinkError as `place_of`.
+        Return False if the values changed during each attempt. Raises LinkError as `place_of`.
         """
         words, values, place = self.place_of(segment, into, rows)
         if not torn:
@@ -295,7 +304,7 @@ class WorkerMailbox:
         return True
 
     def close(self) -> None:
-        """Give up the descriptor; the memory goes with its last user."""
+        """Close the wakeup descriptor; the memory is freed by its last user."""
         if self._bell >= 0:
             os.close(self._bell)
             self._bell = -1
@@ -306,7 +315,7 @@ class WorkerMailbox:
 
 
 def copy_whole(words: memoryview, values: Bytes, place: Bytes, rows: ShardRows | None = None) -> bool:
-    """Copy values, or rows of them, of one version; False where the server stepped in the middle of each try."""
+    """Copy values, or rows of them, of one version; return False if the server stepped during each attempt."""
     for _ in range(TRIES):
         before = words[STEPS]
         if not before & 1:
@@ -319,7 +328,7 @@ def copy_whole(words: memoryview, values: Bytes, place: Bytes, rows: ShardRows |
 
 
 def copy_now(values: Bytes, place: Bytes, rows: ShardRows | None) -> None:
-    """Copy values, or rows of them, as they are."""
+    """Copy values, or rows of them, also while the server steps."""
     if rows is None:
         place[:] = values
     else:
@@ -327,61 +336,61 @@ def copy_now(values: Bytes, place: Bytes, rows: ShardRows | None) -> None:
 
 
 def array_of(buffer: Any) -> Bytes:
-    """Return a buffer as an array of bytes, in the same memory."""
+    """Return a buffer as an array of bytes that shares its memory."""
     if isinstance(buffer, np.ndarray):
         return buffer if buffer.dtype == np.uint8 and buffer.ndim == 1 else buffer.reshape(-1).view(np.uint8)
     return np.frombuffer(buffer, np.uint8) if len(buffer) else np.empty(0, np.uint8)
 
 
 def mailbox(link: object, memory: WorkerMemory | None) -> WorkerMailbox | None:
-    """Return a mailbox on a link, where its two ends share memory; else None."""
+    """Return a mailbox on a link whose ends share memory; None for another link."""
     if memory is None or not AVAILABLE or not isinstance(link, SharedLink):
         return None
     return WorkerMailbox(link, memory)
 
 
 class ServerMailbox:
-    """The server's side of a mailbox: takes requests out and puts answers in."""
+    """The server's side of a mailbox: takes requests out, and puts answers in."""
 
     def __init__(self, link: SharedLink, page: Memory, wakeup: int) -> None:
-        """Take over what the worker has offered; `page` and `wakeup` are this server's."""
+        """Take the memories that the worker has offered on the link; `page` and `wakeup` are this server's."""
         self.link = link
         box = link.memories.pop(MAILBOX)
         self._bell = link.descriptors.pop(WAKEUP)
         self._view, self.words = box.view, box.view.cast("q")
-        self.seen = 0  # the last request that was taken out
-        self.open = 0  # the one that is not answered
-        self.number, self._rows = 0, list[list[int]]()  # of the head that was read last
+        self.seen = 0  # tag of the last request that was taken out
+        self.open = 0  # tag of the request that is not answered yet
+        self.number, self._rows = 0, list[list[int]]()  # number and rows of the head that was read last
         self._memories: dict[int, Memory] = {}
-        self.offered: dict[int, object] = {}  # by segment: the memory of it that the worker knows
+        self.offered: dict[int, object] = {}  # by segment: the memory that was offered to the worker
         link.offer(SERVER, page, read_only=True)
         link.offer_descriptor(WAKEUP, wakeup)
 
     def take(self) -> tuple[MailboxCall, list[list[int]], bool]:
-        """Return the new request, the rows of its head, and whether the head is another one than before."""
+        """Return the new request, the rows of its head, and whether the head has changed since the last request."""
         tag = self.begin()
         kind, number, rows, step, patience, weight = self.request()
         fresh = number != self.number
         if fresh:
             if not 0 <= rows <= ROWS:
-                raise ValueError(f"a request in a mailbox names {rows} segments: it has room for {ROWS}")
+                raise ValueError(f"a request in a mailbox names {rows} segments: the mailbox has room for {ROWS}")
             words = np.frombuffer(self._view, np.int64, rows * ROW, HEAD)
             self.number, self._rows = number, words.reshape(rows, ROW).tolist()
         return MailboxCall(tag, kind, step, patience, weight), self._rows, fresh
 
     def request(self) -> tuple[int, int, int, int, int, float]:
-        """Return the request as it lies there: kind, number of the head, its rows, step, patience, weight."""
+        """Read the request: kind, number of the head, rows in the head, step, patience, weight."""
         found: tuple[int, int, int, int, int, float] = REQUEST.unpack_from(self._view, _REQUEST_AT)
         return found
 
     def begin(self) -> int:
-        """Take the new request out: from now on it is the open one. Its tag."""
+        """Mark the new request as the open one, and return its tag."""
         tag: int = self.words[ASKED]
         self.seen = self.open = tag
         return tag
 
     def bytes_at(self, place: int, size: int) -> memoryview:
-        """Return memory of the worker's. Raises ValueError: it offered none such."""
+        """Return bytes of the worker's memory. Raises ValueError: the worker did not offer this place."""
         if not size:
             return memoryview(b"")
         number, offset = place >> OFFSET_BITS, place & (1 << OFFSET_BITS) - 1
@@ -398,56 +407,59 @@ class ServerMailbox:
         return memory.view[offset : offset + size]
 
     def tensor_at(self, place: int, size: int, dtype: torch.dtype) -> Tensor:
-        """Return the same, as elements. Raises ValueError."""
+        """Return bytes of the worker's memory as elements of `dtype`.
+
+        Raises ValueError: as `bytes_at`, or the size does not fit.
+        """
         if size % dtype.itemsize:
             raise ValueError(f"{size} bytes are no whole number of {dtype} elements")
         view = self.bytes_at(place, size)
         return torch.frombuffer(view, dtype=dtype) if size else torch.empty(0, dtype=dtype)
 
     def offer(self, segment: int, memory: Memory) -> None:
-        """Let the worker read a segment's memory."""
+        """Offer a segment's memory to the worker, which may then read it."""
         self.link.offer(SEGMENT + segment, memory, read_only=True)
 
     def answer(self, version: int, lead: int, durable: int, where: int = BY_MEMORY) -> None:
-        """Answer the request that is open; what was offered must have left, and `wake` must follow."""
+        """Answer the open request. All offers must have been sent before; `wake` must follow."""
         ANSWER.pack_into(self._view, _ANSWER_AT, version, lead, durable, where, self.link.offers_made)
         self.words[ANSWERED], self.open = self.open, 0
 
     def wake(self) -> None:
-        """Write the worker's wakeup where it sleeps; a fence comes before."""
+        """Write the worker's wakeup if the worker sleeps; a fence comes before."""
         if self.words[WAITS]:
             os.eventfd_write(self._bell, 1)
 
     def close(self) -> None:
-        """Give up the descriptor; the memory goes with its last user."""
+        """Close the worker's wakeup descriptor; the memory is freed by its last user."""
         if self._bell >= 0:
             os.close(self._bell)
             self._bell = -1
 
 
 def offered(link: object) -> bool:
-    """Return whether the worker at the other end has offered a mailbox."""
+    """Return whether the worker at the other end of a link has offered a mailbox."""
     return isinstance(link, SharedLink) and MAILBOX in link.memories and WAKEUP in link.descriptors
 
 
 def head_of(rows: Sequence[Sequence[int]]) -> bytes:
-    """Return the head of a request."""
+    """Encode the head of a request from its rows."""
     return np.array(rows, np.int64).tobytes()
 
 
-# The words below are read in the order in which they are written; where that is not so, messages do the work.
+# The words below must be read in the order in which they are written. On processors without this order messages are used.
 AVAILABLE = link_memory.AVAILABLE and link_memory.ORDERED
 
 PAGE = 4096
 SMALL = 1 << 18  # elements
 # words (int64) of a slice's first page
-STEPS = 0  # twice the number of steps, plus one while one is being taken
+STEPS = 0  # twice the number of steps, plus one during a step
 
 
 class SharedSlice:
-    """A shard's parameters, in memory that workers of this host can read where there is such memory.
+    """A shard's parameters, in memory that workers of this host can read if shared memory is available.
 
-    With `private` they stay in the memory in which they are given, and nobody else reads it.
+    With `private` the parameters stay in the given memory, which no other process reads.
     """
 
     def __init__(self, params: Tensor, *, private: bool = False) -> None:
@@ -469,25 +481,27 @@ class SharedSlice:
 
 
 def tensor_in(memory: Memory, dtype: torch.dtype, count: int, at: int = 0) -> Tensor:
-    """`count` elements of a shared segment, from byte `at`."""
+    """Return `count` elements of a shared memory, from byte `at` on."""
     if count == 0:
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(memory.view, dtype=dtype, count=count, offset=at)
 
 
 class GradientBuffer:
-    """A worker's own: the gradient that servers of this host read where it lies."""
+    """A worker's memory for its gradient, from which servers of this host read their parts without a copy."""
 
     def __init__(self, size: int, dtype: torch.dtype) -> None:
-        self.memory = Memory.create((size + 1) * dtype.itemsize)  # pages are taken when they are first touched
-        self.gradient = tensor_in(self.memory, dtype, size + 1)  # one more: a ring's gradients have it for the samples
+        self.memory = Memory.create((size + 1) * dtype.itemsize)  # the system allocates a page at its first write
+        self.gradient = tensor_in(
+            self.memory, dtype, size + 1
+        )  # one element more: a ring's gradients have the number of samples there
         self.whole = self.gradient[:size]
-        # numpy is the shorter way for a few elements, and has no bfloat16; torch copies many in several threads
+        # numpy is faster for a few elements, and has no bfloat16; torch copies many elements in several threads
         self._array = self.whole.numpy() if size <= SMALL and dtype != torch.bfloat16 else None
         self._start = self.gradient.data_ptr()
 
     def holds(self, vector: Tensor, lo: int) -> bool:
-        """Return whether a vector lies in the gradient's memory already, at element `lo`."""
+        """Return whether a vector is in this memory already, at element `lo`."""
         return (
             vector.data_ptr() == self._start + lo * self.gradient.element_size()
             and vector.dtype == self.gradient.dtype
@@ -495,12 +509,12 @@ class GradientBuffer:
         )
 
     def lay(self, vector: Tensor, mine: Tensor) -> None:
-        """Copy a gradient into `mine`, which is `whole` or a part of the gradient's memory."""
+        """Copy a gradient into `mine`, which is `whole` or a part of this memory."""
         if self._array is not None and mine is self.whole and vector.dtype == mine.dtype and vector.is_cpu:
             self._array[:] = vector.numpy() if vector.dim() == 1 else vector.numpy().reshape(-1)
         else:
             mine.copy_(vector if vector.dim() == 1 else vector.reshape(-1))
 
     def close(self) -> None:
-        """Give up the memory; what was given out as a tensor stays good."""
+        """Close the descriptor. Tensors in the memory stay valid."""
         self.memory.close()

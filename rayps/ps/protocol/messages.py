@@ -27,18 +27,18 @@ class GroupMessage(enum.IntEnum):
     # JOIN: payload = seconds that pulls may wait, then the first step that this rank can push again, or -1
     JOIN = 1  # a = space, b = rank (-1: a reader, or the process that loads), weight = incarnation -> JOINED
     PUSH = 2  # a = step, weight = samples, payload = head + pieces  -> ACK
-    PULL = 3  # payload = head + pieces (which rows, for a table)    -> VALUE, once the clocks of all segments allow
+    PULL = 3  # payload = head + pieces (which rows, for a table)    -> VALUE, once the clocks of all segments allow it
     PUSH_PULL = 4  # as PUSH; dense segments only                    -> VALUE of the same segments
     READ = 5  # as PULL, outside the clock                           -> VALUE
     LOAD = 6  # payload = head + a state each (`ServedSegment.dump`); rank -1 only -> ACK once backups have it
     PART = 7  # a = round, payload = head                            -> VALUE, a state each; ERROR if not kept
-    SAVED = 8  # a = round: the state after it is stored elsewhere; no answer
+    SAVED = 8  # a = round: the state after this round is stored elsewhere; no answer
     FLUSH = 9  # payload = head -> ACK, once all pushes of this rank are durable
     CHANGES = 10  # tables only; payload = head + a version (int64) -> VALUE: changes since, an Arrow stream each
     MARKS = 11  # payload = head -> VALUE, int64 for each segment and rank: its next step
     HOLD = 12  # a = 1: once the clock lets this rank pull; payload = head -> VALUE, int64: steps by rank; pushes wait
-    AIM = 13  # payload = head + int64: steps by rank            -> ACK, once all of these are applied
-    RELEASE = 14  # apply the pushes that wait; no answer
+    AIM = 13  # payload = head + int64: steps by rank            -> ACK, once all these steps are applied
+    RELEASE = 14  # apply the pushes that wait since HOLD; no answer
     SEAT = 15  # a = space, b = rank, without a manager -> ACK, payload = int64: the incarnation of the next JOIN
     # server -> worker. Every answer: weight = step of this rank below which all pushes to these segments are durable
     JOINED = 20  # payload = int64 pairs: segment, this rank's next step; of all segments that the server is primary of
@@ -57,17 +57,19 @@ class GroupMessage(enum.IntEnum):
     SPACE = 63  # payload = a pickled Space: sent before the first orders about it
     ORDERS = 64  # {"space", "holdings": [a `SegmentOrder`, ...]}
     REPORT = 65  # {"space", "events": [[an `Event`, segment, generation, name of a backup], ...]}
-    FORGET = 66  # a = space: it is closed; free its memory
+    FORGET = 66  # a = space: the space is closed; free its memory
     BRANCH = 67  # a = space, b = parent space: payload = {"segments": [[segment, generation], ...]}
     # worker <-> manager
-    WATCH = 80  # a = space -> MAP now, and each time it changes
+    WATCH = 80  # a = space -> MAP now, and each time the map changes
     MAP = 81  # `SpaceMap.to_json`
 
 
 class Role(enum.StrEnum):
     """The role of a server for a segment."""
 
-    PRIMARY = "primary"  # serve it, and keep the named backups: copy to those that are new, and report them SYNCED
+    PRIMARY = (
+        "primary"  # serve the segment, and copy it to the named backups; report each as SYNCED when it has everything
+    )
     COPY = "copy"  # be a backup: take STATE and FORWARD from the primary of that generation
     LEAVING = "leaving"  # refuse requests as STALE from now on; report HANDED once the backups have everything
     NONE = "none"  # drop it
@@ -80,7 +82,7 @@ class SegmentOrder(NamedTuple):
     role: Role
     generation: int
     copies: dict[str, str]  # of a primary: backup -> address
-    lost: bool = False  # its values were lost: it serves nothing before a state is loaded
+    lost: bool = False  # the segment's values were lost: the server serves none before a state is loaded
 
     @classmethod
     def of(cls, row: Sequence[Any]) -> SegmentOrder:
@@ -92,10 +94,10 @@ class Event(enum.StrEnum):
     """A server's report about a segment."""
 
     READY = "ready"  # PRIMARY in that generation, and serving
-    SYNCED = "synced"  # backup `name` has everything, and every later answer waits for it
+    SYNCED = "synced"  # backup `name` has everything, and every later answer waits for this backup
     HANDED = "handed"  # LEAVING, and all backups have everything
-    COPY_LOST = "copy lost"  # the connection to backup `name` failed; answers wait until ORDERS leave it out
-    ASKED = "asked"  # a COPY without a STATE, or with a gap in what was forwarded: it needs a new STATE
+    COPY_LOST = "copy lost"  # the connection to backup `name` failed; answers wait until ORDERS name it no more
+    ASKED = "asked"  # a COPY has no STATE, or lacks a forwarded change: the server needs a new STATE
 
 
 def refusal(tag: int, error: Exception) -> tuple[Message, bytes]:

@@ -25,7 +25,7 @@ from rayps.tensors.packing import flat_bytes, tensor_of
 
 _HEAD = struct.Struct("<5q")  # form, three numbers, bytes of the body
 _ALIGN = 8
-KEPT_IDS = 1 << 21  # of one segment: 24 MB
+KEPT_IDS = 1 << 21  # ids that are kept for one segment: 24 MB
 
 
 class Form(enum.IntEnum):
@@ -45,7 +45,7 @@ class DensePiece(NamedTuple):
 
     @property
     def area(self) -> Area:
-        """The elements of the segment that it changes."""
+        """Return the elements of the segment that the push changes."""
         return (self.offset, self.offset + self.value.numel()) if self.rows is None else self.rows
 
 
@@ -72,7 +72,10 @@ def rows_piece(rows: ShardRows, plain: int, value: Any = b"") -> bytes:
 def rows_push(
     rows: ShardRows, plain: int, summed: tuple[Tensor, Tensor | None], first: int, room: Callable[[int], Bytes]
 ) -> Bytes:
-    """A push of rows as `rows_piece`, in memory of `room(bytes)`: what `Ids.summed` gave, from row `first` on."""
+    """Encode a push of rows as `rows_piece` does, in memory of `room(bytes)`.
+
+    The rows are the result of `Ids.summed`, from row `first` on.
+    """
     count, values = len(rows.ids), summed[0]
     padding, size = -4 * count % _ALIGN, rows.elements * values.element_size()
     at = _HEAD.size + 4 * count + padding
@@ -116,18 +119,18 @@ def area_piece(value: Tensor, area: Area, size: int) -> bytes:
 
 
 class KnownRows:
-    """The lists of ids that were read last for one segment: one that comes again is compared, and not checked again.
+    """The lists of ids that were last received for one segment, so that a repeated list is not checked again.
 
     Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014, section 5.1.1 (key caching).
     """
 
     def __init__(self, lists: int) -> None:
-        """Keep at most so many lists, and `KEPT_IDS` ids."""
+        """Keep at most `lists` lists, with `KEPT_IDS` ids in all."""
         self._lists, self._ids = lists, 0
-        self._known: dict[tuple[int, ...], tuple[NDArray[np.int32], ShardRows]] = {}  # the one used last is the last
+        self._known: dict[tuple[int, ...], tuple[NDArray[np.int32], ShardRows]] = {}  # the list used last is the last
 
     def find(self, entry: int, ids: NDArray[np.int32]) -> ShardRows | None:
-        """Return the rows of these ids, if they are known."""
+        """Return the rows of these ids; None if the list is not known."""
         key = self._key(entry, ids)
         found = self._known.get(key)
         if found is None or not np.array_equal(found[0], ids):
@@ -136,7 +139,7 @@ class KnownRows:
         return found[1]
 
     def keep(self, entry: int, ids: NDArray[np.int32], rows: ShardRows) -> None:
-        """Remember a list that was checked; those used longest ago are forgotten."""
+        """Add a list that was checked; drop the lists that were used longest ago."""
         key = self._key(entry, ids)
         self._forget(key)
         self._known[key] = ids.copy(), rows

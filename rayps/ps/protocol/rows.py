@@ -1,8 +1,8 @@
-"""Rows of a table by id: what a worker asks for and sends, and what a shard does with it. Pure: tensors, no sockets.
+"""Rows of a table by id: encode a worker's requests for rows, and read and step rows on a shard. Pure: no sockets.
 
 A table is a parameter of two or more dimensions within the flat vector; a row is one index of its first dimension.
-Ids are sorted and made unique once, so that the rows of one shard stand next to each other in every message, and
-duplicates are summed. A list of ids that is used again is not sent again: the shard keeps a few of each worker's.
+Ids are sorted and made unique once, so that the rows of one shard are adjacent in every message, and
+duplicates are summed. A list of ids that is used again is not sent again: the shard keeps a few lists of each worker.
 Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014 (caching of key lists).
 """
 
@@ -24,14 +24,14 @@ from rayps.tensors.optim import SlicedOptimizer
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
-KEPT_LISTS = 4  # of each worker on each shard, e.g. those of the batch under way and of the one before
-SEGMENTS = 32  # of a large vector
-SEGMENT_BYTES = 1 << 17  # each costs a request some 30 microseconds, whatever its size
+KEPT_LISTS = 4  # lists kept for each worker on each shard, e.g. those of this batch and of the last one
+SEGMENTS = 32  # segments of a large vector
+SEGMENT_BYTES = 1 << 17  # least size by default: each segment costs a request about 30 microseconds, whatever its size
 
 
 @dataclass(frozen=True, slots=True)
 class TableInVector:
-    """Where a table stands in the vector: its number in the layout, its first element, and its shape in rows."""
+    """The position of a table in the vector: its number in the layout, its first element, and its shape in rows."""
 
     name: str
     entry: int
@@ -40,7 +40,7 @@ class TableInVector:
     width: int  # elements of a row
 
     def part(self, lo: int, hi: int) -> tuple[int, int]:
-        """Return the rows [first, last) that lie in the elements [lo, hi) of the vector.
+        """Return the rows [first, last) that are within the elements [lo, hi) of the vector.
 
         Raises:
             ConfigError: a row is cut by these bounds.
@@ -57,10 +57,10 @@ class TableInVector:
 
 
 def table_of(layout: Layout, name: str | None = None) -> TableInVector:
-    """Return the table of that name; without a name, the only one there is.
+    """Return the table of that name; without a name, the only table of the layout.
 
     Raises:
-        ConfigError: there is no such table, or there are several and none was named.
+        ConfigError: there is no such table, or there are several and no name is given.
     """
     tables = {e.name: i for i, e in enumerate(layout.entries) if len(e.shape) >= 2 and e.hi > e.lo}
     if name is None and len(tables) == 1:
@@ -85,12 +85,14 @@ def cuts(layout: Layout, shards: int, most: float = 1 / 16) -> list[tuple[int, i
 
 
 def cut(layout: Layout, segments: int | None = None) -> tuple[tuple[int, int], ...]:
-    """Return the elements [lo, hi) of each segment; by default 32 of them, and fewer, but 8, where the vector is small.
+    """Return the elements [lo, hi) of each segment.
+
+    The default is 32 segments, for a small vector fewer, but at least 8.
 
     A column of a model may own nothing: it has one empty segment, whose clock counts the column's pushes.
 
     Raises:
-        ConfigError: there are to be fewer than one.
+        ConfigError: `segments` is below 1 or above the number of elements.
     """
     if segments is None:
         if not layout.size:
@@ -100,7 +102,7 @@ def cut(layout: Layout, segments: int | None = None) -> tuple[tuple[int, int], .
         raise ConfigError(
             f"segments is {segments!r}: give a whole number from 1 to the {layout.size} elements", field="segments"
         )
-    return tuple(cuts(layout, segments, 1 / 2))  # a server has many of them, so that they need not be equal
+    return tuple(cuts(layout, segments, 1 / 2))  # a server has many segments, so they need not be of equal size
 
 
 def _row_begin(layout: Layout, bound: int, widest: int) -> int:
@@ -121,8 +123,8 @@ class Ids:
         self.table = table
         self.given = given.detach().to("cpu", torch.int64, copy=True)
         self.unique = self.given
-        self._order: Tensor | None = None  # which of the given ids stands where, once sorted; None = they are sorted
-        self._places = self.given  # where each of the given ids stands in `unique`, unless they are sorted
+        self._order: Tensor | None = None  # the permutation that sorts the given ids; None = they are sorted
+        self._places = self.given  # the index in `unique` of each given id, unless they are sorted
         self._repeated = False
         if not bool((self.given[1:] > self.given[:-1]).all()):
             self.unique, self._order = torch.sort(self.given, stable=True)
@@ -139,17 +141,19 @@ class Ids:
 
     @property
     def sorted(self) -> bool:
-        """Whether they were given as they travel."""
+        """Whether the given ids are sorted and unique already."""
         return self._order is None
 
     def same(self, given: Tensor, table: TableInVector) -> bool:
-        """Return whether these are the ids that are given again."""
+        """Return whether `given` and `table` are equal to those of this object."""
         return table == self.table and given.shape == self.given.shape and torch.equal(given, self.given)
 
     def summed(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Rows [len(given), width], those of the same id added up, and their order as they travel: None = as they are.
+        """Sum rows [len(given), width] by id; return them with the order in which they are sent.
 
-        `piece` gives a part of them.
+        None = the order is unchanged.
+
+        `piece` returns a part of them.
         """
         rows = rows.contiguous()
         if not self._repeated:
@@ -158,7 +162,7 @@ class Ids:
         return total.index_put_((self._places,), rows, accumulate=True), None
 
     def spread(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return rows [len(unique), width] as they were asked for: [len(given), width], in `out` where given."""
+        """Return rows [len(unique), width] in the order of the given ids: [len(given), width], in `out` if given."""
         if self._order is None:
             return rows
         spread = torch.empty(len(self.given), rows.shape[1], dtype=rows.dtype) if out is None else out
@@ -166,7 +170,7 @@ class Ids:
         return spread
 
     def cut(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return where each shard's ids stand in `unique`, for shards of the elements `ranges`. Raises ConfigError."""
+        """Return the range of each shard's ids in `unique`, for shards of the elements `ranges`. Raises ConfigError."""
         parts = [self.table.part(lo, hi) for lo, hi in ranges]
         places = torch.searchsorted(self.unique, torch.tensor(parts, dtype=torch.int64)).tolist()
         return [(first, last) for first, last in places]
@@ -174,7 +178,10 @@ class Ids:
 
 @dataclass(frozen=True, slots=True)
 class ShardRows:
-    """Some rows of a table's part on one shard: they begin at its element `start`, and `ids` count from there."""
+    """Some rows of the part of a table on one shard.
+
+    The part begins at the shard's element `start`, where `ids` count from 0.
+    """
 
     entry: int
     start: int
@@ -183,11 +190,11 @@ class ShardRows:
 
     @property
     def elements(self) -> int:
-        """How many elements these rows have."""
+        """The number of elements of these rows."""
         return len(self.ids) * self.width
 
     def of(self, vector: Tensor) -> Tensor:
-        """These rows of the shard's vector, as a new tensor [n, width]."""
+        """Return these rows of the shard's vector, as a new tensor [n, width]."""
         return _taken(self._table(vector), self.ids)
 
     def copy(self, vector: Bytes, into: Bytes) -> None:
@@ -212,19 +219,19 @@ class ShardRows:
         return vector[self.start : self.start + whole * self.width].view(whole, self.width)
 
     def within(self, wider: ShardRows) -> ShardRows:
-        """Return the same rows, counted among those of `wider`, which has them all."""
+        """Return the same rows with ids that are their indices in `wider`, which contains all of them."""
         return ShardRows(self.entry, 0, self.width, torch.searchsorted(wider.ids, self.ids))
 
 
 def _cells(rows: Tensor) -> Any:
-    """Rows [n, width] as n cells of bytes, in the same memory: numpy moves these several times as fast as torch."""
+    """Return rows [n, width] as n cells of bytes that share their memory: numpy copies cells faster than torch."""
     if not rows.numel():
         return np.empty(0, np.dtype((np.void, 1)))
     return rows.view(-1).view(torch.uint8).numpy().view(np.dtype((np.void, rows.shape[1] * rows.element_size())))
 
 
 def piece(rows: tuple[Tensor, Tensor | None], first: int, last: int, out: Tensor | None = None) -> Tensor:
-    """What `Ids.summed` gave, rows `first` to `last` as they travel, flat; at the beginning of `out` where given."""
+    """Return rows `first` to `last` of the result of `Ids.summed`, flat, as they are sent; in `out` if given."""
     values, order = rows
     count = (last - first) * values.shape[1]
     if order is None:
@@ -242,13 +249,14 @@ def _taken(rows: Tensor, places: Tensor) -> Tensor:
     return found
 
 
-Area = tuple[int, int] | ShardRows  # what of a shard a push touches: elements [a, b), or rows
+Area = tuple[int, int] | ShardRows  # the elements of a shard that a push changes: [a, b), or rows
 
 
 def gathered(pushes: Sequence[tuple[Tensor, Area]], size: int) -> tuple[list[Tensor], Area]:
-    """Return the pushes of one round with one shape, and all that they touch: rows where all are rows of one table.
+    """Extend the pushes of one round to one shape; return them with the area that they change.
 
-    Pushes of ranges are of the shard's whole `size` already; those that touch nothing count as zeros.
+    The area is rows if all pushes are rows of one table. Pushes of ranges are of the shard's whole `size` already;
+    pushes that change nothing count as zeros.
     """
     several = [area for _, area in pushes if isinstance(area, ShardRows)]
     spans = [area for _, area in pushes if not isinstance(area, ShardRows) and area[0] < area[1]]
@@ -279,7 +287,7 @@ def _dense(value: Tensor, area: Area, size: int) -> Tensor:
 
 
 def union(several: Sequence[ShardRows]) -> ShardRows:
-    """Return all rows that are among any of these, of one table."""
+    """Return the union of rows of one table."""
     first = several[0]
     ids = first.ids
     if any(not torch.equal(rows.ids, ids) for rows in several[1:]):
@@ -288,7 +296,7 @@ def union(several: Sequence[ShardRows]) -> ShardRows:
 
 
 def rows_here(layout: Layout, lo: int, hi: int, entry: int, ids: Tensor) -> ShardRows:
-    """Global ids of a table, as rows of the shard that holds the elements lo to hi. Raises as `local_rows`."""
+    """Return global ids of a table as rows of the shard that holds the elements lo to hi. Raises as `local_rows`."""
     return local_rows(layout, lo, hi, entry, ids - _table_at(layout, entry).part(lo, hi)[0])
 
 
@@ -316,18 +324,21 @@ def _table_at(layout: Layout, entry: int) -> TableInVector:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """An id list under its number: where each shard's ids stand in it, and the rows of each shard that has some."""
+    """A list of ids under its number: its range of ids for each shard, and the rows of each shard that has some."""
 
     number: int
     ids: Ids
     cuts: list[tuple[int, int]]
     parts: list[tuple[int, ShardRows]]
     new: bool
-    pulls: dict[int, Any] = field(default_factory=dict)  # by shard: the piece that asks for them, once it was made
+    pulls: dict[int, Any] = field(default_factory=dict)  # by shard: the encoded pull of these rows, once it was made
 
 
 class IdLists:
-    """The last few id lists of one worker, each under a number below `KEPT_LISTS`; a new one takes the oldest's."""
+    """The last few lists of ids of one worker, each with a number below `KEPT_LISTS`.
+
+    A new list replaces the oldest.
+    """
 
     def __init__(self, layout: Layout, ranges: Sequence[tuple[int, int]]) -> None:
         self._layout, self._ranges = layout, ranges
@@ -335,7 +346,10 @@ class IdLists:
         self._next = 0
 
     def find(self, given: Tensor, table: str | None = None) -> Listed:
-        """Return the list of these ids, which is new where they are none of the last ones. Raises ConfigError."""
+        """Return the list with these ids; a new one if none of the last lists has them.
+
+        Raises ConfigError: an id is invalid.
+        """
         wanted = table_of(self._layout, table)
         for listed in self._lists:
             if listed is not None and listed.ids.same(given, wanted):

@@ -1,4 +1,4 @@
-"""Where things are: the server of each segment of a space, and the manager of each server group of a cluster.
+"""The addresses of a space's servers by segment, and of the managers of a cluster's server groups.
 
 A space's map is made by its group's manager. Where there is no manager, the owner of the servers publishes a
 `StaticMap`, and publishes it again when a server is replaced. Each request of a worker names the generation of each
@@ -22,7 +22,7 @@ from rayps.cluster.local import KeyValues
 
 @dataclass(frozen=True, slots=True)
 class SegmentHolders:
-    """The servers of one segment. `copies`: backups that hold every acknowledged push.
+    """The servers that hold one segment: the primary, and as `copies` the backups that hold every acknowledged push.
 
     A new primary begins a new generation.
     """
@@ -44,7 +44,7 @@ class SpaceMap:
     addresses: dict[str, str] = field(default_factory=dict)  # server -> address
 
     def by_server(self, segments: Iterable[int]) -> dict[str | None, list[int]]:
-        """Group segments by their primaries, in order; those without a primary are under None."""
+        """Return segments by their primaries, in order; segments without a primary are under None."""
         found: dict[str | None, list[int]] = {}
         for index in segments:
             found.setdefault(self.holdings[index].primary, []).append(index)
@@ -125,7 +125,7 @@ class StaticSubscription:
         self._source = source
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._woken = False
-        self._lock = threading.Lock()  # of the descriptor, against a concurrent `close`
+        self._lock = threading.Lock()  # protects the descriptor against a concurrent `close`
 
     def wake(self) -> None:
         """Make `fileno` readable. Any thread."""

@@ -60,17 +60,17 @@ class SparseTable:
 class Quota:
     """The limits of a space; None = no limit."""
 
-    bytes: int | None = None  # of parameters, optimizer state and rows, without backups
+    bytes: int | None = None  # bytes of parameters, optimizer state and rows, without backups
     operations: float | None = None  # requests a second, over all servers
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """The parameters of one job on a group. The manager gives `number`, and no number twice.
+    """The parameters of one job on a server group: a dense vector, sparse tables, or both, cut into segments.
 
-    `layout` and `cuts` are those of the dense vector; None and empty if there is none. `factory`: a packed optimizer
-    factory (`rayps.core.user_module.pack`), with or without a schedule. `ticks`: the epoch of each round. `strategy`:
-    staleness, and what a server does with pushes.
+    The manager gives `number`, and no number twice. `layout` and `cuts` are those of the dense vector; None and empty
+    if there is none. `factory`: a packed optimizer factory (`rayps.core.user_module.pack`), with or without a schedule.
+    `ticks`: the epoch of each round. `strategy`: staleness, and what a server does with pushes.
     """
 
     name: str
@@ -127,7 +127,7 @@ class Space:
         raise ConfigError(f"space {self.name!r} has no segment {index}", field="segment")
 
     def unpack_factory(self) -> Factory:
-        """Unpack the optimizer factory. Runs the user's code, and raises what that raises.
+        """Unpack the optimizer factory. Runs the user's code, and raises the exceptions of that code.
 
         Classes of rayps are found in their present modules if an older version packed the factory.
         """
@@ -164,7 +164,11 @@ class Space:
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> Space:
-        """Return the space that `to_json` wrote. Raises KeyError, TypeError, ValueError, ConfigError: it is none."""
+        """Return the space that `to_json` wrote.
+
+        Raises:
+            KeyError, TypeError, ValueError, ConfigError: `found` is not the JSON data of a space.
+        """
         layout = found["layout"]
         first_round, first_epoch, steps = found["ticks"]
         return cls(
@@ -182,7 +186,7 @@ class Space:
         )
 
 
-# classes that are not public, and in packed factories
+# classes that are not public, or are in packed factories
 _MOVED = {kind.__name__: kind for kind in (Recipe, Layout, Entry, Ticks, SubsetFactory)}
 
 
@@ -245,7 +249,7 @@ def _plain(value: Any, table: SparseTable) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class SpaceRank:
-    """A rank's place in a space on a server group. A later incarnation of the rank fences this one."""
+    """A rank's place in a space on a server group. A later incarnation of the same rank fences earlier ones."""
 
     door: dict[str, Any] | StaticMap  # the manager's address and the group's secret, or the map
     space: Space
@@ -253,10 +257,10 @@ class SpaceRank:
 
 
 class ServedSegment(Protocol):
-    """One segment of a space, on its primary and on a backup."""
+    """One segment of a space on a server: the interface of a primary and of a backup."""
 
-    seq: int  # number of changes applied; a change is one item of what `push` returns
-    operations: int  # pushes and pulls, for the load; of a table, the rows in them
+    seq: int  # number of changes applied; a change is one item of the list that `push` returns
+    operations: int  # number of pushes and pulls so far, a measure of load; of a table, of the rows in them
     copied: bool  # whether there are backups; if not, `push` returns empty changes
 
     @property
@@ -265,21 +269,25 @@ class ServedSegment(Protocol):
 
     @property
     def rows(self) -> int:
-        """The number of a table's rows; of the dense vector, of its elements."""
+        """The number of rows of a table, or of elements of the dense vector."""
 
     @property
     def nbytes(self) -> int:
         """The bytes of parameters, optimizer state and index."""
 
     def push(self, rank: int, step: int, weight: float, data: memoryview) -> list[bytes]:
-        """File a push, which may complete rounds, and return the changes that backups must replay, in order.
+        """Record a push, which may complete rounds; return the changes that backups must replay, in order.
 
-        A repeated push, and one that changes nothing yet, return []. Raises ValueError, ConfigError: the push is
+        A repeated push, and a push that changes nothing yet, return []. Raises ValueError, ConfigError: the push is
         invalid, and nothing was applied.
         """
 
     def check(self, rank: int, step: int, weight: float, data: memoryview) -> None:
-        """Raise what `push` would, so that a request of several segments has effect in all of them or in none."""
+        """Raise the errors that `push` would raise.
+
+        Called for each segment of a request before the first push, so that the request is applied to all segments or to
+        none.
+        """
 
     def replay(self, change: memoryview) -> None:
         """On a backup: apply one change that `push` returned on the primary."""
@@ -304,7 +312,7 @@ class ServedSegment(Protocol):
         """Return the next step of each rank."""
 
     def durable(self, rank: int) -> int:
-        """Return the step of this rank below which all pushes are applied here; backups have what is applied."""
+        """Return the step of this rank below which all pushes are applied here; backups hold every applied push."""
 
     def dump(self) -> bytes:
         """Return the whole state, for a backup, a move, a branch or a checkpoint."""
@@ -313,10 +321,10 @@ class ServedSegment(Protocol):
         """Replace the state by one that `dump` returned."""
 
     def part(self, rounds: int) -> bytes | None:
-        """Return the state after `rounds`; None if it was not kept (see `keep`)."""
+        """Return the state after `rounds` rounds; None if it was not kept (see `keep`)."""
 
     def keep(self, rounds: Sequence[int]) -> None:
-        """Keep the states after these rounds."""
+        """Keep, from now on, the states after these rounds."""
 
     def branch(self) -> ServedSegment:
         """Return another segment with the same values. Memory is shared until the two differ.
