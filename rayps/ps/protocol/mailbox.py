@@ -92,7 +92,7 @@ class _Chunk:
 
 
 class WorkerMemory:
-    """The memories of one session in which servers of this host find pieces and put answers; and its wakeup."""
+    """The shared memories of one session, in which servers of this host read pieces and write answers."""
 
     def __init__(self) -> None:
         """Create the wakeup descriptor; memories are created on use.
@@ -178,7 +178,7 @@ class WorkerMemory:
 
 
 def rounded(size: int) -> int:
-    """Return the size of a block for `size` bytes: at most an eighth larger, so that blocks given back fit again."""
+    """Return the size of a block for `size` bytes: at most an eighth larger, so that freed blocks are used again."""
     if size <= 8 * ALIGN:
         return -(-max(size, 1) // ALIGN) * ALIGN
     step = 1 << (size - 1).bit_length() - 4
@@ -186,7 +186,7 @@ def rounded(size: int) -> int:
 
 
 class WorkerMailbox:
-    """The worker's side of a mailbox, which it makes and offers to the server at the other end of `link`."""
+    """The worker's side of a mailbox: creates it, offers it to the server at the other end of `link`, puts requests."""
 
     def __init__(self, link: SharedLink, memory: WorkerMemory) -> None:
         """Create the mailbox and offer it on the link. Raises LinkError: there is no memory, or the link is lost."""
@@ -447,7 +447,7 @@ def head_of(rows: Sequence[Sequence[int]]) -> bytes:
     return np.array(rows, np.int64).tobytes()
 
 
-# The words below must be read in the order in which they are written. On processors without this order messages are used.
+# The words below must be read in the order in which they are written; processors without this order use messages.
 AVAILABLE = link_memory.AVAILABLE and link_memory.ORDERED
 
 PAGE = 4096

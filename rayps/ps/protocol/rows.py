@@ -74,9 +74,9 @@ def table_of(layout: Layout, name: str | None = None) -> TableInVector:
 
 
 def cuts(layout: Layout, shards: int, most: float = 1 / 16) -> list[tuple[int, int]]:
-    """The elements [lo, hi) of each shard: equal parts, whose bounds move back to the beginning of a table's row.
+    """Return the elements [lo, hi) of each shard: equal parts, with bounds moved back to the beginning of a row.
 
-    Where a row is larger than this share of a shard's part (`most`), its bounds stay, and that table has no rows by id.
+    If a row is larger than the share `most` of a shard's part, the bounds stay, and that table has no rows by id.
     Raises ConfigError.
     """
     widest = int(layout.size // shards * most)
@@ -114,7 +114,7 @@ def _row_begin(layout: Layout, bound: int, widest: int) -> int:
 
 
 class Ids:
-    """Ids as a user gave them, and as they travel: sorted and unique (`unique`, int64)."""
+    """The row ids of a request: as the user gave them (`given`), and as they are sent (`unique`, int64, sorted)."""
 
     def __init__(self, given: Tensor, table: TableInVector) -> None:
         """Raises ConfigError: the ids are not whole numbers in one dimension, or there is no such row."""

@@ -94,7 +94,7 @@ class Space:
         found = servers_of(self.strategy)
         if found is None:
             raise ConfigError(
-                f"space {self.name!r} follows {self.strategy.name}, which has none on servers: give a strategy "
+                f"space {self.name!r} follows {self.strategy.name}, which has nothing on servers: give a strategy "
                 "whose topology is Servers(...)",
                 field="strategy",
             )

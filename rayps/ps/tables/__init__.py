@@ -1,1 +1,1 @@
-"""Sparse tables: rows by 64-bit id, in segments. Pure: numpy, torch, files; no sockets, no threads of its own."""
+"""Sparse tables: rows by 64-bit id, in segments. numpy, torch and files; no sockets."""

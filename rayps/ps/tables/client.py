@@ -35,7 +35,10 @@ class TableClient:
     """One worker's client of one table of a space. For one thread."""
 
     def __init__(self, session: TableSession, space: Space, name: str, half: bool = False) -> None:
-        """`half`: send rows as bfloat16. Raises ConfigError: the space has no such table."""
+        """Connect to a table of a space.
+
+        `half`: send rows as bfloat16. Raises ConfigError: the space has no such table.
+        """
         self.table, self.first = space.table(name)
         self.half = half
         self.prefetched: Callable[[str], Prefetched | None] = lambda name: None
@@ -58,7 +61,7 @@ class TableClient:
     # ---- rows
 
     def rows(self, ids: Tensor, learns: bool = True) -> tuple[Lookup, Tensor]:
-        """Return the lookup of a forward's ids and its rows [n, dim], prefetched if possible.
+        """Return the lookup of a forward's ids, and its rows [n, dim], prefetched if possible.
 
         With `learns` the rows are those of this round; otherwise the current ones. Raises LinkError, DataError.
         """
@@ -73,7 +76,7 @@ class TableClient:
         return lookup, found
 
     def _from_prefetched(self, held: Prefetched, ids: Tensor) -> tuple[Lookup, Tensor]:
-        """Return the rows of `ids` out of the prefetched ones; pull those that are missing."""
+        """Return the rows of `ids`, taken from the prefetched rows; pull the missing ones."""
         if held.given.shape == ids.shape and torch.equal(held.given, ids.cpu()):
             return held.lookup, held.rows
         lookup = self.look(ids)
@@ -85,7 +88,10 @@ class TableClient:
         return lookup, found
 
     def pull(self, ids: Tensor | wire_format.Ids, counts: bool = False) -> Tensor:
-        """Pull the rows of ids of any shape: [*ids.shape, dim]. With `counts` it is a use: stores and counts them."""
+        """Pull the rows of ids of any shape: [*ids.shape, dim].
+
+        With `counts` the pull stores the rows and counts their use.
+        """
         lookup = self.look(ids)
         return self.fetch(lookup, uses=counts)[lookup.inverse]
 
@@ -98,7 +104,7 @@ class TableClient:
         return rows
 
     def room(self, lookup: Lookup) -> Tensor:
-        """Allocate the rows of a lookup, [n, dim], where servers of this host write them at once."""
+        """Allocate the rows of a lookup, [n, dim], in memory that servers of this host can write."""
         dtype, n = wire_format.DTYPES[self.table.dtype], len(lookup.ids)
         if not n:
             return torch.empty(0, self.table.dim, dtype=dtype)
@@ -106,7 +112,7 @@ class TableClient:
         return torch.from_numpy(memory).view(dtype).view(n, self.table.dim)
 
     def asked(self, lookup: Lookup, uses: bool = False) -> dict[int, Buffer]:
-        """Return the pieces of a pull by segment, for segments with ids."""
+        """Return the pieces of a pull by segment, for the segments that have ids of the lookup."""
         room, found = self._block(lookup, 0), dict[int, Buffer]()
         for s, lo, hi in spans(lookup):
             counts = lookup.counts[lo:hi] if uses else None
@@ -118,14 +124,14 @@ class TableClient:
         return wire_format.carved(self.session.room, 40 * (self.table.segments + 1) + len(lookup.ids) * (12 + row))
 
     def landing(self, lookup: Lookup, rows: Tensor) -> dict[int, Buffer] | None:
-        """The memory within `rows` that receives each segment's answer; None where answers have another dtype."""
+        """Return, by segment, the part of `rows` that receives the answer; None for answers of another dtype."""
         if self.half:
             return None
         memory = rows.numpy()
         return {self.first + s: memory[lo:hi].data.cast("B") for s, lo, hi in spans(lookup)}
 
     def land(self, lookup: Lookup, rows: Tensor, answers: SegmentReplies) -> None:
-        """Convert answers of another dtype into `rows`; the others are there already."""
+        """Convert answers of another dtype into `rows`. Answers of the same dtype are in `rows` already."""
         if not self.half:
             return
         for s, lo, hi in spans(lookup):
@@ -134,7 +140,7 @@ class TableClient:
     # ---- gradients
 
     def gradient(self, ids: Lookup | Tensor | wire_format.Ids, grads: Tensor) -> None:
-        """Add gradients of rows to the next push: [n, dim] of a lookup, or [*ids.shape, dim] of ids."""
+        """Add gradients of rows to the next push: [n, dim] for a lookup, or [*ids.shape, dim] for ids."""
         if not isinstance(ids, Lookup):
             lookup = self.look(ids)
             summed = torch.zeros(len(lookup.ids), self.table.dim, dtype=wire_format.DTYPES[self.table.dtype])
@@ -164,7 +170,7 @@ class TableClient:
         self._pending.clear()
 
     def pieces(self) -> dict[int, Buffer]:
-        """Take the next push: a piece for every segment of the table."""
+        """Return the next push, a piece for every segment of the table, and begin an empty one."""
         pending, self._pending = self._pending, []
         lookup, grads = pending[0] if len(pending) == 1 else merged(pending, self.table)
         ids, counts, rows = lookup.ids, lookup.counts, grads.numpy()
@@ -191,7 +197,7 @@ class Tables:
         self.clients = {table.name: TableClient(session, space, table.name) for table in space.tables}
         self.step = 0
         self._pushing = 0.0
-        self._sent: PrefetchOrder | None = None  # a push in flight
+        self._sent: PrefetchOrder | None = None  # the push that the prefetch thread sends
         self._ahead: Prefetcher | None = None
         if lookups is not None:
             self._ahead = Prefetcher(self.clients, session, lookups, pulls=not space.servers.in_step)
@@ -206,12 +212,15 @@ class Tables:
             self._ahead.begin(step)
 
     def ahead(self, batch: Batch | None) -> None:
-        """Announce the batch of the next round: once a round, in order; the first before or after its `begin`."""
+        """Announce the batch of the next round.
+
+        Call it once a round, in order; for the first batch, before or after `begin`.
+        """
         if self._ahead is not None:
             self._ahead.announce(batch)
 
     def pieces(self) -> dict[int, Buffer]:
-        """Take the next push: a piece for every segment of all tables."""
+        """Return the next push, a piece for every segment of all tables, and begin an empty one."""
         found: dict[int, Buffer] = {}
         for client in self.clients.values():
             found.update(client.pieces())
@@ -261,11 +270,14 @@ class Tables:
 
     @property
     def seconds_waiting(self) -> float:
-        """Seconds that the worker has waited for its tables, in all."""
+        """Return the seconds that the worker has waited for its tables so far."""
         return self._pushing + sum(client.seconds for client in self.clients.values())
 
     def point(self) -> dict[str, float]:
-        """Since the last call: `pull`, seconds of pulls; `pull_hidden`, how many of them overlapped computation."""
+        """Return the figures since the last call: `pull`, seconds of pulls.
+
+        `pull_hidden`, the part that overlapped computation.
+        """
         waited = sum(client.seconds for client in self.clients.values())
         pulled = waited
         if self._ahead is not None:
@@ -274,7 +286,7 @@ class Tables:
         return {"pull": pulled - before[0], "pull_hidden": max(0.0, pulled - waited - before[1])}
 
     def close(self) -> None:
-        """End the prefetch thread. Does not wait for a push in flight (`settle` does) nor close the session."""
+        """End the prefetch thread. The push in flight is not awaited (call `settle`), and the session stays open."""
         self._sent = None
         if self._ahead is not None:
             self._ahead.close()

@@ -1,9 +1,9 @@
 """The changes of a segment since a version, as an Arrow stream: for a system that serves the rows during training.
 
 A record has id, row, version, and `gone`: whether the row was evicted (then `row` is null). The schema's metadata names
-the table, the segment, the first and last version, and whether the delta is `whole`: it contains all rows, and a row
-that it lacks was evicted. A delta is whole from version 0, and where the segment no longer remembers all evictions
-since the version asked for.
+the table, the segment, the first and last version, and whether the delta is `whole`: a whole delta contains all rows,
+and a row that it lacks was evicted. A delta is whole from version 0, and where the segment no longer remembers all
+evictions since the version asked for.
 """
 
 from __future__ import annotations

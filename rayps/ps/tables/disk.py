@@ -22,18 +22,18 @@ from rayps.core.errors import ConfigError
 from rayps.ps.tables.pages import Field
 from rayps.ps.tables.wire_format import Bytes, Ids, Rows, mix
 
-FieldValues: TypeAlias = dict[str, Rows]  # by field: [n, width]
+FieldValues: TypeAlias = dict[str, Rows]  # values by field: [n, width]
 _ASKED = 500  # ids in one query
-_BITS = 16  # of the filter, for each row that it is sized for
-_WAYS = 4  # bits set for one id
+_BITS = 16  # bits of the filter for each row that the filter is sized for
+_WAYS = 4  # bits that are set for one id
 _CACHE = 1024  # KiB of SQLite's page cache
 
 
 class Disk:
-    """Records of `fields` by id. For one thread at a time."""
+    """Records of `fields` by id, in an SQLite file. For one thread at a time."""
 
     def __init__(self, fields: Sequence[Field], folder: str | None) -> None:
-        """Raises ConfigError: `folder` cannot be written to."""
+        """Create the file. Raises ConfigError: `folder` cannot be written to."""
         self._fields, self._folder = tuple(fields), folder
         self._size = sum(field.width * np.dtype(field.dtype).itemsize for field in fields)
         self._count = 0
@@ -63,7 +63,7 @@ class Disk:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory: the filter, and SQLite's cache."""
+        """The bytes of memory in use: of the filter, and of SQLite's cache."""
         return int(self._filter.nbytes) + (_CACHE << 10 if self._count else 0)
 
     def put(self, ids: Ids, values: FieldValues) -> None:
@@ -88,7 +88,7 @@ class Disk:
         self._mark(ids)
 
     def has(self, ids: Ids) -> NDArray[np.bool_]:
-        """Return which ids may have a record, bool [n]: true for all that do, and for few others."""
+        """Return which ids may have a record, bool [n]: true for every id that has one, and for few other ids."""
         found = np.full(len(ids), self._count > 0)
         if self._count:
             for byte, bit in self._places(ids):
@@ -130,7 +130,7 @@ class Disk:
         return ids, np.frombuffer(raw, field.dtype).reshape(-1, field.width)
 
     def branch(self) -> Disk:
-        """Return a copy, in a file of its own."""
+        """Return a copy with a file of its own."""
         other = Disk(self._fields, self._folder)
         self._db.backup(other._db)
         other._count, other._filter = self._count, self._filter.copy()

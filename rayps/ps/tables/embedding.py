@@ -63,11 +63,11 @@ class _Rows(nn.Module):
 
     @property
     def dim(self) -> int:
-        """Elements of a row."""
+        """The number of elements of a row."""
         return self.table.dim
 
     def extra_repr(self) -> str:
-        """Return text for print(model)."""
+        """Return the text for print(model)."""
         return f"{self.table.dim}, table={self.table.name!r}"
 
     def step(self) -> None:
@@ -117,13 +117,13 @@ class Embedding(_Rows):
     Args:
         dim: elements of a row.
         table: the table's name. Modules of one model with the same name share its rows, and need the same options.
-        seed: of the initial rows.
+        seed: the seed of the initial rows.
         init: initial value of a row: "normal:scale=0.01", "uniform:scale=0.05", "zeros", or {"name": ..., ...}.
-        optimizer: of the rows: "sgd:lr=0.1", "adagrad:lr=0.1", "adam:lr=0.001", or a dict.
+        optimizer: the optimizer of the rows: "sgd:lr=0.1", "adagrad:lr=0.1", "adam:lr=0.001", or a dict.
         policy: admission and eviction, e.g. {"admit": 3}; see `rayps.ps.tables.row_lifecycle`.
-        dtype: of the rows, float32 or float64.
+        dtype: the dtype of the rows, float32 or float64.
         wire: "bf16" halves the bytes sent.
-        segments: parts of the table; at most as many servers can share it.
+        segments: number of parts of the table; at most so many servers can share it.
 
     Raises:
         ConfigError: an argument is not valid.
@@ -134,7 +134,10 @@ class Embedding(_Rows):
     """
 
     def forward(self, ids: GivenIds) -> Tensor:
-        """The rows of `ids`, [*ids.shape, dim]. Ids are int64 of any shape, at least 0, or strings (see `ids_of`)."""
+        """Return the rows of `ids`, [*ids.shape, dim].
+
+        Ids are int64 of any shape, at least 0, or strings (see `ids_of`).
+        """
         given = ids_of(ids, self.table.name)
         if not given.numel():
             return torch.zeros(*given.shape, self.dim, dtype=getattr(torch, self.table.dtype), device=given.device)
@@ -203,7 +206,7 @@ class EmbeddingBag(_Rows):
         return offsets.to(torch.int64)
 
     def extra_repr(self) -> str:
-        """Return text for print(model)."""
+        """Return the text for print(model)."""
         return f"{super().extra_repr()}, mode={self.mode!r}"
 
 
@@ -313,7 +316,10 @@ def load(model: nn.Module, folder: str | Path) -> nn.Module:
 
 
 def load_states(model: nn.Module, states: Mapping[str, Iterable[Buffer]]) -> nn.Module:
-    """As `load`, from the states of all segments (`TableSegment.dump`) by table name; tables not named are empty."""
+    """Create a model's tables in this process from the states of all segments (`TableSegment.dump`), by table name.
+
+    Tables that are not named are empty.
+    """
     tables = local(model)
     for name, client in tables.clients.items() if tables is not None else ():
         if name in states:
@@ -339,7 +345,10 @@ def step(model: nn.Module) -> None:
 
 
 def _locals(model: nn.Module) -> list[tuple[Tables, InProcess]]:
-    """The distinct tables of a model and their sessions in this process. Raises ConfigError: they are on servers."""
+    """Return the distinct tables of a model, and their sessions in this process.
+
+    Raises ConfigError: the tables are on servers.
+    """
     found = list({id(tables): tables for tables in (module._bound_tables() for module in rows_of(model))}.values())
     local = [(tables, tables.session) for tables in found if isinstance(tables.session, InProcess)]
     if len(local) < len(found):

@@ -1,9 +1,9 @@
 """A hash index from ids to slots, by open addressing, vectorised over many ids. Pure numpy.
 
-A cell contains the slot of an id; a lookup reads one cell and one key. Memory: 10 to 24 bytes of cells and 8 of keys a
-row. The index assigns the slots; the slot freed last is reused first. Knuth, "The Art of Computer Programming",
-vol. 3, section 6.4: deleted cells are marked, and disappear when the index is rebuilt; probe steps of 1, 2, 3, ...
-reach every cell of a table whose size is a power of two (exercise 20).
+A cell contains the slot of an id; a lookup reads one cell and one key. Memory: 10 to 24 bytes of cells and 8 of keys
+for each row. The index assigns the slots; the slot freed last is reused first. Knuth, "The Art of Computer
+Programming", vol. 3, section 6.4: deleted cells are marked, and disappear when the index is rebuilt; probe steps of 1,
+2, 3, ... reach every cell of a table whose size is a power of two (exercise 20).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class HashIndex:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of cells and keys."""
+        """The bytes of cells and keys."""
         return int(self._cells.nbytes + self.keys.nbytes)
 
     def find(self, ids: Ids) -> Slots:
@@ -50,7 +50,7 @@ class HashIndex:
         if len(rest):
             rest = rest[slots.take(rest) != ABSENT]
         at, wanted, step = place.take(rest), ids.take(rest), 0
-        while len(rest):  # several steps at a time: each would cost a dozen calls for a few ids
+        while len(rest):  # several steps at a time, because a step for a few ids costs a dozen calls
             ways = at[:, None] + np.arange(step + 1, step + 1 + _STEPS).cumsum()
             ways &= mask
             found = cells.take(ways)
@@ -71,7 +71,7 @@ class HashIndex:
         return place.view(np.int64)
 
     def insert(self, ids: Ids) -> Slots:
-        """Insert distinct ids that are not in the index; their slots, int64 [n]."""
+        """Insert distinct ids that are not in the index; return their slots, int64 [n]."""
         count = len(ids)
         self._own()
         if (self._filled + count) * _SPARSE > len(self._cells):
@@ -83,7 +83,7 @@ class HashIndex:
         return slots
 
     def delete(self, ids: Ids) -> Slots:
-        """Delete distinct ids that are in the index; the slots that they had, int64 [n]."""
+        """Delete distinct ids that are in the index; return the slots that they had, int64 [n]."""
         self._own()
         cells, mask = self._cells, len(self._cells) - 1
         slots = self.find(ids)
@@ -143,7 +143,10 @@ class HashIndex:
         self._place(self.keys[held], held)
 
     def _place(self, ids: Ids, slots: Slots) -> None:
-        """Write each slot into the first free cell of its id's probe sequence; of several for a cell, the last one."""
+        """Write each slot into the first free cell of its id's probe sequence.
+
+        Of several slots for a cell, the last is written.
+        """
         cells, mask = self._cells, len(self._cells) - 1
         place = self._first(ids)
         rest, step = slots.astype(np.int32), 0

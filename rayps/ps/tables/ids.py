@@ -1,4 +1,4 @@
-"""Ids from a user's values: whole numbers in any container, or strings. Pure."""
+"""Convert a user's values to ids: whole numbers in any container, or strings. Pure."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def ids_of(given: GivenIds, table: str = "") -> Tensor:
 
 
 def hash_ids(strings: ArrayLike) -> Tensor:
-    """Strings or bytes, in a list or an array of any shape, as 63-bit ids: the low bits of their blake2b hash.
+    """Return strings or bytes, in a list or an array of any shape, as 63-bit ids: the low bits of a blake2b hash.
 
     Collisions are rare: among 200,000 sets of ten million different strings each, about one set has one.
 

@@ -28,7 +28,7 @@ _BLOCK = 4096  # rows made at a time: temporaries stay in the processor's cache
 
 
 def check(table: SparseTable) -> None:
-    """Check `table.init`. Raises ConfigError: it is not valid."""
+    """Check `table.init`. Raises ConfigError: the name or a number in it is not valid."""
     _read(table)
 
 
@@ -81,7 +81,7 @@ def _bits(table: SparseTable, ids: Ids, kind: type[_Bits]) -> NDArray[_Bits]:
 
 
 def key_of(seed: int) -> int:
-    """Return a seed as 63 well-mixed bits."""
+    """Return 63 well-mixed bits of a seed."""
     return int(mix(np.array([seed % (1 << 63)], np.int64) ^ np.int64(0x5DEECE66D))[0]) >> 1
 
 
@@ -113,7 +113,7 @@ def quantile(p: Floats) -> Floats:
 
 
 def _exp(x: Floats) -> Floats:
-    """e^x for -16 <= x <= 0, by exactly rounded operations only."""
+    """Return e^x for -16 <= x <= 0, computed by exactly rounded operations only."""
     small = x * 2.0**-8
     total = np.ones_like(x)
     for k in range(12, 0, -1):

@@ -1,4 +1,4 @@
-"""The session of a table client, and its implementation without servers: all segments in this process.
+"""The interface of a table client's session, and an implementation without servers: all segments in this process.
 
 Tests compare runs on servers with a run in one process.
 """
@@ -21,7 +21,7 @@ from rayps.ps.tables.wire_format import Bytes
 
 
 class TableSession(Protocol):
-    """A session as the tables use it: `rayps.ps.client.session.Session` or `InProcess`."""
+    """The interface of a session for tables; it is `rayps.ps.client.session.Session` or `InProcess`."""
 
     timeout: float
 
@@ -37,21 +37,21 @@ class TableSession(Protocol):
         """Send a piece to each segment and wait for the answers. Raises LinkError."""
 
     def room(self, size: int) -> Bytes:
-        """Allocate `size` bytes for a piece, or for rows to land in, where servers of this host find them."""
+        """Allocate `size` bytes for a piece or for received rows, in memory that servers of this host can access."""
         ...
 
     def reader(self) -> TableSession:
         """Return a session of the same rank for another thread."""
 
     def hang_up(self) -> None:
-        """End exchanges that wait."""
+        """End the exchanges that wait."""
 
     def close(self) -> None:
         """Close the connections."""
 
 
 class InProcess:
-    """A session of rank 0 of one worker that calls the segments. For one thread."""
+    """A session of the only worker, rank 0, that calls the segments in this process. For one thread."""
 
     timeout = 60.0
 
@@ -72,7 +72,10 @@ class InProcess:
         weight: float = 0.0,
         landing: Mapping[int, Buffer] | None = None,
     ) -> SegmentReplies:
-        """Apply the pieces as servers would. Raises ConfigError, ValueError: nothing was applied."""
+        """Apply the pieces as servers would.
+
+        Raises ConfigError, ValueError: a piece is invalid; nothing was applied.
+        """
         views = {index: memoryview(as_bytes(piece)) for index, piece in pieces.items()}
         answers: dict[int, Buffer] = dict.fromkeys(views, EMPTY)
         if kind is GroupMessage.PUSH:
@@ -99,7 +102,7 @@ class InProcess:
         return np.empty(size, np.uint8)
 
     def reader(self) -> InProcess:
-        """Return itself."""
+        """Return this session."""
         return self
 
     def hang_up(self) -> None:

@@ -18,21 +18,24 @@ from rayps.ps.tables.wire_format import Counts, Ids, Slots
 
 @dataclass
 class Lookup:
-    """The unique ids of a batch: `ids` [n], by segment, ascending within; `counts` [n], how often each occurs."""
+    """The unique ids of a batch: `ids` [n], grouped by segment and ascending within it.
+
+    `counts` [n], how often each occurs.
+    """
 
     ids: Ids
     counts: Counts
     bounds: list[int]  # segment s has ids[bounds[s]:bounds[s + 1]]
-    inverse: Tensor  # of the batch's shape: index into `ids`
+    inverse: Tensor  # of the batch's shape: the index in `ids` of each id
 
     @cached_property
     def order(self) -> Tensor | None:
-        """The index into `ids` of each id in ascending order over all segments, [n]; None: they are sorted already."""
+        """The permutation that sorts `ids` over all segments, [n]; None: they are sorted already."""
         return torch.from_numpy(np.argsort(self.ids)) if len(self.bounds) > 2 else None
 
     @cached_property
     def numbers(self) -> Tensor:
-        """Of the batch's shape: index into `ids` sorted over all segments."""
+        """The index of each id of the batch in the sorted ids; of the batch's shape."""
         if self.order is None:
             return self.inverse
         return torch.empty_like(self.order).index_copy_(0, self.order, torch.arange(len(self.ids)))[self.inverse]
@@ -97,6 +100,6 @@ def merged(pending: list[tuple[Lookup, Tensor]], table: SparseTable) -> tuple[Lo
 
 
 def spans(lookup: Lookup) -> list[tuple[int, int, int]]:
-    """(segment, first row, end) of each segment that has rows."""
+    """Return (segment, first row, end) for each segment that has rows."""
     bounds = lookup.bounds
     return [(s, bounds[s], bounds[s + 1]) for s in range(len(bounds) - 1) if bounds[s] < bounds[s + 1]]

@@ -13,7 +13,10 @@ from rayps.ps.tables.wire_format import DTYPES, Counts, Ids, TablePush
 
 
 def union(table: SparseTable, pushes: Sequence[TablePush]) -> tuple[Ids, Counts, list[Tensor]]:
-    """The union of the pushed ids, their summed counts, and each push's gradients over the union (0 for other ids)."""
+    """Return the union of the pushed ids, their summed counts, and each push's gradients over the union.
+
+    A push has the gradient 0 for ids that it did not name.
+    """
     several = [push.ids for push in pushes]
     if not any(len(ids) for ids in several):
         return np.empty(0, np.int64), np.empty(0, np.uint32), []

@@ -41,7 +41,7 @@ class _Column:
         self.cells = cells(self.rows)
 
     def grow(self, rows: int) -> None:
-        """Grow to `rows` rows; the new ones are zeros."""
+        """Grow to `rows` rows; the new rows are zeros."""
         size = rows * self.width * self.dtype.itemsize
         old, held = self.rows, len(self.rows)
         self.rows = self.cells = old[:0].copy()
@@ -50,7 +50,11 @@ class _Column:
                 raise BufferError
             del old
             self._memory.resize(size)
-        except (BufferError, SystemError, ValueError):  # another thread reads it now, or the system cannot remap
+        except (
+            BufferError,
+            SystemError,
+            ValueError,
+        ):  # another thread reads the memory now, or the system cannot remap it
             before = None if self._memory is None else _array(self._memory, self.dtype, held, self.width)
             self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE") and size >= 1 << 22:
@@ -72,13 +76,16 @@ class Pages:
         self.fields = tuple(fields)
         self.columns = {field.name: _Column(field) for field in self.fields}
         self.lock = threading.RLock()
-        self.users: NDArray[np.int32] = np.zeros(0, np.int32)  # by page: stores that use it
+        self.users: NDArray[np.int32] = np.zeros(0, np.int32)  # by page: number of stores that use the page
         self._top = 0  # pages allocated so far
         self._free: list[int] = []
         self.row_bytes = sum(field.width * np.dtype(field.dtype).itemsize for field in self.fields)
 
     def allocate(self, count: int) -> Slots:
-        """Allocate `count` pages with one user each, int64 [count]; their content is undefined."""
+        """Allocate `count` pages with one user each; return their numbers, int64 [count].
+
+        Their content is undefined.
+        """
         again = [self._free.pop() for _ in range(min(count, len(self._free)))]
         fresh = np.arange(self._top, self._top + count - len(again))
         self._top += len(fresh)
@@ -97,7 +104,7 @@ class Pages:
         self._free.extend(pages[self.users[pages] == 0].tolist())
 
     def copy(self, pages: Slots) -> Slots:
-        """Replace shared pages by copies for one user; the numbers of the copies."""
+        """Replace shared pages by copies for one user; return the numbers of the copies."""
         found = self.allocate(len(pages))
         within = np.arange(ROWS)
         source, target = ((each[:, None] << BITS) + within for each in (pages, found))
@@ -114,6 +121,6 @@ def places(table: Slots, slots: Slots) -> Slots:
 
 
 def release(pages: Pages, held: list[Slots]) -> None:
-    """Free the pages of a store that is garbage-collected; `held` contains its page table."""
+    """Free the pages of a store that is garbage-collected; `held` contains the store's page table."""
     with pages.lock:
         pages.drop(held[0])

@@ -46,14 +46,14 @@ class _Metadata(TypedDict):
 
 
 class _Counted(NamedTuple):
-    """Ids that are counted and not stored: [n], and [n, 2] of uses and version of the last one."""
+    """The ids that are counted and not stored: ids [n], and [n, 2] of use count and version of the last use."""
 
     ids: Ids
     seen: NDArray[np.int64]
 
 
 def write(folder: str | Path, table: SparseTable, states: Iterable[Buffer]) -> list[Path]:
-    """Save the states of a table's segments (`TableSegment.dump` or `.part`), one file each; the paths of the files.
+    """Save the states of a table's segments (`TableSegment.dump` or `.part`), one file each; return the files' paths.
 
     Raises:
         CheckpointError: a state is truncated, or of another table.
@@ -105,7 +105,10 @@ def as_arrow(table: SparseTable, fields: Sequence[Field], columns: Columns) -> p
 
 
 def as_columns(table: SparseTable, fields: Sequence[Field], given: pa.Table) -> Columns:
-    """Read back what `as_arrow` returned. Raises CheckpointError: columns are missing or have another width."""
+    """Return the rows in the Arrow table that `as_arrow` made.
+
+    Raises CheckpointError: columns are missing or too wide.
+    """
     try:
         rows = _array(given["row"], table.dim, table.dtype)
         values = {field.name: _array(given[field.name], field.width, field.dtype) for field in fields}
@@ -138,10 +141,10 @@ def read(
     only: Iterable[int] | None = None,
     marks: Sequence[int] | None = None,
 ) -> Iterator[tuple[int, bytes]]:
-    """Read what `write` saved, from any number of segments: (index, state for `TableSegment.load`) of each segment.
+    """Yield (index, state for `TableSegment.load`) of each segment, from the files that `write` saved for any segments.
 
-    `only`: these segments; None = all. `marks`: the clocks by rank to begin at; without them the saved ledgers are
-    used if the number of segments and of workers are those saved, and otherwise clocks begin at 0.
+    `only`: these segments; None = all. `marks`: the clocks by rank to begin at; without them the saved clocks and
+    records of pushes are used if the numbers of segments and workers are the saved ones; otherwise clocks begin at 0.
 
     Raises:
         CheckpointError: the folder has no such table, or its files are truncated or do not fit.
@@ -177,7 +180,7 @@ def _cut_anew(
         columns, (ids, seen) = as_columns(table, fields, _load(path)), _counted(path)
         counted = Columns(ids, seen, {}, seen)
         order, bounds = split(columns.ids, table.segments)
-        columns = columns.take(order)  # those of one segment together, once for all of them
+        columns = columns.take(order)  # group the rows by segment, once for all segments
         held = bucket(ids, table.segments)
         for index in wanted:
             mine = columns.take(slice(bounds[index], bounds[index + 1]))

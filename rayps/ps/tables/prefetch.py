@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rayps.data.base import Batch
     from rayps.ps.tables.client import TableClient
 
-GRACE_SECONDS = 10.0  # beyond the session's own timeout, whose error names the server that did not answer
+GRACE_SECONDS = 10.0  # added to the session's own timeout, whose error names the server that did not answer
 
 
 class Prefetched(NamedTuple):
@@ -40,14 +40,14 @@ class Prefetched(NamedTuple):
 
 
 class PrefetchOrder:
-    """A call for the prefetch thread."""
+    """A call that the prefetch thread makes."""
 
     def __init__(self, run: Callable[[], None]) -> None:
         self.run, self.done = run, threading.Event()
         self.error: Exception | None = None
 
     def wait(self, timeout: float) -> None:
-        """Wait until the call is done. Raises the call's exception; PeerTimeout."""
+        """Wait until the call is done. Raises the exception of the call; PeerTimeout: the call takes too long."""
         if not self.done.wait(timeout + GRACE_SECONDS):
             raise PeerTimeout(
                 f"the servers of the tables did not answer within {timeout:g} s (the knob is `timeout`)",
@@ -60,7 +60,7 @@ class PrefetchOrder:
 
 @dataclass(slots=True)
 class _Coming:
-    """A coming batch: its ids by table; once `order` is done, their lookups and, with `pulls`, their rows."""
+    """A coming batch: its ids by table. When `order` is done: their lookups and, with `pulls`, their rows."""
 
     given: dict[str, Tensor]
     lookups: dict[str, Lookup] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class _Coming:
 
 
 class Prefetcher:
-    """The coming batches of a run, by their number. Call `begin`, `announce` and `rows` from one thread."""
+    """The prefetch thread and its coming batches, by number. Call `begin`, `announce` and `rows` from one thread."""
 
     def __init__(
         self,
@@ -78,9 +78,9 @@ class Prefetcher:
         lookups: Callable[[Batch], Mapping[str, GivenIds]],
         pulls: bool,
     ) -> None:
-        """`pulls`: prefetch the rows; otherwise only sort the ids in advance."""
+        """Prepare the thread. `pulls`: prefetch the rows; otherwise only sort the ids in advance."""
         self._clients, self._session, self._lookups, self._pulls = clients, session, lookups, pulls
-        self._announced, self._begun = 0, 0  # batches, rounds
+        self._announced, self._begun = 0, 0  # batches announced, rounds begun
         self._first: int | None = None
         self._coming: dict[int, _Coming] = {}
         self._queue: queue.SimpleQueue[PrefetchOrder | None] = queue.SimpleQueue()
@@ -91,7 +91,7 @@ class Prefetcher:
         self.waited = 0.0  # seconds that callers of `rows` waited
 
     def begin(self, step: int) -> None:
-        """Begin a round: discard what was prefetched for earlier ones."""
+        """Begin a round: discard the rows that were prefetched for earlier rounds."""
         if self._first is None:
             self._first = step
         self._begun = step - self._first
@@ -113,7 +113,7 @@ class Prefetcher:
         self._announced += 1
 
     def submit(self, run: Callable[[], None]) -> PrefetchOrder:
-        """Run a call in the thread, after all that were submitted before."""
+        """Make a call in the thread, after all calls that were submitted before."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True, name="rayps-prefetch")
             self._thread.start()
@@ -127,7 +127,10 @@ class Prefetcher:
         return self._pulls and self._begun in self._coming
 
     def rows(self, name: str) -> Prefetched | None:
-        """Return this round's rows of a table; None if not announced. Raises the thread's exception, PeerTimeout."""
+        """Return this round's rows of a table; None if the batch was not announced.
+
+        Raises the thread's exception; PeerTimeout.
+        """
         coming = self._coming.get(self._begun)
         if coming is None or name not in coming.given:
             return None

@@ -48,7 +48,7 @@ class RowPolicy:
 
     @classmethod
     def of(cls, table: SparseTable) -> RowPolicy:
-        """Read a table's policy."""
+        """Return a table's policy. Raises ConfigError: an option is unknown, or a value is not valid."""
         known = [field.name for field in dataclasses.fields(cls)]
         for key in table.policy:
             if key not in known:
@@ -82,7 +82,9 @@ class RowLifecycle:
     """The policy of a table applied to one segment: candidates for admission, and evicted rows."""
 
     def __init__(self, table: SparseTable, row_bytes: int, unit: int) -> None:
-        """One step of training is `unit` versions of the segment.
+        """Apply a table's policy to a segment with `row_bytes` a row.
+
+        One training step is `unit` versions of the segment.
 
         Raises:
             ConfigError: as `RowPolicy.of`; or the capacity is below one row in each segment, or below the floor.
@@ -102,11 +104,11 @@ class RowLifecycle:
         self._key = np.int64(key_of(table.seed ^ 0x7A11))
         self._luck = np.uint64(min(int(policy.probability * 2.0**64), 2**64 - 1))
         self._most = max(64, CANDIDATES // table.segments)
-        self._index = HashIndex()  # of candidates
-        self._seen = np.zeros((0, 2), np.int64)  # by slot: uses, version of the last one
+        self._index = HashIndex()  # the index of the candidates
+        self._seen = np.zeros((0, 2), np.int64)  # by slot: number of uses, version of the last use
         self.evicted = 0
         self.log: deque[tuple[int, Ids]] = deque()  # version, and the ids evicted in it
-        self.known_from = 0  # evictions in later versions than this are all in the log
+        self.known_from = 0  # the log has all evictions of later versions than this
 
     @property
     def candidates(self) -> int:
@@ -115,11 +117,14 @@ class RowLifecycle:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the candidates."""
+        """The bytes of the candidates."""
         return int(self._seen.nbytes) + self._index.nbytes if len(self._seen) else 0
 
     def admit(self, ids: Ids, counts: Counts, version: int) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-        """Count a use of ids that are not stored: which to store now, bool [n], and their earlier uses, int64 [n]."""
+        """Count a use of ids that are not stored.
+
+        Return which of the ids to store now, bool [n], and their earlier uses, int64 [n].
+        """
         good = np.ones(len(ids), bool)
         before = np.zeros(len(ids), np.int64)
         if self.policy.probability < 1:
@@ -164,7 +169,10 @@ class RowLifecycle:
         return ttl is not None and rows > self._floor and version % max(1, ttl * self.unit // 8) == 0
 
     def victims(self, ids: Ids, life: NDArray[np.int64], version: int) -> Ids:
-        """The ids of the rows to evict, ascending; `ids` and `life` as `RowStore.life` returns them, in any order."""
+        """Return the ids of the rows to evict, ascending.
+
+        `ids` and `life` are as `RowStore.life` returns them, in any order.
+        """
         count, kept = len(ids), max(self._floor, 0)
         gone = 0
         order = np.lexsort((ids, life[:, USED]))
@@ -180,7 +188,7 @@ class RowLifecycle:
         return np.sort(ids[np.concatenate([expired, rest[:more]])])
 
     def evict(self, store: RowStore, version: int) -> Ids:
-        """Evict the rows that are due after `version`; their ids."""
+        """Evict the rows that are due after `version`; return their ids."""
         if not self.due(len(store), version):
             return np.empty(0, np.int64)
         ids = self.victims(*store.life(), version)
@@ -197,7 +205,7 @@ class RowLifecycle:
             self.known_from = self.log.popleft()[0]
 
     def gone(self, since: int) -> Ids | None:
-        """The ids evicted in versions after `since`, possibly repeated; None: the log no longer has all of them."""
+        """Return the ids evicted in versions after `since`, possibly repeated; None: the log has not all of them."""
         if since < self.known_from:
             return None
         found = [ids for version, ids in self.log if version > since]
@@ -218,7 +226,7 @@ class RowLifecycle:
         )
 
     def load(self, head: LifeHead, arrays: dict[str, Ids]) -> None:
-        """Load what `dump` returned."""
+        """Replace the state by one that `dump` returned."""
         self.evicted, self.known_from = int(head["evicted"]), int(head["known_from"])
         self._index = HashIndex()
         self._seen = np.zeros((0, 2), np.int64)

@@ -26,9 +26,9 @@ from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables.pages import Field
 from rayps.tensors.learning_rate import Rates, Recipe, Ticks
 
-State = Mapping[str, Tensor]  # by field: [n, width]
+State = Mapping[str, Tensor]  # optimizer state by field: [n, width]
 Betas: TypeAlias = tuple[float, float]
-Knobs = Mapping[str, Any]  # the options of an optimizer by name, as torch's: numbers, and betas
+Knobs = Mapping[str, Any]  # the options of an optimizer, with torch's names: numbers, and betas
 _Doubles = NDArray[np.float64]
 
 
@@ -81,7 +81,7 @@ class Adam:
     def __init__(self, table: SparseTable, lr: float, betas: tuple[float, float], eps: float) -> None:
         self._betas = tuple(betas)
         self.knobs: Knobs = {"lr": lr, "betas": betas, "eps": eps}
-        self._roots, self._firsts = np.ones(1), np.ones(1)  # by step: what corrects the length of a step
+        self._roots, self._firsts = np.ones(1), np.ones(1)  # by step: the two bias corrections, see `_corrections`
         self._last = 1  # from this step on both corrections are 1, to the bit
         while max(betas) ** self._last > 2.0**-54:
             self._last *= 2
@@ -106,7 +106,7 @@ class Adam:
 
     def _size(self, steps: NDArray[np.int64], lr: float, betas: Betas) -> _Doubles:
         """Return minus the step size at each step number, with the rounding of Python's float arithmetic."""
-        if betas != self._betas:  # changed by a schedule
+        if betas != self._betas:  # a schedule has changed them
             known, places = np.unique(steps, return_inverse=True)
             roots, firsts = _corrections(known.tolist(), betas)
             return (-lr * roots / firsts)[places.reshape(steps.shape)]
@@ -119,7 +119,7 @@ class Adam:
 
 
 def _corrections(steps: Iterable[int], betas: Betas) -> tuple[_Doubles, _Doubles]:
-    """For each step t: sqrt(1 - b2^t) and 1 - b1^t."""
+    """Return for each step t: sqrt(1 - b2^t), and 1 - b1^t."""
     steps = list(steps)
     first, second = betas
     return np.array([math.sqrt(1 - second**t) for t in steps]), np.array([1 - first**t for t in steps])
@@ -176,7 +176,7 @@ class TablePace:
     """The options of one table's optimizer in each round."""
 
     def __init__(self, scheduled: Scheduled, table: SparseTable, rule: RowRule) -> None:
-        """Raises WorkloadError: the schedule cannot be evaluated."""
+        """Prepare the schedule of a table. Raises WorkloadError: the schedule cannot be evaluated."""
         self._table, self._rule, self._scheduled = table, rule, scheduled
         self._rates = Rates(scheduled.recipe.make, lambda: _torch_optimizer(table, rule))
 

@@ -78,7 +78,7 @@ class RowStore:
         self._index = HashIndex()
         self._pages = Pages(self.fields)
         self._adopt(np.zeros(0, np.int64), plain=True)
-        self.row_bytes = self._pages.row_bytes + 24  # with its key and its cells in the index
+        self.row_bytes = self._pages.row_bytes + 24  # with the row's key and cells in the index
         self._limit = None if memory is None else max(_LEAST, memory // self.row_bytes)
         self._folder = folder
         self._disk: Disk | None = None
@@ -104,9 +104,9 @@ class RowStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory of rows, state and index; a shared page is divided among its users.
+        """The bytes in memory of rows, state and index; a shared page is divided among its users.
 
-        While another thread has the lock, the last value: a load report must not wait for a long dump.
+        While another thread has the lock, the value is the last one: a load report must not wait for a long dump.
         """
         if self.lock.acquire(blocking=False):
             try:
@@ -119,18 +119,22 @@ class RowStore:
         return self._nbytes
 
     def find(self, ids: Ids) -> Slots:
-        """The slot of each id; `ABSENT` for a row that is not in memory. Slots are valid while `lost` is unchanged."""
+        """Return the slot of each id; `ABSENT` for a row that is not in memory.
+
+        Slots are valid while `lost` is unchanged.
+        """
         return self._index.find(ids)
 
     @property
     def lost(self) -> int:
-        """Deletions so far: when it changes, slots found earlier are invalid."""
+        """The number of deletions so far. When it changes, slots found earlier are invalid."""
         return self._index.lost
 
     def read(self, ids: Ids, slots: Slots, out: Rows | None = None) -> Rows:
-        """The rows [n, dim] of ascending ids with the slots that `find` returned; initial values of rows not stored.
+        """Return the rows [n, dim] of ascending ids, given the slots that `find` returned.
 
-        They are written to `out`, an array of that shape and the table's dtype, where given.
+        Rows that are not stored have their initial values. The rows are written to `out`, if given: an array of that
+        shape and the table's dtype.
         """
         found: Rows = np.empty((len(ids), self.table.dim), self.table.dtype) if out is None else out
         whole = slots.all()
@@ -145,7 +149,7 @@ class RowStore:
         return found
 
     def warm(self, ids: Ids) -> bool:
-        """Load the rows of these ids that are on disk into memory; whether there were any."""
+        """Load the rows of these ids that are on disk into memory; return whether there were any."""
         if self._disk is None or not self.cold:
             return False
         held, values = self._disk.peek(ids)
@@ -155,7 +159,7 @@ class RowStore:
         return len(held) > 0
 
     def cool(self) -> None:
-        """Move the least recently used rows to disk while memory has more rows than the limit."""
+        """Move the least recently used rows to disk while more rows are in memory than the limit."""
         if self._limit is None or len(self._index) <= self._limit:
             return
         if self._disk is None:
@@ -171,7 +175,7 @@ class RowStore:
         self._index.delete(self._index.keys[slots[coldest]])
 
     def make(self, ids: Ids, uses: NDArray[np.int64], version: int) -> Slots:
-        """Store rows that are not stored, with their initial values and `uses` so far; their slots."""
+        """Store rows that are not stored, with their initial values and `uses` so far; return their slots."""
         slots = self._index.insert(ids)
         self._grow(self._index.top)
         place = self._own(slots)
@@ -184,7 +188,7 @@ class RowStore:
         return slots
 
     def use(self, slots: Slots, counts: Counts, version: int) -> None:
-        """Add to the use counts of rows: how often each id occurred in the batch."""
+        """Add to the use counts of rows; `counts`: how often each id occurred in the batch."""
         place = self._own(slots)
         life = self._life(place)
         life[:, USES] += counts
@@ -194,13 +198,13 @@ class RowStore:
     def step(self, slots: Slots, grad: Tensor, scale: float, now: Knobs | None = None) -> int | None:
         """Step rows with the optimizer by `scale` times a gradient [n, dim], which is only read.
 
-        `now`: the optimizer's options for this step; None = its own. Returns the index of the first row whose value or
-        state is not finite after the step; None = all are finite.
+        `now`: the optimizer's options for this step; None = the table's. Returns the index of the first row whose value
+        or state is not finite after the step; None = all are finite.
         """
         now = self.rule.knobs if now is None else now
         fault: int | None = None
         place = self._own(slots)
-        fields = self.fields[:-1]  # all but the life
+        fields = self.fields[:-1]  # all fields except `life`
         spare = _scratch((self.fields[0], *fields))
         for lo in range(0, len(place), _BLOCK):
             part = place[lo : lo + _BLOCK]
@@ -317,7 +321,7 @@ class RowStore:
     def _put(self, name: str, place: Slots, values: Rows) -> None:
         if len(place):
             column, held = self._pages.columns[name].cells, cells(np.ascontiguousarray(values))
-            if column.dtype.kind == "V":  # `put` takes half the time for these, twice the time for numbers
+            if column.dtype.kind == "V":  # for such columns `put` takes half the time, for numbers twice the time
                 column.put(place, held, mode="clip")
             else:
                 column[place] = held

@@ -84,7 +84,7 @@ def as_arrays(columns: Columns) -> dict[str, Rows]:
 
 
 def as_columns(table: SparseTable, fields: tuple[Field, ...], arrays: Mapping[str, Rows]) -> Columns:
-    """Read back what `as_arrays` returned.
+    """Return the rows in the arrays that `as_arrays` returned.
 
     Raises:
         CheckpointError: the rows or the optimizer state do not fit this table.

@@ -45,7 +45,7 @@ def made_table(
     dtype: str | torch.dtype,
     segments: int,
 ) -> SparseTable:
-    """Parse a table's options. Raises ConfigError."""
+    """Parse a table's options. Raises ConfigError: one is not valid."""
     for field, value, least in (("dim", dim, 1), ("segments", segments, 1), ("seed", seed, 0)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ConfigError(f"{field} is {value!r}: give a whole number of at least {least}", field=field)
@@ -69,14 +69,20 @@ def made_table(
 
 
 def wire_of(given: str | None) -> str | None:
-    """Return the dtype of rows on the wire: None (the table's) or "bf16". Raises ConfigError."""
+    """Return the dtype of rows on the wire, "bf16", or None for the table's dtype.
+
+    Raises ConfigError: another is given.
+    """
     if given in (None, "bf16"):
         return given
     raise ConfigError(f"wire is {given!r}: give none (rows are sent in the table's dtype) or 'bf16'", field="wire")
 
 
 def options_of(field: str, given: Options) -> dict[str, Json]:
-    """Return a name and its numbers as a dict, from such a dict or from text. Raises ConfigError."""
+    """Return a name and its numbers as a dict, from such a dict or from text.
+
+    Raises ConfigError: `given` is neither.
+    """
     if isinstance(given, Mapping) and isinstance(given.get("name"), str):
         return dict(given)
     if isinstance(given, str):

@@ -46,9 +46,9 @@ from rayps.ps.tables.wire_format import (
 from rayps.tensors.snapshot import RetainedParts
 
 _PUSH, _ROUND, _USE = 1, 2, 3  # kinds of changes for backups
-_HEAD = 32  # kind, rank, step: int64; weight: float64
+_HEAD = 32  # bytes of a change's head: kind, rank, step: int64; weight: float64
 _NONE = np.empty(0, np.int64)
-_DECAYS = struct.Struct("<d")  # before each gradient of a round: the whole steps it counts for
+_DECAYS = struct.Struct("<d")  # before each gradient of a round: the number of whole steps that the gradient counts for
 
 
 def check_table(table: SparseTable) -> None:
@@ -68,7 +68,7 @@ def check_table(table: SparseTable) -> None:
 
 
 class _OpenRounds:
-    """Gathered pushes of rounds that not all ranks have pushed."""
+    """The gathered pushes of the rounds that some ranks have not pushed yet."""
 
     def __init__(self, closed: int, gathers: bool) -> None:
         self.gathers = gathers  # whether the strategy applies whole rounds
@@ -79,7 +79,7 @@ class _OpenRounds:
         self._pushes.setdefault(step, {})[rank] = push, weight
 
     def take(self) -> tuple[list[TablePush], list[float]]:
-        """Return the pushes and weights of the oldest open round, in the order of the ranks."""
+        """Remove and return the pushes and weights of the oldest open round, in the order of the ranks."""
         found = [push for _, push in sorted(self._pushes.pop(self.closed, {}).items())]
         return [push for push, _ in found], [weight for _, weight in found]
 
@@ -89,16 +89,16 @@ class _RowUpdate:
 
     def __init__(self, table: SparseTable, knobs: Knobs, pace: TablePace | None) -> None:
         self.pace = pace
-        self.recorded: list[tuple[Tensor, float]] = []  # gradients of a round, and how many whole steps each counts for
-        self._table, self._knobs = table, knobs  # the optimizer's options in the current round
+        self.recorded: list[tuple[Tensor, float]] = []  # gradients of a round, and the number of whole steps for each
+        self._table, self._knobs = table, knobs  # `knobs`: the optimizer's options in the current round
         self._ids: Ids | None = None
         self._slots: Slots = np.empty(0, np.int64)
-        self._stored: Slots | None = None  # indices of the gradient's rows that are stored; None: all
+        self._stored: Slots | None = None  # indices of the rows of the gradient that are stored; None: all
         self._overflown: int | None = None  # the first id whose row became not finite
         self._fault: TrainingError | None = None  # raised for every later push
 
     def begin_round(self, step: int) -> None:
-        """Take the schedule's options of a round."""
+        """Set the options that the schedule gives for a round."""
         if self.pace is not None:
             self._knobs = self.pace.at(step)
 
@@ -121,7 +121,10 @@ class _RowUpdate:
             self._overflown = int(self._ids[fault])
 
     def must_be_finite(self, step: int, rank: int | None = None) -> None:
-        """Raises TrainingError: a row is not finite, since round `step` or earlier; by the push of `rank` if given."""
+        """Raise TrainingError if a row is not finite since round `step` or earlier.
+
+        `rank`: the worker whose push is applied; None: a whole round is.
+        """
         if self._fault is None and self._overflown is not None:
             source = "" if rank is None else f" by the push of worker-{rank}"
             self._fault = TrainingError(
@@ -137,23 +140,23 @@ class _RowUpdate:
 
 
 class _SlotCache:
-    """The slots of recently pulled ids: a rank mostly pushes the ids that it pulled."""
+    """The slots of recently pulled ids: a rank pushes mostly the ids that it pulled."""
 
     def __init__(self, ranks: int) -> None:
         self._limit = 2 * ranks
-        # by number of ids, first and last id: ids, slots, indices of those not stored, `lost` of the index
+        # by number of ids, first and last id: the ids, their slots, indices of ids not stored, `lost` of the index
         self._found: dict[tuple[int, ...], tuple[Ids, Slots, Slots, int]] = {}
 
     def find(self, store: RowStore, ids: Ids, keep: bool) -> tuple[Slots, Slots]:
-        """Return the slots of ids, and the indices of those not stored; `keep`: remember them.
+        """Return the slots of ids, and the indices of those not stored; `keep`: remember the result.
 
-        The caller may write to the slots of ids that are not stored only.
+        The caller may change only the slots of ids that are not stored.
         """
         key = (len(ids), int(ids[0]), int(ids[-1])) if len(ids) else ()
         held = self._found.get(key)
         if held is not None and held[3] == store.lost and (held[0] == ids).all():
             _, slots, missing, _ = held
-            if len(missing):  # they may have been stored since
+            if len(missing):  # these ids may have been stored since
                 slots = slots.copy()
                 slots[missing] = store.find(ids[missing])
                 missing = np.flatnonzero(slots == ABSENT)
@@ -169,7 +172,7 @@ class _SlotCache:
 
 
 class _Snapshots:
-    """States after the rounds that a checkpoint wants; pages of memory are shared until rows change."""
+    """The states after the rounds that a checkpoint needs; pages of memory are shared until rows change."""
 
     def __init__(self) -> None:
         self.wanted: set[int] = set()
@@ -190,7 +193,7 @@ class _Snapshots:
 
 
 class TableSegment:
-    """One segment of a table: its rows, its clock and its ledger."""
+    """One segment of a table: its rows, its clock, and its record of repeated pushes."""
 
     def __init__(
         self,
@@ -202,7 +205,9 @@ class TableSegment:
         *,
         scheduled: Scheduled | None = None,
     ) -> None:
-        """`start_marks`: the first step of each rank; None = 0. `scheduled`: the job's learning-rate schedule.
+        """Prepare an empty segment.
+
+        `start_marks`: the first step of each rank; None = 0. `scheduled`: the job's learning-rate schedule.
 
         Raises:
             ConfigError, WorkloadError: an option of the table, or the schedule, is not valid.
@@ -225,7 +230,7 @@ class TableSegment:
         self._open = _OpenRounds(self.clock.slowest, gathers)
         self._snapshots = _Snapshots()
         self._update = _RowUpdate(self.table, self.store.rule.knobs, pace)
-        self._checked: tuple[Buffer, TablePush] | None = None  # the push that was checked last
+        self._checked: tuple[Buffer, TablePush] | None = None  # the push that was checked last, decoded
         self._slots = _SlotCache(self.size)
 
     def _store(self) -> RowStore:
@@ -240,7 +245,7 @@ class TableSegment:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of rows, optimizer state, index and candidates."""
+        """The bytes of rows, optimizer state, index and candidates."""
         return self.store.nbytes + self.life.nbytes
 
     def marks(self) -> dict[int, int]:
@@ -322,7 +327,7 @@ class TableSegment:
             self._keep()
 
     def _close(self) -> list[bytes]:
-        """Apply the rounds that all ranks have pushed; a change for each."""
+        """Apply the rounds that all ranks have pushed; return a change for each."""
         changes = []
         update = self._update
         while self._open.closed < self.clock.slowest:
@@ -348,7 +353,7 @@ class TableSegment:
         return changes
 
     def _use(self, ids: Ids, counts: Counts) -> None:
-        """Admit and count rows, and select those that are stored for `step`."""
+        """Admit and count rows; select the stored ones for `step`."""
         slots, missing = self._slots.find(self.store, ids, keep=False)
         if len(missing) and self.store.warm(ids[missing]):
             slots[missing] = self.store.find(ids[missing])
@@ -368,7 +373,7 @@ class TableSegment:
     def step(self, grad: Tensor, scale: float = 1.0, decays: float | None = None) -> None:
         """Step the rows of the current push by `scale` times a gradient [n, dim].
 
-        `decays`: how many whole steps this one counts for; weight decay is multiplied by it. None = |`scale`|.
+        `decays`: the number of whole steps for which this step counts, a factor of the weight decay. None = |`scale`|.
         """
         decays = abs(scale) if decays is None else decays
         if self._open.gathers and self.copied:
@@ -424,9 +429,11 @@ class TableSegment:
     # pulls
 
     def pull(self, rank: int, data: Buffer, out: memoryview | None = None) -> tuple[Buffer, int, list[bytes]]:
-        """Serve a pull: the rows as bytes, by how many rounds `rank` leads, and the changes that backups must replay.
+        """Serve a pull.
 
-        The rows are written to `out` where given and of their size.
+        Return the rows as bytes, the lead of `rank` in rounds, and the changes that backups must replay.
+
+        The rows are written to `out` if it is given and of their size.
 
         Raises:
             ConfigError: see `rayps.ps.tables.wire_format.decode_pull`.
@@ -446,7 +453,7 @@ class TableSegment:
         return value, self.ledger.marks[rank] - self.clock.slowest, changes
 
     def _rows_at(self, out: memoryview, count: int) -> Rows | None:
-        """`out` as rows [count, dim]; None where so many do not fit."""
+        """Return `out` as rows [count, dim]; None if it is not of their size."""
         size = count * self.table.dim * DTYPES[self.table.dtype].itemsize
         if len(out) != size or not size:
             return None
@@ -454,7 +461,7 @@ class TableSegment:
         return found
 
     def read(self, data: Buffer) -> Buffer:
-        """Serve a pull outside the clock; changes nothing."""
+        """Serve a pull whatever the clock; return the rows as bytes. Changes nothing."""
         asked = decode_pull(data, self.table)
         with self.store.lock:
             return encode_rows(self.store.read(asked.ids, self.store.find(asked.ids)), asked.half).data
@@ -468,7 +475,7 @@ class TableSegment:
     # states
 
     def keep(self, rounds: Sequence[int]) -> None:
-        """Keep the states after these rounds of the slowest worker."""
+        """Keep, from now on, the states after these rounds of the slowest worker."""
         self._snapshots.wanted.update(each for each in rounds if each >= self._open.closed)
 
     def _keep(self) -> None:
@@ -503,10 +510,10 @@ class TableSegment:
         return head, {f"life.{name}": value for name, value in arrays.items()}
 
     def load(self, data: Buffer) -> None:
-        """Load a state of `dump`.
+        """Replace the state by one that `dump` returned.
 
         Raises:
-            CheckpointError: it is truncated, of another table, or of another number of segments or workers.
+            CheckpointError: the state is truncated, of another table, or of another number of segments or workers.
         """
         head, arrays = segment_state.unpack(data)
         if [head.get("index"), head.get("segments")] != [self.index, self.table.segments]:

@@ -76,7 +76,10 @@ def mix(ids: Ids) -> NDArray[np.uint64]:
 
 
 def bucket(ids: Ids, segments: int) -> Slots:
-    """The segment of each id, 0 to `segments` - 1, int64 [n]: the hash's upper half (`HashIndex` uses the lower)."""
+    """Return the segment of each id, 0 to `segments` - 1, int64 [n], from the upper half of the id's hash.
+
+    `HashIndex` uses the lower half.
+    """
     if segments == 1:
         return np.zeros(len(ids), np.int64)
     found = ((mix(ids) >> np.uint64(32)) * np.uint64(segments)) >> np.uint64(32)
@@ -129,14 +132,14 @@ def _piece(flags: int, dim: int, ids: Ids, counts: Counts | None, tail: int, roo
 
 
 def encode_pull(ids: Ids, counts: Counts | None = None, half: bool = False, room: Room = fresh) -> Bytes:
-    """Encode a pull. With `counts` it is a use of the rows: missing rows are stored, and all are counted."""
+    """Encode a pull. With `counts` the pull is a use of the rows: missing rows are stored, and all rows are counted."""
     return _piece(HALF if half else 0, 0, ids, counts, 0, room)[0]
 
 
 def encode_push(
     ids: Ids, rows: Rows | Tensor, counts: Counts | None = None, half: bool = False, room: Room = fresh
 ) -> Bytes:
-    """Encode a push: gradients [n, dim], a numpy array or a tensor on the CPU, one row for each id."""
+    """Encode a push: gradients [n, dim] as a numpy array or a tensor on the CPU, one row for each id."""
     given: Rows = rows.detach().numpy() if isinstance(rows, Tensor) else rows
     n, dim = len(ids), given.shape[1]
     if half:
@@ -199,7 +202,7 @@ def decode_push(data: Buffer, table: SparseTable) -> TablePush:
     """Decode a push. The arrays are views of `data`; bfloat16 rows are converted to the table's dtype.
 
     Raises:
-        ConfigError: as `decode_pull`; the rows have another dim than the table's, or a row is not finite.
+        ConfigError: as `decode_pull`; or the rows have another dim than the table's, or a row is not finite.
     """
     raw, n, flags, dim = _head(data, table, push=True)
     ids, counts, at = _ids(raw, n, flags, table)
@@ -236,7 +239,7 @@ def decode_push(data: Buffer, table: SparseTable) -> TablePush:
 
 
 class _Writable:
-    """A read-only array declared writable: torch warns about read-only memory, and received rows are only read."""
+    """A read-only array that is declared writable, because torch warns about read-only memory; it is only read."""
 
     def __init__(self, array: Rows) -> None:
         self.array = array  # keeps the memory alive
@@ -276,5 +279,5 @@ def decode_rows(data: Buffer, n: int, table: SparseTable, half: bool = False) ->
 
 
 def empty_push(table: SparseTable, room: Room = fresh) -> Bytes:
-    """Encode a push without ids, for a segment that a step does not touch: it advances the segment's clock."""
+    """Encode a push without ids, which only advances the clock of a segment that the step does not change."""
     return _piece(_ROWS, table.dim, np.empty(0, np.int64), None, 0, room)[0]
