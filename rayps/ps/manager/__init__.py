@@ -1,1 +1,1 @@
-"""The manager of a server group: pure functions decide which server holds each segment; one thread carries it out."""
+"""The manager of a server group: pure functions decide which server holds each segment; a thread acts."""

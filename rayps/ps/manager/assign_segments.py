@@ -1,4 +1,4 @@
-"""What the manager of a server group does next: pure functions from facts to decisions.
+"""Decide what the manager of a server group does next: pure functions from facts to decisions.
 
 `decide` compares the present assignment of segments to servers with the wanted one, whatever led to the present one. So
 a manager that restarts from its record continues where the last one stopped. The manager applies decisions until there
@@ -25,7 +25,7 @@ from rayps.core.errors import ConfigError
 from rayps.core.partition import spots
 from rayps.ps.protocol.messages import Event, Role
 
-BOUND = 1.25  # no server is given more than this times the mean number of a space's segments
+BOUND = 1.25  # a server gets at most this times the mean number of a space's segments
 
 SegmentId = tuple[int, int]  # number of the space, index of the segment
 
@@ -34,8 +34,8 @@ class ServerState(StrEnum):
     """The state of a server, as its manager sees it."""
 
     ALIVE = "alive"
-    LEAVING = "leaving"  # alive, and to be emptied
-    SILENT = "silent"  # no heartbeat: its backups take over; a segment without a backup waits for it
+    LEAVING = "leaving"  # alive; its segments are moved away, then the server ends
+    SILENT = "silent"  # no heartbeat: its segments' backups take over; a segment without a backup waits for the server
     AWAY = "away"  # not connected since the manager restarted
     DEAD = "dead"
 
@@ -45,15 +45,18 @@ UP = frozenset({ServerState.ALIVE, ServerState.LEAVING})
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """A server, as decisions need it."""
+    """The facts about a server that decisions need."""
 
     name: str
-    host: str = ""  # the machine
+    host: str = ""  # the name of the machine
     state: ServerState = ServerState.ALIVE
 
     @property
     def stays(self) -> bool:
-        """Whether segments belong on it. A server that is AWAY is expected back: a manager's restart moves nothing."""
+        """Whether segments belong on this server.
+
+        A server that is AWAY is expected back: a manager's restart moves nothing.
+        """
         return self.state in (ServerState.ALIVE, ServerState.AWAY)
 
 
@@ -63,7 +66,7 @@ class SegmentAssignment:
 
     space: int
     index: int
-    key: str  # its place on the hash ring
+    key: str  # the segment's place on the hash ring
     primary: str | None = None  # None: not placed yet
     generation: int = 0
     copies: tuple[str, ...] = ()
@@ -77,7 +80,7 @@ class SegmentAssignment:
 
     @property
     def id(self) -> SegmentId:
-        """Space and index."""
+        """The number of the space and the index of the segment."""
         return self.space, self.index
 
     @property
@@ -105,14 +108,14 @@ def _without_copy(segment: SegmentAssignment, server: str) -> SegmentAssignment:
 def apply_report(
     segment: SegmentAssignment, reporter: str, event: str, generation: int, name: str
 ) -> SegmentAssignment:
-    """Return the assignment after a server's report; the same object where the report changes nothing.
+    """Return the assignment after a server's report; the same object if the report changes nothing.
 
     A report of another generation, or of a server that has no such role, changes nothing. `name`: the backup that the
     report is about.
     """
     if generation != segment.generation:
         return segment
-    if event == Event.ASKED:  # from a backup, or from a primary that has nothing to begin with
+    if event == Event.ASKED:  # sent by a backup, or by a primary that has no state to begin with
         if reporter == segment.primary and not segment.started:
             return replace(segment, primary=None)
         return _without_copy(segment, reporter) if reporter in segment.copies else segment
@@ -131,23 +134,23 @@ def apply_report(
 
 @dataclass(frozen=True, slots=True)
 class GroupFacts:
-    """What the manager knows."""
+    """The facts about a group on which the manager decides."""
 
     servers: tuple[ServerFacts, ...]
-    segments: tuple[SegmentAssignment, ...]  # those of a space one after the other
+    segments: tuple[SegmentAssignment, ...]  # the segments of a space are adjacent
     wanted: int  # servers
-    replicas: int  # backups of each segment, as far as there are servers for them
-    starting: int = 0  # servers that were ordered and have not registered
-    gathering: bool = False  # they will register soon: fully copied segments wait, so that they move once, not twice
+    replicas: int  # wanted backups of each segment; fewer if there are too few servers
+    starting: int = 0  # servers whose start was ordered and that have not registered
+    gathering: bool = False  # `starting` servers register soon: fully copied segments wait, so that they move only once
     placed_by_load: Mapping[SegmentId, str] = field(default_factory=dict)  # primaries that load moved off the ring
     failed_copies: frozenset[tuple[str, str]] = frozenset()  # a primary, and a server that it failed to copy to
-    moves: int = 2  # segments that a server moves at a time, so that training continues
+    moves: int = 2  # segments that a server moves at a time; few, so that training continues
     heals: int = 4  # missing backups that a server copies at a time
 
 
 @dataclass(frozen=True, slots=True)
 class PlaceSegment:
-    """Start an empty segment on `server`; `lost`: it had values, and no server has them."""
+    """The decision: start an empty segment on `server`. `lost`: the segment had values, and no server has them."""
 
     segment: SegmentId
     server: str
@@ -156,17 +159,17 @@ class PlaceSegment:
 
 @dataclass(frozen=True, slots=True)
 class Promote:
-    """Start a new generation under a backup in sync, or under the primary itself if its successor is gone."""
+    """The decision: start a new generation on a backup in sync, or on the primary itself if its successor is gone."""
 
     segment: SegmentId
     server: str
     copies: tuple[str, ...]
-    reason: str  # died, moved, back
+    reason: str  # "died", "moved" or "back"
 
 
 @dataclass(frozen=True, slots=True)
 class StartCopy:
-    """Let the primary copy the segment to `server`."""
+    """The decision: let the primary copy the segment to `server`."""
 
     segment: SegmentId
     server: str
@@ -174,7 +177,7 @@ class StartCopy:
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """Let the primary refuse requests, and report when the backups have everything, so that `server` is promoted."""
+    """The decision: let the primary refuse requests and bring all backups up to date, so that `server` is promoted."""
 
     segment: SegmentId
     server: str
@@ -182,7 +185,7 @@ class HandOver:
 
 @dataclass(frozen=True, slots=True)
 class DropCopy:
-    """Remove a backup that is gone, or not needed."""
+    """The decision: remove a backup that is gone, or not needed."""
 
     segment: SegmentId
     server: str
@@ -190,21 +193,21 @@ class DropCopy:
 
 @dataclass(frozen=True, slots=True)
 class StartServers:
-    """Start more server processes."""
+    """The decision: start more server processes."""
 
     count: int
 
 
 @dataclass(frozen=True, slots=True)
 class LeaveServer:
-    """Empty a server, because there are more than are wanted."""
+    """The decision: empty a server, because there are more servers than are wanted."""
 
     server: str
 
 
 @dataclass(frozen=True, slots=True)
 class RetireServer:
-    """End a server that holds nothing, or forget a dead one that no segment refers to."""
+    """The decision: end a server that holds nothing, or forget a dead server that no segment refers to."""
 
     server: str
 
@@ -216,7 +219,7 @@ Decision = SegmentDecision | StartServers | LeaveServer | RetireServer
 def apply(segment: SegmentAssignment, decision: SegmentDecision) -> SegmentAssignment:
     """Return the assignment after a decision about it.
 
-    After a promotion the named backups remain in sync: the new primary answers nothing before they have what it has.
+    After a promotion the named backups remain in sync: the new primary answers nothing before they have its state.
     """
     next_one = replace(segment, generation=segment.generation + 1, ready=False, successor=None, handed=False)
     match decision:
@@ -234,7 +237,7 @@ def apply(segment: SegmentAssignment, decision: SegmentDecision) -> SegmentAssig
 
 
 def decide(facts: GroupFacts) -> list[Decision]:
-    """Return what to do now, at most one decision for each segment; empty: wait for reports, or all is settled."""
+    """Return the decisions for now, at most one for each segment; empty: all is settled, or reports are awaited."""
     return [*_about_servers(facts), *_SegmentDecisions(facts).decide()]
 
 
@@ -249,7 +252,7 @@ def settled(facts: GroupFacts) -> bool:
 
 
 def targets(facts: GroupFacts) -> dict[SegmentId, tuple[str, ...]]:
-    """Return the servers that each segment belongs on, the primary first; empty if no server stays."""
+    """Return for each segment the servers on which it belongs, the primary first; empty if no server stays."""
     staying = tuple((server.name, server.host) for server in facts.servers if server.stays)
     found: dict[SegmentId, tuple[str, ...]] = {}
     if not staying:
@@ -269,7 +272,7 @@ def targets(facts: GroupFacts) -> dict[SegmentId, tuple[str, ...]]:
 @lru_cache(256)
 def _spots(keys: tuple[str, ...], servers: tuple[tuple[str, str], ...], replicas: int) -> list[tuple[str, ...]]:
     names, hosts = [name for name, _ in servers], [host for _, host in servers]
-    bound = BOUND if len(keys) > len(names) else 1.0  # one segment a server where there are enough servers
+    bound = BOUND if len(keys) > len(names) else 1.0  # if there are enough servers, each has one segment
     return [tuple(names[i] for i in found) for found in spots(keys, names, replicas, hosts=hosts, bound=bound)]
 
 
@@ -281,7 +284,9 @@ def _about_servers(facts: GroupFacts) -> list[Decision]:
     missing = facts.wanted - len(alive) - expected - facts.starting
     if missing > 0:
         found.append(StartServers(missing))
-    found += [LeaveServer(server.name) for server in alive[facts.wanted :]]  # the youngest; silent ones do not count
+    found += [
+        LeaveServer(server.name) for server in alive[facts.wanted :]
+    ]  # the youngest; silent servers are not counted
     return found + [
         RetireServer(server.name)
         for server in facts.servers
@@ -290,15 +295,15 @@ def _about_servers(facts: GroupFacts) -> list[Decision]:
 
 
 class _SegmentDecisions:
-    """The decisions about all segments, for one set of facts."""
+    """The computation of the decisions about all segments, for one set of facts."""
 
     def __init__(self, facts: GroupFacts) -> None:
         self._facts = facts
         self._states = {server.name: server.state for server in facts.servers}
         self._targets = targets(facts)
         self._segments = {segment.id: segment for segment in facts.segments}
-        self._busy: Counter[str] = Counter()  # by server: segments that it copies or hands over
-        self._primaries: Counter[str] = Counter()  # by server: segments, so that promotions are spread
+        self._busy: Counter[str] = Counter()  # by server: number of segments that the server copies or hands over
+        self._primaries: Counter[str] = Counter()  # by server: number of primaries, so that promotions are spread
         for segment in facts.segments:
             if segment.primary is not None:
                 self._primaries[segment.primary] += 1
@@ -334,7 +339,7 @@ class _SegmentDecisions:
             if self._gone(copy):
                 return DropCopy(segment.id, copy)
         if successor is not None and segment.handed and self._up(successor):
-            # the old primary has everything too: it becomes a backup if one belongs there
+            # the old primary has everything too: it becomes a backup if a backup belongs there
             stays = primary in self._targets.get(segment.id, ()) and self._up(primary)
             others = tuple(copy for copy in self._in_sync(segment) if copy != successor)
             return Promote(segment.id, successor, (*others, primary) if stays else others, "moved")
@@ -366,11 +371,14 @@ class _SegmentDecisions:
     # ---- decisions of which a server carries out a few at a time
 
     def _can_move(self, segment: SegmentAssignment) -> bool:
-        """Return whether no change of it is in progress, and its primary is connected."""
+        """Return whether no change of the segment is in progress, and its primary is connected."""
         return segment.ready and segment.successor is None and not segment.unsynced and self._up(str(segment.primary))
 
     def _limited(self, segment: SegmentAssignment, copied: bool) -> SegmentDecision | None:
-        """Copy before moving: a backup in sync can be promoted whatever happens."""
+        """Return the next decision that needs a copy: first to copy the segment, then to move it.
+
+        A backup in sync can be promoted whatever happens, so a segment is never moved before it is copied.
+        """
         assert segment.primary is not None
         wanted = self._targets.get(segment.id, ())
         if not wanted or (copied and self._facts.gathering):
@@ -390,7 +398,7 @@ class _SegmentDecisions:
         return None if extra is None else DropCopy(segment.id, extra)
 
     def _take(self, limit: int, *servers: str) -> bool:
-        """Count one more segment that these servers copy or hand over; False: one of them is at its limit."""
+        """Count one more segment that these servers copy or hand over. Return False if one of them is at its limit."""
         if any(self._busy[server] >= limit for server in servers):
             return False
         self._busy.update(servers)
@@ -416,11 +424,11 @@ class _SegmentDecisions:
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """When load moves segments: a server gives some away from `hot` times the mean load until `cool` times the mean.
+    """When load moves segments: a server above `hot` times the mean load gives some away, down to `cool` times it.
 
-    Load is operations a second. `patience`: checks in a row at which the server must be hot, one each `every` seconds.
-    `floor`: the mean load below which nothing moves. `rest`: seconds that a segment stays where it was moved.
-    `at_once`: segments that move at one check. Raises ConfigError.
+    Load is operations a second. `every`: seconds between two checks. `patience`: checks in a row at which the server
+    must be hot. `floor`: the mean load below which nothing moves. `rest`: seconds that a segment stays where it was
+    moved. `at_once`: segments that move at one check. Raises ConfigError: `cool` is below 1 or above `hot`.
     """
 
     hot: float = 1.5
@@ -441,15 +449,15 @@ class Balance:
 
 
 class Rebalancer:
-    """Applies a `Balance` once each `every` seconds; None = never."""
+    """The state of the checks of load: applies a `Balance` every `every` seconds; None = never."""
 
     def __init__(self, balance: Balance | None) -> None:
         self._balance, self._checked = balance, 0.0
-        self._hot: dict[str, int] = {}  # by server: checks in a row at which it was hot
+        self._hot: dict[str, int] = {}  # by server: number of checks in a row at which the server was hot
         self._moved: dict[SegmentId, float] = {}  # when a segment was moved
 
     def due(self, now: float) -> bool:
-        """Return whether to check the load now; the next check is then `every` seconds later."""
+        """Return whether to check the load now. The next check is then `every` seconds later."""
         if self._balance is None or now - self._checked < self._balance.every:
             return False
         self._checked = now
@@ -458,9 +466,9 @@ class Rebalancer:
     def shed(
         self, loads: Mapping[SegmentId, float], at: Mapping[SegmentId, str], servers: Sequence[str], now: float
     ) -> dict[SegmentId, str]:
-        """Return the segments that move now, and their new servers.
+        """Return the segments that move now, each with its new server.
 
-        `loads`: by segment. `at`: the primary of each segment. `now`: seconds.
+        `loads`: the load by segment. `at`: the primary of each segment. `now`: seconds.
         """
         balance = self._balance
         if balance is None or not servers:
@@ -482,7 +490,7 @@ class Rebalancer:
 def _relieve(
     server: str, own: dict[SegmentId, float], total: dict[str, float], cool: float, most: int
 ) -> dict[SegmentId, str]:
-    """Move at most `most` of the server's `own` segments until its load is `cool`; `total` changes with each."""
+    """Choose at most `most` of the server's `own` segments to move, until its load is `cool`; `total` is updated."""
     found: dict[SegmentId, str] = {}
     while own and len(found) < most and total[server] > cool:
         coldest = min(total, key=lambda name: (total[name], name))

@@ -1,8 +1,8 @@
 """The manager's state, and how reports, decisions and time change it. No threads, no locks.
 
-Every change ends in `think`: decide until there is nothing to decide, then `commit`: write the record, send servers
-their orders, send workers their maps. In this order, so that no process learns of a generation that a restarted manager
-would not know.
+Every change ends in `think`, which decides until there is nothing to decide, and then in `commit`: write the record,
+send servers their orders, send workers their maps. The record is written first, so that no process learns of a
+generation that a restarted manager would not know.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from rayps.ps.protocol.messages import Event, Role, SegmentOrder
 
 log = logging.getLogger(__name__)
 
-BROKEN_SECONDS = 1.0  # for a server whose connection broke to connect again
-SILENT_SECONDS = 10.0  # for a silent server to send something; until then its segments without a backup wait for it
-AWAY_SECONDS = 5.0  # for servers to find a restarted manager
-GATHER_SECONDS = 30.0  # how long moves wait for servers that were ordered together
-RETRY_COPY_SECONDS = 1.0  # until a copy that failed is tried again
+BROKEN_SECONDS = 1.0  # seconds in which a server whose connection broke may connect again
+SILENT_SECONDS = 10.0  # seconds in which a silent server may return; segments without a backup wait for it
+AWAY_SECONDS = 5.0  # seconds in which servers must find a restarted manager
+GATHER_SECONDS = 30.0  # seconds that moves wait for servers that were ordered together
+RETRY_COPY_SECONDS = 1.0  # seconds until a failed copy is tried again
 EVENTS = 200
 
 
@@ -68,18 +68,18 @@ class GroupState:
         self._file, self._balance, self._silence = file, Rebalancer(balance), silence
         self.members = {name: ServerMember(name, server, ServerState.AWAY) for name, server in record.servers.items()}
         self.pending = PendingServers()
-        self.begun: dict[tuple[SegmentId, str], float] = {}  # when a copy, or a handover, began
+        self.begun: dict[tuple[SegmentId, str], float] = {}  # when each copy or handover began
         self.events: deque[dict[str, Any]] = deque(maxlen=EVENTS)
         self.departed: deque[tuple[float, ServerMember]] = deque(maxlen=16)
-        self.changed = False  # `think` is needed
+        self.changed = False  # whether `think` must be called
         self._failed_copies: dict[tuple[str, str], float] = {}  # a primary and a server -> when to try again
         self._gather_until = 0.0
-        self._sizes: dict[SegmentId, int] = {}  # as the last primary reported
+        self._sizes: dict[SegmentId, int] = {}  # in bytes, as the segment's primary last reported
         self._ticked = time.monotonic()
 
     @property
     def segments(self) -> dict[SegmentId, SegmentAssignment]:
-        """All segments of all spaces; those of a space one after the other."""
+        """All segments of all spaces, grouped by space."""
         return self.record.segments
 
     def event(self, kind: str, message: str, **facts: Any) -> None:
@@ -94,7 +94,7 @@ class GroupState:
     def view(self) -> GroupFacts:
         """Return the facts for decisions."""
         silent = any(member.state == ServerState.SILENT for member in self.members.values())
-        expected = bool(self.pending) or silent  # a silent server returns, or is replaced
+        expected = bool(self.pending) or silent  # a silent server will return or be replaced
         return GroupFacts(
             tuple(member.facts for member in self.members.values()),
             tuple(self.segments.values()),
@@ -113,7 +113,7 @@ class GroupState:
     # ---- messages of servers
 
     def registered(self, connection: ManagerConnection, body: dict[str, Any]) -> bool:
-        """Take a server's REGISTER. False: the group does not know the server, or has replaced it."""
+        """Add a server that sent REGISTER. Return False if the group does not know the server, or has replaced it."""
         name = str(body["name"])
         record = ServerRecord(body["address"], body.get("host", ""), int(body.get("pid", 0)))
         member = self.members.get(name)
@@ -133,13 +133,13 @@ class GroupState:
             if int(space) not in self.record.spaces:
                 self.publisher.forget(member, int(space))
             for index, *_ in rows:
-                if (int(space), index) in self.segments:  # no order is of this generation: one will be sent
+                if (int(space), index) in self.segments:  # the server holds an older generation: it will get an order
                     member.sent.orders[int(space), index] = SegmentOrder(index, Role.COPY, -1, {})
         self.changed = True
         return True
 
     def heartbeat(self, member: ServerMember, load: dict[str, Any]) -> None:
-        """Take a server's HEARTBEAT."""
+        """Record the load in a server's HEARTBEAT."""
         self.alive(member)
         member.load.heartbeat(load, time.monotonic())
         for space in member.load.spaces.keys() - self.record.spaces.keys():
@@ -147,7 +147,7 @@ class GroupState:
         self._sizes |= {id_: segment.bytes for id_, segment in member.load.segments.items() if id_ in self.segments}
 
     def alive(self, member: ServerMember) -> None:
-        """Note that a server has sent something."""
+        """Record that a server has sent a message; a silent server is alive again."""
         member.last_message = time.monotonic()
         if member.state == ServerState.SILENT and not member.broken:
             self._is_back(member, "responds again")
@@ -155,13 +155,13 @@ class GroupState:
             self.changed = True
 
     def _is_back(self, member: ServerMember, how: str) -> None:
-        if member.counted:  # a server that returned did not die
+        if member.counted:  # undo the count: a server that returned did not die
             self.count("deaths", -1)
             member.counted = False
         self.event("server_back", f"{member.name} {how}", server=member.name)
 
     def reported(self, member: ServerMember, tag: int, space: int, events: Iterable[list[Any]]) -> None:
-        """Take a server's REPORT about its segments. `tag`: the last orders that it had received."""
+        """Apply a server's REPORT about its segments. `tag`: the last orders that the server had received."""
         self.alive(member)
         dropped = False
         for what, index, generation, name in events:
@@ -169,7 +169,7 @@ class GroupState:
             if before is None:
                 continue
             if what == Event.SYNCED and 0 < tag < member.sent.first.get((before.id, name), 0):
-                continue  # about a backup that was dropped and ordered again since
+                continue  # the report is about a backup that was since dropped and ordered again
             segment = apply_report(before, member.name, what, generation, name)
             if segment is before:
                 continue
@@ -184,11 +184,11 @@ class GroupState:
                 if what == Event.COPY_LOST:
                     self._failed_copies[member.name, name] = time.monotonic() + RETRY_COPY_SECONDS
         if dropped:
-            self.commit()  # the primary is sent orders without the backup before it is sent some with it again
+            self.commit()  # the primary must get orders without the backup before it gets orders with it again
             self.changed = True
 
     def lost(self, member: ServerMember, why: str, *, broken: bool) -> None:
-        """Treat a server as SILENT: backups take over at once. `broken`: its connection broke."""
+        """Mark a server as SILENT, so that backups take over at once. `broken`: the server's connection broke."""
         if member.state in (ServerState.SILENT, ServerState.DEAD):
             member.broken = member.broken or broken
             return
@@ -204,9 +204,9 @@ class GroupState:
     # ---- time
 
     def tick(self) -> None:
-        """Apply deadlines."""
+        """Apply the deadlines of silent, away and starting servers, and the balance of load."""
         now = time.monotonic()
-        if now - self._ticked > self._silence / 2:  # this process did not run: it read no heartbeats
+        if now - self._ticked > self._silence / 2:  # this process was suspended, so it read no heartbeats
             for member in self.members.values():
                 member.last_message += now - self._ticked
         self._ticked = now
@@ -216,7 +216,7 @@ class GroupState:
                 why = f"no heartbeat for {self._silence:g} s (`rayps servers start --silence`)"
                 self.lost(member, why, broken=False)
             elif member.state == ServerState.AWAY and since > AWAY_SECONDS:
-                self.lost(member, "it did not connect to the restarted manager", broken=True)
+                self.lost(member, "the server did not connect to the restarted manager", broken=True)
             elif member.state == ServerState.SILENT and since > (BROKEN_SECONDS if member.broken else SILENT_SECONDS):
                 self._give_up(member)
         self._start_next()
@@ -232,7 +232,7 @@ class GroupState:
             self._rebalance(now)
 
     def _give_up(self, member: ServerMember) -> None:
-        self.event("server_dead", f"{member.name} did not return: it is replaced", server=member.name)
+        self.event("server_dead", f"{member.name} did not return: the server is replaced", server=member.name)
         member.become(ServerState.DEAD)
         if member.connection is not None:
             self.publisher.connections.drop(member.connection)
@@ -288,7 +288,7 @@ class GroupState:
     def _do(self, decision: Decision) -> None:
         match decision:
             case StartServers(count):
-                # a replacement starts at once; an additional server must not slow the workers down
+                # a replacement starts at once; an additional server starts gently, without slowing the workers down
                 gently = self.record.resizing is not None and all(each.connected for each in self.members.values())
                 for _ in range(count):
                     self.pending.add(f"server-{self.record.next_server}", gently=gently)
@@ -302,11 +302,11 @@ class GroupState:
                 self._do_to_segment(decision)
 
     def gather(self) -> None:
-        """Let moves wait for servers that will be started, for GATHER_SECONDS at most."""
+        """Delay moves until the servers that will be started have registered, for GATHER_SECONDS at most."""
         self._gather_until = time.monotonic() + GATHER_SECONDS
 
     def _start_next(self) -> None:
-        """Start the servers that are due; those that start gently one after the other."""
+        """Start the servers that are due; servers that start gently start one after the other."""
         for name, gently in self.pending.due():
             more = {}
             if gently:
@@ -315,7 +315,7 @@ class GroupState:
             self.launcher.start(name, self.record.name, self.record.secret, self.publisher.address, **more)
 
     def start_failed(self, name: str, reason: str) -> None:
-        """Note that a server could not be started; another one is tried later."""
+        """Record that a server could not be started; another one is tried later."""
         if self.pending.failed(name):
             self.event("server_not_started", f"{name} could not be started: {reason}", server=name)
 
@@ -367,7 +367,7 @@ class GroupState:
     # ---- segments
 
     def close_space(self, number: int) -> None:
-        """Remove a space, its segments, and what the servers have of it."""
+        """Remove a space and its segments, here and on the servers."""
         record = self.record
         del record.spaces[number]
         record.versions.pop(number, None)
@@ -386,7 +386,7 @@ class GroupState:
         return [segment for segment in self.segments.values() if segment.space == number]
 
     def size(self, segment: SegmentAssignment) -> int:
-        """Return the bytes of a segment; 0 while that of a table is not known."""
+        """Return the bytes of a segment; 0 while the size of a table's segment is not known."""
         known = self._sizes.get(segment.id)
         space = self.record.spaces[segment.space]
         if known is not None or space.layout is None or segment.index >= len(space.cuts):

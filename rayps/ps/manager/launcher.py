@@ -1,4 +1,4 @@
-"""Start and end the server processes of a group: which start next (pure), and a thread, as a cluster may be slow."""
+"""Start and end the server processes of a group: a pure queue of starts, and a thread that carries them out."""
 
 from __future__ import annotations
 
@@ -15,17 +15,20 @@ from rayps.cluster.local import ActorHandle, Cluster
 from rayps.core.errors import RaypsError
 
 HOST = "rayps.ps.server.server_actor:ServerActor"
-START_SECONDS = 90.0  # from the order to a server's registration
-RETRY_SECONDS = 2.0  # from a failed start to the next one
+START_SECONDS = 90.0  # seconds from the order to start a server until its registration
+RETRY_SECONDS = 2.0  # seconds from a failed start to the next attempt
 
 
 class PendingServers:
-    """Servers that are to start and have not registered. Those that start gently do so one after the other. Pure."""
+    """The servers that were ordered and have not registered.
+
+    Servers that start gently start one after the other. Pure.
+    """
 
     def __init__(self) -> None:
-        self._until: dict[str, float] = {}  # by server: when it is late; infinite before its start
-        self._queue: deque[tuple[str, bool]] = deque()  # servers not started yet, and whether gently
-        self._last = ""  # the one that was started last
+        self._until: dict[str, float] = {}  # by server: when it must have registered; infinite before its start
+        self._queue: deque[tuple[str, bool]] = deque()  # servers not started yet, and whether they start gently
+        self._last = ""  # the server that was started last
         self._hurried = False  # a server was late: the next one is not started gently
 
     def __len__(self) -> int:
@@ -33,11 +36,14 @@ class PendingServers:
 
     @property
     def names(self) -> list[str]:
-        """All of them."""
+        """The names of all pending servers."""
         return list(self._until)
 
     def add(self, name: str, *, gently: bool) -> None:
-        """Add a server. Gently: after those that start gently before it, without slowing the workers down."""
+        """Add a server.
+
+        With `gently` it starts after the others that start gently, without slowing the workers down.
+        """
         gently = gently and not self._hurried
         self._until[name] = math.inf
         if gently:
@@ -46,7 +52,7 @@ class PendingServers:
             self._queue.appendleft((name, False))
 
     def due(self) -> list[tuple[str, bool]]:
-        """Return the servers to start now, and whether gently; their deadlines begin."""
+        """Return the servers to start now, each with whether it starts gently; their deadlines begin."""
         found: list[tuple[str, bool]] = []
         while self._queue and not (self._queue[0][1] and self._last in self._until):
             name, gently = self._queue.popleft()
@@ -61,7 +67,7 @@ class PendingServers:
         return self._until.pop(name, None) is not None
 
     def failed(self, name: str) -> bool:
-        """Note a failed start: the server is late after RETRY_SECONDS. False if it is not pending."""
+        """Record a failed start: the server is late after RETRY_SECONDS. Return False if it is not pending."""
         if name not in self._until:
             return False
         self._until[name] = time.monotonic() + RETRY_SECONDS
@@ -76,15 +82,18 @@ class PendingServers:
         return found
 
     def settled(self) -> None:
-        """Start servers gently again: the resize has ended."""
+        """Start later servers gently again, because the resize has ended."""
         self._hurried = False
 
 
 class Launcher:
-    """Starts and ends server processes, one after the other, in a thread of its own."""
+    """A thread that starts and ends server processes, one after the other."""
 
     def __init__(self, group: str, cluster: Cluster, options: dict[str, Any], failed: Callable[[str, str], None]):
-        """`options` are arguments of `Cluster.spawn`; `failed(server, reason)` is called for a start that failed."""
+        """Start the thread.
+
+        `options` are arguments of `Cluster.spawn`; `failed(server, reason)` is called for a start that failed.
+        """
         self._group, self._cluster, self._options, self._failed = group, cluster, options, failed
         self._handles: dict[str, ActorHandle] = {}
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -118,7 +127,7 @@ class Launcher:
     def _end(self, server: str) -> None:
         handle = self._handles.pop(server, None) or self._cluster.find(actor_name(self._group, server))
         if handle is not None:
-            with contextlib.suppress(RaypsError, OSError, KeyError):  # it has ended by itself
+            with contextlib.suppress(RaypsError, OSError, KeyError):  # the server has ended by itself
                 self._cluster.kill(handle)
 
 

@@ -35,19 +35,19 @@ from rayps.ps.protocol.space import Quota, Space
 
 log = logging.getLogger(__name__)
 
-POLL_SECONDS = 0.05  # the longest wait of the thread between two checks of its deadlines
+POLL_SECONDS = 0.05  # longest time between two checks of the deadlines
 BALANCE = Balance()
-SILENCE = 10.0  # seconds: allows for a busy machine; a process that dies is noticed at once, by its connection
-COPIED_SECONDS = 10.0  # for the backups of a new space to be in sync
-READY_SECONDS = 60.0  # for the servers of a new space to be ready
+SILENCE = 10.0  # seconds, long enough for a busy machine; a process that dies is detected at once, by its connection
+COPIED_SECONDS = 10.0  # seconds in which the backups of a new space should be in sync
+READY_SECONDS = 60.0  # seconds in which the servers of a new space must be ready
 
 
 class Manager:
     """The manager of the group `name`: keeps `servers` servers and `replicas` backups of each segment.
 
-    `folder` holds its record; None = the group ends with this manager, as it does unless `detached`. Servers are
-    actors of `cluster` (default: the surrounding one) with `cpus` each; one that sends nothing for `silence` seconds
-    counts as dead; `balance` moves segments by load (None = never). A record in `folder` takes precedence over
+    `folder` holds the group's record; None = the group ends with this manager. So it does unless `detached`. Servers
+    are actors of `cluster` (default: the surrounding one) with `cpus` each; one that sends nothing for `silence`
+    seconds counts as dead; `balance` moves segments by load (None = never). A record in `folder` takes precedence over
     `servers` and `replicas`. Raises ConfigError.
     """
 
@@ -96,8 +96,8 @@ class Manager:
     def open(self, space: Space) -> Space:
         """Place a space, and return it with its number once its servers are ready and its backups in sync.
 
-        Where servers for backups are missing, the space opens without. Raises ConfigError, Conflict (the name is open),
-        ClusterError (no server is ready in time).
+        If there are too few servers for backups, the space opens without them. Raises ConfigError, Conflict (the name
+        is open), ClusterError (no server is ready in time).
         """
         with self._lock:
             return self._placed(spaces.opened(self._state, space))
@@ -111,9 +111,10 @@ class Manager:
         strategy: Any = None,
         factory: bytes | None = None,
     ) -> Space:
-        """Open a space that begins with another's parameters; workers, strategy and factory: None = as its parent.
+        """Open a space that begins with the parameters of the space `parent`.
 
-        Raises NotFound, Conflict, ClusterError, ConfigError.
+        `workers`, `strategy` and `factory`: None = those of the parent. Raises NotFound, Conflict, ClusterError,
+        ConfigError.
         """
         given = {"workers": workers, "strategy": strategy, "factory": factory}
         changes = {field: value for field, value in given.items() if value is not None}
@@ -141,7 +142,7 @@ class Manager:
             self._state.think()
 
     def restored(self, number: int, segments: list[int]) -> None:
-        """Note that lost segments have been loaded again."""
+        """Record that lost segments have been loaded again."""
         with self._lock:
             spaces.restored(self._state, number, segments)
             self._state.think()
@@ -152,16 +153,16 @@ class Manager:
             return self._state.publisher.maps[spaces.of_number(self._state, number).number].to_json()
 
     def join(self, number: int, rank: int) -> int:
-        """Return the incarnation of a rank's new holder, which fences all earlier ones. Raises NotFound."""
+        """Give a rank to a new process: return an incarnation, which fences all earlier ones. Raises NotFound."""
         with self._lock:
             count = spaces.joined(self._state, number, rank)
             self._file.write(self._state.record)
             return count
 
     def resize(self, servers: int) -> None:
-        """Set the number of servers; returns at once, segments move in the background.
+        """Set the number of servers. Returns at once; segments move in the background.
 
-        Raises ConfigError (none, or fewer than replicas + 1), Conflict (a resize is in progress).
+        Raises ConfigError: `servers` is 0, or below replicas + 1. Raises Conflict: a resize is in progress.
         """
         with self._lock:
             record = self._state.record
@@ -173,7 +174,7 @@ class Manager:
             self._resize(servers)
 
     def drain(self, server: str) -> None:
-        """Empty this server and end it: a resize by one less that names the server.
+        """Empty this server and end it: as `resize` to one server less, with a choice of the server.
 
         Raises as `resize`, and NotFound.
         """
@@ -210,7 +211,7 @@ class Manager:
             return self._state.settled()
 
     def stop(self) -> None:
-        """End the group: its servers, its spaces, its record."""
+        """End the group: its servers, its spaces and its record."""
         with self._lock:
             self._state.record.wanted = 0
             names = [*self._state.members, *self._state.pending.names]
@@ -263,7 +264,10 @@ class Manager:
             )
 
     def _await_copies(self, space: Space) -> None:
-        """Wait for backups, so that the first push is as durable as any; if they take too long, open without them."""
+        """Wait until the backups are in sync, so that the first push is durable.
+
+        After COPIED_SECONDS open without them.
+        """
         state, number = self._state, space.number
 
         def copied() -> bool:
@@ -308,11 +312,11 @@ class Manager:
             self._listener.close()
 
     def _receive(self, connection: ManagerConnection, messages: list[Message] | None) -> None:
-        """Handle a connection's messages; None: the connection is lost."""
+        """Handle a connection's messages. `messages` None: the connection is lost."""
         for message in messages or []:
             try:
                 self._handle(connection, message)
-            except Exception as error:  # of one peer; the group must survive it
+            except Exception as error:  # an error of one peer must not end the group
                 log.exception("%s sent a message that cannot be read", connection.link.peer)
                 self._state.event("nonsense", f"{connection.link.peer}: {type(error).__name__}: {error}")
                 self._connections.drop(connection)
@@ -344,7 +348,7 @@ class Manager:
 
 
 def check_size(name: str, servers: int, replicas: int) -> None:
-    """Raise ConfigError if a group of that size is not possible."""
+    """Check the size of a group. Raises ConfigError: a group of that size is not possible."""
     for what, value, least in (("servers", servers, 1), ("replicas", replicas, 0)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             hint = " (`stop` ends a group)" if what == "servers" and value == 0 else ""
@@ -359,13 +363,13 @@ def check_size(name: str, servers: int, replicas: int) -> None:
 
 def _listen(name: str, record: GroupRecord) -> Listener:
     if record.port:
-        with contextlib.suppress(LinkError):  # the port is taken: servers look the new address up
+        with contextlib.suppress(LinkError):  # the port is taken: listen on another; servers look the new address up
             return Listener(name, record.secret, host=host_address(), port=record.port)
     return Listener(name, record.secret, host=host_address())
 
 
 class ManagerActor(Manager):
-    """`Manager` as an actor that is found by its group's name."""
+    """An actor that runs a `Manager`; its name gives the group."""
 
     def __init__(
         self,
@@ -377,7 +381,7 @@ class ManagerActor(Manager):
         cluster: Cluster | None = None,
         options: dict[str, Any] | None = None,
     ) -> None:
-        """`options` are further arguments of Manager: detached, cpus, silence, balance."""
+        """Start the manager. `options` are further arguments of Manager: detached, cpus, silence, balance."""
         super().__init__(name, servers, replicas, folder, cluster=cluster, **(options or {}))
         self._name = name
         register_group(rendezvous(), name, self.door()["address"])

@@ -1,4 +1,4 @@
-"""Servers and workers as their manager sees them: a connection, and for a server its state, its orders and its load."""
+"""The manager's facts about its servers and workers: a connection, and for a server its state, orders and load."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rayps.ps.manager.record import ServerRecord
 from rayps.ps.protocol.messages import SegmentOrder
 from rayps.ps.protocol.space import Space
 
-RATE_SECONDS = 3.0  # span of a rate; servers are compared by rates, and do not report at the same time
+RATE_SECONDS = 3.0  # span of a rate; servers are compared by rates, because they do not report at the same time
 STEP_SECONDS = 0.25
 
 
@@ -28,7 +28,7 @@ class ManagerConnection:
         self.lost = False
 
     def send(self, message: Message, payload: Any = b"") -> None:
-        """Send what can be sent at once, and queue the rest. A failure is found at the next read."""
+        """Send what can be sent at once, and queue the rest. A failure is detected at the next read."""
         if not self.lost:
             try:
                 self.link.queue(message, payload)
@@ -38,13 +38,13 @@ class ManagerConnection:
 
 @dataclass(slots=True)
 class Rate:
-    """The increase of a counter per second, over the last RATE_SECONDS. A counter that falls has restarted."""
+    """The increase of a counter per second, over the last RATE_SECONDS. A counter that falls was restarted."""
 
     per_second: float = 0.0
     _values: deque[tuple[float, float]] = field(default_factory=deque)  # (time, value), the newest last
 
     def observe(self, value: float, now: float) -> None:
-        """Take the counter's value at time `now`, in seconds."""
+        """Record the counter's value at time `now`, in seconds."""
         values = self._values
         if values and value < values[-1][1]:
             values.clear()
@@ -58,7 +58,7 @@ class Rate:
 
 
 class SegmentLoad(NamedTuple):
-    """One segment in a heartbeat of its primary; `operations` and `changes` count up."""
+    """The load of one segment in a heartbeat of its primary; `operations` and `changes` are counters."""
 
     bytes: int
     rows: int
@@ -67,16 +67,16 @@ class SegmentLoad(NamedTuple):
 
 
 class ServerLoad:
-    """A server's last heartbeat (see `rayps.ps.server.outbound`), and the rates of what it counts."""
+    """A server's last heartbeat (see `rayps.ps.server.outbound`), and the rates of the counters in it."""
 
     def __init__(self) -> None:
         self.bytes, self.cpu = 0, 0.0
-        self.spaces: dict[int, dict[str, Any]] = {}  # by space: its part of the heartbeat
-        self.segments: dict[SegmentId, SegmentLoad] = {}  # those that the server is primary of
+        self.spaces: dict[int, dict[str, Any]] = {}  # by space: the space's part of the heartbeat
+        self.segments: dict[SegmentId, SegmentLoad] = {}  # the segments of which the server is primary
         self._rates: dict[tuple[int, int | str], Rate] = {}  # by space, and segment or name of the count
 
     def heartbeat(self, body: dict[str, Any], now: float) -> None:
-        """Take a heartbeat that arrived at `now`."""
+        """Record a heartbeat that arrived at `now`."""
         self.bytes, self.cpu = int(body.get("bytes", 0)), float(body.get("cpu", 0.0))
         self.spaces = {int(number): facts for number, facts in body.get("spaces", {}).items()}
         self.segments = {}
@@ -88,7 +88,10 @@ class ServerLoad:
                 self._rates.setdefault((number, int(index)), Rate()).observe(load.operations, now)
 
     def rate(self, space: int, what: int | str = "operations") -> float:
-        """Return operations per second of a space or of one of its segments; "seconds": service seconds per second."""
+        """Return the operations per second of a space or of one of its segments.
+
+        `what`: the segment's index or the counter's name; "seconds" gives service seconds per second.
+        """
         rate = self._rates.get((space, what))
         return 0.0 if rate is None else rate.per_second
 
@@ -101,9 +104,9 @@ class ServerLoad:
 
 @dataclass(slots=True)
 class SentOrders:
-    """What a server was sent over its present connection."""
+    """The orders that a server was sent over its present connection."""
 
-    tag: int = 0  # of the last ORDERS message
+    tag: int = 0  # tag of the last ORDERS message
     orders: dict[SegmentId, SegmentOrder] = field(default_factory=dict)
     spaces: dict[int, Space] = field(default_factory=dict)
     first: dict[tuple[SegmentId, str], int] = field(default_factory=dict)  # a backup -> tag of the first order with it
@@ -117,35 +120,35 @@ class SentOrders:
 
 @dataclass(slots=True)
 class ServerMember:
-    """One server of the group."""
+    """One server of the group: its state, its connection, the orders sent and its load."""
 
     name: str
     record: ServerRecord
     state: ServerState
     since: float = field(default_factory=time.monotonic)  # when the state began
     connection: ManagerConnection | None = None
-    last_message: float = 0.0  # when it came; 0: none yet
+    last_message: float = 0.0  # when the last message came; 0: none yet
     broken: bool = False  # SILENT because its connection broke, not because it sent nothing
-    counted: bool = False  # as a death; taken back if the server returns
+    counted: bool = False  # counted as a death; the count is undone if the server returns
     sent: SentOrders = field(default_factory=SentOrders)
     load: ServerLoad = field(default_factory=ServerLoad)
 
     @property
     def facts(self) -> ServerFacts:
-        """The server, as decisions need it."""
+        """Return the facts about the server that decisions need."""
         return ServerFacts(self.name, self.record.host, self.state)
 
     @property
     def connected(self) -> bool:
-        """Whether messages can be sent to it."""
+        """Whether messages can be sent to the server."""
         return self.connection is not None and self.state in UP
 
     def become(self, state: ServerState) -> None:
-        """Enter a state, now."""
+        """Set the state, which begins now."""
         self.state, self.since = state, time.monotonic()
 
     def register(self, connection: ManagerConnection, record: ServerRecord) -> None:
-        """Take a new connection, over which everything is sent again."""
+        """Replace the connection; all orders are sent again over the new one."""
         self.record, self.connection, self.sent = record, connection, SentOrders()
         self.last_message, self.broken = time.monotonic(), False
         self.become(ServerState.LEAVING if record.leaving else ServerState.ALIVE)

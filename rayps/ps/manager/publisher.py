@@ -1,6 +1,6 @@
-"""A manager's connections, and what it sends over them: orders and spaces to servers, maps to workers.
+"""A manager's connections, and the messages that it sends: orders and spaces to servers, maps to workers.
 
-A server is sent only what changed since it was last sent something over its present connection. One thread waits and
+A server is sent only the changes since the last message over its present connection. One thread waits and
 reads; any thread that holds the manager's lock may send.
 """
 
@@ -40,16 +40,16 @@ class ManagerConnections:
 
     @property
     def all(self) -> list[ManagerConnection]:
-        """All that are open."""
+        """Return all open connections."""
         return list(self._open.values())
 
     def wake(self) -> None:
-        """End the wait; any thread."""
+        """End the wait of the thread. Any thread may call this."""
         with contextlib.suppress(OSError):  # full: a wakeup is pending; closed: no thread waits
             self._waker.send(b"!")
 
     def prepare(self) -> None:
-        """Before a wait, under the lock: wait also until queued bytes can be sent."""
+        """Prepare a wait, under the lock: the wait also ends when queued bytes of a connection can be sent."""
         for descriptor, connection in self._open.items():
             events = connection.link.interest if connection.link.queued else 0
             self._poll.register(descriptor, select.POLLIN | events)
@@ -66,13 +66,13 @@ class ManagerConnections:
         active = set(ready) & self._open.keys()
         while (link := self._listener.accept_ready()) is not None:
             self._open[link.fileno()] = ManagerConnection(link)
-            active.add(link.fileno())  # its first message may have come along with the handshake
+            active.add(link.fileno())  # the first message may have come along with the handshake
         for descriptor, connection in list(self._open.items()):
             if descriptor not in active and not connection.lost:
                 continue
             try:
                 connection.link.absorb()
-                messages = connection.link.feed()  # last: what is absorbed after it would remain unread
+                messages = connection.link.feed()  # the last call: data that is absorbed after it would remain unread
                 connection.link.flush()
                 if connection.lost and not messages:
                     raise LinkError("lost")
@@ -87,13 +87,13 @@ class ManagerConnections:
         for descriptor, other in list(self._open.items()):
             if other is connection:
                 del self._open[descriptor]
-                with contextlib.suppress(KeyError):  # not registered before the first wait
+                with contextlib.suppress(KeyError):  # a connection is not registered before the first wait
                     self._poll.unregister(descriptor)
         connection.lost = True
         connection.link.close()
 
     def close(self) -> None:
-        """Send what is queued, as far as possible at once, and close all connections."""
+        """Send queued bytes, as far as that is possible at once, and close all connections."""
         for connection in self.all:
             with contextlib.suppress(LinkError):
                 connection.link.flush()
@@ -103,7 +103,7 @@ class ManagerConnections:
 
 
 class Publisher:
-    """Sends orders, spaces and maps for the manager at `address`."""
+    """Sends orders and spaces to servers, and maps to workers, for the manager at `address`."""
 
     def __init__(self, connections: ManagerConnections, address: str) -> None:
         self.address = address
@@ -118,13 +118,13 @@ class Publisher:
         connection.send(Message(GroupMessage.WELCOME), _json({"heartbeat": HEARTBEAT_SECONDS}))
 
     def forget(self, member: ServerMember, space: int) -> None:
-        """Let a server drop a closed space."""
+        """Order a server to drop a closed space."""
         member.forget(space)
         if member.connection is not None:
             member.connection.send(Message(GroupMessage.FORGET, a=space))
 
     def send_orders(self, record: GroupRecord, members: Mapping[str, ServerMember]) -> None:
-        """Send each connected server the orders that differ from those that it was sent."""
+        """Send each connected server the orders that differ from those it was sent before."""
         wanted: dict[str, dict[SegmentId, SegmentOrder]] = {name: {} for name in members}
         for segment in record.segments.values():
             addresses = {name: members[name].record.address for name in segment.copies if name in members}
@@ -174,7 +174,7 @@ class Publisher:
         segments: list[SegmentAssignment],
         record: GroupRecord,
     ) -> None:
-        """Let segments of a branch that have not started begin with the values of their parents on the same server."""
+        """Send BRANCH for segments of a branch that have not started: they begin with values on the same server."""
         by_spaces: dict[tuple[int, int], list[list[int]]] = {}
         for segment in segments:
             parent = None if segment.parent is None else record.segments.get(segment.parent)
@@ -186,7 +186,7 @@ class Publisher:
     # ---- workers
 
     def update_maps(self, record: GroupRecord, members: Mapping[str, ServerMember]) -> None:
-        """Make the present maps. A map that changed gets the next version, and is sent by `publish`."""
+        """Compute the present maps. A map that changed gets the next version; `publish` sends it."""
         holdings: dict[int, list[SegmentHolders]] = {number: [] for number in record.spaces}
         for segment in record.segments.values():
             member = members.get(str(segment.primary))

@@ -3,9 +3,9 @@
     record.json      the group: {"format": 2, "name": ..., "servers": ..., "seats": ...}
     space-N.json     space number N (`Space.to_json`): layout and packed optimizer factory, written once
 
-The record is written before servers receive orders, so no generation number is given twice. It survives the manager's
-process, not a loss of power: the servers are lost then too. No file names a class of rayps. A record of format 1
-(rayps 0.1.0), in which spaces are pickles, is read, and replaced at the first write.
+The record is written before servers receive orders, so no generation number is given twice. The record survives the
+manager's process, not a loss of power: the servers are lost then too. No file names a class of rayps. A record of
+format 1 (rayps 0.1.0), in which spaces are pickles, is read, and replaced at the first write.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _UNREADABLE = (
 
 @dataclass(slots=True)
 class ServerRecord:
-    """A server as the record knows it. `leaving`: it is to be emptied and ended."""
+    """A server in the record. `leaving`: the server is to be emptied and ended."""
 
     address: str
     host: str
@@ -51,7 +51,7 @@ class ServerRecord:
 
 @dataclass(slots=True)
 class GroupRecord:
-    """Everything that must outlive a manager."""
+    """The facts about a group that must outlive a manager."""
 
     name: str
     secret: bytes
@@ -65,7 +65,7 @@ class GroupRecord:
     servers: dict[str, ServerRecord] = field(default_factory=dict)
     spaces: dict[int, Space] = field(default_factory=dict)
     segments: dict[SegmentId, SegmentAssignment] = field(default_factory=dict)
-    versions: dict[int, int] = field(default_factory=dict)  # of the map, by space
+    versions: dict[int, int] = field(default_factory=dict)  # by space: the version of its map
     incarnations: dict[int, dict[int, int]] = field(default_factory=dict)  # by space and rank
     placed_by_load: dict[SegmentId, str] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
@@ -77,12 +77,15 @@ class RecordFile:
     def __init__(self, folder: str | Path | None) -> None:
         self._folder = None if folder is None else Path(folder)
         self._written: dict[int, Space] = {}
-        self._pickled = False  # the record was read in format 1, and not written since
+        self._pickled = False  # whether the record was read in format 1, and not written since
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def read(self) -> GroupRecord | None:
-        """Return what was written last; None if there is no record. Raises ConfigError: the file is not a record."""
+        """Return the record that was written last; None if there is none.
+
+        Raises ConfigError: the file is not a record.
+        """
         path = None if self._folder is None else self._folder / "record.json"
         if path is None or not path.exists():
             return None
@@ -102,7 +105,7 @@ class RecordFile:
             ) from error
 
     def write(self, record: GroupRecord) -> None:
-        """Replace what was written."""
+        """Replace the written record."""
         if self._folder is None:
             return
         for number, space in record.spaces.items():
@@ -143,7 +146,7 @@ def _replace(path: Path, found: dict[str, Any]) -> None:
 
 
 def _plain(record: GroupRecord) -> dict[str, Any]:
-    """Return a record without its spaces as JSON writes it: text keys, lists in place of tuples and sets."""
+    """Return a record without its spaces as JSON-ready data: text keys, lists in place of tuples and sets."""
     segments: dict[int, list[Any]] = {number: [] for number in record.spaces}
     for segment in record.segments.values():
         segments[segment.space].append(astuple(segment))
@@ -180,7 +183,7 @@ def _record(found: dict[str, Any], spaces: dict[int, Space]) -> GroupRecord:
 
 
 def _segment(values: list[Any]) -> SegmentAssignment:
-    found = SegmentAssignment(*values)  # with lists, as JSON has them
+    found = SegmentAssignment(*values)  # has lists in place of tuples so far
     parent = None if found.parent is None else (found.parent[0], found.parent[1])
     return replace(found, copies=tuple(found.copies), synced=frozenset(found.synced), parent=parent)
 
@@ -191,7 +194,7 @@ def _segment(values: list[Any]) -> SegmentAssignment:
 # stand-ins become the data that `Space.from_json` reads. So classes may be moved and renamed without a change here, and
 # a class or function that is not in the table is refused.
 
-_PACKAGE = "rayps."  # apart, so that a rename by script leaves the old paths below as they are
+_PACKAGE = "rayps."  # not part of the paths below, so that a rename by script does not change these old paths
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 _SPACE = "elastic.space:Space"
 _STRATEGIES = {"strategies.parameter_server:ParameterServer": "parameter_server"}
@@ -231,7 +234,7 @@ _CLASSES = {
 
 
 class _Restricted(pickle.Unpickler):
-    """Makes stand-ins of the classes in the table, names of dtypes, and nothing else."""
+    """An unpickler that makes stand-ins of the classes in the table, names of dtypes, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a stand-in's class. Raises UnpicklingError: it is not in the table."""
@@ -244,11 +247,11 @@ class _Restricted(pickle.Unpickler):
 
 
 def _read_pickled(data: bytes) -> dict[str, Any]:
-    """Return the space in a pickle of format 1, as `Space.from_json` reads it.
+    """Return the space in a pickle of format 1, in the form that `Space.from_json` reads.
 
     Raises:
         UnpicklingError: the pickle holds something else; none of its code was run.
-        EOFError, KeyError, TypeError, ValueError, AttributeError: it is not whole.
+        EOFError, KeyError, TypeError, ValueError, AttributeError: the pickle is truncated.
     """
     space = _Restricted(io.BytesIO(data)).load()
     if getattr(space, "path", None) != _SPACE:

@@ -1,4 +1,4 @@
-"""Open, branch and close the spaces of a group, and check what is asked for. Placing segments follows in `decide`."""
+"""Open, branch and close the spaces of a group, and check such requests. `decide` then places the segments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rayps.ps.tables.table_segment import check_table
 
 
 def find(state: GroupState, name: str) -> Space:
-    """Return an open space. Raises NotFound."""
+    """Return an open space. Raises NotFound: no open space has the name."""
     for space in state.record.spaces.values():
         if space.name == name:
             return space
@@ -27,7 +27,7 @@ def find(state: GroupState, name: str) -> Space:
 
 
 def of_number(state: GroupState, number: int) -> Space:
-    """Return an open space. Raises NotFound."""
+    """Return an open space. Raises NotFound: no open space has the number."""
     space = state.record.spaces.get(number)
     if space is None:
         raise NotFound(f"group {state.record.name!r} has no open space number {number}", status=404)
@@ -35,7 +35,10 @@ def of_number(state: GroupState, number: int) -> Space:
 
 
 def opened(state: GroupState, space: Space) -> Space:
-    """Add a space, not placed yet, and return it with its number. Raises ConfigError, Conflict (the name is open)."""
+    """Add a space, whose segments are not placed yet; return it with its number.
+
+    Raises ConfigError, Conflict (its name is open).
+    """
     _check(space)
     return _add(state, replace(space, quota=quota_of(space.quota)), None)
 
@@ -65,7 +68,7 @@ def set_quota(state: GroupState, name: str, quota: Quota | dict[str, Any]) -> No
 
 
 def restored(state: GroupState, number: int, segments: list[int]) -> None:
-    """Note that lost segments have been loaded."""
+    """Record that lost segments have been loaded."""
     for index in segments:
         segment = state.segments.get((number, index))
         if segment is not None:
