@@ -109,11 +109,11 @@ class ColumnSpace:
         return [] if self._collector is None else [self._collector.held(slowest)]
 
     def states(self, rounds: int) -> dict[int, Any] | None:
-        """The states after `rounds`, by segment, if they are here."""
+        """Return the states after `rounds`, by segment, if they are here."""
         return None if self._collector is None else self._collector.states(rounds)
 
     def parts(self, rounds: int) -> list[ShardPart | None]:
-        """The states of the dense vector's segments after `rounds`; None where they are not here."""
+        """Return the states of the dense vector's segments after `rounds`; None where they are not here."""
         states = self.states(rounds)
         return [None if states is None else part_of(states[i], rounds, lo) for i, (lo, _) in enumerate(self.space.cuts)]
 
@@ -131,7 +131,7 @@ def first_state(
     table: Any = None,
     skips: Mapping[int, int] | None = None,
 ) -> tuple[Any, int]:
-    """The state that a segment begins with, and how many pushes it lacks by `skips` (steps to give up, by rank).
+    """Return the state that a segment begins with, and how many pushes it lacks by `skips` (steps to give up, by rank).
 
     A segment of a table begins with the state `table`, or empty at the steps `positions`.
     """
@@ -186,7 +186,7 @@ class Collector:
             return slowest, held
 
     def states(self, rounds: int) -> dict[int, Any] | None:
-        """The states after `rounds`, by segment, if they are here."""
+        """Return the states after `rounds`, by segment, if they are here."""
         with self._news:
             return self._states.get(rounds)
 
@@ -258,13 +258,13 @@ class Collector:
 
 
 def segment_states(talk: Session, indices: Iterable[int]) -> Iterator[tuple[int, Any]]:
-    """The states of segments as they are now, one after the other."""
+    """Return the states of segments as they are now, one after the other."""
     for index in indices:
         yield index, talk.exchange(GroupMessage.PART, {index: b""}, step=-1).pieces[index]
 
 
 def tables_by_value(space: Space, talk: Session) -> dict[str, list[Any]]:
-    """The states of all segments of each table."""
+    """Return the states of all segments of each table."""
     return {
         table.name: [bytes(each) for _, each in segment_states(talk, segments)] for table, segments in _tables(space)
     }
@@ -302,7 +302,7 @@ def saved_tables(
 
 
 def skip_steps(segment: Any, skips: Mapping[int, int]) -> tuple[Any, int]:
-    """A segment's state that waits for no step below `skips`, by rank; how many pushes it lacks by that."""
+    """Return a segment's state that waits for no step below `skips`, by rank; how many pushes it lacks by that."""
     if not skips:
         return segment, 0
     head, arrays = segment_state.unpack(segment)
@@ -312,7 +312,7 @@ def skip_steps(segment: Any, skips: Mapping[int, int]) -> tuple[Any, int]:
 
 
 def carried_tables(old: Space, talk: Session, new: Space) -> dict[int, Any]:
-    """The states of the old space's tables for the new one's segments."""
+    """Return the states of the old space's tables for the new one's segments."""
     there = {table.name: segments for table, segments in _tables(new)}
     found: dict[int, Any] = {}
     for table, segments in _tables(old):

@@ -66,7 +66,7 @@ class ManagerClient:
         return found
 
     def space(self, name: str) -> Space:
-        """An open space. Raises NotFound."""
+        """Return an open space. Raises NotFound."""
         found: Space = self._call("space", name)
         return found
 
@@ -88,7 +88,7 @@ class ManagerClient:
         return found
 
     def follow(self, space: str, table: str, timeout: float = 60.0) -> Follower:
-        """The rows of a space's table, to be kept fresh by `update`. Raises NotFound, ConfigError."""
+        """Return the rows of a space's table, to be kept fresh by `update`. Raises NotFound, ConfigError."""
         return Follower(self.door, self.space(space), table, timeout)
 
     def restored(self, number: int, segments: list[int]) -> None:
@@ -96,7 +96,7 @@ class ManagerClient:
         self._call("restored", number, segments)
 
     def resize(self, servers: int) -> None:
-        """How many servers there are to be; segments move in the background, while pushes and pulls go on.
+        """Return how many servers there are to be; segments move in the background, while pushes and pulls go on.
 
         Raises ConfigError (none, or fewer than replicas + 1), Conflict (a resize is under way).
         """
@@ -112,7 +112,7 @@ class ManagerClient:
         return found
 
     def settled(self) -> bool:
-        """Whether all segments are where they belong, with their copies, and all servers are there."""
+        """Return whether all segments are where they belong, with their copies, and all servers are there."""
         return bool(self._call("settled"))
 
     def wait_settled(self, timeout: float = 60.0) -> None:
@@ -232,7 +232,7 @@ def start(
 
 
 def find(cluster: Cluster, name: str) -> ManagerClient:
-    """A group that was started. Raises ConfigError, naming those that there are."""
+    """Return a group that was started. Raises ConfigError, naming those that there are."""
     for home in (cluster, surrounding()):
         handle = home.find(manager_actor(name))
         if handle is not None:
@@ -245,7 +245,7 @@ def find(cluster: Cluster, name: str) -> ManagerClient:
 
 
 def names(cluster: Cluster) -> list[str]:
-    """The groups that there are."""
+    """Return the groups that there are."""
     homes = (cluster, surrounding())
     return [
         name for name in group_names(rendezvous()) if any(home.find(manager_actor(name)) is not None for home in homes)
@@ -253,7 +253,7 @@ def names(cluster: Cluster) -> list[str]:
 
 
 def _home(cluster: Cluster, hosts: Cluster | None) -> tuple[Cluster, Cluster | None]:
-    """Where the manager lives, and what it must be told about where servers live.
+    """Return where the manager lives, and what it must be told about where servers live.
 
     An actor finds its cluster around it; in a cluster of threads, or of a test's processes, it does not, so there the
     manager lives in this process and is given the cluster.
@@ -321,7 +321,7 @@ class Follower:
         return sum(len(rows) for rows in segments.values())
 
     def get(self, ids: Iterable[int]) -> Any:
-        """The rows [n, dim] with these ids; zeros where there is none."""
+        """Return the rows [n, dim] with these ids; zeros where there is none."""
         wanted = np.fromiter(ids, np.int64)
         found, segments = np.zeros((len(wanted), self.table.dim), np.dtype(self.table.dtype)), self._served.rows
         for i, (each, segment) in enumerate(zip(wanted.tolist(), bucket(wanted, self.table.segments), strict=True)):

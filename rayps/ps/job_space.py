@@ -58,7 +58,7 @@ class ModelColumns(Protocol):
         """The whole model's."""
 
     def cut(self, snapshot: Snapshot, column: int) -> Snapshot:
-        """A column's part of the whole state."""
+        """Return a column's part of the whole state."""
 
 
 class ServedPhase(Protocol):
@@ -92,7 +92,7 @@ class SpaceTerms:
     scheduled: bool
 
     def space(self, name: str, strategy: StrategyView, layout: Layout | None, ticks: Ticks) -> Space:
-        """The space of a job whose replicas are one worker each; without a `layout`, for its tables alone."""
+        """Return the space of a job whose replicas are one worker each; without a `layout`, for its tables alone."""
         factory = self.factory if layout is not None or self.scheduled else b""
         cuts = () if layout is None else cut(layout)
         return Space(name, 0, self.workers, strategy, layout, cuts, factory, self.tables, self.quota, ticks=ticks)
@@ -100,7 +100,7 @@ class SpaceTerms:
     def columns(
         self, name: str, strategy: StrategyView, whole: Layout, layouts: Sequence[Layout], ticks: Ticks
     ) -> list[Space]:
-        """The spaces of a job whose replicas are several workers: one for each column. They share the quota."""
+        """Return the spaces of a job whose replicas are several workers: one for each column. They share the quota."""
         recipe, workers = unpack(self.factory), strategy.grid(self.workers).data
         cuts = [cut(layout) for layout in layouts]
         segments = sum(map(len, cuts))
@@ -164,7 +164,7 @@ class JobSpace:
     # ---- a generation
 
     def serves(self, strategy: StrategyView) -> bool:
-        """Whether a generation under this strategy needs the space."""
+        """Return whether a generation under this strategy needs the space."""
         return servers_of(strategy) is not None or (bool(self.tables) and _of_tables(strategy) is not None)
 
     def take_over(self) -> None:
@@ -221,7 +221,7 @@ class JobSpace:
         self._watch.start()
 
     def _stays(self, strategy: StrategyView, dense_too: bool) -> bool:
-        """Whether the space that is open serves the generation as it is: a branch, or tables alone."""
+        """Return whether the space that is open serves the generation as it is: a branch, or tables alone."""
         if not self._columns:
             return False
         old = self._columns[0].space
@@ -325,7 +325,7 @@ class JobSpace:
         self._saved_tables = folder, same
 
     def whole_tables(self) -> dict[str, list[Any]]:
-        """The states of all segments of each table, as they are now; none where they are large."""
+        """Return the states of all segments of each table, as they are now; none where they are large."""
         column = self._with_tables
         if column is None or self._watch.job().get("bytes", 0) > WHOLE_BYTES:
             return {}
@@ -388,7 +388,7 @@ class JobSpace:
         return self._watch.events()
 
     def facts(self) -> dict[str, Any]:
-        """Where the spaces stand, in sum, for `progress.json`."""
+        """Return where the spaces stand, in sum, for `progress.json`."""
         facts, mine = self._watch.facts, self._watch.job()
         held: dict[str | None, int] = {}
         for segment in mine.get("segments", []):
@@ -430,18 +430,18 @@ class JobSpace:
 
 
 def column_name(job: str, column: int) -> str:
-    """The name of the space of a job's column."""
+    """Return the name of the space of a job's column."""
     return job if column == 0 else f"{job}/{column}"
 
 
 def is_column_of(space: str, job: str) -> bool:
-    """Whether a space is that of one of the job's columns, other than the first."""
+    """Return whether a space is that of one of the job's columns, other than the first."""
     name, _, column = space.rpartition("/")
     return name == job and column.isdigit()
 
 
 def shared(quota: Quota, elements: float, requests: float) -> Quota:
-    """The part of a job's quota for a space that has these fractions of its elements and of its requests."""
+    """Return the part of a job's quota for a space that has these fractions of its elements and of its requests."""
     return Quota(
         None if quota.bytes is None else max(1, int(quota.bytes * elements)),
         None if quota.operations is None else quota.operations * requests,
@@ -537,11 +537,11 @@ class GroupWatch:
         self._events.append(event)
 
     def events(self) -> list[Facts]:
-        """The events since the last call: each has a kind, a message and a time."""
+        """Return the events since the last call: each has a kind, a message and a time."""
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def job(self) -> Facts:
-        """The facts of the job's spaces in sum."""
+        """Return the facts of the job's spaces in sum."""
         return in_sum(spaces_of(self.facts, self._spaces()))
 
     @property
@@ -551,13 +551,13 @@ class GroupWatch:
 
 
 def spaces_of(facts: Facts, spaces: Sequence[Space]) -> list[Facts]:
-    """The facts of each of these spaces; empty where the group does not know it."""
+    """Return the facts of each of these spaces; empty where the group does not know it."""
     known = {found["number"]: found for found in facts.get("spaces", [])}
     return [known.get(space.number, {}) for space in spaces]
 
 
 def in_sum(spaces: Sequence[Facts]) -> Facts:
-    """The facts of several spaces as those of one. A quota that one of them lacks is none."""
+    """Return the facts of several spaces as those of one. A quota that one of them lacks is none."""
     if len(spaces) < 2:
         return spaces[0] if spaces else {}
     counts = ("bytes", "rows", "operations_s", "rejected", "throttled")

@@ -135,7 +135,7 @@ class ServerGroup:
         self._fixed = self._start(factory, space, snapshot)
 
     def _opened(self, group: str | elastic.ManagerClient | None, space: Space, vector: Tensor) -> OwnSpace:
-        """The space on the group that was named, or on one that is started for it."""
+        """Return the space on the group that was named, or on one that is started for it."""
         assert self._cluster is not None
         servers, private = space.servers, group is None
         if group is None:
@@ -206,7 +206,7 @@ class ServerGroup:
             raise
 
     def _coded(self, server: GroupServer) -> GroupServer:
-        """The server, whose pushes travel as `compression` says."""
+        """Return the server, whose pushes travel as `compression` says."""
         if self._compression is not None:
             log.info(compress(server, self._compression)["message"])
         return server
@@ -469,11 +469,11 @@ class OwnSpace:
             raise
 
     def facts(self) -> dict[str, Any]:
-        """The group's facts; `spaces` has this one among others."""
+        """Return the group's facts; `spaces` has this one among others."""
         return self.group.facts()
 
     def lost(self) -> list[int]:
-        """The segments that nobody holds any more."""
+        """Return the segments that nobody holds any more."""
         for space in self.facts()["spaces"]:
             if space["number"] == self.space.number:
                 return [each["index"] for each in space["segments"] if each["state"] == "lost"]
@@ -522,7 +522,7 @@ class SharedParameters:
         out: Tensor | None = None,
         consistent: bool | None = None,
     ) -> Any:
-        """The parameters as they were given; with `lo` and `hi`, those elements of the flat vector.
+        """Return the parameters as they were given; with `lo` and `hi`, those elements of the flat vector.
 
         `pull(ids)`, with a tensor of whole numbers, gives those rows of a table, [len(ids), width]: a table is a
         parameter of two or more dimensions, `table` its name where there are several. What is pulled lands in `out`, a
@@ -580,7 +580,7 @@ class SharedParameters:
         return self._server.buffer(self._layout.size, self._layout.dtype)
 
     def read(self) -> Any:
-        """The parameters as they are now, outside the clock."""
+        """Return the parameters as they are now, outside the clock."""
         return self._shaped(self._server.read())
 
     def flush(self) -> None:

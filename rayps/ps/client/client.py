@@ -75,7 +75,7 @@ class GroupServer:
     def pull(
         self, lo: int = 0, hi: int | None = None, *, out: Tensor | None = None, consistent: bool | None = None
     ) -> Tensor:
-        """The elements lo to hi of the vector; waits while the clock says so.
+        """Return the elements lo to hi of the vector; waits while the clock says so.
 
         They land in `out` where given (a contiguous CPU tensor of as many elements), else in a new tensor. With
         `consistent` they are of one moment: every push is in all of them or in none (in step that is so anyway, out of
@@ -89,7 +89,7 @@ class GroupServer:
         return self._fetch(GroupMessage.PULL, lo, self.size if hi is None else hi, out, consistent)
 
     def read(self, lo: int = 0, hi: int | None = None) -> Tensor:
-        """The elements lo to hi as they are now, outside the clock; each segment's are of one version."""
+        """Return the elements lo to hi as they are now, outside the clock; each segment's are of one version."""
         return self._fetch(GroupMessage.READ, lo, self.size if hi is None else hi, None, False)
 
     def push(self, value: Tensor | Gradient, weight: float = 1.0, lo: int = 0, rounds: int = 1) -> None:
@@ -183,7 +183,7 @@ class GroupServer:
     def pull_rows(
         self, ids: Tensor, table: str | None = None, *, out: Tensor | None = None, consistent: bool | None = None
     ) -> Tensor:
-        """The rows of a table with these ids, in their order and with their repetitions, as [len(ids), width].
+        """Return the rows of a table with these ids, in their order and with their repetitions, as [len(ids), width].
 
         A table is a parameter of two or more dimensions; `table` is its name, where there are several. The rows land
         in `out` where given. Waits and raises as `pull`, and ConfigError: there is no such table or row.
@@ -226,7 +226,7 @@ class GroupServer:
         self._post(pieces, float(weight))
 
     def _in_room(self, piece: bytes) -> Any:
-        """A piece where servers of this host find it."""
+        """Return a piece where servers of this host find it."""
         found = self.talk.room(len(piece))
         found[:] = np.frombuffer(piece, np.uint8)
         return found
@@ -321,7 +321,7 @@ class GroupServer:
         return self.talk.exchange(GroupMessage.PULL, pieces, step=self.step, landing=places, rows=rows, torn=torn)
 
     def _together(self, consistent: bool | None) -> bool:
-        """Whether a pull must hold the servers to be of one moment."""
+        """Return whether a pull must hold the servers to be of one moment."""
         return self._vector.independent and (self.consistent if consistent is None else consistent)
 
 
@@ -415,7 +415,7 @@ class PushesWhole(Protocol):
         """Whether all servers read the worker's gradient in shared memory."""
 
     def read(self, lo: int = 0, hi: int | None = None) -> Tensor:
-        """The elements lo to hi as they are now."""
+        """Return the elements lo to hi as they are now."""
 
 
 def compress(server: PushesWhole, compression: str) -> dict[str, Any]:

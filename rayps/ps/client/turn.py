@@ -117,11 +117,11 @@ class Turn:
         return cls(parts, memory, gradients, lines.map, lines.changes)
 
     def good(self, lines: ServerConnections) -> bool:
-        """Whether nothing has changed since it was made."""
+        """Return whether nothing has changed since it was made."""
         return self._map is lines.map and self._changes == lines.changes and self.gradients is self._memory.gradients
 
     def free(self) -> bool:
-        """Whether no connection has a request in flight."""
+        """Return whether no connection has a request in flight."""
         for part in self.parts:
             line, box = part.line, part.box
             if part.words[ANSWERED] != box.tag or line.flights or line.link.queued:

@@ -69,7 +69,7 @@ class AssignedSegment:
         return self.segment.marks()
 
     def state_is_kept(self, rounds: int) -> None:
-        """The state after `rounds` is kept elsewhere."""
+        """Return the state after `rounds` is kept elsewhere."""
         marks = self.saving.get(rounds)
         if marks is not None:
             self.saved = {rank: max(step, self.saved.get(rank, 0)) for rank, step in marks.items()}
@@ -115,7 +115,7 @@ class AssignedSpace:
         return [holding for holding in self.holdings.values() if holding.serves]
 
     def make(self, index: int) -> ServedSegment:
-        """An empty segment."""
+        """Return an empty segment."""
         found = self.space.table_of(index)
         if found is None:
             return DenseSegment(self.space, index, self.factory)
@@ -158,7 +158,7 @@ class Assignments:
         self._acts = acts
 
     def learn(self, space: Space) -> AssignedSpace:
-        """A space that something is to be held of, or its new quota."""
+        """Return a space that something is to be held of, or its new quota."""
         held = self.spaces.get(space.number)
         if held is None:
             held = self.spaces[space.number] = AssignedSpace(space)
@@ -176,7 +176,7 @@ class Assignments:
         return found
 
     def forget(self, number: int) -> None:
-        """A space is closed."""
+        """Return a space is closed."""
         self.forgotten.add(number)
         held = self.spaces.get(number)
         if held is not None:
@@ -224,7 +224,7 @@ class Assignments:
         return True
 
     def is_to_be_copy(self, held: AssignedSpace, index: int, generation: int, source: object) -> AssignedSegment | None:
-        """A state came from a primary of that generation: become its copy; None where that is of the past.
+        """Return a state came from a primary of that generation: become its copy; None where that is of the past.
 
         It may come before the orders do, and says the same: nobody but the manager makes a generation.
         """

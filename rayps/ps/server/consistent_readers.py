@@ -64,11 +64,11 @@ class ConsistentCut:
         self._target = list(target)
 
     def admits(self, rank: int, step: int) -> bool:
-        """Whether a push may be applied now; a repeated one always may, because the ledger drops it."""
+        """Return whether a push may be applied now; a repeated one always may, because the ledger drops it."""
         return self._ledger.seen(rank, step) or (self._target is not None and step < self._target[rank])
 
     def missing(self) -> list[int]:
-        """The ranks of which another segment has applied a push that this one has not."""
+        """Return the ranks of which another segment has applied a push that this one has not."""
         if self._target is None:
             return []
         return [rank for rank, mark in self._ledger.marks.items() if mark < self._target[rank]]
@@ -84,7 +84,7 @@ class _Hold:
     aimed: PeerRequest | None = None  # an AIM that is not answered yet
 
     def missing(self) -> list[int]:
-        """The ranks of which another server has a push that has not arrived here."""
+        """Return the ranks of which another server has a push that has not arrived here."""
         return sorted({rank for cut in self.cuts.values() for rank in cut.missing()})
 
 
@@ -103,7 +103,7 @@ class ConsistentReaders:
         return self._hold is not None or bool(self._waiting)
 
     def admits(self, push: PeerRequest) -> bool:
-        """Whether a push may be applied now; otherwise it is served later."""
+        """Return whether a push may be applied now; otherwise it is served later."""
         hold = self._hold
         if hold is None:
             return True
@@ -144,7 +144,7 @@ class ConsistentReaders:
         self.look()
 
     def release(self, guest: ServerPeer) -> None:
-        """The reader has read."""
+        """Return the reader has read."""
         if self._hold is not None and self._hold.reader is guest:
             self._let_go()
 
@@ -160,13 +160,13 @@ class ConsistentReaders:
         self._grant()
 
     def forget(self, guest: ServerPeer) -> None:
-        """A guest is lost, and whatever it asked for."""
+        """Return a guest is lost, and whatever it asked for."""
         self._delayed = [request for request in self._delayed if request.guest is not guest]
         self._waiting = [request for request in self._waiting if request.guest is not guest]
         self.release(guest)
 
     def stop_serving(self, segment: int) -> list[PeerRequest]:
-        """A segment is served here no longer: the requests about it that waited, to be refused."""
+        """Return a segment is served here no longer: the requests about it that waited, to be refused."""
         gone = [r for r in [*self._waiting, *self._delayed] if any(p.segment == segment for p in r.pieces)]
         self._waiting = [request for request in self._waiting if request not in gone]
         self._delayed = [request for request in self._delayed if request not in gone]

@@ -193,7 +193,7 @@ class SegmentOptimizer:
             t.copy_(old)
 
     def _elementwise(self) -> list[tuple[slice, Tensor]]:
-        """The tensors of the optimizer's state that have one number per element, with their elements."""
+        """Return the tensors of the optimizer's state that have one number per element, with their elements."""
         state = self._sliced.optimizer.state
         return [
             (cut, t)
@@ -521,7 +521,7 @@ class Shard:
         self._closed(finished)
 
     def _filed(self, piece: DensePiece) -> tuple[Tensor, Area]:
-        """A piece as it is filed: its elements, with zeros where it has none, and its area."""
+        """Return a piece as it is filed: its elements, with zeros where it has none, and its area."""
         (value, offset, rows), size = piece, self.optimizer.whole[1]
         return (padded(value, offset, size) if rows is None and value.numel() < size else value), piece.area
 
@@ -798,7 +798,7 @@ class DenseSegment:
         return self._buffer[area[0] * item : area[1] * item]
 
     def marks(self) -> dict[int, int]:
-        """The next step of each rank."""
+        """Return the next step of each rank."""
         return dict.fromkeys(range(self.space.workers), 0) if self._base is not None else self._shard.ledger.marks
 
     @property
@@ -816,7 +816,7 @@ class DenseSegment:
     # ---- states
 
     def _state(self) -> ShardState:
-        """The state; of a branch without a shard, the base's values with a clock at step 0."""
+        """Return the state; of a branch without a shard, the base's values with a clock at step 0."""
         if self._base is None:
             return self._shard.state()
         of = self.shard
@@ -887,7 +887,7 @@ class DenseSegment:
         return made
 
     def _own(self) -> Shard:
-        """The shard for writing: in memory that no other segment reads."""
+        """Return the shard for writing: in memory that no other segment reads."""
         self._part_from_branches()
         if self._base is not None:
             self._leave()

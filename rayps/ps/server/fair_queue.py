@@ -46,7 +46,7 @@ class Bucket:
         return True
 
     def ready(self, now: float) -> bool:
-        """Whether there is one."""
+        """Return whether there is one."""
         self._left = min(self._size, self._left + (now - self._at) * self.rate)
         self._at = now
         return self._left >= 1.0 - _ROUNDING
@@ -95,17 +95,17 @@ class FairQueue(Generic[T]):
             line.items.append((item, size, counts))
 
     def free(self, space: int) -> bool:
-        """Whether a request of this space may be served at once: nothing waits, and it has no limit."""
+        """Return whether a request of this space may be served at once: nothing waits, and it has no limit."""
         line = self._lines.get(space)
         return not self._busy and (line is None or (line.bucket is None and not line.blocked))
 
     def room(self, space: int) -> bool:
-        """Whether more of this space may be read."""
+        """Return whether more of this space may be read."""
         line = self._busy.get(space)
         return line is None or line.bytes < self.limit
 
     def next(self, now: float) -> tuple[int, T] | None:
-        """The space and its request that are served now; None where none is there, or all must wait."""
+        """Return the space and its request that are served now; None where none is there, or all must wait."""
         best, number = None, -1
         for space, line in self._busy.items():
             if not line.blocked and (best is None or line.clock < best.clock) and self._ready(line, now):
@@ -139,7 +139,7 @@ class FairQueue(Generic[T]):
         return min(times, default=None)
 
     def limit_rate(self, space: int, rate: float | None, now: float) -> None:
-        """At most `rate` operations a second of this space here; None = no limit."""
+        """Return at most `rate` operations a second of this space here; None = no limit."""
         line = self._line(space)
         if rate is None:
             line.bucket = None
@@ -158,7 +158,7 @@ class FairQueue(Generic[T]):
         return 0 if line is None else line.throttled
 
     def queued(self, space: int) -> int:
-        """Bytes that wait."""
+        """Return bytes that wait."""
         line = self._lines.get(space)
         return 0 if line is None else line.bytes
 

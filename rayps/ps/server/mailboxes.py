@@ -84,7 +84,7 @@ class Mailboxes:
             self._open.append((peer, peer.box, peer.box.words))
 
     def close(self, peer: ServerPeer) -> None:
-        """A worker has gone."""
+        """Return a worker has gone."""
         if peer.box is not None:
             self._open = [each for each in self._open if each[0] is not peer]
             self._heads.pop(peer, None)
@@ -97,7 +97,7 @@ class Mailboxes:
         return [peer for peer, box, words in self._open if words[ASKED] != box.seen]
 
     def take(self, peer: ServerPeer, held: AssignedSpace | None) -> tuple[MailboxCall, MailboxHead | None]:
-        """The new request of a mailbox; no head where its space is not here. Raises ValueError: it cannot be."""
+        """Return the new request of a mailbox; no head where its space is not here. Raises ValueError: it cannot be."""
         box = peer.box
         assert box is not None
         call, rows, fresh = box.take()
@@ -130,7 +130,7 @@ class Mailboxes:
 
 
 def request_of(peer: ServerPeer, call: MailboxCall, head: MailboxHead | None) -> PeerRequest:
-    """A request in a mailbox as one that is served like a message."""
+    """Return a request in a mailbox as one that is served like a message."""
     request = PeerRequest(peer, call.kind, call.tag, call.step, call.patience, call.weight, None)
     if head is not None:
         request.pieces, request.outs = head.pieces, head.outs
@@ -208,7 +208,7 @@ class WholePush:
         return [(holding.index, shard.slice) for holding, _, _, shard, _ in self._targets]
 
     def may_pull(self, step: int) -> bool:
-        """Whether the push of `step` is filed, and the clocks of all segments allow the pull after it."""
+        """Return whether the push of `step` is filed, and the clocks of all segments allow the pull after it."""
         rank = self.rank
         for _, _, _, shard, _ in self._targets:
             if shard.ledger.marks[rank] <= step or not (shard.clock.staleness is None or shard.clock.may_pull(rank)):

@@ -55,7 +55,7 @@ class OrderTarget(Protocol):
         """Handle a closed space."""
 
     def facts(self) -> dict[str, Any]:
-        """The heartbeat."""
+        """Return the heartbeat."""
 
 
 class ManagerSession:
@@ -187,7 +187,7 @@ class Load:
         self._cpu, self._at = time.process_time(), time.monotonic()
 
     def now(self, holdings: Assignments, connections: int, waits: Callable[[int], tuple[int, int]]) -> dict[str, Any]:
-        """A heartbeat; `waits(space)` = its requests that had to wait for the quota, its bytes that wait now."""
+        """Return a heartbeat; `waits(space)` = its requests that had to wait for the quota, its bytes that wait now."""
         cpu, at = time.process_time(), time.monotonic()
         share = (cpu - self._cpu) / max(1e-6, at - self._at)
         self._cpu, self._at = cpu, at

@@ -344,7 +344,7 @@ def _tell(holding: AssignedSegment) -> None:
 
 
 def stuck_on(needs: dict[Peer, int]) -> list[str]:
-    """The servers that an answer waits for."""
+    """Return the servers that an answer waits for."""
     return sorted(peer.server for peer, tag in needs.items() if peer.acked < tag)
 
 

@@ -145,7 +145,7 @@ class PendingReplies:
                 self.say_stale(answer.request, [holding.index])
 
     def forget(self, held: AssignedSpace, guest: ServerPeer) -> None:
-        """A guest is gone, or fenced: it hears nothing any more."""
+        """Return a guest is gone, or fenced: it hears nothing any more."""
         held.parked = [request for request in held.parked if request.guest is not guest]
         held.withheld = [answer for answer in held.withheld if answer.request.guest is not guest]
         if guest.rank >= 0:
@@ -366,7 +366,7 @@ class RequestHandler(PendingReplies):
             self.fail(held, request, fenced(request.guest))
 
     def fences(self, held: AssignedSpace, request: PeerRequest) -> bool:
-        """Whether a request comes from a rank that a newer worker has taken."""
+        """Return whether a request comes from a rank that a newer worker has taken."""
         return self._is_fenced(held, request.guest)
 
     @staticmethod
@@ -506,7 +506,7 @@ class RequestHandler(PendingReplies):
         self.reply(request, GroupMessage.VALUE, touched, lead=lead, payload=payload)
 
     def _pull_by_memory(self, request: PeerRequest, touched: list[AssignedSegment]) -> None:
-        """The same for a worker that reads dense segments where they are, and has rows put into its memory."""
+        """Return the same for a worker that reads dense segments where they are, and has rows put into its memory."""
         rank, lead, changed, guest = request.guest.rank, 0, [], request.guest
         for holding, piece, out in zip(touched, request.pieces, request.outs, strict=True):
             segment = segment_of(holding)
@@ -584,7 +584,7 @@ class RequestHandler(PendingReplies):
             self.fail(held, request, error)
 
     def reads(self, held: AssignedSpace) -> bool:
-        """Whether a reader holds the space, or waits for it."""
+        """Return whether a reader holds the space, or waits for it."""
         readers = self._readers.get(held.number)
         if readers is not None and not readers.busy:
             del self._readers[held.number]
@@ -672,12 +672,12 @@ class RequestHandler(PendingReplies):
 
 
 def _borrows(holding: AssignedSegment) -> bool:
-    """Whether a dense segment is in memory that another space steps: its values go by message."""
+    """Return whether a dense segment is in memory that another space steps: its values go by message."""
     return isinstance(holding.segment, DenseSegment) and holding.segment.borrows
 
 
 def _put(out: memoryview, value: Any) -> None:
-    """Rows into their place. Raises ValueError: they are more, or less."""
+    """Return rows into their place. Raises ValueError: they are more, or less."""
     found = memoryview(value).cast("B")
     if len(found) != len(out):
         raise ValueError(f"an answer of {len(found)} bytes was asked for with room for {len(out)}")

@@ -463,7 +463,7 @@ class GroupServerLoop:
             self._serving.settled(held, anew=anew)
 
     def learnt(self, space: Space) -> None:
-        """A space is known: who waited for it is served; its share of the quota is this server's share of it."""
+        """Return a space is known: who waited for it is served; its share of the quota is this server's share of it."""
         if self._strange.pop(space.number, None) is not None:
             self._fair.block(space.number, False)
         most, rate = space.quota.operations, None
@@ -473,7 +473,7 @@ class GroupServerLoop:
         self._fair.limit_rate(space.number, rate, time.monotonic())
 
     def forgotten(self, number: int) -> None:
-        """A space is closed: who still asks for it hears so."""
+        """Return a space is closed: who still asks for it hears so."""
         for request in self._fair.drop(number):
             self._refuse_strange(request)
 

@@ -48,7 +48,7 @@ class ServerActor:
         self._watch.start()
 
     def ping(self) -> int:
-        """The process id: a sign of life."""
+        """Return the process id: a sign of life."""
         return os.getpid()
 
     def facts(self) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class ServerActor:
         self._listener.close()
 
     def _manager(self) -> str:
-        """Where the manager is now: another one may have begun in its place."""
+        """Return where the manager is now: another one may have begun in its place."""
         found = rendezvous().get(address_key(self._group))
         return self._address if found is None else found.decode()
 

@@ -63,7 +63,7 @@ class ShardActor:
         self._held: AssignedSegment | None = None
 
     def place(self) -> ActorHost:
-        """Where this shard runs and how workers reach it."""
+        """Return where this shard runs and how workers reach it."""
         return ActorHost(socket.gethostname(), os.getpid(), self._listener.address)
 
     def begin(self, plan: ShardPlan, snapshot: Snapshot) -> None:
