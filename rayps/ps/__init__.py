@@ -1,4 +1,4 @@
-"""The elastic server group: servers that come, go and die while several jobs train on them.
+"""The elastic server group: servers that several jobs share, and that can be added, removed and lost during training.
 
 A *manager* knows which server holds which segment (`manager/`); *hosts*, the servers, hold segments of several jobs'
 *spaces* (`server/`); a worker's *client* keeps a copy of the map (`client/`). What all of them know lies here. Li et

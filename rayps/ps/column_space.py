@@ -28,12 +28,12 @@ from rayps.tensors.snapshot import RetainedParts, Snapshot
 
 log = logging.getLogger(__name__)
 
-AGAIN_SECONDS = 0.2  # after a connection was lost
-LOAD_BYTES = 64_000_000  # of states that are sent at a time
+AGAIN_SECONDS = 0.2  # seconds from the loss of a connection to the next attempt
+LOAD_BYTES = 64_000_000  # bytes of states that are sent at a time
 
 
 class ColumnSpace:
-    """An open space. `positions` are those of the data ranks when it was opened."""
+    """An open space. `positions` are the steps of the data ranks when the space was opened."""
 
     def __init__(self, group: ManagerClient, space: Space, positions: list[int], timeout: float) -> None:
         self.space = space
@@ -60,7 +60,7 @@ class ColumnSpace:
     # ---- states
 
     def load(self, part: Snapshot, tables: Mapping[int, Any], segments: Iterable[int] | None = None) -> None:
-        """Give segments (all by default) their state: of the column's snapshot `part`, and of `tables` by segment."""
+        """Send states to segments (all by default): from the snapshot `part`, and for tables from `tables`."""
         self._load({}, part, tables, range(self.space.segments) if segments is None else segments)
 
     def restore(self, part: Snapshot, tables: Mapping[int, Any], segments: list[int], skips: Mapping[int, int]) -> int:
@@ -88,7 +88,7 @@ class ColumnSpace:
     # ---- checkpoints
 
     def collect(self) -> None:
-        """Fetch states for checkpoints from now on, in a generation that begins. A space of tables alone has none."""
+        """Fetch states for checkpoints from now on, for a generation that begins. Does nothing for tables alone."""
         self.stop_collecting()
         if self.space.cuts:
             self._collector = Collector(self._session, list(range(self.space.segments)))
@@ -105,15 +105,15 @@ class ColumnSpace:
             self._collector.want(rounds)
 
     def held(self, slowest: int) -> list[tuple[int, list[int]]]:
-        """See `Collector.held`; empty where nothing is collected."""
+        """See `Collector.held`; empty if nothing is collected."""
         return [] if self._collector is None else [self._collector.held(slowest)]
 
     def states(self, rounds: int) -> dict[int, Any] | None:
-        """Return the states after `rounds`, by segment, if they are here."""
+        """Return the states after `rounds`, by segment, if they have been fetched."""
         return None if self._collector is None else self._collector.states(rounds)
 
     def parts(self, rounds: int) -> list[ShardPart | None]:
-        """Return the states of the dense vector's segments after `rounds`; None where they are not here."""
+        """Return the states of the dense vector's segments after `rounds`; None if they have not been fetched."""
         states = self.states(rounds)
         return [None if states is None else part_of(states[i], rounds, lo) for i, (lo, _) in enumerate(self.space.cuts)]
 
@@ -131,9 +131,10 @@ def first_state(
     table: Any = None,
     skips: Mapping[int, int] | None = None,
 ) -> tuple[Any, int]:
-    """Return the state that a segment begins with, and how many pushes it lacks by `skips` (steps to give up, by rank).
+    """Return the first state of a segment, and how many pushes are lost by `skips`.
 
-    A segment of a table begins with the state `table`, or empty at the steps `positions`.
+    `skips`: by rank, the step below which missing pushes are given up. A segment of a table begins with the state
+    `table`, or empty at the steps `positions`.
     """
     found = space.table_of(index)
     if found is not None:
@@ -146,13 +147,16 @@ def first_state(
 
 
 class Collector:
-    """One generation's. `meet` makes a talk of rank -1 about the space; `segments` are the ones to fetch."""
+    """The thread that fetches states for the checkpoints of one generation.
+
+    `meet` opens a session of rank -1 with the space; `segments` are the segments to fetch.
+    """
 
     def __init__(self, meet: Callable[[], Session], segments: list[int]) -> None:
         self._meet, self._segments = meet, segments
         self._states: RetainedParts[dict[int, Any]] = RetainedParts()
-        self._asking = 0  # the round that the thread is asking for
-        self._missed = 0  # the newest round that was asked for too late
+        self._asking = 0  # the round whose states the thread requests
+        self._missed = 0  # the newest round whose states were requested too late
         self._saved: list[int] = []
         self._talk: Session | None = None
         self._ended = False
@@ -186,7 +190,7 @@ class Collector:
             return slowest, held
 
     def states(self, rounds: int) -> dict[int, Any] | None:
-        """Return the states after `rounds`, by segment, if they are here."""
+        """Return the states after `rounds`, by segment, if they have been fetched."""
         with self._news:
             return self._states.get(rounds)
 
@@ -211,7 +215,7 @@ class Collector:
                 self._talk.close()
 
     def _turn(self) -> bool:
-        """Do the next request; return False after `close`."""
+        """Send the next request and await its answer; return False after `close`."""
         with self._news:
             self._news.wait_for(lambda: self._ended or self._saved or self._next())
             if self._ended:
@@ -227,7 +231,7 @@ class Collector:
             if rounds:
                 self._fetch(self._talk, rounds)
         except LinkError as error:
-            log.debug("a checkpoint's states did not come: %s", error)
+            log.debug("a checkpoint's states could not be fetched: %s", error)
             if self._talk is not None:
                 self._talk.close()
             with self._news:
@@ -258,7 +262,7 @@ class Collector:
 
 
 def segment_states(talk: Session, indices: Iterable[int]) -> Iterator[tuple[int, Any]]:
-    """Return the states of segments as they are now, one after the other."""
+    """Yield the states of segments as they are now, one after another."""
     for index in indices:
         yield index, talk.exchange(GroupMessage.PART, {index: b""}, step=-1).pieces[index]
 
@@ -273,7 +277,7 @@ def tables_by_value(space: Space, talk: Session) -> dict[str, list[Any]]:
 def write_tables(
     space: Space, folder: Path, kept: Mapping[int, Any] | None, meet: Callable[[], AbstractContextManager[Session]]
 ) -> list[Path]:
-    """Save the tables, as they were `kept`, or as they are now; the files."""
+    """Save the tables, with the states `kept`, or as they are now; return the files."""
     if kept is not None:
         for table, segments in _tables(space):
             parquet.write(folder / table.name, table, (kept[index] for index in segments))
@@ -287,9 +291,10 @@ def write_tables(
 def saved_tables(
     space: Space, folder: Path, positions: list[int], same: bool, only: Collection[int] | None = None
 ) -> dict[int, Any]:
-    """What `write` saved, for this space's segments (or `only` these), however many there were.
+    """Return the states that `write_tables` saved, for this space's segments (or `only` these).
 
-    Clocks begin at `positions`; where the cut is the same, and the workers are as many (`same`), they are as saved.
+    The number of saved segments may be another. Clocks begin at `positions`; if the numbers of segments and workers are
+    the saved ones (`same`), clocks are as saved.
     """
     found: dict[int, Any] = {}
     for table, segments in _tables(space):
@@ -302,7 +307,7 @@ def saved_tables(
 
 
 def skip_steps(segment: Any, skips: Mapping[int, int]) -> tuple[Any, int]:
-    """Return a segment's state that waits for no step below `skips`, by rank; how many pushes it lacks by that."""
+    """Return a segment's state that waits for no step below `skips`, by rank, and how many pushes are lost thereby."""
     if not skips:
         return segment, 0
     head, arrays = segment_state.unpack(segment)
@@ -312,7 +317,7 @@ def skip_steps(segment: Any, skips: Mapping[int, int]) -> tuple[Any, int]:
 
 
 def carried_tables(old: Space, talk: Session, new: Space) -> dict[int, Any]:
-    """Return the states of the old space's tables for the new one's segments."""
+    """Return the states of the old space's tables, divided into the new space's segments."""
     there = {table.name: segments for table, segments in _tables(new)}
     found: dict[int, Any] = {}
     for table, segments in _tables(old):

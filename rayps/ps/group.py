@@ -1,4 +1,4 @@
-"""A server group, as users and drivers hold it: started, found by name, resized, stopped.
+"""Start, find, resize and stop a server group: the interface for users and drivers.
 
 group = start(cluster, "prod", servers=3, replicas=1, folder="/var/lib/rayps/prod")
 space = group.open(Space(...)); group.resize(4); group.wait_settled(60); group.stop()
@@ -33,7 +33,7 @@ _REPEATABLE = frozenset(
 
 
 class ManagerClient:
-    """A group's manager, seen from anywhere in its cluster. May be passed to actors."""
+    """A client of a group's manager, for any process of the group's cluster. May be passed to actors."""
 
     def __init__(self, name: str, handle: ActorHandle | None = None, cluster: Cluster | None = None) -> None:
         self.name = name
@@ -45,7 +45,7 @@ class ManagerClient:
         return found
 
     def open(self, space: Space) -> Space:
-        """Place a space; the same with its number. Raises ConfigError, Conflict (the name is open), ClusterError."""
+        """Place a space; return it with its number. Raises ConfigError, Conflict (the name is open), ClusterError."""
         found: Space = self._call("open", space)
         return found
 
@@ -75,30 +75,33 @@ class ManagerClient:
         self._call("drop", name)
 
     def set_quota(self, name: str, quota: Quota | dict[str, Any]) -> None:
-        """What a space may take from now on. Raises NotFound, ConfigError."""
+        """Set the limits of a space from now on. Raises NotFound, ConfigError."""
         self._call("set_quota", name, quota)
 
     def map(self, number: int) -> SpaceMap:
-        """Who holds what of a space. Raises NotFound."""
+        """Return the servers that hold a space's segments, as `SpaceMap.to_json`. Raises NotFound."""
         return SpaceMap.from_json(self._call("map", number))
 
     def join(self, number: int, rank: int) -> int:
-        """A new holder of `rank`: its incarnation, which fences who held it before. Raises NotFound, ConfigError."""
+        """Return an incarnation for a new holder of `rank`, which fences the earlier holders.
+
+        Raises NotFound, ConfigError.
+        """
         found: int = self._call("join", number, rank)
         return found
 
     def follow(self, space: str, table: str, timeout: float = 60.0) -> Follower:
-        """Return the rows of a space's table, to be kept fresh by `update`. Raises NotFound, ConfigError."""
+        """Return a copy of a table's rows, which its `update` brings up to date. Raises NotFound, ConfigError."""
         return Follower(self.door, self.space(space), table, timeout)
 
     def restored(self, number: int, segments: list[int]) -> None:
-        """Segments that were lost have been loaded again."""
+        """Record that lost segments have been loaded again."""
         self._call("restored", number, segments)
 
     def resize(self, servers: int) -> None:
-        """Return how many servers there are to be; segments move in the background, while pushes and pulls go on.
+        """Set the number of servers. Segments move in the background, while pushes and pulls continue.
 
-        Raises ConfigError (none, or fewer than replicas + 1), Conflict (a resize is under way).
+        Raises ConfigError: `servers` is 0, or below replicas + 1. Raises Conflict: a resize is in progress.
         """
         self._call("resize", servers)
 
@@ -107,16 +110,16 @@ class ManagerClient:
         self._call("drain", server)
 
     def facts(self) -> dict[str, Any]:
-        """Everything about the group, as plain data: servers, spaces, segments, moves, counts, events."""
+        """Return the facts about the group as plain data: servers, spaces, segments, moves, counts, events."""
         found: dict[str, Any] = self._call("facts")
         return found
 
     def settled(self) -> bool:
-        """Return whether all segments are where they belong, with their copies, and all servers are there."""
+        """Return whether all segments and backups are where they belong, and all servers are alive."""
         return bool(self._call("settled"))
 
     def wait_settled(self, timeout: float = 60.0) -> None:
-        """Wait until nothing moves any more. Raises PeerTimeout."""
+        """Wait until no segment moves any more. Raises PeerTimeout: that takes longer than `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while not self.settled():
             if time.monotonic() > deadline:
@@ -232,7 +235,7 @@ def start(
 
 
 def find(cluster: Cluster, name: str) -> ManagerClient:
-    """Return a group that was started. Raises ConfigError, naming those that there are."""
+    """Return a running group. Raises ConfigError: there is no group of that name; lists the existing ones."""
     for home in (cluster, surrounding()):
         handle = home.find(manager_actor(name))
         if handle is not None:
@@ -245,7 +248,7 @@ def find(cluster: Cluster, name: str) -> ManagerClient:
 
 
 def names(cluster: Cluster) -> list[str]:
-    """Return the groups that there are."""
+    """Return the names of the groups of a cluster."""
     homes = (cluster, surrounding())
     return [
         name for name in group_names(rendezvous()) if any(home.find(manager_actor(name)) is not None for home in homes)
@@ -253,10 +256,10 @@ def names(cluster: Cluster) -> list[str]:
 
 
 def _home(cluster: Cluster, hosts: Cluster | None) -> tuple[Cluster, Cluster | None]:
-    """Return where the manager lives, and what it must be told about where servers live.
+    """Return the cluster in which the manager runs, and the one that it is given for its servers (None: its own).
 
-    An actor finds its cluster around it; in a cluster of threads, or of a test's processes, it does not, so there the
-    manager lives in this process and is given the cluster.
+    An actor finds its cluster by itself. In a cluster of threads, or of a test's processes, it does not: there the
+    manager runs in this process and is given the cluster.
     """
     if isinstance(cluster, LocalCluster):
         return cluster, hosts or cluster
@@ -290,7 +293,10 @@ __all__ = ["ManagerClient", "find", "names", "start"]
 
 
 class Follower:
-    """The rows of one table of a space, as of the last `update`. Raises ConfigError: there is no such table."""
+    """A copy of the rows of one table of a space, as of the last `update`.
+
+    Raises ConfigError: there is no such table.
+    """
 
     def __init__(self, door: Door, space: Space, table: str, timeout: float) -> None:
         self.table, first = space.table(table)
@@ -300,7 +306,7 @@ class Follower:
         self._talk = Session(door, space, -1, timeout=timeout, name="follower")
 
     def update(self) -> int:
-        """Take in what changed; how many rows were changed, made or evicted.
+        """Apply the changes since the last update; return how many rows were changed, created or evicted.
 
         Raises:
             PeerTimeout, PeerLost: servers do not answer, or the space was closed.
@@ -321,7 +327,7 @@ class Follower:
         return sum(len(rows) for rows in segments.values())
 
     def get(self, ids: Iterable[int]) -> Any:
-        """Return the rows [n, dim] with these ids; zeros where there is none."""
+        """Return the rows [n, dim] with these ids; zeros for an id without a row."""
         wanted = np.fromiter(ids, np.int64)
         found, segments = np.zeros((len(wanted), self.table.dim), np.dtype(self.table.dtype)), self._served.rows
         for i, (each, segment) in enumerate(zip(wanted.tolist(), bucket(wanted, self.table.segments), strict=True)):
@@ -331,5 +337,5 @@ class Follower:
         return found
 
     def close(self) -> None:
-        """Leave."""
+        """Close the connections."""
         self._talk.close()

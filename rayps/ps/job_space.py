@@ -1,4 +1,4 @@
-"""A job's spaces on an elastic server group, as its driver sees them: opened, loaded, collected, watched, dropped.
+"""A job's spaces on an elastic server group: the job's driver opens, loads, collects, watches and drops them.
 
 A job has one space; where a replica is several workers, one for each column: `JOB`, `JOB/1`, `JOB/2`... A generation
 that begins from a snapshot opens spaces with new numbers, so that workers of the generation before are refused. Tables
@@ -46,27 +46,27 @@ log = logging.getLogger(__name__)
 
 Facts = dict[str, Any]
 
-WHOLE_BYTES = 1_000_000_000  # of tables that are given back by value, where there is no folder for them
-DROP_SECONDS = 10.0  # for a manager that is made anew
+WHOLE_BYTES = 1_000_000_000  # largest tables, in bytes, that are returned by value if there is no folder for them
+DROP_SECONDS = 10.0  # seconds to wait for a manager that restarts
 
 
 class ModelColumns(Protocol):
-    """How a model is divided over the workers of a replica; see `rayps.parallel.division.division.Division`."""
+    """The division of a model over the workers of a replica; see `rayps.parallel.division.division.Division`."""
 
     @property
     def layout(self) -> Layout:
-        """The whole model's."""
+        """The layout of the whole model."""
 
     def cut(self, snapshot: Snapshot, column: int) -> Snapshot:
         """Return a column's part of the whole state."""
 
 
 class ServedPhase(Protocol):
-    """What a generation is told, as far as its servers need it."""
+    """The facts about a generation that its servers need."""
 
     @property
     def strategy(self) -> StrategyView:
-        """What runs."""
+        """The strategy of the generation."""
 
     @property
     def ticks(self) -> Ticks:
@@ -74,12 +74,12 @@ class ServedPhase(Protocol):
 
     @property
     def division(self) -> ModelColumns | None:
-        """How the model is divided; None where a replica is one worker."""
+        """The division of the model; None where a replica is one worker."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SpaceTerms:
-    """What a job asks of a group: workers, packed optimizer factory, the model's tables, quota, seconds to wait.
+    """A job's demands on a group: workers, packed optimizer factory, the model's tables, quota, seconds to wait.
 
     `scheduled`: the factory has a schedule, which tables follow too.
     """
@@ -100,7 +100,10 @@ class SpaceTerms:
     def columns(
         self, name: str, strategy: StrategyView, whole: Layout, layouts: Sequence[Layout], ticks: Ticks
     ) -> list[Space]:
-        """Return the spaces of a job whose replicas are several workers: one for each column. They share the quota."""
+        """Return the spaces of a job whose replicas are several workers: one for each column.
+
+        The spaces share the quota.
+        """
         recipe, workers = unpack(self.factory), strategy.grid(self.workers).data
         cuts = [cut(layout) for layout in layouts]
         segments = sum(map(len, cuts))
@@ -146,7 +149,7 @@ class JobSpace:
         self._columns: list[ColumnSpace] = []
         self._grid = Grid(workers)
         self._division: ModelColumns | None = None
-        self._base: Snapshot | None = None  # what lost segments are loaded from
+        self._base: Snapshot | None = None  # the snapshot from which lost segments are loaded
         self._saved_tables: tuple[Path, bool] | None = None
         self._branched = False  # the space is a branch, which holds its values already
         self._watch = GroupWatch(group, name, lambda: self.spaces, self._restore)
@@ -158,7 +161,7 @@ class JobSpace:
 
     @property
     def _with_tables(self) -> ColumnSpace | None:
-        """The open space that holds the tables; None where there are none."""
+        """Return the open space that holds the tables; None if there are none."""
         return self._columns[0] if self._columns and self._columns[0].space.tables else None
 
     # ---- a generation
@@ -168,7 +171,7 @@ class JobSpace:
         return servers_of(strategy) is not None or (bool(self.tables) and _of_tables(strategy) is not None)
 
     def take_over(self) -> None:
-        """Drop what an earlier driver of this very job has left."""
+        """Drop the spaces that an earlier driver of the same job has left."""
         left = [space["name"] for space in self.group.facts()["spaces"]]
         for name in [self.name, *(name for name in left if is_column_of(name, self.name))]:
             self._drop(name)
@@ -221,7 +224,7 @@ class JobSpace:
         self._watch.start()
 
     def _stays(self, strategy: StrategyView, dense_too: bool) -> bool:
-        """Return whether the space that is open serves the generation as it is: a branch, or tables alone."""
+        """Return whether the open space serves the generation unchanged: it is a branch, or has tables alone."""
         if not self._columns:
             return False
         old = self._columns[0].space
@@ -242,17 +245,17 @@ class JobSpace:
             column.load(part, tables)
 
     def _opened(self, fresh: Space) -> Space:
-        """Open a space, although the manager may die meanwhile."""
+        """Open a space; if the manager dies meanwhile, wait for its restart."""
         try:
             return self.group.open(fresh)
         except ActorDied:
             try:
-                return self.group.space(fresh.name)  # once there is a manager again
+                return self.group.space(fresh.name)  # waits for a restarted manager
             except NotFound:
                 return self.group.open(fresh)
 
     def _drop(self, name: str) -> None:
-        """Free a space, although the manager may be away for a moment. Raises ActorDied: it stays away."""
+        """Drop a space; wait for a manager that restarts. Raises ActorDied: there is no manager in time."""
         deadline = time.monotonic() + DROP_SECONDS
         while True:
             try:
@@ -300,9 +303,9 @@ class JobSpace:
                 column.saved(snapshot.round)
 
     def write_tables(self, rounds: int) -> Callable[[Path], list[Path]] | None:
-        """What writes the tables into a folder; None where there are none.
+        """Return a function that writes the tables into a folder; None if there are none.
 
-        They are as after `rounds` where they are held with the dense part, else as they are.
+        The tables are as after `rounds` if they are held with the dense part, else as they are now.
         """
         column = self._with_tables
         if column is None:
@@ -311,7 +314,7 @@ class JobSpace:
         return lambda folder: write_tables(space, folder, kept, session)
 
     def tables_kept(self, folder: Path) -> None:
-        """Tell that the tables were written into this folder by `write_tables`, which is there to stay."""
+        """Record that `write_tables` wrote the tables into this folder, which stays."""
         column = self._with_tables
         if column is None:
             return
@@ -321,11 +324,11 @@ class JobSpace:
                 session.tell(GroupMessage.SAVED, -1)
 
     def load_tables(self, folder: Path, same: bool) -> None:
-        """Begin with the tables of a checkpoint; `same`: it is of as many workers. Raises CheckpointError."""
+        """Load the tables of a checkpoint; `same`: its number of workers is the job's. Raises CheckpointError."""
         self._saved_tables = folder, same
 
     def whole_tables(self) -> dict[str, list[Any]]:
-        """Return the states of all segments of each table, as they are now; none where they are large."""
+        """Return the states of all segments of each table, as they are now; empty if the tables are large."""
         column = self._with_tables
         if column is None or self._watch.job().get("bytes", 0) > WHOLE_BYTES:
             return {}
@@ -333,7 +336,7 @@ class JobSpace:
             return tables_by_value(column.space, session)
 
     def _first_tables(self, space: Space, positions: list[int]) -> dict[int, Any]:
-        """What the tables begin with: what they are in the space before, or a checkpoint's."""
+        """Return the first states of the tables: those of the space before, or of a checkpoint."""
         old = self._with_tables
         if old is not None:
             with old.session() as session:
@@ -346,7 +349,10 @@ class JobSpace:
     # ---- watching
 
     def look(self) -> None:
-        """See how the group is, and load again what it lost. Any thread; what fails is told."""
+        """Check the group's state, and load lost segments again.
+
+        Any thread may call this; a failure becomes an event.
+        """
         self._watch.look()
 
     def _restore(self, facts: Facts) -> None:
@@ -384,11 +390,11 @@ class JobSpace:
         )
 
     def news(self) -> list[dict[str, Any]]:
-        """What happened to the group since this was asked last: events with a kind, a message and a time."""
+        """Return the events of the group since the last call, each with a kind, a message and a time."""
         return self._watch.events()
 
     def facts(self) -> dict[str, Any]:
-        """Return where the spaces stand, in sum, for `progress.json`."""
+        """Return the state of all spaces together, for `progress.json`."""
         facts, mine = self._watch.facts, self._watch.job()
         held: dict[str | None, int] = {}
         for segment in mine.get("segments", []):
@@ -413,7 +419,7 @@ class JobSpace:
         }
 
     def close(self) -> None:
-        """Free the spaces; end the group, where it is the job's own. What fails is told, and hides nothing else."""
+        """Free the spaces; end the group if it is the job's own. A failure becomes an event, and is not raised."""
         self._watch.close()
         for column in self._columns:
             column.stop_collecting()
@@ -435,7 +441,7 @@ def column_name(job: str, column: int) -> str:
 
 
 def is_column_of(space: str, job: str) -> bool:
-    """Return whether a space is that of one of the job's columns, other than the first."""
+    """Return whether a space is of one of the job's columns, other than the first."""
     name, _, column = space.rpartition("/")
     return name == job and column.isdigit()
 
@@ -449,21 +455,21 @@ def shared(quota: Quota, elements: float, requests: float) -> Quota:
 
 
 def _of_tables(strategy: StrategyView) -> StrategyView | None:
-    """What servers of sparse tables follow under a strategy; None = a model with tables cannot be trained."""
+    """Return the consistency that sparse tables follow under a strategy. None = it cannot train a model with tables."""
     return strategy.tables
 
 
 LOOK_SECONDS = 0.5
 EVENTS = ("server_lost", "server_dead", "segment_lost", "resized", "server_leaving", "server_joined")
-GROWTHS = 2  # looks in which more requests had to wait, before it is said: one burst is none
-FOR_SECONDS = 10.0  # how long the last request that had to wait counts
+GROWTHS = 2  # checks with more throttled requests before an event is written, so that one burst causes none
+FOR_SECONDS = 10.0  # seconds after the last throttled request in which the job counts as throttled
 
 
 class GroupWatch:
-    """Looks at the group's facts in a thread, from `start` to `close`.
+    """A thread that checks the group's facts, from `start` to `close`.
 
-    `react` is given new facts and the facts of the job's spaces, see `spaces_of`; `spaces()` are those that are open.
-    `lock` is held meanwhile; whoever changes the job's spaces must hold it too.
+    `react` is called with new facts and the facts of the job's spaces, see `spaces_of`; `spaces()` returns the open
+    ones. `lock` is held meanwhile; code that changes the job's spaces must hold it too.
     """
 
     def __init__(
@@ -479,13 +485,13 @@ class GroupWatch:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin to look; a second call does nothing."""
+        """Start the thread; a second call does nothing."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True, name=f"looker-{self._job}")
             self._thread.start()
 
     def close(self) -> None:
-        """Look no more. `join` waits for the thread."""
+        """End the checks. `join` waits for the thread."""
         self._over.set()
 
     def join(self) -> None:
@@ -500,9 +506,9 @@ class GroupWatch:
                 return
 
     def look(self) -> None:
-        """Take in the group's facts, and react. Any thread; a failure is logged."""
+        """Read the group's facts, and react. Any thread may call this; a failure is logged."""
         if self._over.is_set():
-            return  # the job's own group is gone by now
+            return  # the job's own group has ended
         try:
             facts = self._group.facts()
             with self.lock:
@@ -524,7 +530,7 @@ class GroupWatch:
         self._events += [event for event in fresh if event["kind"] in EVENTS and event.get("space") in names]
 
     def _look_at_quota(self) -> None:
-        """Warn, once for each quota, that it holds the job back."""
+        """Write a warning, once for each quota, if the quota throttles the job."""
         found = self._throttled.look(self.job(), time.monotonic())
         if found is not None:
             names = [space.name for space in self._spaces()]
@@ -541,23 +547,23 @@ class GroupWatch:
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def job(self) -> Facts:
-        """Return the facts of the job's spaces in sum."""
+        """Return the facts of all the job's spaces together."""
         return in_sum(spaces_of(self.facts, self._spaces()))
 
     @property
     def throttled(self) -> str | None:
-        """In words, whether the quota holds the job back now."""
+        """Return, as text, how the quota throttles the job now; None if it does not."""
         return self._throttled.now(time.monotonic())
 
 
 def spaces_of(facts: Facts, spaces: Sequence[Space]) -> list[Facts]:
-    """Return the facts of each of these spaces; empty where the group does not know it."""
+    """Return the facts of each of these spaces; empty for a space that the group does not know."""
     known = {found["number"]: found for found in facts.get("spaces", [])}
     return [known.get(space.number, {}) for space in spaces]
 
 
 def in_sum(spaces: Sequence[Facts]) -> Facts:
-    """Return the facts of several spaces as those of one. A quota that one of them lacks is none."""
+    """Return the facts of several spaces combined into those of one. If one space has no quota, the result has none."""
     if len(spaces) < 2:
         return spaces[0] if spaces else {}
     counts = ("bytes", "rows", "operations_s", "rejected", "throttled")
@@ -574,7 +580,7 @@ def in_sum(spaces: Sequence[Facts]) -> Facts:
 
 
 class Throttled:
-    """Whether a job is held back by its quota of operations, from facts in sum; times are by one clock, in seconds."""
+    """The decision whether a job is throttled by its quota of operations; all times are of one clock, in seconds."""
 
     def __init__(self) -> None:
         self._limit: float | None = None
@@ -583,7 +589,7 @@ class Throttled:
         self._said = False
 
     def look(self, space: dict[str, Any], now: float) -> str | None:
-        """Take in a space's "quota" and "throttled"; what is to be told, once for each quota."""
+        """Record a space's "quota" and "throttled"; return the text of a warning, once for each quota."""
         limit, throttled = (space.get("quota") or {}).get("operations"), int(space.get("throttled") or 0)
         if limit != self._limit:
             self._limit, self._growths, self._said = limit, 0, False
@@ -597,7 +603,7 @@ class Throttled:
         return self.now(now)
 
     def now(self, now: float) -> str | None:
-        """How it stands: None where nothing holds it back."""
+        """Return, as text, how the quota throttles the job; None if it does not."""
         if self._limit is None or self._growths < GROWTHS or now - self._grown_at >= FOR_SECONDS:
             return None
         return f"held back by its quota of {self._limit:g} operations a second"

@@ -135,7 +135,7 @@ class ServerGroup:
         self._fixed = self._start(factory, space, snapshot)
 
     def _opened(self, group: str | elastic.ManagerClient | None, space: Space, vector: Tensor) -> OwnSpace:
-        """Return the space on the group that was named, or on one that is started for it."""
+        """Return the space on the named group, or on a group that is started for the space."""
         assert self._cluster is not None
         servers, private = space.servers, group is None
         if group is None:
@@ -188,7 +188,7 @@ class ServerGroup:
         return SharedParameters(self.server(rank, resident=resident), self.layout, self._as_dict)
 
     def server(self, rank: int, *, resident: bool = True) -> GroupServer:
-        """As `join`, with the parameters as one flat vector."""
+        """Join as `join` does, and return a server with the parameters as one flat vector."""
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.workers:
             raise ConfigError(
                 f"rank {rank} is not one of {self.workers} workers (0 to {self.workers - 1})", field="rank"
@@ -206,7 +206,7 @@ class ServerGroup:
             raise
 
     def _coded(self, server: GroupServer) -> GroupServer:
-        """Return the server, whose pushes travel as `compression` says."""
+        """Return the server, with its pushes compressed as `compression` says."""
         if self._compression is not None:
             log.info(compress(server, self._compression)["message"])
         return server
@@ -244,10 +244,10 @@ class ServerGroup:
         self._elastic("wait_settled").group.wait_settled(self.timeout if timeout is None else timeout)
 
     def branch(self, name: str | None = None, *, quota: Quota | None = None) -> ServerGroup:
-        """Another group of parameters on the same servers that begins with these values and goes its own way.
+        """Return another group of parameters on the same servers, which begins with these values.
 
-        Memory is shared until they differ. Its steps begin at 0. `close()` drops it, and leaves this one as it is.
-        Raises ConfigError, Conflict.
+        Memory is shared until the two differ. The branch's steps begin at 0. `close()` of the branch drops it, and
+        leaves this group unchanged. Raises ConfigError, Conflict.
         """
         own = self._elastic("branch")
         found = ServerGroup.__new__(ServerGroup)
@@ -257,7 +257,7 @@ class ServerGroup:
 
     @property
     def group(self) -> elastic.ManagerClient | None:
-        """The elastic group that this is on; None: the servers are fixed."""
+        """The elastic group that holds the parameters; None: the servers are fixed."""
         return None if self._own is None else self._own.group
 
     @property
@@ -275,7 +275,7 @@ class ServerGroup:
         return self._own
 
     def close(self) -> None:
-        """End the servers, or drop the space on a group. Only where the group was made; elsewhere it does nothing."""
+        """End the servers, or drop the space on a group. Does nothing in processes that did not create the group."""
         if self._cluster is not None and self._own is not None:
             self._own.close()
         elif self._cluster is not None:
@@ -296,7 +296,7 @@ class ServerGroup:
 def _refuse_mixtures(
     is_elastic: bool, replicas: object, group: object, name: object, segments: object, quota: object
 ) -> None:
-    """Say which arguments do not go together. Raises ConfigError."""
+    """Check that the arguments fit together. Raises ConfigError: two of them exclude each other."""
     if group is not None and replicas is not None:
         raise ConfigError("a group that runs has its replicas: leave out `replicas`, or `group`", field="replicas")
     given = [key for key, value in [("name", name), ("segments", segments), ("quota", quota)] if value is not None]
@@ -418,10 +418,13 @@ class FixedSpace:
 
 
 class OwnSpace:
-    """One space on a group, as whoever opened it holds it. Pickled, it can be joined, and not ended."""
+    """A space on a group, as held by the process that opened it.
+
+    A pickled copy can join the space, and cannot end it.
+    """
 
     def __init__(self, group: ManagerClient, space: Space, timeout: float, *, private: bool, replicas: int) -> None:
-        """`private`: the group ends with the space."""
+        """Hold an open space. `private`: the group ends with the space."""
         self.group, self.space, self.timeout = group, space, timeout
         self._private, self._replicas, self._mine = private, replicas, True
 
@@ -469,23 +472,23 @@ class OwnSpace:
             raise
 
     def facts(self) -> dict[str, Any]:
-        """Return the group's facts; `spaces` has this one among others."""
+        """Return the group's facts; `spaces` has this space among others."""
         return self.group.facts()
 
     def lost(self) -> list[int]:
-        """Return the segments that nobody holds any more."""
+        """Return the segments that no server holds any more."""
         for space in self.facts()["spaces"]:
             if space["number"] == self.space.number:
                 return [each["index"] for each in space["segments"] if each["state"] == "lost"]
         return []
 
     def branch(self, name: str, quota: Quota | None) -> OwnSpace:
-        """Another space that begins with these values; memory is shared until they differ."""
+        """Return another space that begins with these values; memory is shared until the two differ."""
         space = self.group.branch(self.space.name, name, quota)
         return OwnSpace(self.group, space, self.timeout, private=False, replicas=self._replicas)
 
     def close(self) -> None:
-        """Drop the space, and with a private group all of it. Only where it was opened; elsewhere it does nothing."""
+        """Drop the space, and a private group too. Does nothing in processes that did not open the space."""
         if not self._mine:
             return
         self._mine = False
@@ -502,7 +505,7 @@ class OwnSpace:
 
 
 class SharedParameters:
-    """One worker's view: pull and push, as a tensor or a state dict as it was given, whole, by range or by row."""
+    """One worker's access to the parameters: pull and push all, a range or rows, as a tensor or a state dict."""
 
     def __init__(self, server: GroupServer, layout: Layout, as_dict: bool) -> None:
         self._server, self._layout, self._as_dict = server, layout, as_dict
@@ -522,7 +525,7 @@ class SharedParameters:
         out: Tensor | None = None,
         consistent: bool | None = None,
     ) -> Any:
-        """Return the parameters as they were given; with `lo` and `hi`, those elements of the flat vector.
+        """Return the parameters as they were given; with `lo` and `hi`, the elements lo to hi of the flat vector.
 
         `pull(ids)`, with a tensor of whole numbers, gives those rows of a table, [len(ids), width]: a table is a
         parameter of two or more dimensions, `table` its name where there are several. What is pulled lands in `out`, a
@@ -562,7 +565,7 @@ class SharedParameters:
         table: str | None = None,
         out: Tensor | None = None,
     ) -> Any:
-        """Push, then pull the same, all parameters in one turn."""
+        """Push, then pull the same parameters; for all parameters in one request to each server."""
         self._post(value, rows, weight, None, table)
         return self._shaped(self._server.pull(out=out)) if rows is None else self.pull(value, table=table, out=out)
 
@@ -573,9 +576,9 @@ class SharedParameters:
             self._server.push(self._checked(value) if lo is None else value, weight, lo or 0)
 
     def buffer(self) -> Tensor:
-        """A flat tensor, all zero, as long as the parameters: a gradient written into it is pushed without a copy.
+        """Return a flat tensor of zeros, as long as the parameters. A gradient in it is pushed without a copy.
 
-        The shards read it where it lies: it may change again when `push` or `push_pull` has returned.
+        Shards of this host read the tensor's memory: it may be changed again when `push` or `push_pull` has returned.
         """
         return self._server.buffer(self._layout.size, self._layout.dtype)
 
@@ -591,7 +594,7 @@ class SharedParameters:
         self._server.flush()
 
     def close(self) -> None:
-        """Leave."""
+        """Close the connections. The rank's clock stays on the servers."""
         self._server.close()
 
     def _checked(self, value: Any) -> Tensor | Gradient:

@@ -1,1 +1,1 @@
-"""A worker's side of an elastic group: requests that find whoever holds a segment by now."""
+"""The worker's side of a server group: sends requests to the servers that hold the segments at present."""

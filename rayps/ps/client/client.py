@@ -26,7 +26,7 @@ from rayps.ps.protocol.space import Space
 from rayps.tensors.flat import Gradient, Layout
 from rayps.tensors.packing import flat_bytes
 
-LOOK_SECONDS = 0.01  # between two looks at how far another worker is
+LOOK_SECONDS = 0.01  # seconds between two checks of another worker's progress
 
 Extras = Callable[[], Mapping[int, Any]]
 
@@ -56,9 +56,9 @@ class GroupServer:
         if space.layout is None:
             raise ConfigError(f"space {space.name!r} has tables only: there is no vector to pull", field="space")
         self.talk, self.rank, self.size, self.dtype = talk, talk.rank, space.layout.size, space.layout.dtype
-        self.home: Tensor | None = None  # where whole pulls land; None = in a new tensor
-        self.bytes_moved = 0  # of parameters and gradients, sent and received
-        self._last = SegmentReplies({}, 0, 0, 0)  # of the last pull; `durable` of the last push, too
+        self.home: Tensor | None = None  # the tensor that receives whole pulls; None = a new tensor each time
+        self.bytes_moved = 0  # bytes of parameters and gradients, sent and received
+        self._last = SegmentReplies({}, 0, 0, 0)  # replies to the last pull; `durable` also of the last push
         servers = space.servers
         self.consistent = servers.staleness is not None if consistent is None else consistent
         self.feedback: ErrorFeedback | None = None  # where pushes are encoded: see `rayps.ps.client.client`
@@ -77,10 +77,10 @@ class GroupServer:
     ) -> Tensor:
         """Return the elements lo to hi of the vector; waits while the clock says so.
 
-        They land in `out` where given (a contiguous CPU tensor of as many elements), else in a new tensor. With
-        `consistent` they are of one moment: every push is in all of them or in none (in step that is so anyway, out of
-        step pushes wait on the servers for it, which takes four turns instead of one). Without, segments answer
-        independently, and one of this host may step while it is read.
+        The values are written to `out` if it is given (a contiguous CPU tensor of as many elements), else to a new
+        tensor. With `consistent` they are of one moment: every push is in all of them or in none (with staleness 0 that
+        is so anyway; otherwise pushes wait on the servers meanwhile, and the pull takes four requests instead of one).
+        Without `consistent`, segments answer independently, and a segment of this host may step while it is read.
 
         Raises:
             PeerTimeout: the slowest worker, or a server, was silent past the deadline.
@@ -116,7 +116,7 @@ class GroupServer:
         self._post(pieces, weight, rounds)
 
     def _post(self, pieces: dict[int, Any], weight: float, rounds: int = 1) -> None:
-        """Let a push leave, now or with what is asked next; it says nothing of the segments that `pieces` lacks."""
+        """Send a push now, or with the next request. Segments that `pieces` lacks are not named."""
         pieces = self._vector.to_all(pieces)
         if self.extras is not None:
             pieces |= self.extras()
@@ -127,10 +127,10 @@ class GroupServer:
             self.settle()
 
     def wait(self, rank: int, rounds: int) -> None:
-        """Return once a rank's pushes stand for so many rounds.
+        """Return when the pushes of a rank stand for `rounds` rounds.
 
         Raises:
-            PeerTimeout: it was silent past the deadline; pushes begin it anew.
+            PeerTimeout: the rank pushed nothing within the deadline, which each push renews.
         """
         self.settle()
         reached, since, timeout = -1, time.monotonic(), self.talk.timeout
@@ -149,7 +149,7 @@ class GroupServer:
                 time.sleep(LOOK_SECONDS)
 
     def _lay(self, vector: Tensor, weight: float, rounds: int) -> bool:
-        """Push a whole gradient where servers of this host read it; False where there is none of them."""
+        """Push a whole gradient in shared memory; return False if no server is on this host."""
         found = self.talk.shared.buffer()
         if found is None:
             return False
@@ -183,10 +183,10 @@ class GroupServer:
     def pull_rows(
         self, ids: Tensor, table: str | None = None, *, out: Tensor | None = None, consistent: bool | None = None
     ) -> Tensor:
-        """Return the rows of a table with these ids, in their order and with their repetitions, as [len(ids), width].
+        """Return the rows of a table with these ids, in the given order and repetition, [len(ids), width].
 
-        A table is a parameter of two or more dimensions; `table` is its name, where there are several. The rows land
-        in `out` where given. Waits and raises as `pull`, and ConfigError: there is no such table or row.
+        A table is a parameter of two or more dimensions; `table` is its name, if there are several. The rows are
+        written to `out` if it is given. Waits and raises as `pull`, and ConfigError: there is no such table or row.
         """
         self.settle()
         listed = self._lists.find(ids, table)
@@ -226,16 +226,16 @@ class GroupServer:
         self._post(pieces, float(weight))
 
     def _in_room(self, piece: bytes) -> Any:
-        """Return a piece where servers of this host find it."""
+        """Return a copy of a piece in memory that servers of this host can read."""
         found = self.talk.room(len(piece))
         found[:] = np.frombuffer(piece, np.uint8)
         return found
 
     def buffer(self, size: int, dtype: torch.dtype) -> Tensor:
-        """Memory of `size` elements, all zero, for gradients: what lies at its beginning is pushed without a copy.
+        """Allocate `size` elements, all zero, for gradients: what is at the beginning is pushed without a copy.
 
-        Servers of this host read it where it lies: from `push` on it may change once the push is acknowledged (`pull`
-        or `settle` has returned). Where no server is on this host, it is ordinary memory.
+        Servers of this host read this memory: from `push` on it may change only after the push is acknowledged (`pull`
+        or `settle` has returned). If no server is on this host, it is ordinary memory.
         """
         found = self.talk.shared.buffer()
         if found is None or dtype != self.dtype or size > found.gradient.numel():
@@ -243,11 +243,17 @@ class GroupServer:
         return found.gradient[:size]
 
     def hang_up(self) -> None:
-        """End what another thread waits for in here, as lost; that thread is to `close`. Any thread may call it."""
+        """End the waits of another thread in this object with PeerLost; that thread must `close`.
+
+        Any thread may call this.
+        """
         self.talk.hang_up()
 
     def close(self) -> None:
-        """Leave; the servers forget the connection, not the rank's clock. `flush` before, where pushes must last."""
+        """Close the connections; the rank's clock stays on the servers.
+
+        Call `flush` before, if pushes must be durable.
+        """
         self.talk.close()
 
     @property
@@ -321,7 +327,7 @@ class GroupServer:
         return self.talk.exchange(GroupMessage.PULL, pieces, step=self.step, landing=places, rows=rows, torn=torn)
 
     def _together(self, consistent: bool | None) -> bool:
-        """Return whether a pull must hold the servers to be of one moment."""
+        """Return whether a pull must stop all servers at the same pushes."""
         return self._vector.independent and (self.consistent if consistent is None else consistent)
 
 
@@ -392,7 +398,7 @@ class VectorSegments:
 
 
 class _SentPush(NamedTuple):
-    """A push that has been made and not sent."""
+    """A deferred push that was not sent yet."""
 
     step: int
     weight: float
@@ -404,7 +410,7 @@ _TRIES = 3
 
 
 class PushesWhole(Protocol):
-    """What `compress` needs of a worker's server."""
+    """The interface of a worker's server that `compress` uses."""
 
     size: int  # elements
     dtype: torch.dtype
@@ -442,7 +448,7 @@ def compress(server: PushesWhole, compression: str) -> dict[str, Any]:
 
 
 def _coded_seconds(name: str, x: Tensor, line: float) -> float:
-    """What a push would take: coding on both sides, and the line for the bytes that are left."""
+    """Return the seconds of a compressed push: coding on both sides, and sending the remaining bytes."""
     kind, n = codec(name), x.numel()
     memory = ErrorFeedback(kind, n, x.dtype)
     coding = _seconds(lambda: kind.decode(memory.encode(x), n, x.dtype))

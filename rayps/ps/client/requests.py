@@ -1,4 +1,4 @@
-"""How a request leaves for one server, and how its answer is read: in shared memory, else as a message.
+"""Send a request to one server, and read its answer: through shared memory, else by message.
 
 On one host a request goes into the server's mailbox (`rayps.ps.protocol.mailbox`): its pieces are in memory that the
 server reads, and values are copied out of the server's memory. Otherwise pieces are packed into one payload.

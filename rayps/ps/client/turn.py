@@ -44,7 +44,7 @@ class TurnPart:
 
     @property
     def answered(self) -> bool:
-        """Whether the answer is there."""
+        """Whether the answer has arrived."""
         found: bool = self.words[ANSWERED] == self.box.tag
         return found
 
@@ -117,7 +117,7 @@ class Turn:
         return cls(parts, memory, gradients, lines.map, lines.changes)
 
     def good(self, lines: ServerConnections) -> bool:
-        """Return whether nothing has changed since it was made."""
+        """Return whether map, connections and gradient buffer are those for which it was made."""
         return self._map is lines.map and self._changes == lines.changes and self.gradients is self._memory.gradients
 
     def free(self) -> bool:

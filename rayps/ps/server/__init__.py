@@ -1,1 +1,1 @@
-"""A server of an elastic group: segments of many spaces, copies on other servers, one thread."""
+"""A server of an elastic group: one thread serves segments of many spaces, with backups on other servers."""

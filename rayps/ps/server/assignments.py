@@ -22,7 +22,7 @@ from rayps.tensors.optim import Factory
 
 
 class SegmentReport(NamedTuple):
-    """An event for the manager."""
+    """An event about a segment, to be sent to the manager."""
 
     space: int
     event: Event
@@ -33,7 +33,7 @@ class SegmentReport(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class AssignedSegment:
-    """One segment, here."""
+    """One segment that this server holds, as primary or as backup."""
 
     space: AssignedSpace
     index: int
@@ -51,7 +51,7 @@ class AssignedSegment:
 
     @property
     def serves(self) -> bool:
-        """Whether requests are answered here."""
+        """Whether this server answers requests to the segment."""
         return self.role == Role.PRIMARY
 
     def durable(self, rank: int) -> int:
@@ -64,12 +64,12 @@ class AssignedSegment:
         return applied if saved is None else min(applied, saved)
 
     def marks(self) -> dict[int, int]:
-        """By rank: its next step."""
+        """Return for each rank its next step."""
         assert self.segment is not None
         return self.segment.marks()
 
     def state_is_kept(self, rounds: int) -> None:
-        """Return the state after `rounds` is kept elsewhere."""
+        """Record that the state after `rounds` is stored elsewhere."""
         marks = self.saving.get(rounds)
         if marks is not None:
             self.saved = {rank: max(step, self.saved.get(rank, 0)) for rank, step in marks.items()}
@@ -77,13 +77,13 @@ class AssignedSegment:
 
 
 class AssignedSpace:
-    """A space, as far as it is here."""
+    """A space of which this server holds segments."""
 
     def __init__(self, space: Space) -> None:
         self.space = space
         self.static = False  # it has no manager, no copies, and no server that takes over
         self.holdings: dict[int, AssignedSegment] = {}
-        self.incarnations: dict[int, int] = {}  # by rank: the highest seen
+        self.incarnations: dict[int, int] = {}  # by rank: the highest incarnation that has joined
         self.parked: list[Any] = []  # requests that wait for the clock
         self.withheld: list[Any] = []  # answers that wait for copies
         self.unborn: set[tuple[int, int]] = set()  # segments and generations that were to begin from what is not here
@@ -94,12 +94,12 @@ class AssignedSpace:
 
     @property
     def number(self) -> int:
-        """The manager's number of it."""
+        """The number that the manager gave the space."""
         return self.space.number
 
     @property
     def factory(self) -> Factory:
-        """The optimizer of the dense vector. Raises WorkloadError."""
+        """The optimizer factory of the dense vector. Raises WorkloadError: it cannot be unpacked."""
         if self._factory is None:
             try:
                 self._factory = self.space.unpack_factory()
@@ -111,11 +111,11 @@ class AssignedSpace:
         return self._factory
 
     def primaries(self) -> list[AssignedSegment]:
-        """What it answers for."""
+        """Return the segments of which this server is primary."""
         return [holding for holding in self.holdings.values() if holding.serves]
 
     def make(self, index: int) -> ServedSegment:
-        """Return an empty segment."""
+        """Create an empty segment."""
         found = self.space.table_of(index)
         if found is None:
             return DenseSegment(self.space, index, self.factory)
@@ -137,20 +137,23 @@ class OrderActions(Protocol):
     """What orders lead to, beyond the holdings themselves."""
 
     def report(self, report: SegmentReport) -> None:
-        """Tell the manager."""
+        """Send an event to the manager."""
 
     def want_copies(self, holding: AssignedSegment, copies: dict[str, str], *, anew: bool) -> None:
-        """Keep copies on these servers and no others. `anew`: the first orders of a generation."""
+        """Keep backups of a segment on these servers and no others.
+
+        `anew`: the orders are the first of a generation.
+        """
 
     def stop_serving(self, holding: AssignedSegment) -> None:
-        """Refuse what waits for this segment's clock."""
+        """Refuse the requests that wait for this segment's clock."""
 
     def withdraw(self, holding: AssignedSegment) -> None:
-        """Refuse the answers too that wait for its copies, and drop the copies."""
+        """Refuse also the answers that wait for the segment's backups, and drop the backups."""
 
 
 class Assignments:
-    """All spaces of one server."""
+    """All spaces of which one server holds segments."""
 
     def __init__(self, acts: OrderActions) -> None:
         self.spaces: dict[int, AssignedSpace] = {}
@@ -158,7 +161,7 @@ class Assignments:
         self._acts = acts
 
     def learn(self, space: Space) -> AssignedSpace:
-        """Return a space that something is to be held of, or its new quota."""
+        """Add a space of which a segment will be held, or replace its quota."""
         held = self.spaces.get(space.number)
         if held is None:
             held = self.spaces[space.number] = AssignedSpace(space)
@@ -168,7 +171,7 @@ class Assignments:
         return held
 
     def hold(self, space: Space, index: int, generation: int, segment: ServedSegment) -> AssignedSegment:
-        """Be the primary of a segment that has its state already, where there is no manager to order it."""
+        """Make this server primary of a segment that has its state already; used where no manager gives orders."""
         held = self.learn(space)
         held.static = True
         found = AssignedSegment(held, index, Role.PRIMARY, generation, segment, line=generation, since=_now())
@@ -176,7 +179,7 @@ class Assignments:
         return found
 
     def forget(self, number: int) -> None:
-        """Return a space is closed."""
+        """Drop a space that was closed."""
         self.forgotten.add(number)
         held = self.spaces.get(number)
         if held is not None:
@@ -185,11 +188,11 @@ class Assignments:
             del self.spaces[number]
 
     def obey(self, held: AssignedSpace, orders: Iterable[SegmentOrder]) -> None:
-        """Make it so."""
+        """Change what is held until it is as ordered."""
         for order in orders:
             holding = held.holdings.get(order.segment)
             if holding is not None and order.generation < holding.generation:
-                continue  # of the past
+                continue  # the order is of an earlier generation
             match order.role:
                 case Role.PRIMARY:
                     self._primary(held, holding, order)
@@ -224,9 +227,11 @@ class Assignments:
         return True
 
     def is_to_be_copy(self, held: AssignedSpace, index: int, generation: int, source: object) -> AssignedSegment | None:
-        """Return a state came from a primary of that generation: become its copy; None where that is of the past.
+        """Become a backup whose state a primary of that generation sends.
 
-        It may come before the orders do, and says the same: nobody but the manager makes a generation.
+        Return None if the generation is an earlier one.
+
+        The state may come before the orders, and says the same: only the manager makes generations.
         """
         holding = held.holdings.get(index)
         if holding is not None and (

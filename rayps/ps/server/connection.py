@@ -57,5 +57,6 @@ class PeerRequest:
 def fenced(guest: ServerPeer) -> StaleGeneration:
     """Return the error for a connection whose rank a newer worker has taken."""
     return StaleGeneration(
-        f"{guest.link.peer} does not hold its rank any more: a newer worker has joined with it", peer=guest.link.peer
+        f"{guest.link.peer} does not hold its rank any more: a newer worker has joined with this rank",
+        peer=guest.link.peer,
     )

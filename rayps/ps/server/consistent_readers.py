@@ -28,7 +28,7 @@ BEHIND_SECONDS = 0.5  # what another server has applied is on its way here, or i
 
 
 class ReaderReplies(Protocol):
-    """How readers, and pushes that waited for them, are answered."""
+    """The interface by which readers, and pushes that waited for readers, are answered."""
 
     def reply(
         self, request: PeerRequest, kind: GroupMessage, touched: list[AssignedSegment], *, payload: bytes | bytearray
@@ -76,7 +76,7 @@ class ConsistentCut:
 
 @dataclass(slots=True)
 class _Hold:
-    """Who holds the space, until when, and each segment's cut."""
+    """The reader that holds the space, its deadline, and each segment's cut."""
 
     reader: ServerPeer
     deadline: float
@@ -89,7 +89,7 @@ class _Hold:
 
 
 class ConsistentReaders:
-    """Who holds a space on this server, who is next, and which pushes wait."""
+    """The reader that holds a space on this server, the readers that wait, and the pushes that wait."""
 
     def __init__(self, held: AssignedSpace, replies: ReaderReplies) -> None:
         self._held, self._replies = held, replies
@@ -103,7 +103,7 @@ class ConsistentReaders:
         return self._hold is not None or bool(self._waiting)
 
     def admits(self, push: PeerRequest) -> bool:
-        """Return whether a push may be applied now; otherwise it is served later."""
+        """Return whether a push may be applied now; otherwise queue it."""
         hold = self._hold
         if hold is None:
             return True
@@ -114,12 +114,12 @@ class ConsistentReaders:
         return False
 
     def hold(self, request: PeerRequest) -> None:
-        """Answer how far each segment has come with each rank, once it is this reader's turn; then hold the space."""
+        """Hold the space for this reader when its turn has come; answer with the steps applied, by segment and rank."""
         if request.guest.rank < 0:
             raise ValueError(f"{request.guest.link.peer} joined as a reader, which has no clock: READ, do not HOLD")
         hold = self._hold
         if hold is not None and hold.reader is request.guest and any(p.segment in hold.cuts for p in request.pieces):
-            self._let_go()  # it tries again
+            self._let_go()  # the reader tries again
         # a reader that the first server has admitted need not wait at the others, unless the first one was replaced
         request.deadline = time.monotonic() + (request.guest.patience if request.a else BEHIND_SECONDS)
         self._waiting.append(request)
@@ -144,12 +144,12 @@ class ConsistentReaders:
         self.look()
 
     def release(self, guest: ServerPeer) -> None:
-        """Return the reader has read."""
+        """End the hold of a reader that has read."""
         if self._hold is not None and self._hold.reader is guest:
             self._let_go()
 
     def look(self) -> None:
-        """After a push: the segments may have come far enough, or the clock admits the next reader."""
+        """Check, after a push, whether a hold has reached its aim, or the clock admits the next reader."""
         hold = self._hold
         if hold is not None and hold.aimed is not None and not hold.missing():
             aimed, hold.aimed = hold.aimed, None
@@ -160,13 +160,16 @@ class ConsistentReaders:
         self._grant()
 
     def forget(self, guest: ServerPeer) -> None:
-        """Return a guest is lost, and whatever it asked for."""
+        """Drop the requests and the hold of a connection that is lost."""
         self._delayed = [request for request in self._delayed if request.guest is not guest]
         self._waiting = [request for request in self._waiting if request.guest is not guest]
         self.release(guest)
 
     def stop_serving(self, segment: int) -> list[PeerRequest]:
-        """Return a segment is served here no longer: the requests about it that waited, to be refused."""
+        """End the hold on a segment that is no longer served here.
+
+        Return the waiting requests about it, to be refused.
+        """
         gone = [r for r in [*self._waiting, *self._delayed] if any(p.segment == segment for p in r.pieces)]
         self._waiting = [request for request in self._waiting if request not in gone]
         self._delayed = [request for request in self._delayed if request not in gone]
@@ -177,7 +180,7 @@ class ConsistentReaders:
         return gone
 
     def expire(self, now: float) -> None:
-        """Refuse who has waited too long, and take the space back from who has held it too long."""
+        """Refuse requests that have waited too long, and end a hold that has lasted too long."""
         for request in [waiting for waiting in self._waiting if waiting.deadline < now]:
             self._waiting.remove(request)
             self._replies.fail(self._held, request, self._too_late(request))

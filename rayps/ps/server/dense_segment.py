@@ -385,7 +385,9 @@ class Shard:
         self.retained = RetainedStates(boundary)
         self._open = RoundBuffer() if servers.update.gathers else None
         self._counts = ShardCounts()
-        self.optimizer = SegmentOptimizer(extent, self.slice, chosen(factory, servers.adagrad), ticks or Ticks())
+        self.optimizer = SegmentOptimizer(
+            extent, self.slice, optimizer_factory(factory, servers.adagrad), ticks or Ticks()
+        )
 
     @property
     def params(self) -> Tensor:
@@ -577,8 +579,11 @@ class Shard:
         self.retained.requested = set(state.wanted)
 
 
-def chosen(factory: Factory, adagrad: float | None) -> Factory:
-    """Return the workload's optimizer, or Adagrad with this rate (Duchi, Hazan, Singer, JMLR 2011), same schedule."""
+def optimizer_factory(factory: Factory, adagrad: float | None) -> Factory:
+    """Return the workload's optimizer factory; with `adagrad`, one of Adagrad with this rate and the same schedule.
+
+    Duchi, Hazan and Singer, "Adaptive subgradient methods", JMLR 2011.
+    """
     if adagrad is None:
         return factory
     # a group, because a part of a model may have no parameters
@@ -751,7 +756,7 @@ class DenseSegment:
             self._shard.finish()
 
     def close(self) -> None:
-        """Give up the memory; branches copy it first."""
+        """Free the memory; branches that read it copy it first."""
         self._part_from_branches()
 
     # ---- pulls

@@ -1,7 +1,7 @@
-"""Whose request a server takes next: the spaces share its time equally, whoever asks more often. Pure.
+"""Choose the request that a server serves next: the spaces share its time equally, whatever they ask for. Pure.
 
 Each space has a line of its own, and a clock that shows how much service it has had. The line with the least goes next;
-a line that was empty begins at the clock of the one that was served last, so nobody saves up time by asking nothing.
+a line that was empty begins at the clock of the line that was served last, so an idle space saves up no time.
 Start-time fair queueing: Goyal, Vin and Cheng, SIGCOMM 1996. A line may also be bound to a number of operations a
 second (a token bucket): its requests then wait, and none is lost.
 """
@@ -20,7 +20,7 @@ BURST_SECONDS = 0.25  # a bucket holds as many operations as fit into this time,
 
 
 class Bucket:
-    """So many operations a second, with a small store of those that were not used."""
+    """A token bucket: `rate` operations a second, with a small store of unused ones."""
 
     def __init__(self, rate: float, now: float) -> None:
         self._left, self._at = 0.0, now
@@ -32,33 +32,33 @@ class Bucket:
         return max(1.0, self.rate * BURST_SECONDS)
 
     def set(self, rate: float, now: float) -> None:
-        """Another rate from now on."""
+        """Change the rate from now on."""
         if rate != self.rate:
             self.ready(now)
             self.rate = rate
             self._left = min(self._left, self._size)
 
     def take(self, now: float) -> bool:
-        """Use one operation; False where none is left."""
+        """Use one operation; return False if none is left."""
         if not self.ready(now):
             return False
         self._left -= 1.0
         return True
 
     def ready(self, now: float) -> bool:
-        """Return whether there is one."""
+        """Return whether an operation is left."""
         self._left = min(self._size, self._left + (now - self._at) * self.rate)
         self._at = now
         return self._left >= 1.0 - _ROUNDING
 
     def ready_at(self) -> float:
-        """When there will be one."""
+        """Return when an operation will be available."""
         return self._at + max(0.0, 1.0 - self._left) / self.rate
 
 
 @dataclass(slots=True)
 class _SpaceQueue(Generic[T]):
-    """What waits for one space."""
+    """The requests that wait for one space, and the service that the space has had."""
 
     urgent: deque[tuple[T, int]] = field(default_factory=deque)  # of other servers: their workers wait for it
     items: deque[tuple[T, int, bool]] = field(default_factory=deque)
@@ -71,7 +71,7 @@ class _SpaceQueue(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """Lines by space, and who is next. `T` is a request."""
+    """The queues of all spaces, and the choice of the next request, of type `T`."""
 
     def __init__(self, limit: int = LINE_BYTES) -> None:
         self.limit = limit
@@ -100,12 +100,12 @@ class FairQueue(Generic[T]):
         return not self._busy and (line is None or (line.bucket is None and not line.blocked))
 
     def room(self, space: int) -> bool:
-        """Return whether more of this space may be read."""
+        """Return whether more requests of this space may be read."""
         line = self._busy.get(space)
         return line is None or line.bytes < self.limit
 
     def next(self, now: float) -> tuple[int, T] | None:
-        """Return the space and its request that are served now; None where none is there, or all must wait."""
+        """Return the next request and its space; None if there is none, or if all must wait."""
         best, number = None, -1
         for space, line in self._busy.items():
             if not line.blocked and (best is None or line.clock < best.clock) and self._ready(line, now):
@@ -126,11 +126,11 @@ class FairQueue(Generic[T]):
         return number, item
 
     def spent(self, space: int, seconds: float) -> None:
-        """What serving it took."""
+        """Record the seconds of service that a request of the space took."""
         self._line(space).clock += seconds
 
     def wake_at(self, now: float) -> float | None:
-        """When something that waits for its quota may be served; None where nothing does."""
+        """Return when a request that waits for its quota may be served; None if no request waits for it."""
         times = [
             line.bucket.ready_at()
             for line in self._busy.values()
@@ -139,7 +139,7 @@ class FairQueue(Generic[T]):
         return min(times, default=None)
 
     def limit_rate(self, space: int, rate: float | None, now: float) -> None:
-        """Return at most `rate` operations a second of this space here; None = no limit."""
+        """Limit a space to `rate` operations a second on this server; None = no limit."""
         line = self._line(space)
         if rate is None:
             line.bucket = None
@@ -149,21 +149,21 @@ class FairQueue(Generic[T]):
             line.bucket.set(rate, now)
 
     def block(self, space: int, blocked: bool) -> None:
-        """Serve nothing of this space, or go on."""
+        """Stop serving a space; with `blocked` False, serve it again."""
         self._line(space).blocked = blocked
 
     def throttled(self, space: int) -> int:
-        """Requests that had to wait for the quota."""
+        """Return the number of requests that had to wait for the quota."""
         line = self._lines.get(space)
         return 0 if line is None else line.throttled
 
     def queued(self, space: int) -> int:
-        """Return bytes that wait."""
+        """Return the bytes of the requests that wait."""
         line = self._lines.get(space)
         return 0 if line is None else line.bytes
 
     def drop(self, space: int) -> list[T]:
-        """Forget a space; what waited."""
+        """Remove a space; return its waiting requests."""
         line = self._lines.pop(space, None)
         self._busy.pop(space, None)
         if line is None:

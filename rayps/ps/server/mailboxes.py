@@ -64,7 +64,7 @@ class MailboxHead(NamedTuple):
 
 
 class Mailboxes:
-    """Those of one server. For its loop's thread."""
+    """The mailboxes of one server. For the thread of its loop."""
 
     def __init__(self, wakeup: int) -> None:
         """`wakeup` is the eventfd that ends the loop's sleep."""
@@ -84,7 +84,7 @@ class Mailboxes:
             self._open.append((peer, peer.box, peer.box.words))
 
     def close(self, peer: ServerPeer) -> None:
-        """Return a worker has gone."""
+        """Close the mailbox of a worker that has disconnected."""
         if peer.box is not None:
             self._open = [each for each in self._open if each[0] is not peer]
             self._heads.pop(peer, None)
@@ -93,11 +93,14 @@ class Mailboxes:
             peer.box = None
 
     def asked(self) -> list[ServerPeer]:
-        """Whose mailbox has a new request."""
+        """Return the connections whose mailbox has a new request."""
         return [peer for peer, box, words in self._open if words[ASKED] != box.seen]
 
     def take(self, peer: ServerPeer, held: AssignedSpace | None) -> tuple[MailboxCall, MailboxHead | None]:
-        """Return the new request of a mailbox; no head where its space is not here. Raises ValueError: it cannot be."""
+        """Take the new request out of a mailbox, without a head if its space is not here.
+
+        Raises ValueError: it is invalid.
+        """
         box = peer.box
         assert box is not None
         call, rows, fresh = box.take()
@@ -111,7 +114,10 @@ class Mailboxes:
         return call, known
 
     def wake(self) -> None:
-        """Wake whom was answered: after all of them, for the one that wakes may take this processor at once."""
+        """Wake the workers that were answered.
+
+        Called after all answers, because a woken worker may take this processor.
+        """
         if self.answered:
             answered, self.answered = self.answered, []
             self._fence()
@@ -119,18 +125,18 @@ class Mailboxes:
                 box.wake()
 
     def sleeps(self) -> bool:
-        """Say that the loop sleeps from now on; False where it must not, as a request has come. `awake` must follow."""
+        """Announce that the loop sleeps; return False if a request has come meanwhile. `awake` must follow."""
         self._words[ASLEEP] = 1
         self._fence()
         return not self.asked()
 
     def awake(self) -> None:
-        """Say that the loop does not sleep any more."""
+        """Announce that the loop does not sleep any more."""
         self._words[ASLEEP] = 0
 
 
 def request_of(peer: ServerPeer, call: MailboxCall, head: MailboxHead | None) -> PeerRequest:
-    """Return a request in a mailbox as one that is served like a message."""
+    """Return a request in a mailbox as a `PeerRequest`, which is served like a message."""
     request = PeerRequest(peer, call.kind, call.tag, call.step, call.patience, call.weight, None)
     if head is not None:
         request.pieces, request.outs = head.pieces, head.outs
@@ -142,9 +148,9 @@ _Target = tuple[AssignedSegment, int, DenseSegment, Shard, Tensor]
 
 
 class WholePush:
-    """Such requests of one rank, prepared once for one head of a mailbox.
+    """A push of whole dense segments and their pull, of one rank, prepared once for one head of a mailbox.
 
-    A request is served so where it `takes` it: `apply`, then `pulled` as soon as `may_pull`.
+    If `takes` accepts a request, `apply` files the push, and `pulled` answers as soon as `may_pull`.
     """
 
     __slots__ = ("_targets", "head", "offered", "rank")
@@ -155,7 +161,10 @@ class WholePush:
 
     @classmethod
     def of(cls, held: AssignedSpace, head: MailboxHead, rank: int) -> WholePush | None:
-        """None where the requests must go the long way, which also says what is wrong with them."""
+        """Prepare the requests with this head.
+
+        Return None if they must be served by `RequestHandler`, which raises the errors.
+        """
         if head.whole is None:
             return None
         here, targets = held.holdings, list[_Target]()
@@ -199,7 +208,7 @@ class WholePush:
 
     @property
     def touched(self) -> list[AssignedSegment]:
-        """The segments."""
+        """Return the segments of the request."""
         return [holding for holding, _, _, _, _ in self._targets]
 
     @property

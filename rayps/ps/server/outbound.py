@@ -187,7 +187,10 @@ class Load:
         self._cpu, self._at = time.process_time(), time.monotonic()
 
     def now(self, holdings: Assignments, connections: int, waits: Callable[[int], tuple[int, int]]) -> dict[str, Any]:
-        """Return a heartbeat; `waits(space)` = its requests that had to wait for the quota, its bytes that wait now."""
+        """Return the heartbeat's load.
+
+        `waits(space)`: the space's throttled requests so far, and its bytes that wait now.
+        """
         cpu, at = time.process_time(), time.monotonic()
         share = (cpu - self._cpu) / max(1e-6, at - self._at)
         self._cpu, self._at = cpu, at

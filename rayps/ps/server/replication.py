@@ -73,19 +73,22 @@ class ReplicaCopy:
 
 
 class Calls(Protocol):
-    """What the links need of their host."""
+    """The interface of the server that the links call."""
 
     def dial(self, peer: Peer) -> None:
         """Connect to a peer; `connected` or `lost` is called later."""
 
     def hang_up(self, peer: Peer) -> None:
-        """Its link is not needed any more, or failed."""
+        """Close the link to a peer, because it is not needed any more, or has failed."""
 
     def report(self, report: SegmentReport) -> None:
         """Send the manager a report."""
 
     def settled(self, space: int, *, anew: bool) -> None:
-        """Send the answers of this space that need not wait any more; `anew`: what they wait for may have changed."""
+        """Send the answers of this space whose backups have acknowledged.
+
+        `anew`: the awaited backups may have changed.
+        """
 
 
 class Replication:
@@ -99,9 +102,9 @@ class Replication:
     # ---- which copies there are
 
     def want(self, holding: AssignedSegment, servers: dict[str, str], *, anew: bool) -> None:
-        """Keep copies on these servers (name -> address) and no others.
+        """Keep backups on these servers (name -> address) and no others.
 
-        `anew`: the manager takes them as complete from this moment on, so every answer waits for them.
+        `anew`: from now on the manager takes these backups as complete, so every answer waits for them.
         """
         space = holding.space.number
         for server in [name for name in holding.copies if name not in servers]:

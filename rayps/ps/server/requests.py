@@ -1,6 +1,6 @@
-"""What a server answers to the workers of its spaces, and the answers that wait.
+"""Serve the requests of workers on the segments of a server, and keep the answers that must wait.
 
-All of a request has effect, or none of it: the generations of its segments are compared first, then each push is
+A request has effect as a whole or not at all: the generations of its segments are compared first, then each push is
 checked, then all are applied. No answer is sent before the copies have what it acknowledges (`Replication.needs`):
 until then it is withheld. A pull that the clock does not allow yet is parked.
 """
@@ -37,7 +37,7 @@ _JOIN = struct.Struct("<dq")
 
 @dataclass(slots=True, eq=False)
 class Withheld:
-    """An answer that waits until copies have what it says."""
+    """An answer that waits until the backups have acknowledged the changes that it reports."""
 
     request: PeerRequest
     message: Message
@@ -48,27 +48,27 @@ class Withheld:
 
 
 class ReplySender(Protocol):
-    """How answers leave."""
+    """The interface by which answers are sent."""
 
     def say(self, guest: ServerPeer, message: Message, payload: Any) -> None:
         """Queue a message; a guest that is lost is dropped."""
 
     def answer(self, guest: ServerPeer, tag: int, version: int, lead: int, durable: int) -> None:
-        """Answer the request of a mailbox, where all that there is to say lies in memory."""
+        """Answer the request of a mailbox whose values are in memory."""
 
     def offer(self, guest: ServerPeer, segment: int, slice_: SharedSlice) -> None:
-        """Let a worker of this host read a segment's memory."""
+        """Offer a segment's memory to a worker of this host."""
 
 
 class PendingReplies:
-    """How requests are answered; and those that are not answered yet."""
+    """Sends answers, and keeps those that must wait for backups."""
 
     def __init__(self, copies: Replication, mouth: ReplySender, name: str) -> None:
         """`name` is the server's."""
         self._copies, self._mouth, self._name = copies, mouth, name
 
     def fail(self, held: AssignedSpace | None, request: PeerRequest, error: Exception) -> None:
-        """Tell who asked what went wrong; a fault of ours too, and the server goes on."""
+        """Answer a request with an error. After an unexpected error of the server itself the server continues."""
         if not isinstance(error, (ValueError, RaypsError)):
             log.error("a request of kind %d failed", request.kind, exc_info=error)
             error = RaypsError(f"{self._name} failed: {type(error).__name__}: {error}")
@@ -78,7 +78,7 @@ class PendingReplies:
         self._mouth.say(request.guest, Message(GroupMessage.ERROR, request.tag), refusal(request.tag, error)[1])
 
     def say_stale(self, request: PeerRequest, segments: Iterable[int]) -> None:
-        """These segments are not served here in the generation asked for; nothing was applied."""
+        """Answer STALE: these segments are not served here in the requested generation; nothing was applied."""
         release(request)
         self._mouth.say(request.guest, Message(GroupMessage.STALE, request.tag), numbers(segments))
 
@@ -91,7 +91,7 @@ class PendingReplies:
         lead: int = 0,
         payload: Any = None,
     ) -> None:
-        """Answer as soon as the copies of the touched segments have everything that they were sent so far."""
+        """Answer as soon as the backups of the touched segments have acknowledged everything sent so far."""
         release(request)
         rank = request.guest.rank
         durable = min((holding.durable(rank) for holding in touched), default=0) if rank >= 0 else 0
@@ -106,7 +106,10 @@ class PendingReplies:
             self._mouth.say(request.guest, message, payload)
 
     def settled(self, held: AssignedSpace, *, anew: bool) -> None:
-        """Let go the answers whose copies have everything; `anew`: what they wait for may have changed."""
+        """Send the answers whose backups have acknowledged.
+
+        `anew`: the backups for which answers wait may have changed.
+        """
         left: list[Withheld] = []
         free: list[Withheld] = []
         for answer in held.withheld:
@@ -130,7 +133,7 @@ class PendingReplies:
                 self.say_stale(request, [holding.index])
 
     def withdraw(self, holding: AssignedSegment) -> None:
-        """Refuse the answers too that wait for this segment's copies: whether those have it is not known here."""
+        """Refuse also the answers that wait for this segment's backups, whose state is not known here any more."""
         held = holding.space
         gone = [answer for answer in held.withheld if holding in answer.holdings]
         for answer in [answer for answer in gone if answer.message.kind == GroupMessage.JOINED]:
@@ -145,7 +148,7 @@ class PendingReplies:
                 self.say_stale(answer.request, [holding.index])
 
     def forget(self, held: AssignedSpace, guest: ServerPeer) -> None:
-        """Return a guest is gone, or fenced: it hears nothing any more."""
+        """Drop the requests and answers of a connection that is lost or fenced."""
         held.parked = [request for request in held.parked if request.guest is not guest]
         held.withheld = [answer for answer in held.withheld if answer.request.guest is not guest]
         if guest.rank >= 0:
@@ -153,7 +156,7 @@ class PendingReplies:
                 own(holding, guest.rank)
 
     def expire(self, held: AssignedSpace, now: float) -> None:
-        """Refuse what has waited too long, naming whom it waited for."""
+        """Refuse requests that have waited too long; the error names the ranks for which they waited."""
         for request in [waiting for waiting in held.parked if waiting.deadline < now]:
             remove(held.parked, request)
             behind = sorted(
@@ -193,31 +196,31 @@ class PendingReplies:
 
 
 def segment_of(holding: AssignedSegment) -> ServedSegment:
-    """What a primary holds."""
+    """Return the segment that a primary holds."""
     assert holding.segment is not None
     return holding.segment
 
 
 def own(holding: AssignedSegment, rank: int) -> None:
-    """Copy what a segment still needs out of the memory of a rank, which may write to it from now on."""
+    """Copy what a segment still needs out of the memory of a rank, which may write to this memory afterwards."""
     if isinstance(holding.segment, DenseSegment):
         holding.segment.own(rank)
 
 
 def release(request: PeerRequest) -> None:
-    """Before the answer to a request by mailbox: its memory is the worker's again."""
+    """Stop using the worker's memory of a request by mailbox; called before the answer."""
     for holding in request.lent:
         own(holding, request.guest.rank)
 
 
 def remove(waiting: list[Any], item: object) -> None:
-    """Take something out that may not be there any more."""
+    """Remove an item from a list if it is in the list."""
     if item in waiting:  # else it went with its guest, who was lost meanwhile
         waiting.remove(item)
 
 
 class RequestHandler(PendingReplies):
-    """Answers requests about what is held."""
+    """Serves the requests to the segments that are held here."""
 
     def __init__(self, copies: Replication, mouth: ReplySender, name: str) -> None:
         super().__init__(copies, mouth, name)
@@ -261,7 +264,10 @@ class RequestHandler(PendingReplies):
             self.fail(held, request, error)
 
     def answer_whole(self, held: AssignedSpace, guest: ServerPeer, call: MailboxCall, head: MailboxHead) -> bool:
-        """Serve a push of whole segments and their pull in few calls; False, without effect: it must be `answer`."""
+        """Serve a push of whole segments and their pull in few calls.
+
+        Return False, without effect, if `answer` must serve it.
+        """
         if call.kind != GroupMessage.PUSH_PULL or guest.rank < 0 or self._readers or self._is_fenced(held, guest):
             return False
         guest.push = WholePush.of(held, head, guest.rank)
@@ -271,9 +277,9 @@ class RequestHandler(PendingReplies):
         return True
 
     def answer_again(self, held: AssignedSpace, guest: ServerPeer, push: WholePush) -> bool:
-        """Serve a request with the head of the one before it, which `answer_whole` has prepared.
+        """Serve a request with the same head as the one before it, which `answer_whole` has prepared.
 
-        False, without effect: it must be taken out of the mailbox first.
+        Return False, without effect, if the request must be taken out of the mailbox first.
         """
         box = guest.box
         assert box is not None, "a prepared push goes with its mailbox"
@@ -312,7 +318,7 @@ class RequestHandler(PendingReplies):
             self.fail(held, request, error)
 
     def _pull_whole(self, guest: ServerPeer, tag: int, push: WholePush) -> None:
-        """Answer such a pull with the values of now."""
+        """Answer the pull of a `WholePush` with the present values."""
         if not push.offered:
             for index, slice_ in push.slices:
                 self._mouth.offer(guest, index, slice_)
@@ -360,7 +366,7 @@ class RequestHandler(PendingReplies):
         self.reply(request, GroupMessage.ACK, [], payload=numbers([incarnation]))
 
     def _fence(self, held: AssignedSpace, rank: int, incarnation: int) -> None:
-        """What an older worker of this rank waits for, it hears no more."""
+        """Drop the requests of earlier incarnations of a rank."""
         for request in [r for r in held.parked if r.guest.rank == rank and r.guest.incarnation < incarnation]:
             remove(held.parked, request)
             self.fail(held, request, fenced(request.guest))
@@ -434,7 +440,7 @@ class RequestHandler(PendingReplies):
         return touched
 
     def _check_bytes(self, held: AssignedSpace, touched: list[AssignedSegment]) -> None:
-        """Refuse what makes rows where the space has all the bytes that it may have."""
+        """Refuse a push that creates rows if the space has reached its quota of bytes."""
         most = held.space.quota.bytes
         if most is None or all(held.space.table_of(holding.index) is None for holding in touched):
             return
@@ -449,7 +455,7 @@ class RequestHandler(PendingReplies):
     # ---- pulls
 
     def _wait(self, held: AssignedSpace, request: PeerRequest) -> None:
-        """Serve what waits for the clock now, or park it."""
+        """Serve a request if its clock allows it, or park it."""
         if request.guest.rank == READER and request.kind == GroupMessage.PULL:
             raise ValueError(f"{request.guest.link.peer} joined as a reader, which has no clock: READ, not PULL")
         if not self._serve_waiting(held, request):
@@ -482,7 +488,7 @@ class RequestHandler(PendingReplies):
         return True
 
     def _serve_pull(self, request: PeerRequest, touched: list[AssignedSegment], shared: dict[Any, Any] | None) -> None:
-        """Answer with the values of now. `shared`: those of pulls that are served in the same moment, by segments."""
+        """Answer with the present values. `shared`: values of pulls that are served at the same moment, by segments."""
         if request.payload is None and not any(map(_borrows, touched)):
             self._pull_by_memory(request, touched)
             return
@@ -506,7 +512,10 @@ class RequestHandler(PendingReplies):
         self.reply(request, GroupMessage.VALUE, touched, lead=lead, payload=payload)
 
     def _pull_by_memory(self, request: PeerRequest, touched: list[AssignedSegment]) -> None:
-        """Return the same for a worker that reads dense segments where they are, and has rows put into its memory."""
+        """Answer a worker that reads dense segments in this server's memory.
+
+        Rows are written into the worker's memory.
+        """
         rank, lead, changed, guest = request.guest.rank, 0, [], request.guest
         for holding, piece, out in zip(touched, request.pieces, request.outs, strict=True):
             segment = segment_of(holding)
@@ -592,19 +601,19 @@ class RequestHandler(PendingReplies):
         return readers is not None
 
     def expire(self, held: AssignedSpace, now: float) -> None:
-        """See PendingReplies; readers too."""
+        """See PendingReplies; also ends holds of readers."""
         super().expire(held, now)
         if held.number in self._readers:
             self._readers[held.number].expire(now)
 
     def forget(self, held: AssignedSpace, guest: ServerPeer) -> None:
-        """See PendingReplies; what it held is let go."""
+        """See PendingReplies; also ends the connection's hold."""
         super().forget(held, guest)
         if held.number in self._readers:
             self._readers[held.number].forget(guest)
 
     def stop_serving(self, holding: AssignedSegment) -> None:
-        """See PendingReplies; its readers try again."""
+        """See PendingReplies; readers of the segment try again."""
         super().stop_serving(holding)
         if holding.space.number in self._readers:
             for request in self._readers[holding.space.number].stop_serving(holding.index):
@@ -672,12 +681,12 @@ class RequestHandler(PendingReplies):
 
 
 def _borrows(holding: AssignedSegment) -> bool:
-    """Return whether a dense segment is in memory that another space steps: its values go by message."""
+    """Return whether a dense segment is in memory that another space steps; its values must then be sent by message."""
     return isinstance(holding.segment, DenseSegment) and holding.segment.borrows
 
 
 def _put(out: memoryview, value: Any) -> None:
-    """Return rows into their place. Raises ValueError: they are more, or less."""
+    """Write rows to their place. Raises ValueError: the sizes differ."""
     found = memoryview(value).cast("B")
     if len(found) != len(out):
         raise ValueError(f"an answer of {len(found)} bytes was asked for with room for {len(out)}")

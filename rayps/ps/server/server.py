@@ -36,16 +36,16 @@ from rayps.ps.server.requests import OPERATIONS, RequestHandler
 
 log = logging.getLogger(__name__)
 
-NAP_SECONDS = 0.05  # how long the loop may sleep before it looks at its deadlines again
+NAP_SECONDS = 0.05  # longest sleep of the loop between two checks of its deadlines
 TEND_SECONDS = 0.01  # between two looks at deadlines, links and the manager, while only mailboxes are served
-TURN_SECONDS = 0.002  # how long it serves before it looks who else has come
-STRANGE_SECONDS = 5.0  # how long a request waits for its space to be heard of
+TURN_SECONDS = 0.002  # longest time of service between two reads of new requests
+STRANGE_SECONDS = 5.0  # seconds that a request for an unknown space waits for the space
 T = TypeVar("T")
 FROM_SERVERS = frozenset({GroupMessage.STATE, GroupMessage.FORWARD})
 
 
 class GroupServerLoop:
-    """Serves until it is closed."""
+    """The loop of a server: serves requests in one thread until it is closed."""
 
     def __init__(
         self,
@@ -57,9 +57,9 @@ class GroupServerLoop:
         host: str = "",
         heartbeat: float = 0.1,
     ) -> None:
-        """Serve under the manager whose listener's address is `manager`, or is given by it.
+        """Start the loop. `manager` is the address of the manager's listener, or a function that returns it.
 
-        None: there is no manager, and `serve` says what is served.
+        None: there is no manager, and segments are served by `serve`.
         """
         warm_up()
         self.name, self.address, self.where = name, listener.address, host or socket.gethostname()
@@ -75,7 +75,7 @@ class GroupServerLoop:
         self._more = False  # to serve
         self._again: set[ServerPeer] = set()  # those of whom more may be there to read
         self._backups = Backups(self._holdings)
-        self._strange: dict[int, float] = {}  # spaces that nobody told of, and since when they are waited for
+        self._strange: dict[int, float] = {}  # unknown spaces, and since when requests wait for them
         self._arrived: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._boxes = Mailboxes(self._bell)
@@ -89,12 +89,12 @@ class GroupServerLoop:
 
     @property
     def alive(self) -> bool:
-        """Whether it serves."""
+        """Whether the loop serves."""
         return self._thread.is_alive()
 
     @property
     def alone(self) -> float:
-        """Seconds since the manager was lost, or since the beginning; 0 while it is there."""
+        """Seconds since the manager was lost, or since the beginning; 0 while the manager is connected."""
         since = self._command.alone_since
         return 0.0 if since is None else time.monotonic() - since
 
@@ -112,10 +112,10 @@ class GroupServerLoop:
         return found
 
     def do(self, work: Callable[[], T], timeout: float = 60.0) -> T:
-        """Let the loop do something between two requests. From another thread.
+        """Run `work` in the loop between two requests. Call it from another thread.
 
         Raises:
-            TimeoutError: the loop has ended, or did not come to it.
+            TimeoutError: the loop has ended, or did not run `work` in time.
         """
         done: Future[T] = Future()
 
@@ -129,7 +129,7 @@ class GroupServerLoop:
         return done.result(timeout)
 
     def facts(self) -> dict[str, Any]:
-        """Its load: see `rayps.ps.server.outbound`."""
+        """Return the server's load: see `rayps.ps.server.outbound`."""
         fair = self._fair
         return self._load.now(self._holdings, len(self._guests), lambda n: (fair.throttled(n), fair.queued(n)))
 
@@ -204,14 +204,14 @@ class GroupServerLoop:
             self._flush(guest)
 
     def _read(self, guest: ServerPeer) -> None:
-        """Queue what a guest says; its space pays for the time, since who says much makes all others wait for it."""
+        """Queue the requests that a connection has sent; the time is charged to its space."""
         began = time.monotonic()
         self._take_in(guest)
         if guest.space in self._holdings.spaces:
             self._fair.spent(guest.space, time.monotonic() - began)
 
     def _take_in(self, guest: ServerPeer) -> None:
-        """As far as its space has room."""
+        """Read requests of a connection while its space has room for more."""
         try:
             for _ in range(64):
                 if not self._fair.room(guest.space):
@@ -364,7 +364,7 @@ class GroupServerLoop:
     # ---- who comes and goes
 
     def say(self, guest: ServerPeer, message: Message, payload: Any) -> None:
-        """Queue an answer; its payload must not change any more. Where the question came by mailbox, so does it."""
+        """Queue an answer; its payload must not change any more. Requests by mailbox are answered by mailbox."""
         if guest.gone:
             return
         box = guest.box
@@ -382,14 +382,14 @@ class GroupServerLoop:
             self._boxes.answered.append(box)
 
     def answer(self, guest: ServerPeer, tag: int, version: int, lead: int, durable: int) -> None:
-        """Answer the request of a mailbox, where all that there is to say lies in memory."""
+        """Answer the request of a mailbox whose values are in memory."""
         box = guest.box
         if box is not None and box.open == tag and not guest.gone:
             box.answer(version, lead, durable)
             self._boxes.answered.append(box)
 
     def report(self, report: SegmentReport) -> None:
-        """Tell the manager, at the end of this turn."""
+        """Send an event to the manager at the end of this turn."""
         self._command.say(report)
 
     def _flush(self, guest: ServerPeer) -> None:
@@ -425,7 +425,7 @@ class GroupServerLoop:
         guest.link.close()
 
     def offer(self, guest: ServerPeer, segment: int, slice_: SharedSlice) -> None:
-        """Let a worker read a segment's memory, if it does not already."""
+        """Offer a segment's memory to a worker, if this was not done before."""
         box = guest.box
         if box is not None and box.offered.get(segment) is not slice_ and slice_.memory is not None:
             box.offered[segment] = slice_
@@ -463,7 +463,7 @@ class GroupServerLoop:
             self._serving.settled(held, anew=anew)
 
     def learnt(self, space: Space) -> None:
-        """Return a space is known: who waited for it is served; its share of the quota is this server's share of it."""
+        """Handle a new space: serve the requests that waited for it, and set this server's part of its quota."""
         if self._strange.pop(space.number, None) is not None:
             self._fair.block(space.number, False)
         most, rate = space.quota.operations, None
@@ -473,18 +473,18 @@ class GroupServerLoop:
         self._fair.limit_rate(space.number, rate, time.monotonic())
 
     def forgotten(self, number: int) -> None:
-        """Return a space is closed: who still asks for it hears so."""
+        """Handle a closed space: answer its requests with an error."""
         for request in self._fair.drop(number):
             self._refuse_strange(request)
 
     def _later(self, work: Callable[[], None]) -> None:
-        """Let the loop do this."""
+        """Run `work` in the loop."""
         self._arrived.put(work)
         with contextlib.suppress(OSError):
             os.eventfd_write(self._bell, 1)
 
     def _answer_bell(self) -> bool:
-        """Do what other threads have left; whether there was anything."""
+        """Run the work that other threads have queued; return whether there was any."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._bell)
         found = False
@@ -496,7 +496,7 @@ class GroupServerLoop:
 
 @functools.cache
 def warm_up() -> None:
-    """Let torch import what it needs for an optimizer's first step: seconds in which nobody would be served."""
+    """Let torch import what an optimizer's first step needs, which would otherwise delay requests by seconds."""
     for kind in (torch.optim.SGD, torch.optim.Adam):
         param = torch.nn.Parameter(torch.zeros(1))
         param.grad = torch.zeros(1)

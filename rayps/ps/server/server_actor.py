@@ -34,10 +34,10 @@ HOST = "rayps.ps.server.server"
 
 
 class ServerActor:
-    """One server's process."""
+    """The process of one server."""
 
     def __init__(self, server: str, group: str, secret: bytes, manager: str, *, gently: bool = False) -> None:
-        """`gently`: it leaves the cores to others until it can serve, and begins later where they are busy."""
+        """Start the server. `gently`: load its modules at the lowest priority, so that workers keep the cores."""
         if gently and HOST not in sys.modules:
             quietly(_serving)
         self._group, self._address = group, manager
@@ -48,11 +48,11 @@ class ServerActor:
         self._watch.start()
 
     def ping(self) -> int:
-        """Return the process id: a sign of life."""
+        """Return the process id."""
         return os.getpid()
 
     def facts(self) -> dict[str, Any]:
-        """As a heartbeat."""
+        """Return the server's load, as in a heartbeat."""
         return self._host.facts()
 
     def close(self) -> None:
@@ -62,7 +62,7 @@ class ServerActor:
         self._listener.close()
 
     def _manager(self) -> str:
-        """Return where the manager is now: another one may have begun in its place."""
+        """Return the manager's present address, which changes when the manager restarts."""
         found = rendezvous().get(address_key(self._group))
         return self._address if found is None else found.decode()
 
@@ -78,7 +78,7 @@ class ServerActor:
 
 
 def _serving() -> type[GroupServerLoop]:
-    """What serves, with all that it imports."""
+    """Return the class of the loop, with all its imports."""
     importlib.import_module("torch").set_num_threads(1)  # several servers share a machine with the workers
     found: Any = importlib.import_module(HOST)
     found.warm_up()

@@ -31,7 +31,7 @@ from rayps.workload.base import Workload
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """One generation's orders to one shard: serve segment `segment` of `space`, in this generation of the segment."""
+    """The orders to one shard: serve segment `segment` of `space`, in this generation of the segment."""
 
     space: Space
     segment: int
@@ -41,7 +41,7 @@ class ShardPlan:
 
 
 class ShardActor:
-    """One server's process: serves its segment of the parameters over links."""
+    """The process of one server, which serves its segment of the parameters over links."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class ShardActor:
         self._held: AssignedSegment | None = None
 
     def place(self) -> ActorHost:
-        """Return where this shard runs and how workers reach it."""
+        """Return the machine on which this shard runs, and the address for workers."""
         return ActorHost(socket.gethostname(), os.getpid(), self._listener.address)
 
     def begin(self, plan: ShardPlan, snapshot: Snapshot) -> None:
@@ -83,7 +83,7 @@ class ShardActor:
         self._held = loop.do(lambda: loop.serve(space, plan.segment, plan.generation, segment))
 
     def poll(self, wanted: int) -> ShardFacts | None:
-        """What the shard is asked about while it runs; None before it began. The state of `wanted` is kept."""
+        """Return the shard's facts; None before `begin`. The state after round `wanted` is retained."""
         segment = self._segment
         if self._loop is None or segment is None:
             return None
@@ -98,7 +98,7 @@ class ShardActor:
         return None if state is None else part_of(state, rounds, segment.extent.lo)
 
     def saved(self, rounds: int) -> None:
-        """Note that the snapshot after `rounds` is kept elsewhere: what it holds is durable."""
+        """Record that the snapshot after `rounds` is stored elsewhere, so that its content is durable."""
         part, held = self.part(rounds), self._held
         if part is not None and held is not None:
             held.saved = dict(part.ledger.marks)  # one assignment: the loop reads the old marks or the new ones
