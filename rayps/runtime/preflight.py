@@ -43,7 +43,7 @@ from rayps.parallel.division.divide import divide, sample_of
 from rayps.parallel.division.division import Division
 from rayps.parallel.pipeline.loss_proxy import parts
 from rayps.ps.protocol.space import SparseTable
-from rayps.ps.server.dense_segment import chosen
+from rayps.ps.server.dense_segment import optimizer_factory
 from rayps.ps.tables.embedding import tables_of, try_out
 from rayps.ps.tables.row_optimizers import Scheduled
 from rayps.ps.tables.row_optimizers import rule_of as table_rule
@@ -186,7 +186,7 @@ def _try_schedule(workload: Workload, phases: list[Phase], layout: Layout, table
     for adagrad in dict.fromkeys(
         None if servers is None else servers.adagrad for servers in (servers_of(phase.strategy) for phase in phases)
     ):
-        rates = rates_of(chosen(recipe, adagrad), layout)
+        rates = rates_of(optimizer_factory(recipe, adagrad), layout)
         if rates is not None:
             rates.at(1)
     for table in tables:
