@@ -21,7 +21,7 @@ _EVALUATIONS = 5000
 
 @dataclass(slots=True)
 class Bucket:
-    """The sums of consecutive rounds."""
+    """A bucket: the number of consecutive rounds in it, and the sums of their metrics."""
 
     count: int = 0
     finite: int = 0

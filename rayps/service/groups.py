@@ -101,7 +101,7 @@ class _Entry:
 
 
 class Groups:
-    """The wanted groups and the newest facts of their managers."""
+    """The server groups of this service: starts, finds, watches and stops them, and answers the routes about them."""
 
     def __init__(self, scheduler: Scheduler, folder: Path, *, manager: str = MANAGER) -> None:
         self._scheduler = scheduler
@@ -246,7 +246,7 @@ class Groups:
             del self._entries[name]
             raise
         entry.written = True
-        log.info("server group %s: %d servers, %d replicas", name, servers, replicas)
+        log.info("server group %s was requested: %d servers, %d replicas", name, servers, replicas)
         self.wake()
 
     async def resize(self, name: str, servers: int) -> None:
