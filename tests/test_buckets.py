@@ -361,7 +361,7 @@ def test_torchs_own_optimizers_read_the_mean_where_it_lies():
 
 def test_the_events_say_how_gradients_leave():
     for strategy, words in [
-        (AllReduce(), "while backward continues, in 1 bucket: ranks of one host read them"),
+        (AllReduce(), "while backward continues, in 1 bucket: ranks of one host read the buckets"),
         (AllReduce(bucket_mb=1e-6), "while backward continues, in 4 buckets: as given"),
         (AllReduce(bucket_mb=0), "after backward, in 1 bucket: as given"),
     ]:
