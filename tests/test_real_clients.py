@@ -513,8 +513,8 @@ def test_a_client_refuses_orders_that_are_played_again_or_are_of_another_job(cli
 
     assert client.verified_order(signed())["serial"] == 9
     for facts, why in (
-        ({"job": "0" * 26}, "its job is"),
-        ({"client": 5}, "its client is 5"),
+        ({"job": "0" * 26}, "the order's job is"),
+        ({"client": 5}, "the order's client is 5"),
         ({"name": "x"}, "name"),
         ({"kind": "other"}, "kind"),
     ):
