@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -15,10 +16,12 @@ import httpx2
 import pytest
 from service_site import Site
 
+import rayps
 from rayps.core.errors import ConfigError, Conflict, NotFound, Unauthorized, Unreachable
 from rayps.core.job_status import Status
 from rayps.service import client as client_module
 from rayps.service.client import Client
+from rayps.strategies.catalogue import parse
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +56,30 @@ def test_submit_show_list_stop(client: Client, tmp_path: Path) -> None:
     assert [e["kind"] for e in job.events()][:2] == ["queued", "stop_requested"]
     assert client.strategies() and client.cluster()["owned"]
     assert "#code=" in client.page_address()
+
+
+def test_a_strategy_object_is_sent_as_what_parse_reads(
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = "import rayps\nclass Mine(rayps.LocalSGD):\n    name = 'mine'\n"
+    (tmp_path / "own_strategy_of_the_client.py").write_text(own)
+    monkeypatch.syspath_prepend(tmp_path)
+    own_class = importlib.import_module("own_strategy_of_the_client").Mine
+    for given, form in [
+        (rayps.AllReduce(bucket_mb=1), "all_reduce:bucket_mb=1"),
+        (rayps.Pipeline(stages=1), "pipeline:stages=1"),
+        ([(1, rayps.AllReduce()), rayps.LocalSGD(period=2)], "1*all_reduce > local_sgd:period=2"),
+        ({"name": "local_sgd", "period": 2}, "local_sgd:period=2"),
+        (own_class(period=3), "own_strategy_of_the_client:Mine:period=3"),
+    ]:
+        job = client.submit("a:B", working_dir=tmp_path, strategy=given)
+        assert parse(job.data["spec"]["strategy"], tmp_path) == parse(form, tmp_path)
+
+    class Nowhere(rayps.LocalSGD):
+        name = "nowhere"
+
+    with pytest.raises(ConfigError, match=r"'file.py:Nowhere'"):
+        client.submit("a:B", working_dir=None, strategy=Nowhere())
 
 
 def test_lists_go_over_pages(client: Client) -> None:

@@ -28,6 +28,7 @@ from rayps.core.values import Json
 from rayps.service.answers import ClusterAnswer, GroupRow, JobAnswer
 from rayps.service.remote_group import RemoteGroup
 from rayps.service.settings import Settings
+from rayps.strategies.catalogue import StrategySpec, sendable
 
 if TYPE_CHECKING:
     from rayps.strategies.catalogue import StrategyDescription
@@ -78,17 +79,21 @@ class Client:
         """Close the connection."""
         self._http.close()
 
-    def submit(self, workload: str, *, working_dir: str | Path | None = ".", **spec: Json) -> Job:
+    def submit(
+        self, workload: str, *, working_dir: str | Path | None = ".", strategy: StrategySpec | None = None, **spec: Json
+    ) -> Job:
         """Submit a job and return at once; `rayps.strategies.job.JobSpec` lists the fields of `spec`.
 
-        `strategy` is a name, text with options, or a dict. `working_dir` is the directory on the service's
-        machine from which the workload is imported.
+        `strategy` is as in `rayps.train`: a text with options, a dict, an object, or a list of phases. `working_dir` is
+        the directory on the service's machine from which the workload is imported, and a strategy of your own.
 
         Raises:
-            ConfigError: the service refused the job.
+            ConfigError: the service refused the job, or the class of a strategy object is in no file.
             Unreachable, Unauthorized.
         """
-        body = {key: value for key, value in spec.items() if value is not None}
+        body: dict[str, Json] = {key: value for key, value in spec.items() if value is not None}
+        if strategy is not None:
+            body["strategy"] = sendable(strategy, working_dir)
         body["workload"] = workload
         if working_dir is not None:
             body["working_dir"] = str(Path(working_dir).expanduser().resolve())

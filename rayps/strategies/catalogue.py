@@ -10,6 +10,7 @@ The module does not import torch, so that the job service can check a strategy w
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -59,6 +60,7 @@ __all__ = [
     "own_names",
     "parse",
     "phase_ends",
+    "sendable",
     "wire",
 ]
 
@@ -185,6 +187,36 @@ def wire(phases: list[Phase]) -> Json:
     if len(phases) == 1 and phases[0].epochs is None:
         return _wire(phases[0].strategy)
     return [{"epochs": phase.epochs, "strategy": _wire(phase.strategy)} for phase in phases]
+
+
+def sendable(given: StrategySpec, folder: str | Path | None = None) -> Json:
+    """Return a strategy, in any form that `parse` takes, in a form that JSON holds.
+
+    Texts and dicts are returned as they are. The classes of a user's own objects must be importable in `folder`.
+
+    Raises:
+        ConfigError: `given` is not a strategy, or an object's class is defined in the running program or in a function.
+    """
+    if isinstance(given, str) or (isinstance(given, (dict, list)) and _is_json(given)):
+        return given
+    phases = parse(given, folder)
+    for phase in phases:
+        kind = type(phase.strategy)
+        if kind.__module__.partition(".")[0] != "rayps" and not _is_own(_named(phase.strategy)):
+            raise ConfigError(
+                f"strategy is an object of {kind.__name__}, which no file holds that the service could import: put the "
+                f"class into a file of working_dir and give its name, as in 'file.py:{kind.__name__}'",
+                field="strategy",
+            )
+    return wire(phases)
+
+
+def _is_json(given: StrategySpec) -> bool:
+    try:
+        json.dumps(given, allow_nan=False)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def described(name: str, kind: type[Strategy] | type[Replica]) -> StrategyDescription:
