@@ -146,4 +146,6 @@ def test_reasons_are_short(why, told):
 def test_a_death_names_the_round_where_it_is_known():
     dead = (("worker-1", "SIGKILL"), ("shard-0", "gone"))
     decision = decide(RunFacts(2, dead=dead, at={"worker-0": 7, "worker-1": 4}))
-    assert decision == Restart(("worker-1", "shard-0"), "worker-1 died at round 4 (SIGKILL); shard-0 died (gone)")
+    assert decision == Restart(
+        ("worker-1", "shard-0"), "worker-1 died after it had reported round 4 (SIGKILL); shard-0 died (gone)"
+    )

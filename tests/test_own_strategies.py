@@ -15,9 +15,11 @@ from small_work import Small, distance, kinds, train
 
 from rayps.cli import main as cli
 from rayps.cluster.local import LocalCluster
+from rayps.core.costs import costs
 from rayps.core.errors import ConfigError
 from rayps.core.job_status import Status
 from rayps.core.text import written
+from rayps.core.traffic import Sizes
 from rayps.runtime.driver import Driver
 from rayps.runtime.journal import Journal
 from rayps.service import strategy_check
@@ -286,3 +288,11 @@ def test_the_command_line_trains_with_one(folder, capsys):
 
 def test_kinds_of_a_run_by_name(folder):
     assert "phase" in kinds(train(Small(n=12), "easgd:EASGD", workers=2, epochs=1))
+
+
+def test_what_a_class_sends_in_a_loop_of_its_own_is_not_taken_for_gradients(folder):
+    given = Sizes(parameters=1000)
+    for name, known in [("all_reduce", True), ("local_sgd:period=4", True), ("easgd.py:EASGD", False)]:
+        strategy = parse(name, folder)[0].strategy
+        assert (costs(strategy, 4, given).bytes is not None) is known, name
+        assert costs(strategy, 1, given).bytes == 0

@@ -88,6 +88,15 @@ def one_replica() -> TrafficCost:
     return TrafficCost("gradients between replicas", "0: there is one replica", 0, 0, 0)
 
 
+def undeclared(grid: Grid) -> TrafficCost:
+    """Return the cost of a strategy that sends what its own code decides: no formula, unless there is one replica."""
+    if grid.data == 1:
+        return one_replica()
+    return TrafficCost(
+        "what the strategy's own code sends", "not known: the class does not define `cost`", None, None, hidden=""
+    )
+
+
 def table_rows() -> TrafficCost:
     """Return the cost of rows of sparse tables between workers and servers."""
     return TrafficCost("rows of sparse tables", "2 x the distinct rows that a batch touches", None, None)

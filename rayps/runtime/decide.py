@@ -141,7 +141,7 @@ def _member(peer: str) -> str:
 
 
 def _at(facts: RunFacts, member: str) -> str:
-    return f" at round {facts.at[member]}" if member in facts.at else ""
+    return f" after it had reported round {facts.at[member]}" if member in facts.at else ""
 
 
 def _short(text: str) -> str:

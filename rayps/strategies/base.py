@@ -10,12 +10,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex
 
-from rayps.core.families import Recovery, Reshuffled, Rows, loop_of, recovery_of
+from rayps.core.families import (
+    SERVER_STEPS,
+    SHARED_VECTOR,
+    SYNC_GRADIENTS,
+    Recovery,
+    Reshuffled,
+    Rows,
+    loop_of,
+    recovery_of,
+)
 from rayps.core.grid import Grid
 from rayps.core.nested_options import wire_of
 from rayps.core.strategy import RingView, ServerHalf, ShardView, Vector, WorkerView
 from rayps.core.topology import Peers, Topology, servers_of
-from rayps.core.traffic import Sizes, TrafficCost
+from rayps.core.traffic import Sizes, TrafficCost, undeclared
 from rayps.core.user_module import by_value
 from rayps.core.values import Json, JsonObject
 from rayps.strategies import old_flags
@@ -88,8 +97,12 @@ class Strategy:
         return self.topology.grid(workers)
 
     def cost(self, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
-        """Return the traffic of a step between replicas and with servers, by formula."""
-        return self.topology.cost(grid, sizes)
+        """Return the traffic of a step between replicas and with servers, by formula.
+
+        By default that of the topology, where gradients are exchanged in each step; otherwise it is not known.
+        """
+        each_step = self.loop in (SYNC_GRADIENTS, SERVER_STEPS, SHARED_VECTOR)
+        return self.topology.cost(grid, sizes) if each_step else [undeclared(grid)]
 
     def scale_warning(self, workers: int) -> str | None:
         """Return a warning if the optimizer's step size does not depend on the gradient's scale; None otherwise."""
