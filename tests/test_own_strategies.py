@@ -278,7 +278,9 @@ def test_they_are_listed(folder, capsys):
     }
     assert "raises.py:S" in err and "ZeroDivisionError" in err
     assert cli.main(["strategies", "--working-dir", str(ROOT / "examples")]) == 0
-    assert "easgd.py:EASGD" in capsys.readouterr().out
+    out, _ = capsys.readouterr()
+    assert "easgd.py:EASGD: Workers explore" in out and "    period=4, beta=0.9\n" in out
+    assert "    the options of fedavg, mu=" in out and max(map(len, out.splitlines())) <= 120
 
 
 def test_the_command_line_trains_with_one(folder, capsys):

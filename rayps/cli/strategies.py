@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import textwrap
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +15,8 @@ from rayps.core.errors import ConfigError
 from rayps.core.text import nested
 from rayps.service.strategy_check import strategies_in
 from rayps.strategies.catalogue import StrategyDescription, catalogue
+
+_MANY = 8  # options that are not repeated for each strategy that has them
 
 
 def strategies(
@@ -30,16 +34,31 @@ def strategies(
     if not folder.is_dir():
         raise ConfigError(f"working_dir {str(folder)!r} is no directory", field="working_dir")
     own, broken = strategies_in(str(folder))
-    for each in broken:
-        show.note(f"{each['name']}: {each['message'].splitlines()[0]}")
+    for file in broken:
+        show.note(f"{file['name']}: {file['message'].splitlines()[0]}")
     found = [*catalogue(), *own]
     if output is Output.json:
         show.dump(found)
         return
-    show.table(
-        ["strategy", "options", "what it is"], [[each["name"], _options(each), each["summary"]] for each in found]
-    )
+    width = shutil.get_terminal_size((120, 24)).columns
+    for at, each in enumerate(found):
+        lines = textwrap.wrap(f"{each['name']}: {each['summary']}", width, break_long_words=False)
+        lines += textwrap.wrap(
+            _options(each, found[:at]), width, initial_indent="    ", subsequent_indent="    ", break_long_words=False
+        )
+        for text in lines:
+            show.line(text)
 
 
-def _options(each: StrategyDescription) -> str:
-    return " ".join(f"{option['name']}={nested(option['default'])}" for option in each["options"])
+def _options(each: StrategyDescription, before: list[StrategyDescription]) -> str:
+    """Return a strategy's options with their defaults; many that an earlier strategy has too are given by its name."""
+    own = _written(each)
+    many = [other for other in before if len(other["options"]) > _MANY]
+    like = next((other for other in many if _written(other).items() <= own.items()), None)
+    if like is not None:
+        own = {name: text for name, text in own.items() if name not in _written(like)}
+    return ", ".join([*([] if like is None else [f"the options of {like['name']}"]), *own.values()])
+
+
+def _written(each: StrategyDescription) -> dict[str, str]:
+    return {option["name"]: f"{option['name']}={nested(option['default'])}" for option in each["options"]}
