@@ -473,7 +473,7 @@ def test_what_holds_a_job_back_is_in_the_list_and_events_are_in_order(
     job = at.add(name="starved")
     home = at.start(job)
     at.store("move", job, Status.RUNNING, message="runs")
-    said = "held back by its quota of 4 operations a second"
+    said = "throttled by its quota of 4 operations a second"
     group = {"servers": [], "held_back": said, "operations_s": 3.9, "quota": {"operations": 4.0}}
     (home / "progress.json").write_text(json.dumps({"loss": 0.5, "round": 3, "server_group": group}))
     events = [{"time": 5e9, "kind": "late", "message": ""}, {"time": 4e9, "kind": "early", "message": ""}]

@@ -12,9 +12,9 @@ def test_a_job_that_waits_for_its_quota_is_told_once():
     assert held.look(space(0), 0.0) is None
     assert held.look(space(1), 1.0) is None  # a burst
     assert held.now(1.0) is None
-    assert held.look(space(5), 2.0) == "held back by its quota of 4 operations a second"
+    assert held.look(space(5), 2.0) == "throttled by its quota of 4 operations a second"
     assert held.look(space(9), 3.0) is None
-    assert held.now(3.0) == "held back by its quota of 4 operations a second"
+    assert held.now(3.0) == "throttled by its quota of 4 operations a second"
     assert held.now(3.0 + FOR_SECONDS) is None
 
 

@@ -172,7 +172,7 @@ def _refuse_without_servers(spec: JobSpec, phases: list[PhaseFacts]) -> None:
         names = " and ".join(dict.fromkeys(each.name for each in phases))
         raise ConfigError(
             f"server_group is {spec.server_group!r}, and {names} stores nothing on servers: omit server_group, or use "
-            "parameter_server or hybrid",
+            "parameter_server, downpour or hybrid",
             field="server_group",
         )
     if spec.branch is not None and not phases[0].servers:

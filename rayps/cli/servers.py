@@ -271,7 +271,7 @@ def _tables(data: GroupAnswer) -> None:
         "rows",
         "evicted",
         "operations/s",
-        "held back",
+        "throttled",
         "quota",
     ]
     _section(

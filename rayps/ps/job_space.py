@@ -606,4 +606,4 @@ class Throttled:
         """Return, as text, how the quota throttles the job; None if it does not."""
         if self._limit is None or self._growths < GROWTHS or now - self._grown_at >= FOR_SECONDS:
             return None
-        return f"held back by its quota of {self._limit:g} operations a second"
+        return f"throttled by its quota of {self._limit:g} operations a second"

@@ -14,7 +14,7 @@ export function HeatCard({ group, space }: { group: Group; space: string }) {
   const spaces = group.spaces.filter((each) => !space || each.name === space);
   const byJob = jobs.value || segments.length > MOST_COLUMNS;
   return (
-    <Card title="Load" id="load" note="operations per second: a push or pull of a segment of parameters, a row of a table" tools={<>
+    <Card title="Load" id="load" note="touches per second: a push or pull of a segment of parameters, a row of a table" tools={<>
       <Ramp />
       <button type="button" class="button toggle" aria-pressed={!byJob} disabled={segments.length > MOST_COLUMNS} onClick={() => (jobs.value = false)}>Segments</button>
       <button type="button" class="button toggle" aria-pressed={byJob} onClick={() => (jobs.value = true)}>Jobs</button>
