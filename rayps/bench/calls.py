@@ -23,7 +23,7 @@ from rayps.bench.together import together
 from rayps.cluster.local import ActorHandle, Cluster
 from rayps.core.errors import ConfigError
 from rayps.ps import group as elastic
-from rayps.ps.client.session import Session
+from rayps.ps.client.session import KEEP_BYTES, Session
 from rayps.ps.group import ManagerClient
 from rayps.ps.protocol.space import Space, SparseTable
 from rayps.ps.tables.client import Tables
@@ -33,6 +33,7 @@ WAIT_SECONDS = 300.0
 TABLE = "bench"
 _LR = 0.01
 _BATCHES = 8  # of a worker, taken in turns
+_MOST_WARM_UP = 2000  # turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +208,7 @@ def bench_calls(
     try:
         space = running.open(a_space(workers, dim, segments, optimizer))
         together(actors, "join", running, space, timeout=WAIT_SECONDS)
-        together(actors, "own", rows, ids, _BATCHES, timeout=WAIT_SECONDS)  # warm-up: creates the rows
+        together(actors, "own", rows, ids, _warm_up(ids, dim), timeout=WAIT_SECONDS)
         pids = together(actors, "ping", timeout=WAIT_SECONDS)
         mine = [*pids, *(server["pid"] for server in running.facts()["servers"])]
         theirs = [*pids, *together(parts, "ping", timeout=WAIT_SECONDS)]
@@ -240,6 +241,11 @@ def bench_calls(
         workers / rates[1],
         *used,
     )
+
+
+def _warm_up(ids: int, dim: int) -> int:
+    """Return the turns after which all rows exist and a worker reuses the memory in which it retains its pushes."""
+    return min(_MOST_WARM_UP, max(_BATCHES, KEEP_BYTES // (4 * ids * dim) + 1))
 
 
 def _measured(
