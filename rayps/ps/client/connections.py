@@ -302,7 +302,7 @@ class SegmentRequest:
     repeated: bool = False  # a push out of the replay buffer, which owns its memory
     by_message: bool = False  # it must not go by mailbox
     torn: bool = False  # what is read of a segment may be of several versions
-    rows: Mapping[int, ShardRows] = field(default_factory=dict)  # that the pieces of a pull ask for, by segment
+    asked_rows: Mapping[int, ShardRows] = field(default_factory=dict)  # that the pieces of a pull ask for, by segment
 
     def __post_init__(self) -> None:
         self.unsent = dict.fromkeys(self.pieces)

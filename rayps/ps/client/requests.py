@@ -124,7 +124,7 @@ class RequestSender:
             if place < 0 and size:
                 return None
         piece = array_of(request.pieces[index])
-        headed = dense and len(piece) not in (0, self._bytes_of(index)) and index not in request.rows
+        headed = dense and len(piece) not in (0, self._bytes_of(index)) and index not in request.asked_rows
         if headed and (request.kind != GroupMessage.PUSH or memory.place(piece) < 0):
             return None  # a range, rows elsewhere, or encoded
         at = memory.place(piece) if len(piece) else 0
@@ -159,7 +159,7 @@ class RequestSender:
                 if place is None:
                     place = np.empty(self._bytes_of(index), np.uint8)
                     request.answers[index] = memoryview(place)  # type: ignore[arg-type]
-                if not box.read(index, place, request.rows.get(index), torn=request.torn):
+                if not box.read(index, place, request.asked_rows.get(index), torn=request.torn):
                     torn[index] = place
             request.answers.setdefault(index, EMPTY)
         return torn

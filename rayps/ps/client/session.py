@@ -184,7 +184,7 @@ class Session:
                 (kind, {i: piece for i, piece in pieces.items() if i < dense}),
             ]
         requests = [
-            SegmentRequest(each, step, weight, those, lands, rows=rows or {}, torn=torn)
+            SegmentRequest(each, step, weight, those, lands, asked_rows=rows or {}, torn=torn)
             for each, those in parts
             if those
         ]
@@ -495,7 +495,7 @@ class Session:
         torn = self._sender.read(box, flight) if kind == GroupMessage.VALUE else {}
         if torn:  # the server sends a copy
             asked = flight.request
-            pieces = {index: asked.pieces[index] if index in asked.rows else EMPTY for index in torn}
+            pieces = {index: asked.pieces[index] if index in asked.asked_rows else EMPTY for index in torn}
             self._requests.append(SegmentRequest(GroupMessage.READ, 0, 0.0, pieces, torn, by_message=True))
             self._send_all()
 
