@@ -510,3 +510,17 @@ def test_checkpoints_in_a_row_are_shortened_in_the_table_of_events(
     shown = re.findall(r"number (\d)", out)
     assert shown == ["0", "4", "5", "6", "7"] and "number 4 (and 3 checkpoints before it; all: -o json)" in out
     assert len(re.findall("number", run(capsys, "events", job, "-o", "json")[1])) == 8
+
+
+def test_an_interrupt_while_modules_are_imported_is_one_line(monkeypatch, capsys):
+    from rayps.cli import __main__ as program
+
+    class Interrupt:
+        def find_spec(self, name, *_):
+            if name == "rayps.cli.main":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "rayps.cli.main", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupt(), *sys.meta_path])
+    assert program.main() == 130
+    assert capsys.readouterr().err == "rayps: interrupted\n"

@@ -1,5 +1,19 @@
-"""Run the command line as `python -m rayps.cli`."""
+"""The program `rayps`. It takes an interrupt while its modules are imported as any later one."""
 
-from rayps.cli.main import main
+from __future__ import annotations
 
-raise SystemExit(main())
+import sys
+
+
+def main() -> int:
+    """Run the command that the program's arguments name; return the exit code."""
+    try:
+        from rayps.cli.main import main as run
+    except KeyboardInterrupt:
+        sys.stderr.write("rayps: interrupted\n")
+        return 130
+    return run()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
