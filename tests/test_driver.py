@@ -547,9 +547,14 @@ class Line(rayps.Workload):
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "work.py").write_text(LINE)
+    before = set(threading.enumerate())
     yield tmp_path
+
+    def left():
+        return [each for each in threading.enumerate() if each.name == "rayps-driver" and each not in before]
+
     # an actor ends the actor of its name: one that still ends would end that of the next test
-    assert until(lambda: not any(thread.name == "rayps-driver" for thread in threading.enumerate()), 60), stacks()
+    assert until(lambda: not left(), 60), stacks()
 
 
 def driver_actor(folder, attempt=1, **changes):

@@ -321,7 +321,8 @@ def test_links_and_listeners_leave_no_descriptor_and_no_thread():
             with pytest.raises(LinkError):
                 connect(listener.address, name="c", secret=b"?", generation=0, timeout=0.01)
             listener.close()
-    assert (descriptors(), threading.active_count()) == before
+    after = descriptors(), threading.active_count()
+    assert after[0] <= before[0] and after[1] <= before[1]  # what earlier tests left may end meanwhile
 
 
 def _echo(address):
