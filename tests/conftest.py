@@ -3,6 +3,7 @@
 import os
 import random
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -70,10 +71,14 @@ def pytest_xdist_node_collection_finished(ids):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item, nextitem):
     """End the shared Ray before the first test that does not use it: `train()` would find that Ray in this process."""
-    result = yield
-    if uses_ray(item) and not uses_ray(nextitem):
-        SHARED.end()
-    return result
+    try:
+        return (yield)
+    finally:
+        if uses_ray(item) and not uses_ray(nextitem):
+            SHARED.end()
+        elif SHARED.cluster is None and (ray := sys.modules.get("ray")) is not None and ray.is_initialized():
+            ray.shutdown()  # later tests of this process would run on that Ray
+            pytest.fail(f"{item.nodeid} left this process connected to a Ray")
 
 
 @pytest.fixture(autouse=True)

@@ -61,6 +61,7 @@ def test_a_change_of_the_methods_is_another_protocol() -> None:
         kind, _, method = path.partition(".")
         named = inspect.signature(getattr(actors[kind], method or "__init__"))
         plain = [each.replace(annotation=inspect.Parameter.empty) for each in named.parameters.values()][1:]
+        plain = [each for each in plain if each.name != "_ray_trace_ctx"]  # Ray adds it to classes of actors
         found[path] = str(inspect.Signature(plain))
     assert found == METHODS[PROTOCOL], "raise PROTOCOL, and add a row"
 
