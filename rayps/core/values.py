@@ -1,7 +1,8 @@
-"""Types of values that many modules exchange, JSON data and byte buffers, and a check of one."""
+"""Types of values that many modules exchange, JSON data and byte buffers, and two checks of values."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, TypeGuard
@@ -15,3 +16,12 @@ Buffer: TypeAlias = bytes | bytearray | memoryview  # contiguous memory; of a nu
 def is_number(value: Json) -> TypeGuard[float]:
     """Return whether `value` is a finite number; True and False are not numbers."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_json(value: Any) -> bool:
+    """Return whether JSON can hold `value`: it has no NaN, no infinity and no object of another kind."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return False
+    return True

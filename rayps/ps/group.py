@@ -147,7 +147,7 @@ class ManagerClient:
                 if self._handle is None:
                     self._handle = self._find()
                 return self._handle.call(method, *args).result(timeout)
-            except ActorDied:  # it may be made anew, and go on from its record
+            except ActorDied:  # Ray may start the manager again, which continues from its record
                 self._handle = None
                 if method not in _REPEATABLE or time.monotonic() > deadline:
                     raise

@@ -297,7 +297,7 @@ class JobSpace:
     def saved(self, snapshot: Snapshot) -> None:
         """See JobServers."""
         self._base = snapshot
-        # without a folder nobody has the tables: workers keep their pushes, as far as they may
+        # without a folder the tables are stored nowhere else: workers retain their pushes, up to their limit
         if not self.tables or self._saved_tables is not None:
             for column in self._columns:
                 column.saved(snapshot.round)
@@ -364,7 +364,7 @@ class JobSpace:
     def _restore_column(self, number: int, column: ColumnSpace, base: Snapshot, lost: list[int]) -> None:
         space, grid = column.space, self._grid
         part = base if self._division is None else self._division.cut(base, number)
-        # what nobody can say again is given up, with a margin, for more is forgotten while this is done
+        # pushes that no worker retains are given up, with a margin: workers drop more of them while this is done
         skips = (
             {}
             if space.servers.in_step

@@ -24,7 +24,7 @@ import httpx2
 from rayps.core.errors import ConfigError, Conflict, NotFound, RaypsError, ServiceError, Unauthorized, Unreachable
 from rayps.core.job_status import Status
 from rayps.core.records import Event, Point
-from rayps.core.values import Json
+from rayps.core.values import Json, is_json
 from rayps.service.answers import ClusterAnswer, GroupRow, JobAnswer
 from rayps.service.remote_group import RemoteGroup
 from rayps.service.settings import Settings
@@ -238,13 +238,11 @@ class Client:
 
 def _json_only(field: str, value: Json) -> None:
     """Check that JSON can hold a value. Raises ConfigError: names the field and the value."""
-    try:
-        json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError):
+    if not is_json(value):
         raise ConfigError(
             f"{field} is {value!r}, which JSON cannot hold: give finite numbers, text, lists and dicts of them",
             field=field,
-        ) from None
+        )
 
 
 class Job:

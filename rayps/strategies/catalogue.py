@@ -10,7 +10,6 @@ The module does not import torch, so that the job service can check a strategy w
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ from rayps.core.strategy import Phase, ShardView, StrategyView, WorkerView
 from rayps.core.text import form, scalar
 from rayps.core.topology import servers_of
 from rayps.core.user_module import Finder, broken
-from rayps.core.values import Json, JsonObject, Keywords
+from rayps.core.values import Json, JsonObject, Keywords, is_json
 from rayps.federated.population.attack_spec import attack_with
 from rayps.federated.robust_rules import rule_with
 from rayps.strategies.admm import ADMM
@@ -197,7 +196,7 @@ def sendable(given: StrategySpec, folder: str | Path | None = None) -> Json:
     Raises:
         ConfigError: `given` is not a strategy, or an object's class is defined in the running program or in a function.
     """
-    if isinstance(given, str) or (isinstance(given, (dict, list)) and _is_json(given)):
+    if isinstance(given, str) or (isinstance(given, (dict, list)) and is_json(given)):
         return given
     phases = parse(given, folder)
     for phase in phases:
@@ -209,14 +208,6 @@ def sendable(given: StrategySpec, folder: str | Path | None = None) -> Json:
                 field="strategy",
             )
     return wire(phases)
-
-
-def _is_json(given: StrategySpec) -> bool:
-    try:
-        json.dumps(given, allow_nan=False)
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 def described(name: str, kind: type[Strategy] | type[Replica]) -> StrategyDescription:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rayps.ps.server.mailboxes import WholePush
 
 PATIENCE = 60.0  # seconds that a pull may wait if its worker gives no limit
-NOBODY = -2  # the rank of a connection that has not joined, or is fenced
+NOT_JOINED = -2  # the rank of a connection that has not joined, or is fenced
 
 
 class ServerPeer:
@@ -25,7 +25,7 @@ class ServerPeer:
         self.link = link
         self.descriptor = link.fileno()
         self.space = -1
-        self.rank = NOBODY
+        self.rank = NOT_JOINED
         self.incarnation = 0
         self.patience = PATIENCE
         self.full = False  # its send buffer is full

@@ -22,7 +22,7 @@ from rayps.ps.protocol.mailbox import MailboxCall, SharedSlice
 from rayps.ps.protocol.messages import GroupMessage, SegmentPayload, numbers, pack, read_numbers, refusal, unpack
 from rayps.ps.protocol.space import ServedSegment
 from rayps.ps.server.assignments import AssignedSegment, AssignedSpace
-from rayps.ps.server.connection import NOBODY, PeerRequest, ServerPeer, fenced
+from rayps.ps.server.connection import NOT_JOINED, PeerRequest, ServerPeer, fenced
 from rayps.ps.server.consistent_readers import ConsistentReaders
 from rayps.ps.server.dense_segment import DenseSegment
 from rayps.ps.server.mailboxes import MailboxHead, WholePush, request_of
@@ -250,7 +250,7 @@ class RequestHandler(PendingReplies):
             handler = self._answers.get(request.kind)
             if handler is None:
                 raise ValueError(f"there is no request of kind {request.kind}")
-            if request.guest.rank == NOBODY:
+            if request.guest.rank == NOT_JOINED:
                 raise fenced(request.guest)
             if request.kind not in (GroupMessage.SAVED, GroupMessage.RELEASE):
                 if request.payload is not None:
