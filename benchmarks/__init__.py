@@ -1,1 +1,1 @@
-"""Benchmarks beside peers, and figures of the documentation: `python -m benchmarks`. Not part of the wheel."""
+"""Comparisons with other libraries, and the documentation's figures: `python -m benchmarks`. Not part of the wheel."""

@@ -1,7 +1,7 @@
 """`python -m benchmarks COMMAND`: compare rayps with other libraries, and algorithms with each other, from a checkout.
 
-`rayps bench` measures a user's own machines; these benchmarks need peers that rayps does not install, or compare
-strategies on data sets for `docs/benchmarks.md`.
+`rayps bench` measures the user's machines. These benchmarks need other libraries, which rayps does not install, or
+compare strategies on data sets for `docs/benchmarks.md`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from benchmarks.cli_parallel import pipeline, tensor
 from benchmarks.cli_robust import robust
 from rayps.cli.main import run_app
 
-app = typer.Typer(no_args_is_help=True, help="Measure rayps beside its peers, in one run.")
+app = typer.Typer(no_args_is_help=True, help="Measure rayps and other libraries in one run.")
 for command in (laws, admm, averaging, learning, federated, robust, pipeline, tensor):
     app.command()(command)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; return its exit code: 2 for a mistake in the arguments."""
+    """Run one command; return its exit code, which is 2 after a mistake in the arguments."""
     return run_app(app, "benchmarks", arguments)
 
 

@@ -1,13 +1,14 @@
 """Compare ADMM on rows sorted by label with parallel SGD, shuffled and not shuffled.
 
-Handwritten digits, a network 784-hidden-10 (or without a hidden layer: convex), batches in float32. Each worker has one
-contiguous part of the digits sorted by label: with four workers, two or three of the ten labels. `all_reduce` is the
-result with all rows in one place. No Ray is used; workers are threads: seconds depend on this machine, accuracies do
-not.
+The model of handwritten digits is a network 784-hidden-10, or a convex one without a hidden layer; batches are float32.
+Under ADMM and without a shuffle, each worker keeps one contiguous part of the digits sorted by label: with four
+workers, two or three of the ten labels. `all_reduce` is the reference: its workers get rows of all labels. Workers are
+threads, and no Ray is used. Seconds depend on this machine; accuracies do not.
 
-The cost of a shuffle: `data` are the seconds for batches (mean over workers, in shared memory). If each worker stores
-only its own rows, a shuffle also moves rows: `moved` is by formula, (N - 1)/N of all rows at each epoch after the
-first, 785 bytes for an image and its label; `line` is the time for it at a link's rate.
+The cost of a shuffle: `data` are the seconds in which workers wait for batches (mean over the workers; all rows are in
+this process's memory). If each worker stored only its own rows, a shuffle would also send rows: `moved` is computed as
+(N - 1)/N of all rows at each epoch after the first, for N workers, with 785 bytes for an image and its label. `line` is
+the time to send them at a link's rate.
 """
 
 from __future__ import annotations
@@ -24,55 +25,58 @@ import rayps
 from benchmarks.robust import FOLDER, RobustDigits, digits
 from rayps.cluster.local import LocalCluster
 from rayps.core.errors import ConfigError
-from rayps.core.families import Fixed
+from rayps.core.strategy_families import Fixed
 from rayps.data import Data
 from rayps.runtime.training import train
 from rayps.strategies.catalogue import parse, wire
 
-ROW_BYTES = 785  # as MNIST's files have them
+ROW_BYTES = 785  # bytes of an image and its label in MNIST's files
 
 
 @dataclass(frozen=True, slots=True)
 class ADMMRow:
-    """One strategy; accuracies are means over the seeds."""
+    """One strategy. `best`, `last`, `bytes`, `data` and `seconds` are means over the seeds."""
 
     strategy: str
-    rows: str  # workers keep their rows, sorted by label, or get others each epoch
+    rows: str  # "sorted by label": workers keep their rows; "dealt anew": they get other rows in each epoch
     epochs: int
     seeds: int
-    meetings: int
-    best: float  # of all epochs
-    last: float
-    least: float  # at the end, of all seeds
-    bytes: float  # 10^6 bytes that all workers send in a run: models or gradients
-    data: float  # seconds
-    moved: float  # 10^6 bytes of rows
-    line: float  # seconds
-    seconds: float  # of a run, with evaluations
-    primal: float | None  # at the last synchronization
+    meetings: int  # number of synchronizations
+    best: float  # the best accuracy of all epochs
+    last: float  # the accuracy after the last epoch
+    least: float  # the lowest `last` of all seeds
+    bytes: float  # 10^6 bytes of models or gradients that all workers send in a run
+    data: float  # seconds in which a worker waits for batches
+    moved: float  # 10^6 bytes of rows that shuffles would send
+    line: float  # seconds to send them
+    seconds: float  # seconds of a run, evaluations included
+    primal: float | None  # ADMM's primal residual at the last synchronization
 
 
 class SortedDigits(RobustDigits):
-    """Which digit an image shows; a run of the rows sorted by label for each worker that keeps its rows."""
+    """Classify images of digits; a worker that keeps its rows has one contiguous part of the rows sorted by label."""
 
     def __init__(self, folder: Path, workers: int, rows: int, batch: int, lr: float, hidden: int) -> None:
         super().__init__(folder, "sorted", workers, rows, batch, lr)
         self.hidden = hidden
 
     def model(self) -> nn.Module:
-        """One hidden layer, or none."""
+        """Return a network with one hidden layer, or with none."""
         if not self.hidden:
             return nn.Linear(784, 10)
         return nn.Sequential(nn.Linear(784, self.hidden), nn.ReLU(), nn.Linear(self.hidden, 10))
 
     def data(self) -> Data:
-        """One shard a worker."""
+        """Return the training images, divided into one shard by label for each worker."""
         x, y = digits(self.folder, learnt=True, rows=self.count)
         return rayps.data.tensors(x, y, batch_size=self.batch, client=rayps.data.shards(1, clients=self.clients))
 
 
 def contenders(epochs: int, steps: int, penalty: float) -> list[str]:
-    """Return strategies that synchronize every step, at the end, once per epoch of `steps` rounds, and ten times."""
+    """Return the strategies to compare, which synchronize at different intervals.
+
+    They synchronize in every step, only at the end, after each epoch (which has `steps` steps), and ten times an epoch.
+    """
     tenth = max(1, steps // 10)
     kinds = [(1, "true"), (epochs, "true"), (1, "false"), (epochs, "false"), (epochs * steps // tenth, "false")]
     averaged = [f"parallel_sgd:rounds={count},shuffle={shuffle}" for count, shuffle in dict.fromkeys(kinds)]
@@ -94,7 +98,7 @@ def bench_admm(
     rate: float = 1e9,
     folder: Path | None = None,
 ) -> list[ADMMRow]:
-    """Measure each strategy; `rate` in bits per second of each worker's link.
+    """Measure each strategy. `rate`: bits per second of each worker's link.
 
     Raises:
         ConfigError: a strategy cannot be read, a number is too small, or there are no digits.
@@ -144,7 +148,7 @@ def _run(work: SortedDigits, strategy: Any, workers: int, epochs: int, seed: int
         name: [v for v in result.history[name].to_pylist() if v is not None] for name in result.history.column_names
     }
     accuracies = [*columns.get("evaluation_accuracy", []), result.metrics["accuracy"]]
-    met = columns.get("met", [1] * result.history.num_rows)  # without it they synchronize every step
+    met = columns.get("met", [1] * result.history.num_rows)  # without this column, workers synchronize in every step
     return {
         "best": max(accuracies),
         "last": accuracies[-1],

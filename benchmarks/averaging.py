@@ -1,8 +1,8 @@
-"""Measure infrequent synchronization: a language model's loss against the bytes sent, at equal samples.
+"""Measure infrequent synchronization: a language model's loss and the bytes sent, after equal numbers of samples.
 
 A small transformer predicts the next character. It learns the first nine tenths of a text under each strategy in turn,
-from the same seed and in the same number of steps; the rest of the text is evaluated after every epoch. Bytes are those
-of training, of all workers, without evaluations and checkpoints.
+from the same seed and in the same number of steps; the rest of the text is evaluated after every epoch. The bytes are
+those that all workers send for training, without evaluations and checkpoints.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ STRATEGIES = (
     "diloco:period=16,compression=int8",
     "diloco:period=16,overlap=4,compression=int8",
 )
-LENGTH = 64  # characters that are seen
+LENGTH = 64  # characters that the model sees
 
 
 class _Places(nn.Module):
-    """Characters and their places as vectors."""
+    """The sum of an embedding of each character and an embedding of its position."""
 
     def __init__(self, characters: int, width: int) -> None:
         super().__init__()
@@ -57,13 +57,13 @@ class _CausalBlock(nn.TransformerEncoderLayer):
 
 
 class NextCharacter(Workload):
-    """Which character of a text comes next."""
+    """A workload: predict the next character of a text."""
 
     def __init__(self, text: str, blocks: int, width: int, rate: float, batch: int) -> None:
         self.text, self.blocks, self.width, self.rate, self.batch = text, blocks, width, rate, batch
 
     def model(self) -> nn.Module:
-        """See Workload."""
+        """Return a causal transformer over the text's characters."""
         characters, width = len(set(self.text)), self.width
         blocks = [
             _CausalBlock(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
@@ -78,34 +78,34 @@ class NextCharacter(Workload):
         return data.tensors(text[starts], text[starts + 1], batch_size=self.batch)
 
     def data(self) -> Data:
-        """See Workload."""
+        """Return the first nine tenths of the text, cut into windows of `LENGTH` characters."""
         return self._windows(0, len(self.text) * 9 // 10)
 
     def evaluation_data(self) -> Data:
-        """See Workload."""
+        """Return the last tenth of the text, cut into windows of `LENGTH` characters."""
         return self._windows(len(self.text) * 9 // 10, len(self.text))
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """See Workload."""
+        """Return the cross-entropy, as the mean over all characters."""
         return functional.cross_entropy(model(batch.x).flatten(0, 1), batch.y.flatten())
 
     def optimizer(self, params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-        """See Workload."""
+        """Return AdamW."""
         return torch.optim.AdamW(params, lr=self.rate)
 
 
 @dataclass(frozen=True, slots=True)
 class AveragingRow:
-    """One strategy. `curve` has after each epoch the bytes moved so far and the loss on the rest of the text."""
+    """One strategy. `curve` has, for each epoch, the bytes sent so far and the loss on the last tenth of the text."""
 
     strategy: str
     workers: int
     steps: int
     samples: int
     bytes: int
-    fewer: float  # times fewer bytes than the first strategy
+    fewer: float  # the first strategy's bytes / bytes
     loss: float  # after the last epoch
-    worse: float  # relative to the first strategy's
+    worse: float  # loss / the first strategy's loss - 1
     curve: list[tuple[int, float]] = field(default_factory=list)
 
 
@@ -122,7 +122,7 @@ def bench_averaging(
     batch: int = 16,
     seed: int = 0,
 ) -> list[AveragingRow]:
-    """Measure each strategy, in this order; the others are compared with the first.
+    """Measure the strategies in this order; all others are compared with the first.
 
     Raises:
         ConfigError: the text cannot be read or is too short, or a strategy cannot be read.
@@ -135,7 +135,7 @@ def bench_averaging(
         raise ConfigError(f"the text {text} cannot be read: {error}", field="text") from error
     if len(words) < 20 * LENGTH * batch:
         raise ConfigError(
-            f"the text {text} has {len(words)} characters: give one of {20 * LENGTH * batch} or more", field="text"
+            f"the text {text} has {len(words)} characters: give a text of {20 * LENGTH * batch} or more", field="text"
         )
     work, rows = NextCharacter(words, blocks, width, rate, batch), list[AveragingRow]()
     for strategy in strategies:
@@ -161,7 +161,7 @@ def _row(strategy: str, workers: int, result: Result, first: AveragingRow | None
 
 
 def picture(rows: Sequence[AveragingRow]) -> str:
-    """Draw the curves as SVG: loss against 10^6 bytes sent, on a logarithmic axis."""
+    """Return a chart of the curves as SVG: the loss over the 10^6 bytes sent, on a logarithmic axis."""
     lines = []
     for row in rows:
         points = [(moved / 1e6, loss) for moved, loss in row.curve if moved]

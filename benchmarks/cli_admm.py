@@ -1,4 +1,4 @@
-"""`python -m benchmarks admm`: ADMM on rows sorted by label, beside parallel SGD with and without a shuffle."""
+"""`python -m benchmarks admm`: compare ADMM on rows sorted by label with parallel SGD, with and without a shuffle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def admm(
     strategy: Annotated[
         list[str] | None,
         typer.Option(
-            help="A strategy as text, again for more; by default all_reduce, parallel_sgd shuffled or not, admm."
+            help="A strategy as text; repeat the option for more. By default all_reduce, parallel_sgd with and without "
+            "a shuffle, and admm."
         ),
     ] = None,
     epochs: Annotated[int, typer.Option(help="Epochs.")] = 20,
@@ -26,7 +27,7 @@ def admm(
     hidden: Annotated[int, typer.Option(help="Width of the hidden layer; 0 = none, a convex model.")] = 64,
     penalty: Annotated[float, typer.Option(help="ADMM's penalty.")] = 1.0,
     seeds: Annotated[int, typer.Option(help="Runs of each, with seeds 0, 1, ...")] = 1,
-    rate: Annotated[float, typer.Option(help="Bits a second of each worker's line, for what a shuffle moves.")] = 1e9,
+    rate: Annotated[float, typer.Option(help="Bits per second of each worker's line, to send a shuffle's rows.")] = 1e9,
     data: Annotated[
         Path | None,
         typer.Option(
@@ -37,7 +38,7 @@ def admm(
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Accuracy, bytes, and what a shuffle costs, where each worker's rows are of two or three labels only."""
+    """Compare ADMM and parallel SGD when a worker's rows have few labels: accuracy, bytes, cost of a shuffle."""
     from benchmarks.admm import bench_admm
 
     found = bench_admm(

@@ -1,4 +1,4 @@
-"""`python -m benchmarks averaging`: workers that meet seldom, beside all-reduce."""
+"""`python -m benchmarks averaging`: compare infrequent synchronization with all-reduce in every step."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ def averaging(
     text: Annotated[Path, typer.Argument(help="A text to learn, such as examples/data/hamlet.txt.")],
     strategy: Annotated[
         list[str] | None,
-        typer.Option(help="A strategy; say it again for more. The others are compared with the first."),
+        typer.Option(help="A strategy; repeat the option for more. All others are compared with the first."),
     ] = None,
     workers: Annotated[int, typer.Option(help="Workers.")] = 2,
-    epochs: Annotated[int, typer.Option(help="Epochs of each.")] = 6,
+    epochs: Annotated[int, typer.Option(help="Epochs of each strategy.")] = 6,
     blocks: Annotated[int, typer.Option(help="Layers of the transformer.")] = 2,
     rate: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 3e-3,
     batch: Annotated[int, typer.Option(help="Rows of a worker's batch.")] = 16,
-    seed: Annotated[int, typer.Option(help="Of the parameters and of the order of rows.")] = 0,
-    picture: Annotated[Path | None, typer.Option(help="Draw loss against bytes into this SVG file.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the parameters and of the order of rows.")] = 0,
+    picture: Annotated[Path | None, typer.Option(help="Draw the loss over the bytes into this SVG file.")] = None,
     address: Address = None,
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """A character language model's loss against the bytes moved: all-reduce, local SGD, DiLoCo; equal samples."""
+    """Compare a character model's loss and the bytes sent under all-reduce, local SGD and DiLoCo, at equal samples."""
     from benchmarks.averaging import STRATEGIES, bench_averaging
     from benchmarks.averaging import picture as drawn
 

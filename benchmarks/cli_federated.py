@@ -1,4 +1,4 @@
-"""`python -m benchmarks federated`: rounds of many clients beside Flower, pfl and a bare loop."""
+"""`python -m benchmarks federated`: compare federated rounds with Flower, pfl and a plain loop."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ from rayps.cli.show import Output
 
 def federated(
     scenes: Annotated[
-        str, typer.Option(help="Some of train, nothing, empty, many, states.")
+        str, typer.Option(help="Scenes to measure: train, nothing, empty, many, states.")
     ] = "train,nothing,empty,many,states",
-    contenders: Annotated[str, typer.Option(help="Some of own, flower, pfl, bare.")] = "own,flower,pfl,bare",
+    contenders: Annotated[
+        str, typer.Option(help="Contenders: own (rayps), flower, pfl, bare (a plain loop on one core).")
+    ] = "own,flower,pfl,bare",
     workers: Annotated[int, typer.Option(help="Processes that train.")] = 2,
     rounds: Annotated[int, typer.Option(help="Rounds after the first five.")] = 20,
-    repeats: Annotated[int, typer.Option(help="Runs of each.")] = 3,
+    repeats: Annotated[int, typer.Option(help="Number of runs of each contender and scene.")] = 3,
     folder: Annotated[
         Path | None,
         typer.Option(
-            help="Where the peers' environments are; made there once, by pip. By default ~/.cache/rayps/bench."
+            help="The folder of the virtual environments of flower and pfl, made once by pip. By default "
+            "~/.cache/rayps/bench."
         ),
     ] = None,
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Federated rounds beside Flower's simulation engine, Apple's pfl and one core's bare loop, start included."""
+    """Compare federated rounds with Flower's simulation engine, Apple's pfl and a plain loop on one core."""
     from benchmarks.federated import bench_federated
 
     rows = bench_federated(

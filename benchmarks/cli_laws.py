@@ -1,4 +1,4 @@
-"""`python -m benchmarks laws`: bytes and time of every algorithm against the number of workers."""
+"""`python -m benchmarks laws`: compare bytes and time of every algorithm with the textbook's formulas."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from rayps.cli.show import Output
 
 
 def laws(
-    workers: Annotated[str, typer.Option(help="Numbers of workers.")] = "2,4,8",
-    shards: Annotated[str, typer.Option(help="Numbers of shards; 0 leaves the server out.")] = "1,2,4,8",
+    workers: Annotated[str, typer.Option(help="Numbers of workers to measure.")] = "2,4,8",
+    shards: Annotated[str, typer.Option(help="Numbers of shards of the server to measure; 0: no server.")] = "1,2,4,8",
     size: Annotated[str, typer.Option(help="Size of the vector.")] = "1MB",
-    rate: Annotated[str, typer.Option(help="What each host's line carries, each way.")] = "100mbit",
-    slow_link: Annotated[str | None, typer.Option(help="Also the ring with one line at this rate.")] = None,
-    repeats: Annotated[int, typer.Option(help="Turns of each.")] = 3,
-    picture: Annotated[Path | None, typer.Option(help="Draw the rows into this SVG file.")] = None,
+    rate: Annotated[str, typer.Option(help="The rate of each host's network line, in each direction.")] = "100mbit",
+    slow_link: Annotated[
+        str | None, typer.Option(help="Also measure the ring with one worker's line at this rate.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Number of measurements of each.")] = 3,
+    picture: Annotated[Path | None, typer.Option(help="Draw the results into this SVG file.")] = None,
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Bytes and time against the number of workers, for every algorithm and number of shards, beside the formulas.
+    """Measure bytes and time for each algorithm and number of shards and workers; compare them with the formulas.
 
-    Every worker and shard is a host of its own: a network namespace, which needs root.
+    Every worker and every shard has its own host: a network namespace, which needs root.
     """
     (found,) = sizes_of(size)[:1]
     from benchmarks.laws import bench_laws
@@ -48,12 +50,12 @@ def laws(
             "shards": "shards",
             "slow": "slow line",
             "busiest": "bytes of busiest",
-            "busiest_law": "by the book",
+            "busiest_law": "formula",
             "total": "bytes of all",
-            "total_law": "by the book",
+            "total_law": "formula",
             "seconds": "seconds",
-            "seconds_law": "by the book",
-            "times_law": "x book",
+            "seconds_law": "formula",
+            "times_law": "x formula",
         },
     )
     if picture is not None:

@@ -1,4 +1,4 @@
-"""`python -m benchmarks learning`: how well clients learn apart, beside training in one place and each client alone."""
+"""`python -m benchmarks learning`: compare federated learning with training in one place, and each client alone."""
 
 from __future__ import annotations
 
@@ -13,36 +13,39 @@ from rayps.cli.show import Output
 
 
 def learning(
-    scenes: Annotated[str, typer.Option(help="Some of shards, iid, one_label, writers.")] = "shards,iid,one_label",
+    scenes: Annotated[
+        str, typer.Option(help="Scenes to measure: shards, iid, one_label, writers.")
+    ] = "shards,iid,one_label",
     data: Annotated[
         Path | None,
         typer.Option(
             metavar="FOLDER",
-            help="digits.parquet and digits_test.parquet, or MNIST's idx.gz files (those of the examples).",
+            help="A folder with digits.parquet and digits_test.parquet, or with MNIST's idx.gz files (examples/data).",
         ),
     ] = None,
     writers: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The writer of each image of MNIST, as npz.")
+        Path | None, typer.Option(metavar="FILE", help="An npz file with the writer of each image of MNIST.")
     ] = None,
     seeds: Annotated[str, typer.Option(help="Seeds.")] = "0",
     hidden: Annotated[int, typer.Option(help="Width of the network's hidden layer.")] = 64,
     lr: Annotated[float, typer.Option(help="The clients' learning rate.")] = 0.1,
-    rounds: Annotated[int | None, typer.Option(help="Rounds of each, instead of the scene's own.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Rounds of each strategy, instead of the scene's numbers.")] = None,
     strategy: Annotated[
-        list[str] | None, typer.Option(help="Only this one, instead of the scene's own (again for more).")
+        list[str] | None,
+        typer.Option(help="Measure only this strategy, instead of the scene's; repeat the option for more."),
     ] = None,
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Best accuracy so far on real digits, and the round that reached 90%: federated, in one place, and alone."""
+    """Compare accuracy on digits of federated learning, training in one place, and each client alone."""
     given = whole(seeds, "seeds")
     from benchmarks.learning import LearningRow, bench_learning
 
     def tell(row: LearningRow) -> None:
         show.note(
-            f"{row.scene}, seed {row.seed}, {row.way}: best {row.best:.3f}, 90% in round {row.reached}, "
-            f"last {row.last:.3f}, of other writers {show.number(row.others)}, personal "
-            f"{show.number(row.personal)} ({row.seconds:.0f} s)"
+            f"{row.scene}, seed {row.seed}, {row.way}: best accuracy {row.best:.3f}, 90% reached in round "
+            f"{row.reached}, last accuracy {row.last:.3f}, on images of other writers {show.number(row.others)}, of "
+            f"personal models {show.number(row.personal)} ({row.seconds:.0f} s)"
         )
 
     rows = bench_learning(

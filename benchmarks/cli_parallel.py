@@ -1,4 +1,4 @@
-"""`python -m benchmarks pipeline` and `tensor`: models that several workers share, beside torch's own ways."""
+"""`python -m benchmarks pipeline` and `tensor`: compare the division of a model among workers with torch's."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from rayps.cli.show import Output
 
 
 def pipeline(
-    stages: Annotated[int, typer.Option(help="Stages, one worker each.")] = 2,
-    contenders: Annotated[str, typer.Option(help="Contenders: own, torch.")] = "own,torch",
-    schedules: Annotated[str, typer.Option(help="Some of gpipe, 1f1b, interleaved.")] = "gpipe,1f1b",
+    stages: Annotated[int, typer.Option(help="Stages; each is one worker.")] = 2,
+    contenders: Annotated[str, typer.Option(help="Contenders: own (rayps), torch.")] = "own,torch",
+    schedules: Annotated[str, typer.Option(help="Schedules to measure: gpipe, 1f1b, interleaved.")] = "gpipe,1f1b",
     micro_batches: Annotated[int, typer.Option(help="Micro-batches of a step.")] = 8,
     width: Annotated[int, typer.Option(help="Width of the layers.")] = 64,
     batch: Annotated[int, typer.Option(help="Rows of a batch.")] = 64,
-    repeats: Annotated[int, typer.Option(help="Turns of 20 steps for each.")] = 9,
+    repeats: Annotated[int, typer.Option(help="Number of measurements of each contender, of 20 steps each.")] = 9,
     address: Address = None,
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """What a pipeline adds to the compute of its stages, beside torch.distributed.pipelining on gloo."""
+    """Measure a pipeline's overhead over the compute of its stages; compare torch.distributed.pipelining on gloo."""
     from benchmarks.pipeline import bench_pipeline
 
     rows = run(
@@ -57,15 +57,17 @@ def pipeline(
 
 def tensor(
     workers: Annotated[int, typer.Option(help="Workers that share the layers.")] = 2,
-    contenders: Annotated[str, typer.Option(help="Contenders: own, dtensor, alone (unsplit).")] = "own,dtensor,alone",
+    contenders: Annotated[
+        str, typer.Option(help="Contenders: own (rayps), dtensor, alone (both layers on one worker).")
+    ] = "own,dtensor,alone",
     widths: Annotated[str, typer.Option(help="Widths d of Linear(d, 4d), ReLU, Linear(4d, d).")] = "64,256,1024",
     batch: Annotated[int, typer.Option(help="Rows of a batch.")] = 32,
-    repeats: Annotated[int, typer.Option(help="Turns of 50 steps for each.")] = 9,
+    repeats: Annotated[int, typer.Option(help="Number of measurements of each contender, of 50 steps each.")] = 9,
     address: Address = None,
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Forward and backward of a split pair of layers, beside torch's DTensor styles on gloo and unsplit."""
+    """Measure forward and backward of two split layers; compare torch's DTensor styles on gloo and unsplit layers."""
     from benchmarks.tensor import bench_tensor
 
     rows = run(

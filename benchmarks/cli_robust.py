@@ -1,4 +1,4 @@
-"""`python -m benchmarks robust`: what attackers do to federated learning, and what rules that bear them cost."""
+"""`python -m benchmarks robust`: measure how attackers harm federated learning, and what robust rules cost."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _RULES = "mean,krum(f=4),multi_krum(f=4),trimmed_mean(f=4),median,geometric_medi
 
 
 def robust(
-    rules: Annotated[str, typer.Option(help="Rules, mean first.")] = _RULES,
-    scenes: Annotated[str, typer.Option(help="Some of iid, attack, shards.")] = "iid,attack,shards",
+    rules: Annotated[str, typer.Option(help="Aggregation rules to measure, with mean first.")] = _RULES,
+    scenes: Annotated[str, typer.Option(help="Scenes to measure: iid, attack, shards.")] = "iid,attack,shards",
     attack: Annotated[
-        str, typer.Option(help="What the attackers of the second scene do.")
+        str, typer.Option(help="The attack of the scene `attack`, with its number of attackers.")
     ] = "sign_flip(clients=4,scale=5)",
     clients: Annotated[int, typer.Option(help="Clients; a round asks all of them.")] = 20,
     rounds: Annotated[int, typer.Option(help="Rounds.")] = 15,
@@ -27,7 +27,7 @@ def robust(
     lr: Annotated[float, typer.Option(help="The clients' learning rate.")] = 0.1,
     rows: Annotated[int, typer.Option(help="Images to learn from.")] = 6000,
     seeds: Annotated[int, typer.Option(help="Runs of each, with seeds 0, 1, ...")] = 1,
-    workers: Annotated[int, typer.Option(help="Workers, for the time it takes: the results are the same.")] = 2,
+    workers: Annotated[int, typer.Option(help="Workers; their number changes only the time, not the accuracy.")] = 2,
     data: Annotated[
         Path | None,
         typer.Option(
@@ -39,7 +39,7 @@ def robust(
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Accuracy of aggregation rules with and without attackers, on data dealt evenly and by label."""
+    """Measure the accuracy of aggregation rules with and without attackers, on rows divided at random and by label."""
     from benchmarks.robust import bench_robust
 
     found = run(

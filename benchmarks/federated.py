@@ -1,14 +1,17 @@
 """Compare federated rounds with Flower's simulation engine, Apple's pfl and a plain loop, in one run on one host.
 
-- `train`: 20 clients of 100 samples, 784-200-200-10, 5 epochs of batches of 10, all of them in every round.
-- `nothing`: 100 clients that send back the two numbers that they were sent: what a round costs without any training.
-- `empty`: the same with the 199,210 numbers of `train`.
-- `many`: 10,000 clients of 5 samples, of which each round trains 1,000: whether memory stays flat. rayps only.
-- `states`: 100,000 clients of one sample, each with a state as large as the model, of which each round trains 1,000:
-  SCAFFOLD. rayps only.
+The scenes:
 
-Every run is a process of its own: its first rounds have the start of Python, of Ray and of the workers in them.
-Contenders take turns; medians over the turns. Evaluation is off for all of them.
+- `train`: 20 clients with 100 samples each, a network 784-200-200-10, 5 epochs in batches of 10; every round asks all
+  clients.
+- `nothing`: 100 clients that return a model of two numbers unchanged: the cost of a round without any training.
+- `empty`: 100 clients that return the 199,210 numbers of the model of `train` unchanged.
+- `many`: 10,000 clients with 5 samples each, of which each round trains 1,000, to see whether memory grows. Only rayps.
+- `states`: 100,000 clients with one sample each; every client has a state as large as the model (SCAFFOLD), and each
+  round trains 1,000 clients. Only rayps.
+
+Every run is its own process: its first rounds include the start of Python, of Ray and of the workers. Contenders
+alternate, and figures are medians over the runs. No contender evaluates the model.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from benchmarks.peers import environment, run_script
 from rayps.core.errors import ConfigError
 
 CONTENDERS = ("own", "flower", "pfl", "bare")
-FIRST = 5  # rounds that count as the start; the others are steady
+FIRST = 5  # number of rounds that count as the start; the others are steady
 LIMIT = 400.0  # seconds for one run
 FOLDER = Path.home() / ".cache" / "rayps" / "bench"
 _HERE = Path(__file__).resolve().parent
@@ -48,7 +51,7 @@ SCENES: dict[str, dict[str, Any]] = {
     "states": _TRAIN
     | {"clients": 100_000, "rows": 1, "epochs": 1, "batch": 1, "hidden": 16, "fraction": 0.01, "states": True},
 }
-_WHO = {  # which contenders a scene has
+_WHO = {  # the contenders of each scene
     "train": CONTENDERS,
     "nothing": ("own", "flower"),
     "empty": ("own", "flower"),
@@ -61,26 +64,26 @@ PFL = ["pfl>=0.4,<1"]
 
 @dataclass(frozen=True, slots=True)
 class FederatedRow:
-    """One contender in one scene. Medians over the runs."""
+    """One contender in one scene. Figures are medians over the runs."""
 
     scene: str
     contender: str
     workers: int
     clients: int
     runs: int
-    round_s: float  # a steady round
-    updates_s: float  # client updates a second in it
-    first_s: float | None  # the first five rounds, from the start of the process; None = the bare loop
-    of_bare: float | None  # updates a second over those of the bare loop times the workers
-    cpu_ms: float | None  # of a worker's processor for one update; other load on the machine hardly changes it
-    cpu_of_bare: float | None  # the bare loop's over this one
-    times_flower: float | None  # a steady round of Flower's over this one
-    times_pfl: float | None
-    first_times_flower: float | None
-    memory_mb: float | None  # of a worker, after the fifth round
-    memory_growth_mb: float | None  # from there to the last round
-    disk_mb: float | None  # of clients' states, of a worker, after the last round
-    load: float  # of the machine, as the measurement began: processes that want a core
+    round_s: float  # seconds of a steady round
+    updates_s: float  # client updates per second in steady rounds
+    first_s: float | None  # seconds from the start of the process to the end of round five; None for the plain loop
+    of_bare: float | None  # updates_s / (the plain loop's updates_s x workers)
+    cpu_ms: float | None  # CPU milliseconds of the workers per update; other processes have little influence on it
+    cpu_of_bare: float | None  # the plain loop's cpu_ms / cpu_ms
+    times_flower: float | None  # Flower's round_s / round_s
+    times_pfl: float | None  # pfl's round_s / round_s
+    first_times_flower: float | None  # Flower's first_s / first_s
+    memory_mb: float | None  # resident memory of the first worker after round five
+    memory_growth_mb: float | None  # growth of that memory until the last round
+    disk_mb: float | None  # size of the clients' states on disk, of the first worker, after the last round
+    load: float  # the machine's load average when the measurement began
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +105,7 @@ def bench_federated(
     repeats: int = 3,
     folder: Path | None = None,
 ) -> list[FederatedRow]:
-    """A row for each of `scenes` and each of `contenders` that it has. `rounds` come after the first five.
+    """Measure each scene with each of its contenders; return a row for each. `rounds` follow after the first five.
 
     Raises:
         ConfigError: there is no such scene or contender, or a peer's environment cannot be made in `folder`.
@@ -134,7 +137,11 @@ def bench_federated(
 
 
 def command(contender: str, workers: int, folder: Path) -> list[str]:
-    """What runs a contender; makes its environment if it has one. Raises ConfigError."""
+    """Return the command that runs a contender; first make the contender's virtual environment if it needs one.
+
+    Raises:
+        ConfigError: the environment cannot be made.
+    """
     if contender == "flower":
         python = environment(folder, "flower", FLOWER, "import torch, ray, flwr.simulation, flwr.serverapp.strategy")
         return [str(python), str(_HERE / "federated_flower.py")]
@@ -153,14 +160,14 @@ def command(contender: str, workers: int, folder: Path) -> list[str]:
 
 
 def _run(name: str, command: list[str], config: dict[str, Any]) -> _FederatedRun:
-    """One run of a contender."""
+    """Run a contender once."""
     bare = name == "bare"
     began, out = run_script(name, command, config | ({"bare": True, "rounds": 9} if bare else {}), LIMIT)
     return run_of(began, out, 2 if bare else FIRST)
 
 
 def run_of(began: float, out: dict[str, list[float]], first: int) -> _FederatedRun:
-    """What a run wrote down; the first `first` of its rounds are the start."""
+    """Return the figures of a run from its output `out`; the first `first` rounds count as the start."""
     stamps, held = out["stamps"], [each / 1e6 for each in out.get("rss", ())[first - 1 :]]
     return _FederatedRun(
         _between(stamps[first - 1 :]),
@@ -173,7 +180,7 @@ def run_of(began: float, out: dict[str, list[float]], first: int) -> _FederatedR
 
 
 def _between(values: list[float]) -> float:
-    """The median step."""
+    """Return the median difference between consecutive values."""
     return statistics.median(b - a for a, b in itertools.pairwise(values))
 
 

@@ -1,7 +1,7 @@
-"""Flower's simulation engine as a peer of `python -m benchmarks federated`: a script for an environment of its own.
+"""Flower's simulation engine as a contender of `python -m benchmarks federated`: a script for its own environment.
 
-It imports nothing of rayps. `python federated_flower.py CONFIG OUT` runs the rounds of CONFIG (JSON) and writes to OUT
-when each of them ended, in seconds of the wall clock.
+The script imports nothing from rayps. `python federated_flower.py CONFIG OUT` runs the rounds of CONFIG (JSON) and
+writes the time of each round's end to OUT, in seconds by the wall clock.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch.nn import functional
 
 
 def model(hidden: int) -> nn.Module:
-    """784-hidden-hidden-10; 0 = one number and its offset."""
+    """Return a network 784-hidden-hidden-10; with hidden = 0 a model of two numbers, a weight and an offset."""
     if not hidden:
         return nn.Linear(1, 1)
     return nn.Sequential(nn.Linear(784, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 10))
 
 
 def rows(client: int, config: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """A client's own samples: as hard to compute with as real ones."""
+    """Return a client's samples: random numbers, which cost as much computation as real images."""
     generator, count = torch.Generator().manual_seed(client), config["rows"]
     return torch.rand(count, 784 if config["hidden"] else 1, generator=generator), torch.randint(
         10 if config["hidden"] else 1, (count,), generator=generator
@@ -34,7 +34,10 @@ def rows(client: int, config: dict[str, Any]) -> tuple[torch.Tensor, torch.Tenso
 
 
 def plain_client(net: nn.Module, x: torch.Tensor, y: torch.Tensor, config: dict[str, Any]) -> float:
-    """The bare training loop of one client: E epochs of batches of B in a new order each, plain SGD."""
+    """Train `net` in a plain loop for one client; return the last loss.
+
+    Each of the `epochs` epochs has batches of `batch` samples in a new order; the optimizer is plain SGD.
+    """
     optimizer = torch.optim.SGD(net.parameters(), lr=config["lr"])
     loss: Any = 0.0
     for _ in range(config["epochs"]):
@@ -49,7 +52,7 @@ def plain_client(net: nn.Module, x: torch.Tensor, y: torch.Tensor, config: dict[
 
 
 def client_app(config: dict[str, Any]) -> Any:
-    """What a client does: train, or send back what it was sent."""
+    """Return Flower's app of a client, which trains, or with 0 epochs returns the received parameters."""
     app, clientapp = importlib.import_module("flwr.app"), importlib.import_module("flwr.clientapp")
     found = clientapp.ClientApp()
 
@@ -69,7 +72,10 @@ def client_app(config: dict[str, Any]) -> Any:
 
 
 def server_app(config: dict[str, Any], stamps: list[float]) -> Any:
-    """FedAvg over all clients, without evaluation; the end of each round is written down."""
+    """Return Flower's app of the server: FedAvg over all clients, without evaluation.
+
+    The app appends the time of each round's end to `stamps`.
+    """
     app, serverapp = importlib.import_module("flwr.app"), importlib.import_module("flwr.serverapp")
     fedavg: Any = importlib.import_module("flwr.serverapp.strategy").FedAvg
     found = serverapp.ServerApp()

@@ -1,7 +1,7 @@
-"""rayps, and a plain loop on one core, as contenders of `python -m benchmarks federated`: a script, like the peers.
+"""rayps, and a plain loop on one core, as contenders of `python -m benchmarks federated`: a script, as for the others.
 
-`python -c "from benchmarks.federated_own import main; main()" CONFIG OUT` runs the rounds of CONFIG and writes to OUT
-each round's end (seconds of the wall clock), a worker's CPU time, and its memory.
+`python -c "from benchmarks.federated_own import main; main()" CONFIG OUT` runs the rounds of CONFIG and writes to OUT,
+for each round, its end (seconds by the wall clock), and the CPU time, memory and disk space of the first worker.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from rayps.strategies.federated import Federated
 from rayps.strategies.scaffold import Scaffold
 from rayps.workload.base import Workload
 
-NEVER = 1_000_000  # rounds between evaluations and checkpoints: the peers make none
+NEVER = 1_000_000  # rounds between evaluations and checkpoints: the other contenders make none
 
 
 class PeerImages(Workload):
-    """The model and the clients of the peers."""
+    """A workload with the model and the clients' samples of the other contenders."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
 
     def model(self) -> nn.Module:
-        """784-hidden-hidden-10."""
+        """Return the model of the other contenders."""
         return model(self.config["hidden"])
 
     def data(self) -> Data:
-        """Every client's samples, one client behind another."""
+        """Return the samples of all clients, client by client."""
         each = [rows(client, self.config) for client in range(self.config["clients"])]
         owners = torch.arange(len(each)).repeat_interleave(self.config["rows"])
         return rayps.data.tensors(
@@ -51,11 +51,11 @@ class PeerImages(Workload):
         )
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Cross-entropy."""
+        """Return the cross-entropy."""
         return functional.cross_entropy(model(batch.x), batch.y)
 
     def optimizer(self, params: Any) -> torch.optim.Optimizer:
-        """Plain SGD."""
+        """Return plain SGD."""
         return torch.optim.SGD(params, lr=self.config["lr"])
 
 
@@ -66,7 +66,7 @@ def resident() -> int:
 
 
 def on_disk() -> int:
-    """Return the bytes of clients' states that this process has in files."""
+    """Return the bytes of the clients' states in the files that this process has open."""
     held = 0
     for fd in Path("/proc/self/fd").glob("*"):
         try:
@@ -83,7 +83,7 @@ class RoundWatch(Federated):
     log: str  # a file on this host
 
     def round(self, w: Any) -> None:
-        """See Federated."""
+        """Run the round as the strategy does; then, on the first worker, append a record to the log."""
         super().round(w)
         if w.rank == 0:
             found = {"stamps": time.time(), "cpu": time.process_time(), "rss": resident(), "disk": on_disk()}
@@ -93,28 +93,28 @@ class RoundWatch(Federated):
 
 @dataclass(frozen=True, init=False)
 class Watched(RoundWatch, FedAvg):
-    """FedAvg, watched."""
+    """FedAvg that records each round."""
 
     log: str = ""
 
 
 @dataclass(frozen=True, init=False)
 class WatchedStates(RoundWatch, Scaffold):
-    """SCAFFOLD, watched: each client has a state as large as the model."""
+    """SCAFFOLD that records each round: each client has a state as large as the model."""
 
     log: str = ""
 
 
 @dataclass(frozen=True, init=False)
 class Nothing(Watched):
-    """Clients that return the parameters unchanged."""
+    """FedAvg that records each round, with clients that return the parameters unchanged."""
 
     def client(self, c: Any) -> None:
-        """Do nothing."""
+        """Do not train: the parameters stay as they are."""
 
 
 def own(config: dict[str, Any], log: Path) -> dict[str, Any]:
-    """Run a job on its own Ray."""
+    """Run a rayps job in a new private Ray; return its records."""
     kind = WatchedStates if config["states"] else Watched if config["epochs"] else Nothing
     strategy = kind(
         fraction=config["fraction"], local_epochs=config["epochs"] or None, evaluate_every=NEVER, log=str(log)
@@ -131,13 +131,13 @@ def own(config: dict[str, Any], log: Path) -> dict[str, Any]:
 
 
 def told(log: Path) -> dict[str, Any]:
-    """Return the records of a `Watched`, by kind."""
+    """Return the records that a `RoundWatch` wrote to `log`: for each key, the list of all rounds' values."""
     lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     return {key: [line[key] for line in lines] for key in lines[0]}
 
 
 def bare(config: dict[str, Any]) -> dict[str, Any]:
-    """Run the same training as a plain loop in one process: each round trains every client from the same model."""
+    """Run the same training as a plain loop in one process; every client starts each round with the same model."""
     torch.set_num_threads(1)
     net, held = model(config["hidden"]), [rows(client, config) for client in range(config["clients"])]
     begin = {name: value.clone() for name, value in net.state_dict().items()}
@@ -152,7 +152,7 @@ def bare(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run CONFIG: a job, or the plain loop."""
+    """Run CONFIG as a rayps job, or as the plain loop if it has "bare"; write the records to OUT."""
     config, out = json.loads(sys.argv[1]), Path(sys.argv[2])
     out.write_text(json.dumps(bare(config) if config.get("bare") else own(config, out.with_suffix(".log"))))
 

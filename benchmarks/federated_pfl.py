@@ -1,7 +1,7 @@
-"""Apple's `pfl` as a peer of `python -m benchmarks federated`: a script for an environment of its own.
+"""Apple's `pfl` as a contender of `python -m benchmarks federated`: a script for its own environment.
 
-It stands beside `federated_flower.py`, whose model and clients it takes, and imports nothing of rayps.
-`python -m torch.distributed.run ... federated_pfl.py CONFIG OUT` writes to OUT when each round ended.
+The script uses the model and the clients of `federated_flower.py`, which is in the same folder, and imports nothing
+from rayps. `python -m torch.distributed.run ... federated_pfl.py CONFIG OUT` writes each round's end time to OUT.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn import functional
 
 
 def learner(base: Any, config: dict[str, Any]) -> Any:
-    """The model as pfl wants it: with its loss."""
+    """Return the model as a module that has a loss and metrics, as pfl requires."""
 
     class Learner(torch.nn.Module):
         def __init__(self) -> None:
@@ -40,7 +40,7 @@ def learner(base: Any, config: dict[str, Any]) -> Any:
 
 
 def main() -> None:
-    """Run the simulation on as many processes as torch.distributed.run has started."""
+    """Run the simulation in the processes that torch.distributed.run has started; the first one writes OUT."""
     config, out = json.loads(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
     base = importlib.import_module("federated_flower")  # beside this script

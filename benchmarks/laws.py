@@ -1,7 +1,7 @@
-"""Measure the bytes and time of every algorithm against the number of workers, beside the textbook formulas.
+"""Measure bytes and time of every algorithm for several numbers of workers; compare them with the textbook's formulas.
 
-Every worker and every shard is a process on a host of its own, a network namespace whose line has a stated rate, so
-that bytes are counted by the kernel at the lines and seconds are those of the busiest line.
+Every worker and every shard is a process on its own host: a network namespace with a line of a given rate. The kernel
+counts the bytes on each line, and the time is that of the busiest line.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 from benchmarks.picture import Chart, ChartLine, page
 from rayps.bench.hosts import HostRank
 from rayps.bench.netns import Hosts, NamespaceActor, bits
+from rayps.bench.parallel_calls import together
 from rayps.bench.shards import HostShard, HostWorker
-from rayps.bench.together import together
 from rayps.core.errors import ConfigError
 from rayps.ps.server_group import ServerGroup
 
@@ -32,16 +32,16 @@ _TURN_SECONDS = 600.0
 
 @dataclass(frozen=True, slots=True)
 class LawRow:
-    """One way of talking between so many workers. Bytes are those that leave a host; seconds are medians."""
+    """One way of communication between `workers` workers, measured and by formula (`*_law`). Seconds are medians."""
 
     way: str  # an algorithm of a ring, or "server"
     workers: int
     shards: int  # 0 for a ring
-    bytes: int  # of the vector
-    slow: str  # the rate of the last worker's line where it is another than the others'; else ""
-    busiest: float  # bytes that leave the busiest rank, or the busiest shard, in one turn
+    bytes: int  # size of the vector
+    slow: str  # the rate of the last worker's line if it is slower than the others; else ""
+    busiest: float  # bytes that the busiest rank, or the busiest shard, sends in one turn
     busiest_law: float
-    total: float  # bytes that leave all hosts
+    total: float  # bytes that all hosts send in one turn
     total_law: float
     seconds: float
     seconds_law: float
@@ -50,17 +50,21 @@ class LawRow:
 
 @dataclass(frozen=True, slots=True)
 class Law:
-    """Bytes by the textbook: that leave the busiest rank or shard, that leave all, that the busiest line must carry."""
+    """The bytes of one turn by the textbook's formulas."""
 
-    busiest: float
-    total: float
-    line: float
+    busiest: float  # bytes that the busiest rank or shard sends
+    total: float  # bytes that all hosts send
+    line: float  # bytes that the busiest line carries, one after another
 
 
 def textbook(way: str, workers: int, size: float, shards: int = 0) -> Law:
-    """What one turn of `size` bytes costs. Raises ConfigError for an unknown way.
+    """Return the bytes of one turn with a vector of `size` bytes, by the textbook's formulas.
 
-    For a server a turn is a push and a pull of everything by every worker, and the busiest is the busiest shard.
+    `way`: an algorithm of a ring, where a turn is an all-reduce; or "server", where a turn is a push and a pull of the
+    whole vector by every worker, and `busiest` is of a shard.
+
+    Raises:
+        ConfigError: there is no formula for `way`.
     """
     n, depth = workers, math.ceil(math.log2(workers)) if workers else 0
     laws: dict[str, Callable[[], Law]] = {
@@ -72,7 +76,7 @@ def textbook(way: str, workers: int, size: float, shards: int = 0) -> Law:
         "server": lambda: Law(n * size / shards, 2 * n * size, 2 * max(n / shards, 1) * size),
     }
     if way not in laws or (way == "server" and shards < 1):
-        raise ConfigError(f"no law for {way!r} with {shards} shards; use {', '.join(laws)}", way=way)
+        raise ConfigError(f"there is no formula for {way!r} with {shards} shards; use {', '.join(laws)}", way=way)
     return laws[way]()
 
 
@@ -86,20 +90,20 @@ class LawActor(HostRank):
         self._shard: HostShard | None = None
 
     def worker(self, method: str, *args: Any) -> Any:
-        """As a worker of a server."""
+        """Call a method of this actor as a worker of a parameter server."""
         return getattr(self._worker, method)(*args)
 
     def serve(self, *args: Any) -> None:
-        """Become a shard."""
+        """Make this actor a shard of a parameter server."""
         self._shard = HostShard(self._host, *args)
 
     def shard(self, method: str, *args: Any) -> Any:
-        """As a shard; `close` ends it."""
+        """Call a method of this actor as a shard."""
         return getattr(self._shard, method)(*args)
 
 
 class _ShardHandle:
-    """A shard on one of the hosts, as a group of servers sees it."""
+    """The handle of a shard on one of the hosts, with which a ServerGroup calls it."""
 
     def __init__(self, actor: NamespaceActor) -> None:
         self._actor, self.name = actor, actor.name
@@ -109,7 +113,7 @@ class _ShardHandle:
 
 
 class _HostsOfLaws:
-    """As much of a cluster as a ServerGroup needs."""
+    """The part of a cluster that a ServerGroup needs; `spawn` makes the next actor a shard."""
 
     def __init__(self, actors: Sequence[NamespaceActor]) -> None:
         self._actors = itertools.cycle(actors)
@@ -127,7 +131,7 @@ class _HostsOfLaws:
 
 
 class _Bench:
-    """The hosts of a run: the workers' first, then the shards'."""
+    """The hosts of a run and their actors: first those of workers, then those of shards."""
 
     def __init__(self, hosts: Hosts, workers: int, shards: int, size: int, rate: str, repeats: int) -> None:
         self._hosts, self._size, self._rate, self._repeats = hosts, size, rate, repeats
@@ -142,7 +146,10 @@ class _Bench:
         self._workers, self._shards = actors[:workers], actors[workers:]
 
     def ring(self, algorithms: Sequence[str], workers: int, slow: str = "") -> list[LawRow]:
-        """A row for each algorithm between the first `workers`."""
+        """Measure an all-reduce of the first `workers` workers with each algorithm; return a row for each.
+
+        `slow`: the rate of the last worker's line during the measurement; "": the same as the others'.
+        """
         ranks, rows = self._workers[:workers], list[LawRow]()
         addresses = together(ranks, "address", timeout=_START_SECONDS)
         together(ranks, "form", addresses, 1, next(self._generations), "ring", timeout=_START_SECONDS)
@@ -159,7 +166,7 @@ class _Bench:
         return rows
 
     def server(self, workers: int, shards: int) -> LawRow:
-        """Push and pull of everything by the first `workers`, asynchronously."""
+        """Measure an asynchronous push and pull of the whole vector by the first `workers` workers."""
         ranks, where = self._workers[:workers], _HostsOfLaws(self._shards)
         with ServerGroup(
             torch.zeros(self._size // 4),
@@ -212,12 +219,15 @@ def bench_laws(
     slow_link: str | None = None,
     repeats: int = 3,
 ) -> list[LawRow]:
-    """A row for each algorithm and each number of shards between each number of workers.
+    """Measure each algorithm, and a server with each number of shards, for each number of workers; return a row each.
 
-    With `slow_link` also rows of the ring with one worker's line at that rate. Raises ConfigError, ClusterError.
+    With `slow_link`, also measure the ring with one worker's line at that rate. Raises ConfigError, ClusterError.
     """
     if min(workers, default=0) < 2 or min(shards, default=1) < 1 or repeats < 1:
-        raise ConfigError(f"workers {list(workers)}, shards {list(shards)}, repeats {repeats}: give at least 2, 1, 1")
+        raise ConfigError(
+            f"the numbers of workers are {list(workers)}, those of shards {list(shards)}, repeats is {repeats}: "
+            "give at least 2 workers, 1 shard and 1 repeat"
+        )
     for name in algorithms:
         textbook(name, 2, size)
     bits(slow_link or rate)
@@ -234,7 +244,7 @@ def bench_laws(
 
 
 def picture(rows: Sequence[LawRow]) -> str:
-    """The rows as an SVG: dots are measured, lines are the textbook's."""
+    """Return charts of the rows as SVG: dots are measurements, lines are the textbook's formulas."""
     rings = [row for row in rows if row.way != "server" and not row.slow]
     slow = [row for row in rows if row.slow]
     servers = [row for row in rows if row.way == "server"]

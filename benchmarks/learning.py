@@ -1,9 +1,10 @@
 """Compare federated learning on real digits with training in one place and with each client alone.
 
-Scenes: `shards` (two shards by label for each of 20 clients), `one_label` (one label each), `iid`, and `writers` (MNIST
-by who wrote it, 539 clients of 19 to 131 images; a fifth of everyone's is held out to judge personal models). A network
-of one hidden layer; best accuracy so far on images that nobody learns from, and the round that reached 90%. It needs
-no Ray: a federated run has the same bits for any number of workers.
+Scenes: `shards` (20 clients with two shards by label each), `one_label` (20 clients with one label each), `iid` (20
+clients with random rows), and `writers` (the images of MNIST divided by their writer: 539 clients with 19 to 131
+images; a fifth of each writer's images is held out to evaluate personal models). The model has one hidden layer. The
+results are the best accuracy on test images, and the first round that reached 90%. No Ray is used, because a federated
+run gives the same bits for any number of workers.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "examples" / "data"
 SCENES = ("shards", "iid", "one_label", "writers")
 CLIENTS, BATCH, TARGET = 20, 10, 0.9
 _LOCAL = "fraction=0.5,local_epochs=5,batch_size=10"
-_STRATEGIES: dict[str, list[tuple[str, int]]] = {  # of a scene: strategies and their rounds
+_STRATEGIES: dict[str, list[tuple[str, int]]] = {  # for each scene: strategies and their numbers of rounds
     "shards": [(f"fedavg:{_LOCAL}", 30), (f"fedavg:{_LOCAL},dropout=0.5", 45)],
     "iid": [(f"fedavg:{_LOCAL}", 15)],
     "one_label": [
@@ -48,10 +49,10 @@ _STRATEGIES: dict[str, list[tuple[str, int]]] = {  # of a scene: strategies and 
         ("ditto:fraction=0.1,local_epochs=1,batch_size=10,lam=0.5", 60),
     ],
 }
-_ALONE = "fedavg:local_epochs=5,batch_size=10"  # with one client: plain SGD to the bit
-_WHOLE = "fedavg:local_epochs=1,batch_size=10"  # the same, of one client that has all
-_LONE = 20  # clients that are looked at alone
-_TUNED = 5  # epochs that a writer trains the final model on
+_ALONE = "fedavg:local_epochs=5,batch_size=10"  # with one client, this is plain SGD, bit for bit
+_WHOLE = "fedavg:local_epochs=1,batch_size=10"  # for one client that has all rows: plain SGD, evaluated every epoch
+_LONE = 20  # number of clients that are trained alone
+_TUNED = 5  # epochs for which a writer trains the final model further, to make its personal model
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +60,19 @@ class LearningRow:
     """One run. Accuracies are shares of images."""
 
     scene: str
-    way: str  # the strategy, or what it is compared with
+    way: str  # the strategy; "in one place": one client has all rows; "alone": each client trains by itself
     seed: int
-    rounds: int  # epochs where all is in one place, or a client is alone
-    best: float  # so far; of lone clients the mean
-    reached: int | None  # the round that reached 90%
-    last: float  # of lone clients the best one's
-    others: float | None  # writers: on the images of writers who take no part, at the end
-    personal: float | None  # writers: models of their own, on each writer's own images, at the end
+    rounds: int  # rounds of the strategy; epochs for the ways "in one place" and "alone"
+    best: float  # the best accuracy of all rounds; for "alone" the mean over the clients
+    reached: int | None  # the first round that reached 90%
+    last: float  # the accuracy after the last round; for "alone" the best client's best
+    others: float | None  # in `writers`: the final accuracy on images of writers who are not clients
+    personal: float | None  # in `writers`: the final accuracy of personal models on each writer's held-out images
     seconds: float
 
 
 class Digits(Workload):
-    """Which digit an image of 28 x 28 pixels shows: one hidden layer of ReLU, SGD, no momentum."""
+    """A workload: classify images of digits with one hidden layer of ReLU and SGD without momentum."""
 
     def __init__(
         self,
@@ -87,27 +88,27 @@ class Digits(Workload):
         self.hidden, self.lr, self.batch = hidden, lr, batch
 
     def model(self) -> nn.Module:
-        """pixels-hidden-10."""
+        """Return a network with the widths: pixels, hidden, 10."""
         return nn.Sequential(nn.Linear(self.rows[0].shape[1], self.hidden), nn.ReLU(), nn.Linear(self.hidden, 10))
 
     def data(self) -> Data:
-        """The clients' images."""
+        """Return the clients' images."""
         return tensors(*self.rows, batch_size=self.batch, client=self.client)
 
     def evaluation_data(self) -> Data:
-        """Images that are not learnt from."""
+        """Return the test images, which are not used for training."""
         return tensors(*self.test[:2], batch_size=2000, client=self.test[2])
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Cross-entropy."""
+        """Return the cross-entropy."""
         return functional.cross_entropy(model(batch.x), batch.y)
 
     def optimizer(self, params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-        """Plain SGD."""
+        """Return plain SGD."""
         return torch.optim.SGD(params, lr=self.lr)
 
     def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, float | Tensor]:
-        """The share of images whose digit is found."""
+        """Return the share of images that are classified correctly."""
         return {"accuracy": (model(batch.x).argmax(dim=1) == batch.y).float().mean()}
 
 
@@ -123,13 +124,13 @@ def bench_learning(
     strategies: Sequence[str] = (),
     tell: Callable[[LearningRow], None] = lambda row: None,
 ) -> list[LearningRow]:
-    """A row for each way to learn in each of `scenes`; `tell` hears of each at once.
+    """Measure each way to learn in each scene; return a row for each. `tell` gets each row at once.
 
-    `folder` holds digits.parquet and digits_test.parquet, or MNIST's four idx.gz files; `writers` is the npz with the
-    writer of each image of MNIST. `strategies` instead of the scene's own, for `rounds`.
+    `folder` has digits.parquet and digits_test.parquet, or MNIST's four idx.gz files. `writers` is the npz file with
+    the writer of each image of MNIST. `strategies` and `rounds` replace those of the scene.
 
     Raises:
-        ConfigError: there is no such scene, or the files are not there.
+        ConfigError: there is no such scene, or a file is missing.
     """
     for scene in scenes:
         if scene not in SCENES:
@@ -154,7 +155,7 @@ def bench_learning(
 
 @dataclass(frozen=True, slots=True)
 class Images:
-    """Rows to learn from and others: pixels with mean 0 and variance 1, and digits."""
+    """Training and test images: pixels `x`, scaled to about mean 0 and variance 1, and digits `y`."""
 
     x: Tensor
     y: Tensor
@@ -164,7 +165,7 @@ class Images:
 
 @functools.lru_cache(maxsize=2)
 def load(folder: str) -> Images:
-    """The images in a folder, as Parquet or as MNIST's own files. Raises ConfigError."""
+    """Read the images in a folder, from Parquet or from MNIST's files. Raises ConfigError: neither is in the folder."""
     root = Path(folder)
     if (root / "digits.parquet").is_file():
         both = [_parquet(root / name) for name in ("digits.parquet", "digits_test.parquet")]
@@ -197,7 +198,7 @@ def _idx(path: Path, head: int) -> Tensor:
 
 
 class _Scene:
-    """One scene and seed: its workload, and what is measured of it."""
+    """One scene with one seed: makes its workload and measures the ways to learn it."""
 
     def __init__(self, scene: str, seed: int, images: Images, writers: Path | None, hidden: int, lr: float) -> None:
         self.scene, self.seed, self.images = scene, seed, images
@@ -219,7 +220,7 @@ class _Scene:
         self.workload = self.make(x, y, client=client)
 
     def run(self, strategies: Sequence[tuple[str, int]], compared: bool) -> Iterator[LearningRow]:
-        """All ways of this scene, one after another."""
+        """Measure the ways of this scene one after another; `compared`: also "alone" and "in one place"."""
         if compared:
             yield self._alone()
             yield self._learnt("in one place", _WHOLE, 10 if self.scene == "writers" else 5, iid(1))
@@ -250,7 +251,7 @@ class _Scene:
         )
 
     def _alone(self, epochs: int = 20) -> LearningRow:
-        """Every client alone, looked at every 5 epochs; of the writers 20."""
+        """Train `_LONE` of the clients alone, and evaluate each every 5 epochs."""
         began = time.monotonic()
         clients, found = self.workload.data().clients, []
         for k in np.linspace(0, clients.count - 1, _LONE).astype(int).tolist():
@@ -280,14 +281,14 @@ class _Scene:
 
 
 def _curve(result: Result) -> list[float]:
-    """The accuracies, one after another."""
+    """Return the accuracy after each evaluation of a run."""
     return [value for value in result.history["evaluation_accuracy"].to_pylist() if value is not None]
 
 
 def held_out(who: Any) -> Any:
-    """Every fifth image of each writer, as a mask."""
+    """Return a mask of the images that are held out: every fifth image of each writer."""
     order = np.argsort(who, kind="stable")
-    first = np.searchsorted(who[order], who[order])  # where each writer's begin
+    first = np.searchsorted(who[order], who[order])  # the position of the first image of each image's writer
     mask = np.zeros(len(who), dtype=np.bool_)
     mask[order] = (np.arange(len(who)) - first) % 5 == 4
     return mask

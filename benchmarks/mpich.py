@@ -1,4 +1,4 @@
-"""MPICH as a contender: plain processes under `mpiexec`, which alternate with the others.
+"""MPICH as a contender of `rayps bench ring`: plain processes under `mpiexec`, which alternate with the others.
 
 Needs `pip install 'rayps[bench]'`, which brings mpi4py and MPICH.
 """
@@ -24,7 +24,7 @@ _START_SECONDS = 60.0
 
 
 class Mpich:
-    """`ranks` processes of MPICH on this host, with the niceness of the other contenders."""
+    """The contender MPICH: `ranks` processes on this host, with the niceness of the other contenders' processes."""
 
     def __init__(self, ranks: int, timeout: float, niceness: int = 0) -> None:
         beside = Path(sys.executable).parent / "mpiexec"
@@ -33,7 +33,7 @@ class Mpich:
             raise ConfigError("mpich needs mpi4py and MPICH: pip install 'rayps[bench]'", algorithm="mpich")
         self._timeout, self._pipes = timeout, list[Connection]()
         self._folder = Path(tempfile.mkdtemp(prefix="rayps-bench-"))
-        with socket.socket(socket.AF_UNIX) as door:  # in a folder that only this user can enter
+        with socket.socket(socket.AF_UNIX) as door:  # the socket is in a folder that only this user can enter
             door.bind(str(self._folder / "door"))
             door.listen(ranks)
             door.settimeout(1.0)

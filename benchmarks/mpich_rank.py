@@ -1,6 +1,6 @@
-"""One rank of MPICH's all-reduce, started by `mpiexec`: takes its orders from `benchmarks.mpich`.
+"""One rank of MPICH's all-reduce, started by `mpiexec` and controlled by `benchmarks.mpich`.
 
-It imports nothing of rayps. It waits for orders on a pipe, not in MPI, whose waits keep a core busy.
+It imports nothing from rayps. It waits for requests on a pipe and not in MPI, whose waits keep a core busy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 
 def main(address: str, niceness: str) -> None:
-    """Answer (bytes, calls) with the seconds of one all-reduce, until the caller hangs up."""
+    """Answer each request (bytes, calls) with the mean seconds of an all-reduce, until the request is None."""
     os.nice(int(niceness) - os.nice(0))
     mpi: Any = importlib.import_module("mpi4py.MPI")  # installed for this measurement only
     world = mpi.COMM_WORLD

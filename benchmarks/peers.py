@@ -1,7 +1,7 @@
-"""Make virtual environments for peers that pin libraries which rayps does not have.
+"""Make virtual environments for contenders that need other libraries or other versions than rayps.
 
-An environment is made once by venv and pip, and kept. This interpreter's torch is visible behind its own libraries:
-peers compute with the same build, and their own libraries come first.
+An environment is made once, by venv and pip. This interpreter's libraries are visible in it behind its own: contenders
+compute with the same build of torch, but their own versions of other libraries come first.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ from rayps.core.errors import ClusterError, ConfigError
 from rayps.service.processes import die_with_parent
 
 INSTALL_SECONDS = 900.0
-# one thread each; and no priority: Ray's workers would give way to every other process, those of the peers too
+# one thread per process, and equal priority: by default, Ray's workers have a lower one than other processes
 _ALIKE = {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
-_LINES = 12  # of a peer's output, in an error
+_LINES = 12  # the last lines of a contender's output that an error has
 
 
 def environment(folder: Path, name: str, requirements: Sequence[str], probe: str) -> Path:
-    """Return the interpreter of the environment `name` in `folder`, made if needed; `probe` must run in it.
+    """Return the interpreter of the environment `name` in `folder`; first make the environment if there is none.
+
+    `probe` is Python code that must run in the environment.
 
     Raises:
-        ConfigError: it cannot be made; with pip's output.
+        ConfigError: the environment cannot be made; has the last lines of pip's output.
     """
     home, wanted = folder / name, [*requirements, torch.__version__, sys.version]
     python, ready = home / "bin" / "python", home / "ready.json"
@@ -45,14 +47,14 @@ def environment(folder: Path, name: str, requirements: Sequence[str], probe: str
     _install(name, [sys.executable, "-m", "venv", str(home)])
     _install(name, [str(python), "-m", "pip", "install", "--quiet", *requirements])
     packages = next((home / "lib").glob("python*")) / "site-packages"
-    (packages / "zz-torch.pth").write_text(f"{Path(torch.__file__).parent.parent}\n")  # behind its own
+    (packages / "zz-torch.pth").write_text(f"{Path(torch.__file__).parent.parent}\n")  # behind its own libraries
     _install(name, [str(python), "-c", probe])
     ready.write_text(json.dumps(wanted))
     return python
 
 
 def _install(name: str, command: list[str]) -> None:
-    """One step of making an environment. Raises ConfigError."""
+    """Run one step of making an environment. Raises ConfigError: the step failed."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -67,10 +69,12 @@ def _install(name: str, command: list[str]) -> None:
 
 
 def run_script(name: str, command: Sequence[str], config: dict[str, Any], timeout: float) -> tuple[float, Any]:
-    """Run `command CONFIG OUT` in its own process; return its start (wall clock) and the content of OUT.
+    """Run `command CONFIG OUT` as a process; return its start (wall clock) and the JSON content of the file OUT.
+
+    At the end, the processes that it started are killed.
 
     Raises:
-        ClusterError: it failed, or took more than `timeout` seconds; the processes that it started are killed.
+        ClusterError: the process failed, or did not end within `timeout` seconds.
     """
     folder = Path(tempfile.mkdtemp(prefix="rayps-bench-"))
     out, log = folder / "out.json", folder / "log"

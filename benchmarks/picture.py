@@ -1,4 +1,4 @@
-"""Small charts as SVG, by hand: lines over doubling counts on logarithmic axes, where a power is a straight line."""
+"""Draw small line charts as SVG, with logarithmic axes, on which a power law is a straight line."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # told apart by everyone
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # also for colour-blind readers
 _WIDTH, _HEIGHT = 420, 330
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 118, 34, 40  # around the plot
-_FEW = 8  # places across, up to which each is named
+_FEW = 8  # up to this number of x values, the axis names each of them
 
 
 @dataclass(frozen=True, slots=True)
 class ChartLine:
-    """Points (x, y) that were measured, and what was expected there; y of 0 is left out."""
+    """A line of a chart: measured points (x, y), and expected points; a point with y = 0 is left out."""
 
     name: str
     measured: Sequence[tuple[float, float]]
@@ -24,17 +24,17 @@ class ChartLine:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Lines under one title; `across` and `up` name the axes."""
+    """A chart: lines under one title; `across` names the x axis, `up` the y axis."""
 
     title: str
     across: str
     up: str
     lines: Sequence[ChartLine]
-    even: bool = False  # upwards not logarithmic: for values that are near each other
+    even: bool = False  # the y axis is linear, not logarithmic: for values that are near each other
 
 
 def page(charts: Sequence[Chart], columns: int = 2) -> str:
-    """The charts beside each other as one SVG: measured as dots, expected as lines."""
+    """Return the charts as one SVG, in `columns` columns: measured points as dots, expected points as lines."""
     rows = -(-len(charts) // columns)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{columns * _WIDTH}" height="{rows * _HEIGHT}" '
@@ -87,7 +87,7 @@ def _text(x: float, y: float, words: str, anchor: str = "start", *, bold: bool =
 
 
 class _Axis:
-    """A logarithmic axis from pixel `start` to pixel `end` that holds all of `values`."""
+    """A logarithmic axis from pixel `start` to pixel `end` for the range of `values`."""
 
     def __init__(self, values: Sequence[float], start: float, end: float, base: float) -> None:
         self._base, self._start, self._end = base, start, end
@@ -104,14 +104,14 @@ class _Axis:
         return self._start + share * (self._end - self._start)
 
     def ticks(self) -> list[float]:
-        """1, 2 and 5 times the powers of ten within the axis."""
+        """Return the values 1, 2 and 5 times a power of ten that are within the axis."""
         powers = range(math.floor(self._low) - 1, math.ceil(self._high) + 1)
         steps = [step * 10.0**power for power in powers for step in (1, 2, 5)]
         return [tick for tick in steps if self._low - 1e-9 <= math.log10(tick) <= self._high + 1e-9]
 
 
 class _Even:
-    """An axis on which equal steps are equally long."""
+    """A linear axis from pixel `start` to pixel `end` for the range of `values`."""
 
     def __init__(self, values: Sequence[float], start: float, end: float, base: float) -> None:
         self._start, self._end, self._low, self._high = start, end, min(values), max(values)
@@ -123,6 +123,6 @@ class _Even:
         return self._start + (value - self._low) / max(self._high - self._low, 1e-9) * (self._end - self._start)
 
     def ticks(self) -> list[float]:
-        """Multiples of a round step within the axis."""
+        """Return the multiples of a round step that are within the axis."""
         first, last = math.ceil(self._low / self._step), math.floor(self._high / self._step)
         return [i * self._step for i in range(first, last + 1)]

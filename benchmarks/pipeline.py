@@ -1,8 +1,9 @@
 """Measure a pipeline's overhead over its stages' compute: rayps' engine and torch.distributed.pipelining on gloo.
 
-Both run the same layers, micro-batches and schedule in the same actors, by turns in one run. The time beyond the
-compute is a step's time less what the table allows: the time that one process needs for all micro-batches, times
-(m + p - 1) / (m p), or (v m + p - 1) / (v m p) under `interleaved`. The function returns rows and prints nothing.
+Both run the same layers, micro-batches and schedule in the same actors, alternately in one run. The overhead is a
+step's time less the ideal time of the schedule. With p stages, m micro-batches and v chunks per stage, the ideal time
+is the time that one process needs for all micro-batches, times (m + p - 1) / (m p), or under `interleaved` times
+(v m + p - 1) / (v m p). The function returns rows and prints nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
-from rayps.bench.together import together
+from rayps.bench.parallel_calls import together
 from rayps.cluster.local import Cluster
 from rayps.comm.ring import Ring
 from rayps.core.errors import ConfigError
@@ -40,7 +41,7 @@ Step = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class PipelineRow:
-    """One contender; milliseconds a step, the slowest stage's, medians of the turns."""
+    """One contender. Times are milliseconds per step of the slowest stage, medians of the turns."""
 
     contender: str
     schedule: str
@@ -48,13 +49,13 @@ class PipelineRow:
     micro_batches: int
     width: int
     step: float
-    ideal: float  # what the schedule allows, at the compute of one process
-    beyond: float  # step - ideal
-    times_torch: float | None  # torch's time beyond the compute / this one's
+    ideal: float  # the ideal time of the schedule, from the time of one process
+    beyond: float  # the overhead: step - ideal
+    times_torch: float | None  # torch's overhead / this contender's overhead
 
 
 class PipelineBench:
-    """An actor: one stage of every contender."""
+    """An actor: one pipeline stage, which takes part in the measurement of every contender."""
 
     def __init__(self, rank: int, stages: int, micros: int, schedule: str, width: int, batch: int) -> None:
         torch.set_num_threads(1)
@@ -67,12 +68,12 @@ class PipelineBench:
         self._ring: Ring | None = None
 
     def port(self) -> int:
-        """Open the store through which torch's ranks find each other."""
+        """Open the store through which torch's ranks find each other; return its port."""
         self._store: Any = dist.TCPStore("127.0.0.1", 0, self._stages, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         return int(self._store.port)
 
     def prepare(self, name: str, contenders: list[str], port: int) -> None:
-        """Make every contender's stage and connections."""
+        """Make the stage and the connections of each contender."""
         self._ring = Ring.join(name, self._rank, self._stages)
         if "own" in contenders:
             self._steps["own"] = self._own(self._ring)
@@ -80,7 +81,7 @@ class PipelineBench:
             self._steps["torch"] = self._torch(port)
 
     def turn(self, contender: str, steps: int) -> float:
-        """Milliseconds a step, with a meeting before and after each."""
+        """Make `steps` steps of one contender, each after a barrier; return milliseconds per step."""
         assert self._ring is not None
         step, total = self._steps[contender], 0.0
         for _ in range(steps):
@@ -93,14 +94,14 @@ class PipelineBench:
         return 1000 * total / steps
 
     def close(self) -> None:
-        """Leave the ring and torch's group."""
+        """Close the ring and torch's process group."""
         if self._ring is not None:
             self._ring.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
     def _alone(self) -> None:
-        """All layers and micro-batches here, on the first rank only."""
+        """Compute all layers and micro-batches in this process; only the first rank does."""
         if self._rank:
             return
         for x, y in zip(self._x.chunk(self._micros), self._y.chunk(self._micros), strict=True):
@@ -140,14 +141,16 @@ def bench_pipeline(
     repeats: int = 9,
     timeout: float = 120.0,
 ) -> list[PipelineRow]:
-    """A training step of an MLP of equal layers, 3 a stage, a stage an actor of one thread: a row for each contender.
+    """Measure a training step of an MLP with 3 equal layers per chunk; each stage is an actor with one thread.
 
-    Each takes `repeats` turns of `steps` steps, in changing order. Raises ConfigError, ClusterError, LinkError.
+    Return a row for each schedule and contender. Each contender makes `repeats` turns of `steps` steps; their order
+    changes with each turn. Raises ConfigError, ClusterError, LinkError.
     """
     for given, known in ((contenders, CONTENDERS), (schedules, tuple(_TORCH))):
         for each in given:
             if each not in known:
-                raise ConfigError(f"no {each!r} here; use some of {', '.join(known)}", given=each)
+                what = "contender" if known is CONTENDERS else "schedule"
+                raise ConfigError(f"no {what} {each!r}; use some of {', '.join(known)}", given=each)
     rows: list[PipelineRow] = []
     for schedule in schedules:
         found = _measure(cluster, (stages, micros, schedule, width, batch), list(contenders), steps, repeats, timeout)
@@ -188,7 +191,7 @@ def _measure(
         for turn in range(repeats + 1):
             for each in names[turn % len(names) :] + names[: turn % len(names)]:
                 slowest = max(together(actors, "turn", each, steps, timeout=timeout))
-                if turn:  # the first one touches new pages
+                if turn:  # turn 0 is the warm-up: it touches new pages
                     found[each].append(slowest)
         together(actors, "close", timeout=timeout)
     finally:
@@ -212,4 +215,4 @@ def _tensor(output: Nested) -> Tensor:
 
 
 def _nothing(_: Any) -> None:
-    """What a step gives is not looked at."""
+    """Discard a step's result."""

@@ -1,7 +1,7 @@
-"""Ray Train as a contender: TorchTrainer's workers, which wait for their turns beside those of rayps.
+"""Ray Train as a contender of `rayps bench step`: TorchTrainer's workers, which alternate with those of rayps.
 
-Needs `pip install 'rayps[bench]'`. The turns are told by files in a folder, since a trainer's loop takes no calls;
-so its workers must be on this host.
+Needs `pip install 'rayps[bench]'`. Files in a folder tell the workers when to train, because a trainer's loop cannot be
+called. Therefore the workers must be on this host.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _START_SECONDS = 180.0
 
 
 class RayTrain:
-    """A TorchTrainer that runs in the background and trains when it is its turn."""
+    """A TorchTrainer that runs in the background; its workers train only in `turn`."""
 
     def __init__(self, workers: int, model: str, hidden: int | None, timeout: float) -> None:
         try:
-            # not at the top: it is installed for this measurement only, and rayps itself does without it
+            # not imported at the top of the file: it is installed only for this benchmark, and rayps does not need it
             train, torch_train = (importlib.import_module(f"ray.train{part}") for part in ("", ".torch"))
         except ImportError as error:
             raise ConfigError("ray_train needs Ray Train: pip install 'rayps[bench]'", contender="ray_train") from error
@@ -46,7 +46,11 @@ class RayTrain:
         self._thread.start()
 
     def turn(self, steps: int) -> list[dict[str, float]]:
-        """So many steps of all workers: milliseconds a step, by rank. Raises ClusterError."""
+        """Make `steps` steps in all workers; return each rank's milliseconds per step, in total and by part.
+
+        Raises:
+            ClusterError: Ray Train failed, or did not finish in time.
+        """
         number, self._turns = self._turns, self._turns + 1
         _publish(self._folder / f"turn-{number}", steps)
         answers = [self._folder / f"done-{number}-{rank}" for rank in range(self._workers)]
@@ -58,7 +62,7 @@ class RayTrain:
         return [json.loads(path.read_text()) for path in answers]
 
     def close(self) -> None:
-        """Let the trainer end, and remove its folder."""
+        """End the trainer, and remove its folder."""
         _publish(self._folder / f"turn-{self._turns}", 0)
         self._thread.join(self._timeout)
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -66,19 +70,19 @@ class RayTrain:
     def _fit(self, trainer: Any) -> None:
         try:
             trainer.fit()
-        except BaseException as error:  # whatever it is, the turn that waits must hear of it
+        except BaseException as error:  # any error must reach the `turn` that waits for the workers
             self._error = error
 
 
 def _publish(path: Path, value: Any) -> None:
     half = path.with_suffix(".new")
-    with contextlib.suppress(FileNotFoundError):  # the folder of a trainer that has ended
+    with contextlib.suppress(FileNotFoundError):  # the trainer has ended, and its folder was removed
         half.write_text(json.dumps(value))
         half.rename(path)
 
 
 def _loop(config: dict[str, Any]) -> None:
-    """What a worker of the trainer runs."""
+    """Run a worker of the trainer: train in each turn, until a turn has 0 steps or the folder is gone."""
     torch = importlib.import_module("torch")
     torch_train = importlib.import_module("ray.train.torch")
     context = importlib.import_module("ray.train").get_context()

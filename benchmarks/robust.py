@@ -1,13 +1,13 @@
 """Measure robust aggregation rules: accuracy with attackers, and their cost without attackers.
 
-Handwritten digits, a network 784-64-10, plain SGD; every round asks all clients. Scenes:
+The model of handwritten digits is a network 784-64-10, trained by plain SGD; every round asks all clients. The scenes:
 
-- `iid`: rows divided at random, no attackers. The mean's accuracy here is the reference.
-- `attack`: the same, and some clients attack.
-- `shards`: two shards of rows sorted by label for each client, no attackers.
+- `iid`: rows are divided at random, and there are no attackers. The accuracy of the rule `mean` here is the reference.
+- `attack`: rows are divided at random, and some clients attack.
+- `shards`: each client has two shards of the rows sorted by label, and there are no attackers.
 
-The best accuracy of all rounds on test images counts: with shards it varies from round to round. For the attack
-`false_buffers` the network has BatchNorm in every scene; for `false_c` the strategy is SCAFFOLD.
+The result is the best accuracy of all rounds on test images, because with shards it varies from round to round. For the
+attack `false_buffers` the network has BatchNorm in every scene; for `false_c` the strategy is SCAFFOLD.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ RULES = (
     "centered_clipping(tau=1)",
 )
 FOLDER = Path(rayps.__file__).resolve().parent.parent / "examples" / "data"
-_FILES = {  # of MNIST as it is published, and as the examples have it
+_FILES = {  # True: for training, False: for test; MNIST's images and labels, and the Parquet file in examples/data
     True: ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz", "digits.parquet"),
     False: ("t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz", "digits_test.parquet"),
 }
@@ -58,7 +58,7 @@ _FILES = {  # of MNIST as it is published, and as the examples have it
 
 @dataclass(frozen=True, slots=True)
 class RobustRow:
-    """One rule in one scene. Accuracies are means over the seeds."""
+    """One rule in one scene. Figures are means over the seeds."""
 
     scene: str
     rule: str
@@ -68,14 +68,14 @@ class RobustRow:
     seeds: int
     best: float  # the best of all rounds
     last: float  # after the last round
-    below: float | None  # points that `best` is below the mean's in `iid`; None: that was not measured
-    rejected: float  # replies of a round
-    warned: bool  # whether the job said that the rule costs accuracy here
-    seconds: float  # of a run
+    below: float | None  # percentage points by which `best` is below that of `mean` in `iid`; None: not measured
+    rejected: float  # number of replies per round that the rule rejected
+    warned: bool  # whether an event warned that the rule costs accuracy on this data
+    seconds: float  # seconds of a run
 
 
 class RobustDigits(Workload):
-    """Which digit an image shows; images divided among clients."""
+    """A workload: classify images of digits that are divided among clients."""
 
     def __init__(
         self, folder: Path, scene: str, clients: int, rows: int, batch: int, lr: float, *, normed: bool = False
@@ -84,38 +84,40 @@ class RobustDigits(Workload):
         self.batch, self.lr, self.normed = batch, lr, normed
 
     def model(self) -> nn.Module:
-        """50,890 parameters; with BatchNorm 51,018, and its buffers."""
+        """Return a network of 50,890 parameters; with BatchNorm 51,018 parameters, and buffers."""
         norm = [nn.BatchNorm1d(64)] if self.normed else []
         return nn.Sequential(nn.Linear(784, 64), *norm, nn.ReLU(), nn.Linear(64, 10))
 
     def data(self) -> Data:
-        """The first rows of the training images."""
+        """Return the first `count` training images, divided among the clients."""
         x, y = digits(self.folder, learnt=True, rows=self.count)
         rule = rayps.data.shards(2, clients=self.clients) if self.scene == "shards" else rayps.data.iid(self.clients)
         return rayps.data.tensors(x, y, batch_size=self.batch, client=rule)
 
     def evaluation_data(self) -> Data:
-        """At most 5,000 of the others."""
+        """Return at most 5,000 test images."""
         return rayps.data.tensors(*digits(self.folder, learnt=False, rows=5000), batch_size=1000)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Cross-entropy."""
+        """Return the cross-entropy."""
         return functional.cross_entropy(model(batch.x), batch.y)
 
     def optimizer(self, params: Any) -> torch.optim.Optimizer:
-        """Plain SGD."""
+        """Return plain SGD."""
         return torch.optim.SGD(params, lr=self.lr)
 
     def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, float | Tensor]:
-        """The share of images that are told right."""
+        """Return the share of images that are classified correctly."""
         return {"accuracy": (model(batch.x).argmax(1) == batch.y).float().mean()}
 
 
 def digits(folder: Path, *, learnt: bool, rows: int) -> tuple[Tensor, Tensor]:
-    """The first images [n, 784] from 0 to 1, and their digits, from MNIST's files or the examples'.
+    """Return the first `rows` images [rows, 784], with pixels from 0 to 1, and their digits.
+
+    `learnt`: the training images, else the test images. The folder has MNIST's files or those of `examples/data`.
 
     Raises:
-        ConfigError: neither is in the folder.
+        ConfigError: the folder has neither.
     """
     images, labels, parquet = _FILES[learnt]
     if (folder / images).is_file():
@@ -152,17 +154,17 @@ def bench_robust(
     seeds: int = 1,
     folder: Path | None = None,
 ) -> list[RobustRow]:
-    """A row for each scene and rule.
+    """Measure each rule in each scene; return a row for each.
 
     Raises:
-        ConfigError: there is no such scene or rule, a rule does not bear the attack, or there are no digits.
+        ConfigError: there is no such scene or rule, a rule does not tolerate so many attackers, or there are no digits.
     """
     folder = FOLDER if folder is None else folder
     unknown = [scene for scene in scenes if scene not in SCENES]
     if unknown or rounds < 1 or seeds < 1:
         raise ConfigError(
-            f"scenes {unknown}, {rounds} rounds, {seeds} seeds: give some of {', '.join(SCENES)}, and at "
-            "least 1 of each",
+            f"unknown scenes {unknown}, rounds is {rounds}, seeds is {seeds}: give scenes of {', '.join(SCENES)}, and "
+            "at least 1 round and 1 seed",
             field="scenes",
         )
     lies = attack_of(attack)
@@ -202,7 +204,7 @@ def bench_robust(
 def _run(
     cluster: Cluster, workers: int, work: RobustDigits, strategy: Federated, rounds: int, seed: int
 ) -> tuple[list[float], float, bool, float]:
-    """The accuracy after each round, rejected replies a round, whether its cost was told, and seconds."""
+    """Train once; return the accuracy after each round, rejected replies per round, whether an event warns, seconds."""
     began = time.perf_counter()
     result = train(work, strategy=strategy, workers=workers, epochs=rounds, seed=seed, cluster=cluster, progress=False)
     accuracies = (

@@ -1,8 +1,8 @@
-"""Measure a split pair of layers: rayps' tensor parallelism, torch's DTensor styles on gloo, and unsplit layers.
+"""Measure two layers split among workers: rayps' tensor parallelism, torch's DTensor styles on gloo, unsplit layers.
 
-The pair is Linear(d, 4d), ReLU, Linear(4d, d), the first split by its output and the second by its input (torch's
-ColwiseParallel and RowwiseParallel): forward and backward, by turns in the same actors. The function returns rows and
-prints nothing.
+The layers are Linear(d, 4d), ReLU, Linear(4d, d); the first is split by its output and the second by its input (torch's
+ColwiseParallel and RowwiseParallel). Contenders alternate in the same actors; a step is a forward and a backward pass.
+The function returns rows and prints nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from rayps.bench.together import together
+from rayps.bench.parallel_calls import together
 from rayps.cluster.local import Cluster
 from rayps.comm.ring import Ring
 from rayps.core.errors import ConfigError
@@ -31,19 +31,19 @@ CONTENDERS = ("own", "dtensor", "alone")
 
 @dataclass(frozen=True, slots=True)
 class TensorRow:
-    """One contender at one width; microseconds of a forward and a backward, the slowest worker's, median of turns."""
+    """One contender at one width. `step`: median microseconds of a forward and a backward pass, slowest worker."""
 
     contender: str
     workers: int
     width: int
     batch: int
     step: float
-    times_dtensor: float | None  # how many times faster than DTensor in this run, where it took part
-    times_alone: float | None  # the same, than the whole pair on one worker
+    times_dtensor: float | None  # DTensor's step / step, if DTensor took part
+    times_alone: float | None  # step of both layers on one worker / step, if `alone` took part
 
 
 class TensorBench:
-    """An actor: one worker of every contender."""
+    """An actor: one worker, which takes part in the measurement of every contender."""
 
     def __init__(self, rank: int, size: int) -> None:
         torch.set_num_threads(1)
@@ -53,12 +53,12 @@ class TensorBench:
         self._mesh: DeviceMesh | None = None
 
     def port(self) -> int:
-        """Open the store through which torch's ranks find each other."""
+        """Open the store through which torch's ranks find each other; return its port."""
         self._store: Any = dist.TCPStore("127.0.0.1", 0, self._size, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         return int(self._store.port)
 
     def meet(self, name: str, contenders: list[str], port: int) -> None:
-        """Connect the workers."""
+        """Connect the workers: by a ring, and by a device mesh if DTensor takes part."""
         self._ring = Ring.join(name, self._rank, self._size)
         if "dtensor" in contenders:
             store = self._store if self._rank == 0 else dist.TCPStore("127.0.0.1", port, self._size)  # type: ignore[attr-defined]
@@ -66,7 +66,7 @@ class TensorBench:
             self._mesh = DeviceMesh("cpu", list(range(self._size)))
 
     def prepare(self, contenders: list[str], width: int, batch: int) -> None:
-        """Make every contender's pair of layers."""
+        """Make the two layers of each contender."""
         assert self._ring is not None
         self._x = torch.randn(batch, width, generator=torch.Generator().manual_seed(1))
         for name in contenders:
@@ -79,7 +79,7 @@ class TensorBench:
             self._nets[name] = net
 
     def turn(self, contender: str, steps: int) -> float:
-        """Microseconds a step."""
+        """Make `steps` steps of one contender; return microseconds per step."""
         net, x = self._nets[contender], self._x.clone().requires_grad_()
         parameters = list(net.parameters())
         start = time.perf_counter()
@@ -90,7 +90,7 @@ class TensorBench:
         return 1e6 * (time.perf_counter() - start) / steps
 
     def close(self) -> None:
-        """Leave the ring and torch's group."""
+        """Close the ring and torch's process group."""
         if self._ring is not None:
             self._ring.close()
         if dist.is_initialized():
@@ -108,9 +108,10 @@ def bench_tensor(
     repeats: int = 9,
     timeout: float = 120.0,
 ) -> list[TensorRow]:
-    """Forward and backward of a split pair of layers, one thread a worker: a row for each contender and width.
+    """Measure forward and backward passes of two split layers, with one thread per worker; return a row for each.
 
-    Each takes `repeats` turns of `steps` steps, in changing order. Raises ConfigError, ClusterError, LinkError.
+    There is a row for each contender and width. Each contender makes `repeats` turns of `steps` steps; their order
+    changes with each turn. Raises ConfigError, ClusterError, LinkError.
     """
     for each in contenders:
         if each not in CONTENDERS:
@@ -137,7 +138,7 @@ def _turns(turn: Callable[[str], float], names: list[str], repeats: int) -> dict
     for number in range(repeats + 1):
         for each in names[number % len(names) :] + names[: number % len(names)]:
             took = turn(each)
-            if number:  # the first one touches new pages
+            if number:  # turn 0 is the warm-up: it touches new pages
                 found[each].append(took)
     return {each: statistics.median(times) for each, times in found.items()}
 

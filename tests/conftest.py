@@ -44,7 +44,9 @@ def pytest_report_header():
 
 
 def uses_ray(item):
-    return item is not None and "ray_cluster" in getattr(item, "fixturenames", ())
+    if "ray_cluster" in getattr(item, "fixturenames", ()):
+        return True
+    return hasattr(item, "callspec") and item.callspec.params.get("cluster") == "ray"  # it asks for Ray when it runs
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -74,7 +76,7 @@ def pytest_runtest_teardown(item, nextitem):
     try:
         return (yield)
     finally:
-        if uses_ray(item) and not uses_ray(nextitem):
+        if SHARED.cluster is not None and not uses_ray(nextitem):
             SHARED.end()
         elif SHARED.cluster is None and (ray := sys.modules.get("ray")) is not None and ray.is_initialized():
             ray.shutdown()  # later tests of this process would run on that Ray

@@ -52,11 +52,14 @@ class FakeManager:
         self.servers = json.loads(self.record.read_text()) if self.record.exists() else servers
         self.resizing, self.options = False, options
         self.spaces: list[dict[str, Any]] = []
-        self.stopped = False
+        self.stopped, self.pause = False, 0.0
         self._keep()
 
     def _keep(self) -> None:
         self.record.write_text(json.dumps(self.servers))
+
+    def be_slow(self, seconds: float) -> None:
+        self.pause = seconds
 
     def facts(self) -> dict[str, Any]:
         servers = [
@@ -121,6 +124,7 @@ class FakeManager:
         )
 
     def resize(self, servers: int) -> None:
+        time.sleep(self.pause)
         if self.resizing:
             raise Conflict("the group is resizing already: wait until it is ready")
         if servers < self.replicas + 1:

@@ -7,8 +7,8 @@ from unittest import mock
 import torch
 
 from rayps.comm import link
-from rayps.core.calendar import Boundary
 from rayps.core.partition import slices
+from rayps.core.phase_rounds import Boundary
 from rayps.core.user_module import pack
 from rayps.ps.client import connections
 from rayps.ps.client.client import GroupServer

@@ -9,7 +9,7 @@ from torch import nn
 
 import rayps
 from rayps import ADMM
-from rayps.core.attendance import attends
+from rayps.core.draw_participants import attends
 from rayps.core.errors import ConfigError
 from rayps.core.proximal import canonical, prox, shrink, soft_threshold
 from rayps.core.text import written

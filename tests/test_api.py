@@ -117,7 +117,7 @@ BAD = [
     ({"workload": "a:B", "workers": "4"}, "/workers", "integer"),
     ({"workload": "a:B", "workers": True}, "/workers", "integer"),
     ({"workload": "a:B", "workers": 2**63}, "/workers", "less than"),
-    ({"workload": "a:B", "epochs": 1, "steps": 1}, "/epochs", "give one of them"),
+    ({"workload": "a:B", "epochs": 1, "steps": 1}, "/epochs", "give only one of them"),
     ({"workload": "a:B", "epochs": 0}, "/epochs", "greater"),
     ({"workload": "a:B", "strategy": "all_redcue"}, "/strategy", "did you mean 'all_reduce'?"),
     ({"workload": "a:B", "strategy": {"name": "parameter_server", "shrads": 2}}, "/strategy", "shards"),

@@ -115,6 +115,17 @@ def test_bad_groups_are_refused_with_the_way_out(site: Site, body: Any, pointer:
     assert says in answer.json()["detail"] and answer.json()["errors"][0]["pointer"] == pointer
 
 
+def test_a_manager_that_does_not_answer_in_time_is_a_conflict(
+    client: Client, place: ThreadPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = client.start_servers("shared", servers=3, replicas=1).wait(10)
+    manager = until(lambda: place.threads.find(actor("shared")), "a manager")
+    monkeypatch.setattr(groups_module, "_ANSWER_SECONDS", 0.2)
+    manager.call("be_slow", 2.0).result(60)
+    with pytest.raises(Conflict, match=r"its manager has not answered within 0\.2 s"):
+        group.resize(4)
+
+
 def test_what_cannot_be_is_refused_and_changes_nothing(site: Site, client: Client, place: ThreadPlace) -> None:
     group = client.start_servers("shared", servers=3, replicas=1).wait(10)
     with pytest.raises(ConfigError, match="give at least 2 servers"):
@@ -125,7 +136,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(site: Site, client: Clien
     assert group.refresh().data["wanted"] == 3
     job = site.http.post("/api/v1/jobs", json={"workload": "a:B", "server_group": "other"})
     assert job.status_code == 422 and job.json()["errors"][0]["pointer"] == "/server_group"
-    assert "no server group 'other'" in job.json()["detail"] and "there is shared" in job.json()["detail"]
+    assert "no server group 'other'" in job.json()["detail"] and "give one of shared" in job.json()["detail"]
 
 
 def test_a_group_that_a_job_uses_is_not_stopped_without_force(
@@ -151,7 +162,11 @@ def test_a_group_that_a_job_uses_is_not_stopped_without_force(
     branch = site.http.post("/api/v1/jobs", json=body)
     assert branch.json()["spec"]["branch"] == job
     for wrong, pointer, says in [
-        ({"branch": "nothing"}, "/branch", f"no such job and no such space; 'shared' has {job}"),
+        (
+            {"branch": "nothing"},
+            "/branch",
+            f"no such job and no such space; the spaces of server group 'shared' are {job}",
+        ),
         ({"strategy": "all_reduce"}, "/server_group", "all_reduce stores nothing on servers"),
         ({"strategy": "hybrid"}, "/branch", "hybrid stores no parameters on servers"),
     ]:
@@ -164,7 +179,7 @@ def test_a_group_that_a_job_uses_is_not_stopped_without_force(
     until(lambda: client.job(job).data["status"] == "RUNNING", "its driver")
     group.stop(force=True)
     ended = until(lambda: (found := client.job(job)).data["status"] == "FAILED" and found, "the job's end")
-    assert ended.data["reason"] == "the server group 'shared' was stopped (--force)"
+    assert ended.data["reason"] == "the server group 'shared' was stopped with --force"
     assert ended.data["progress"]["round"] == 7  # as far as it came
     assert [event["kind"] for event in ended.events()][-1] == "failed"
     assert place.threads.find(f"driver-{job}") is None
@@ -362,7 +377,7 @@ def test_the_command_line(run: Callable[..., tuple[int, str, str]], place: Threa
     assert run("servers", "quota", "shared", "mine", "--bytes", "2048")[1] == "mine: quota 2.0 KiB\n"
     assert run("servers", "quota", "shared", "mine")[1] == "mine: quota none\n"
     code, out, err = run("servers", "quota", "shared", "mine", "--bytes", "10")
-    assert (code, out) == (0, "mine: quota 10 B\n") and err.startswith("it has 800 B now, which stays")
+    assert (code, out) == (0, "mine: quota 10 B\n") and err.startswith("the space has 800 B now")
     data = json.loads(run("servers", "quota", "shared", "mine", "--operations", "5", "--json")[1])
     assert data["spaces"][0]["quota"] == {"bytes": None, "operations": 5.0}
     assert run("servers", "drop", "shared", "MIN")[0] == 3  # too few letters
@@ -371,7 +386,7 @@ def test_the_command_line(run: Callable[..., tuple[int, str, str]], place: Threa
     assert run("servers", "resize", "shared", "4", "--wait")[1] == "shared is ready, 4 of 4 servers\n"
     assert run("servers", "drain", "shared", "server-0")[0] == 0
     for arguments, wanted, says in [
-        (("show", "nobody"), 3, "there is shared"),
+        (("show", "nobody"), 3, "give one of shared"),
         (("start", "shared"), 5, "already"),
         (("resize", "shared", "1"), 2, "at least 2 servers"),
         (("resize", "shared", "x"), 2, "integer"),
@@ -382,7 +397,7 @@ def test_the_command_line(run: Callable[..., tuple[int, str, str]], place: Threa
         assert (code, out) == (wanted, "") and says in err and len(err.strip().splitlines()) <= 3, err
     (tmp_path / "job.yaml").write_text("workload: a:B\n")
     code, out, err = run("submit", str(tmp_path / "job.yaml"), "--server-group", "other")
-    assert code == 2 and "there is shared" in err
+    assert code == 2 and "give one of shared" in err
     assert run("servers", "stop", "shared", "--wait")[1] == "shared has stopped\n"
 
 

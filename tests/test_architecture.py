@@ -62,13 +62,13 @@ NAMED = {  # (module, what it names as "module:Name"): why
     ("service.drivers", "runtime.driver_actor:DriverActor"): ACTOR,
     ("service.groups", "ps.manager.manager:ManagerActor"): ACTOR,
     ("service.ray_process", "cluster.ray_cluster:RayCluster"): "the service needs no Ray",
-    ("worker.families", "parallel.division.model_slice:ModelSlice"): "only models that are divided need it",
-    ("worker.families", "ps.tables.embedding:bind"): "only models with sparse tables need it",
-    ("worker.families", "worker.federated_rounds:FederatedRounds"): FAMILY,
-    ("worker.families", "worker.local_updates:LocalUpdates"): FAMILY,
-    ("worker.families", "worker.server_steps:ServerSteps"): FAMILY,
-    ("worker.families", "worker.shared_vector:SharedVectorSteps"): FAMILY,
-    ("worker.families", "worker.sync_gradients:SyncGradients"): FAMILY,
+    ("worker.loop_of_family", "parallel.division.model_slice:ModelSlice"): "only models that are divided need it",
+    ("worker.loop_of_family", "ps.tables.embedding:bind"): "only models with sparse tables need it",
+    ("worker.loop_of_family", "worker.federated_rounds:FederatedRounds"): FAMILY,
+    ("worker.loop_of_family", "worker.local_updates:LocalUpdates"): FAMILY,
+    ("worker.loop_of_family", "worker.server_steps:ServerSteps"): FAMILY,
+    ("worker.loop_of_family", "worker.shared_vector:SharedVectorSteps"): FAMILY,
+    ("worker.loop_of_family", "worker.sync_gradients:SyncGradients"): FAMILY,
 }
 
 

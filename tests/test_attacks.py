@@ -9,8 +9,8 @@ import torch
 from test_ring import every, form
 
 from rayps.core.errors import ConfigError
-from rayps.federated.aggregate import BEFORE, Aggregate
 from rayps.federated.attacks import agreed, counted, spoilt, usual_z
+from rayps.federated.combine_replies import BEFORE, Aggregate
 from rayps.federated.exact_sum import NOT_FINITE, TOO_LARGE
 from rayps.federated.population.attack_spec import attack_of
 from rayps.federated.robust_rules import rule_of

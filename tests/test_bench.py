@@ -79,7 +79,7 @@ def test_the_textbook(n):
         server = textbook("server", n, size, shards)
         assert server.busiest * shards == n * size == server.total / 2
         assert server.line == 2 * max(server.busiest, size)  # a worker's own line carries everything twice
-    with pytest.raises(ConfigError, match="no law for 'gossip'"):
+    with pytest.raises(ConfigError, match="no formula for 'gossip'"):
         textbook("gossip", n, size)
 
 
@@ -119,7 +119,7 @@ def test_rates_and_numbers_that_make_no_sense_are_refused():
         bench_hosts(2, 1, "1gbit", [1000], ["gloo"])
     with pytest.raises(ConfigError, match="at least 2 hosts"):
         bench_hosts(1, 1, "1gbit", [1000], ["ring"])
-    with pytest.raises(ConfigError, match="give at least 2, 1, 1"):
+    with pytest.raises(ConfigError, match="give at least 2 workers, 1 shard and 1 repeat"):
         bench_laws([1, 2])
 
 

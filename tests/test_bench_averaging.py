@@ -51,4 +51,4 @@ def test_bad_input(tmp_path):
 
 def test_the_command_is_there():
     found = CliRunner().invoke(app, ["averaging", "--help"])
-    assert found.exit_code == 0 and "bytes moved" in found.output
+    assert found.exit_code == 0 and "bytes sent" in found.output

@@ -36,7 +36,7 @@ def test_a_device_is_told_layer_by_layer():
 
 
 def test_what_cannot_be_measured_is_refused(cluster):
-    with pytest.raises(ConfigError, match="no 'jax' here; use some of own, torch"):
+    with pytest.raises(ConfigError, match="no contender 'jax'; use some of own, torch"):
         bench_pipeline(cluster, 2, ["jax"])
     with pytest.raises(ConfigError, match="use some of gpipe, 1f1b, interleaved"):
         bench_pipeline(cluster, 2, ["own"], schedules=["zero_bubble"])

@@ -52,7 +52,7 @@ def test_digits_as_they_are_published(tmp_path):
         ({"scenes": ["moon"]}, "moon"),
         ({"rules": ["krum(f=9)"]}, "2f"),
         ({"rules": ["krum(f=3)"]}, "tolerates 3"),
-        ({"rounds": 0}, "0 rounds"),
+        ({"rounds": 0}, "rounds is 0"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(options, word, tmp_path):

@@ -7,9 +7,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from rayps.bench import hot
+from rayps.bench import hot_table
 from rayps.bench.calls import RayRows, _cut, bench_calls
-from rayps.bench.hot import bench_hot
+from rayps.bench.hot_table import bench_hot
 from rayps.bench.tables import Dense, bench_files, bench_tables, filled, skew
 from rayps.cli.main import app
 from rayps.cluster.local import LocalCluster
@@ -116,8 +116,8 @@ def test_the_calls_do_what_the_servers_do():
 
 
 def test_a_hot_table(monkeypatch):
-    monkeypatch.setattr(hot, "WARM_SECONDS", 0.5)
-    monkeypatch.setattr(hot, "CALM_SECONDS", 1.5)
+    monkeypatch.setattr(hot_table, "WARM_SECONDS", 0.5)
+    monkeypatch.setattr(hot_table, "CALM_SECONDS", 1.5)
     policy = Balance(hot=1.05, cool=1.01, every=0.2, patience=12, floor=1.0, rest=2.0)
     row = bench_hot(LocalCluster(), ids=2, rows=500, workers=2, servers=3, segments=16, seconds=1.0, balance=policy)
     assert row.moves > 0 and row.ids_skew_before > 1 and row.ids_skew_after >= 1

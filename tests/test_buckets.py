@@ -362,8 +362,8 @@ def test_torchs_own_optimizers_read_the_mean_where_it_lies():
 def test_the_events_say_how_gradients_leave():
     for strategy, words in [
         (AllReduce(), "while backward continues, in 1 bucket: ranks of one host read the buckets"),
-        (AllReduce(bucket_mb=1e-6), "while backward continues, in 4 buckets: as given"),
-        (AllReduce(bucket_mb=0), "after backward, in 1 bucket: as given"),
+        (AllReduce(bucket_mb=1e-6), "while backward continues, in 4 buckets: as bucket_mb says"),
+        (AllReduce(bucket_mb=0), "after backward, in 1 bucket: as bucket_mb says"),
     ]:
         result = train(Small(n=12), strategy, workers=2, epochs=1)
         assert [event for event in result.events if event["kind"] == "choice" and words in event["message"]], words

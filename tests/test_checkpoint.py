@@ -117,7 +117,7 @@ def test_a_torn_file_is_refused_and_passed_over(
     for read in (checkpoint.load, checkpoint.verify):
         with pytest.raises(CheckpointError, match="step-00000002") as caught:
             read(torn)
-        assert caught.value.message.count("\n") < 3 and "earlier one" in caught.value.message
+        assert caught.value.message.count("\n") < 3 and "earlier checkpoint" in caught.value.message
     with caplog.at_level(logging.WARNING):
         assert checkpoint.newest(tmp_path) == older
     assert "step-00000002" in caplog.text
@@ -251,3 +251,18 @@ def test_a_writer_killed_at_any_point_leaves_no_half(tmp_path: Path, place: str)
     assert checkpoint.scan(tmp_path) == (older, {}) and len(names(tmp_path)) == 2
     checkpoint.save(tmp_path, 2, a_state(), keep=1)
     assert names(tmp_path) == ["step-00000002"]
+
+
+def test_a_damaged_checkpoint_names_the_newest_earlier_one_that_is_valid(tmp_path: Path) -> None:
+    for step in (7, 9, 12, 15):
+        checkpoint.save(tmp_path, step, a_state(float(step)), keep=10)
+    steps = sorted(tmp_path.iterdir())
+    for damaged in (steps[1], steps[2]):
+        os.truncate(damaged / "model.safetensors", 100)
+    with pytest.raises(CheckpointError, match="12 is not valid") as caught:
+        checkpoint.load(steps[2])
+    assert caught.value.message.splitlines()[1] == f"an earlier checkpoint is valid: {steps[0]}"
+    assert caught.value.data["path"] == str(steps[2])
+    os.truncate(steps[0] / "model.safetensors", 100)
+    with pytest.raises(CheckpointError, match="give an earlier checkpoint"):
+        checkpoint.load(steps[2])

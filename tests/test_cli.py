@@ -60,7 +60,7 @@ JOB = "workload: a:B\nworkers: 2\n"
         (["train", "a:B", "--workers", "x"], 2, "--workers"),
         (["train", "a:B", "--workers", "0"], 2, "workers"),
         (["train", "a:B", "--strategy", "all_redcue"], 2, "did you mean 'all_reduce'"),
-        (["train", "a:B", "--strategy", "parameter_server:shards"], 2, "key=value"),
+        (["train", "a:B", "--strategy", "parameter_server:shards"], 2, "shards=..."),
         (["serve", "--port", "70000"], 2, "65535"),
         (["serve", "--port", "x"], 2, "--port"),
         (["serve", "--cpus", "0"], 2, "--cpus"),
@@ -204,6 +204,7 @@ def test_a_job_from_file_to_stop(at: Site, capsys: pytest.CaptureFixture[str], t
     assert "0.5" in run(capsys, "metrics", job)[1]
     assert json.loads(run(capsys, "metrics", job, "-o", "json")[1])["loss"] == 0.5
     assert "mine" in run(capsys, "ls")[1]
+    assert run(capsys, "ls", "--limit", "1")[2] == "these are the newest 1; there may be more: --limit\n"
     assert json.loads(run(capsys, "ls", "-o", "json")[1])[0]["id"] == job
     assert json.loads(run(capsys, "get", job, "-o", "json")[1])["name"] == "mine"
     assert "starting" in run(capsys, "events", job)[1]
@@ -524,3 +525,12 @@ def test_an_interrupt_while_modules_are_imported_is_one_line(monkeypatch, capsys
     monkeypatch.setattr(sys, "meta_path", [Interrupt(), *sys.meta_path])
     assert program.main() == 130
     assert capsys.readouterr().err == "rayps: interrupted\n"
+
+
+@pytest.mark.parametrize("group", [[], ["servers"], ["bench"], ["token"]], ids=" ".join)
+def test_a_group_without_a_command_shows_its_help(capsys: pytest.CaptureFixture[str], group: list[str]) -> None:
+    code, out, err = run(capsys, *group)
+    assert (code, out) == (2, "")
+    assert err.strip() == run(capsys, *group, "--help")[1].strip()
+    cut = [line for line in err.splitlines() if line.endswith("...")]
+    assert not [line for line in cut if "[ARGS]" not in line], "a command's summary does not fit into its line"

@@ -512,7 +512,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     rule = "shards(per_client=2,clients=20)"
     code = cli.main(["clients", target, "--client", rule, "--picture", str(tmp_path / "p.svg")])
     out, err = capsys.readouterr()
-    assert code == 0 and len(out.splitlines()) == 21 and "20 clients, 10000 rows" in err
+    assert code == 0 and len(out.splitlines()) == 21 and "10000 rows are divided among 20 clients" in err
     ElementTree.parse(tmp_path / "p.svg")
     assert cli.main(["clients", target, "--client", rule, "--json", "--evaluation"]) == 0
     found = json.loads(capsys.readouterr().out)

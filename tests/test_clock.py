@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayps.core.clock import Clock
+from rayps.core.staleness_bound import Clock
 
 
 def test_a_barrier_lets_nobody_lead():

@@ -81,7 +81,7 @@ def test_a_repeated_push_is_admitted_while_the_shard_is_held():
     assert cut.admits(0, 1)
     assert not cut.admits(0, 2)
     assert cut.missing() == []
-    with pytest.raises(ValueError, match="3 ranks, and there are 2"):
+    with pytest.raises(ValueError, match="3 ranks, but the space has 2"):
         cut.aim([1, 2, 3])
     cut.aim([2, 1])
     assert cut.missing() == [1]

@@ -132,7 +132,7 @@ def test_more_parts_than_layers():
 
 @pytest.mark.parametrize("boundaries", [(0,), (3,), (2, 2), (2, 1), (-1,)])
 def test_boundaries_that_are_none(boundaries):
-    with pytest.raises(ConfigError, match="rising numbers between 1 and 2"):
+    with pytest.raises(ConfigError, match="increasing numbers between 1 and 2"):
         cut.spans(boundaries, 3)
     assert cut.spans((1,), 3) == [(0, 1), (1, 3)]
 
@@ -269,7 +269,7 @@ def test_a_batch_in_parts_is_the_batch():
         assert torch.equal(torch.cat([part.x[1]["k"] for part in found]), whole.x[1]["k"])
         assert torch.equal(torch.cat([part.y for part in found]), whole.y)
         assert sum(loss_proxy.weights(found)) == pytest.approx(1)
-    with pytest.raises(WorkloadError, match=r"shape \(3,\).*rows"):
+    with pytest.raises(WorkloadError, match=r"shape \(3,\).*must be 4"):
         loss_proxy.parts(Batch(torch.zeros(3), None, 4), 2)
 
 

@@ -386,7 +386,7 @@ class RayData:
     ],
 )
 def test_ray_data_is_refused_at_once(make: Callable[[object], object]) -> None:
-    with pytest.raises(DataError, match=r"Ray Data RayData cannot be read: write it once by\nds.write_parquet"):
+    with pytest.raises(DataError, match=r"Ray Data RayData cannot be read: write it once with\nds.write_parquet"):
         make(type("RayData", (RayData,), {"__module__": "tests"})())
 
 
@@ -395,7 +395,9 @@ def test_ray_data_as_a_workloads_data_is_refused_with_the_way_out() -> None:
         def data(self) -> object:  # type: ignore[override]
             return RayData()
 
-    with pytest.raises(ConfigError, match=r"data\(\) returned a Ray Data RayData: write it once by\nds.write_parquet"):
+    with pytest.raises(
+        ConfigError, match=r"data\(\) returned a Ray Data RayData: write it once with\nds.write_parquet"
+    ):
         small_work.train(Work())
 
 

@@ -12,8 +12,19 @@ from rayps.core.errors import (
     TrainingError,
     WorkloadError,
 )
-from rayps.core.families import Rebuild, ReplaceOne, RestartAll, recovery_now
-from rayps.runtime.decide import GRACE_SECONDS, Continue, Fail, Finish, Mend, Replace, Restart, RunFacts, Stop, decide
+from rayps.core.strategy_families import Rebuild, ReplaceOne, RestartAll, recovery_now
+from rayps.runtime.decide_recovery import (
+    GRACE_SECONDS,
+    Continue,
+    Fail,
+    Finish,
+    Mend,
+    Replace,
+    Restart,
+    RunFacts,
+    Stop,
+    decide,
+)
 
 LOST = PeerLost("worker-1 closed the connection", peer="worker-1")
 SLOW = PeerTimeout("worker-1 was silent", peer="worker-1", seconds=5)

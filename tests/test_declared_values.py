@@ -10,11 +10,11 @@ import pytest
 from small_work import Small, train
 
 from rayps.core.errors import ConfigError
-from rayps.core.families import ByClient, Fixed, Rebuild, ReplaceOne, Reshuffled, RestartAll
 from rayps.core.replica import Pipeline
 from rayps.core.strategy import ServerHalf, StrategyView
+from rayps.core.strategy_families import ByClient, Fixed, Rebuild, ReplaceOne, Reshuffled, RestartAll
 from rayps.core.topology import ASP, BSP, SSP, JobFacts, Peers, PerPush, PerRound, Servers, SharedVector
-from rayps.federated.view import FederatedView, keeper_of
+from rayps.federated.strategy_interface import FederatedView, keeper_of
 from rayps.strategies.all_reduce import AllReduce
 from rayps.strategies.base import Strategy
 from rayps.strategies.catalogue import CATALOGUE, catalogue, parse, wire

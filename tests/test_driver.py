@@ -212,7 +212,7 @@ class Silent(Small):
 
 @pytest.mark.parametrize("strategy", [*IN_STEP, LOOSE[0]], ids=str)
 def test_a_silent_worker_is_named_and_replaced(tag, strategy, monkeypatch):
-    monkeypatch.setattr("rayps.runtime.decide.GRACE_SECONDS", 0.2)
+    monkeypatch.setattr("rayps.runtime.decide_recovery.GRACE_SECONDS", 0.2)
     work = Silent(n=36, pause=0.002, tag=tag)
     cluster = Watched()
     result = train(work, strategy, cluster, workers=3, epochs=3, timeout=1.0)
@@ -621,11 +621,12 @@ def test_the_actor_begins_by_itself_and_ends_itself(folder):
     """Whoever created it may be killed at once: no further call is needed for the job to run and to leave nothing."""
     cluster = surrounding()
     spec = SPEC | {"working_dir": str(folder)}
-    cluster.spawn("rayps.runtime.driver_actor:DriverActor", spec, str(folder / "job"), 1, 0, name="driver-job")
-    assert until(lambda: (folder / "job" / "outcome.json").exists(), 60), stacks()
-    assert json.loads((folder / "job" / "outcome.json").read_text())["status"] == "SUCCEEDED"
-    assert until(lambda: cluster.find("driver-job") is None, 60), stacks()
-    begun = json.loads((folder / "job" / "driver.json").read_text())
+    job = folder / "begins"  # a name of its own: an actor ends the living actor of its name
+    cluster.spawn("rayps.runtime.driver_actor:DriverActor", spec, str(job), 1, 0, name="driver-begins")
+    assert until(lambda: (job / "outcome.json").exists(), 60), stacks()
+    assert json.loads((job / "outcome.json").read_text())["status"] == "SUCCEEDED"
+    assert until(lambda: cluster.find("driver-begins") is None, 60), stacks()
+    begun = json.loads((job / "driver.json").read_text())
     started = processes.started(os.getpid())
     assert begun == {"attempt": 1, "pid": os.getpid(), "started": started, "protocol": PROTOCOL}
 
@@ -639,14 +640,16 @@ def test_a_crash_of_the_actor_is_told_in_its_folder(folder, monkeypatch):
     monkeypatch.setattr(threading, "excepthook", lambda *_: None)
     cluster = surrounding()
     spec = SPEC | {"working_dir": str(folder)}
-    (folder / "job").mkdir()
-    (folder / "job" / "progress.json").write_text('{"status": "RUNNING"}')
-    cluster.spawn("rayps.runtime.driver_actor:DriverActor", spec, str(folder / "job"), 2, 0, name="driver-job")
+    job = folder / "crashes"
+    job.mkdir()
+    (job / "progress.json").write_text('{"status": "RUNNING"}')
+    cluster.spawn("rayps.runtime.driver_actor:DriverActor", spec, str(job), 2, 0, name="driver-crashes")
+    assert until(lambda: (job / "driver.json").exists(), 60), stacks()
     gate.touch()
-    assert until(lambda: cluster.find("driver-job") is None, 60)
-    begun = json.loads((folder / "job" / "driver.json").read_text())
+    assert until(lambda: cluster.find("driver-crashes") is None, 60), stacks()
+    begun = json.loads((job / "driver.json").read_text())
     assert begun["attempt"] == 2 and begun["crash"] == "KeyboardInterrupt: no outcome tells this"
-    assert not (folder / "job" / "outcome.json").exists() and not (folder / "job" / "progress.json").exists()
+    assert not (job / "outcome.json").exists() and not (job / "progress.json").exists()
 
 
 def test_a_stop_before_the_start_is_not_forgotten(folder):

@@ -323,7 +323,7 @@ def test_a_workload_that_is_right():
     [
         (Users(torch.arange(8.0)), "have dtype float32"),
         (Users(torch.arange(8) - 9), "is negative"),
-        (Users(torch.arange(8), {"films": 1}), "names table 'films'; the model's are users"),
+        (Users(torch.arange(8), {"films": 1}), "of table 'films', but the model's tables are: users"),
         (Users(torch.arange(8), 3), "lookups.* returned int"),
         (Users(torch.arange(8), {"users": torch.ones(2)}), "have dtype float32"),
     ],

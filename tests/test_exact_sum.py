@@ -178,7 +178,7 @@ def test_weights_that_cannot_be(weight):
 
 
 def test_vectors_that_cannot_be():
-    with pytest.raises(ConfigError, match="4 elements, the model 3"):
+    with pytest.raises(ConfigError, match="4 elements, but the model has 3"):
         ExactSum(3, torch.float32).add(torch.zeros(4), 1)
     with pytest.raises(ConfigError, match="int64"):
         ExactSum(3, torch.int64)

@@ -89,7 +89,7 @@ def test_a_death_at_a_named_place(kind, place, staleness):
 @pytest.mark.parametrize("round_", range(3))
 def test_several_deaths(round_):
     """A worker and a shard that die within one snapshot may lose what only that worker kept; nothing is added twice."""
-    chance = random.Random(random.getrandbits(32))
+    chance = random.Random(random.getrandbits(32) + round_)
     arm = {
         (kind, i): f"{chance.choice(PLACES[kind][:2])}={chance.randint(2, 20)}"
         for kind, i in (("ShardActor", 0), ("ShardActor", 1), ("WorkerActor", chance.randrange(WORKERS)))

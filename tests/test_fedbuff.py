@@ -139,7 +139,7 @@ def test_bad_options_are_refused(options, field):
 
 
 def test_more_under_way_than_there_are_is_refused_before_anything_starts():
-    with pytest.raises(ConfigError, match="there are 9 clients: give at most so many"):
+    with pytest.raises(ConfigError, match="there are 9 clients: give at most 9"):
         train(Fed(clients=9), FedBuff(concurrency=10), workers=1, epochs=1)
 
 

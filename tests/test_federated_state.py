@@ -62,7 +62,7 @@ def test_states_of_a_large_job_travel_in_pieces(tmp_path, monkeypatch):
 
 def test_a_checkpoint_of_other_clients_is_refused(tmp_path):
     train(Fed(clients=9), Scaffold(), workers=2, epochs=2, checkpoint=tmp_path)
-    with pytest.raises(CheckpointError, match="state of client 8, and the data has 4"):
+    with pytest.raises(CheckpointError, match="state of client 8, but the data has 4"):
         train(Fed(clients=4), Scaffold(), workers=2, epochs=4, checkpoint=tmp_path, resume=True)
 
 

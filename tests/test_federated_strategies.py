@@ -241,7 +241,7 @@ def test_a_state_that_is_not_finite_is_not_kept_and_said():
     work = Judged(clients=4, n=48)
     result = train(work, Ditto(lam=1e200), workers=2, epochs=3)
     assert math.isfinite(result.metrics["personal_error"])
-    said = [event for event in result.events if event["kind"] == "warning" and "is dropped" in event["message"]]
+    said = [event for event in result.events if event["kind"] == "warning" and "was dropped" in event["message"]]
     assert sorted(event["client"] for event in said) == ["0", "1", "2", "3"]
     assert "ditto: lam" in said[0]["message"]
 

@@ -207,7 +207,7 @@ def test_a_common_vector_is_one_memory():
 
 def test_ranks_that_share_no_memory_are_told_the_way_out():
     def work(ring):
-        with pytest.raises(ConfigError, match=r"3 ranks share no memory.*on\s*one: use fewer workers.*all_reduce"):
+        with pytest.raises(ConfigError, match=r"3 ranks share no memory.*on one host: use fewer workers.*all_reduce"):
             ring.common(10)
         with pytest.raises(ConfigError, match="share no memory"):
             ring.progress()

@@ -19,7 +19,7 @@ BAD = [
     ({"epochs": "3"}, "epochs", ["'3'"]),
     ({"steps": 0}, "steps", ["0", "at least 1"]),
     ({"steps": 2.0}, "steps", ["2.0"]),
-    ({"epochs": 1, "steps": 1}, "epochs", ["both", "one of them"]),
+    ({"epochs": 1, "steps": 1}, "epochs", ["epochs is 1", "one of them"]),
     ({"checkpoint_every": 0}, "checkpoint_every", ["0"]),
     ({"workload": "digits"}, "workload", ["'digits'", "digits:Digits"]),
     ({"workload": ""}, "workload", ["''"]),

@@ -14,12 +14,12 @@ from small_work import Small, Watched, distance, kinds, train
 
 import rayps
 from rayps.cluster.local import LocalCluster
-from rayps.core.calendar import Calendar
 from rayps.core.errors import ConfigError
-from rayps.core.families import LOCAL_UPDATES
 from rayps.core.job_status import Status
 from rayps.core.metrics import Rounds, history
+from rayps.core.phase_rounds import Calendar
 from rayps.core.strategy import Phase
+from rayps.core.strategy_families import LOCAL_UPDATES
 from rayps.runtime.driver import Driver
 from rayps.runtime.journal import Journal
 from rayps.runtime.snapshots import assemble

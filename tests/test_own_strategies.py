@@ -181,7 +181,7 @@ def test_without_a_folder_no_file_is_read(folder):
 @pytest.mark.parametrize("text", ["parameter_server:staleness", "all-reduce:sum"])
 def test_an_option_without_a_value_is_no_class(text):
     assert own_names("all_reduce") == []
-    with pytest.raises(ConfigError, match="without a key"):
+    with pytest.raises(ConfigError, match="has no value"):
         parse(text, Path.cwd())
 
 

@@ -404,7 +404,7 @@ def test_bad_options_are_refused_with_what_can_be_given(option, words):
 
 
 def test_a_round_that_could_never_count_is_refused():
-    with pytest.raises(ConfigError, match="no round would ever count"):
+    with pytest.raises(ConfigError, match="no round would ever change the model"):
         options_module.check_replies(4, 3, 0.0)
     with pytest.raises(ConfigError, match="min_replies is -1"):
         options_module.check_replies(-1, None, 0.0)

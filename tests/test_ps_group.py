@@ -67,7 +67,9 @@ def test_start_find_and_stop(cluster):
         assert found.door() == group.door() and pickle.loads(pickle.dumps(group)).name == "prod"
         with pytest.raises(Conflict, match="'prod' already: give another name"):
             elastic.start(cluster, "prod")
-        with pytest.raises(ConfigError, match=r"no server group 'prud'; there are: 'prod'.*rayps servers start prud"):
+        with pytest.raises(
+            ConfigError, match=r"no server group 'prud'; running groups: 'prod'.*rayps servers start prud"
+        ):
             elastic.find(cluster, "prud")
     finally:
         group.stop()

@@ -131,7 +131,7 @@ def test_without_copies_rows_come_back_from_the_checkpoint_and_the_workers(clust
     result = train(Tally(pause=0.006), strategy, cluster, epochs=4, checkpoint_every=5, **more)
     restored = [event for event in result.events if event["kind"] == "restored"]
     assert restored and all(event["pushes"] == 0 for event in restored), told(result)
-    assert ("begin anew" in restored[0]["message"]) is not folder
+    assert ("start empty" in restored[0]["message"]) is not folder
     assert torch.equal(counted(result), torch.full((ROWS, 2), 4)), counted(result)
 
 

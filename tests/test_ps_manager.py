@@ -228,7 +228,7 @@ def test_sizes_that_cannot_be(make):
     for servers, text in (
         (0, "at least 1"),
         (-1, "at least 1"),
-        (1, "at least 2 servers: 1 are too few"),
+        (1, "at least 2 servers: servers=1 is too few"),
         (True, "whole number"),
         ("3", "whole number"),
     ):
@@ -266,7 +266,7 @@ def test_spaces_by_name(make):
         manager.open(a_space())
     with pytest.raises(Conflict, match="another number of workers, another set of tables"):
         manager.open(a_space(workers=5, segments=3))
-    with pytest.raises(NotFound, match=r"no space 'jib'.*the open ones are: 'job'"):
+    with pytest.raises(NotFound, match=r"no space 'jib'.*the open spaces are: 'job'"):
         manager.space("jib")
     with pytest.raises(NotFound, match="number 7"):
         manager.map(7)
@@ -290,7 +290,7 @@ def test_nonsense_is_refused_and_changes_nothing(make):
     manager = make()
     before = manager.facts()["spaces"]
     for space, text in (
-        (a_space(name=" "), "cannot name a space"),
+        (a_space(name=" "), "name of a space is ' '"),
         (a_space(workers=0), "at least 1"),
         (Space("x", 0, 1, ParameterServer()), "neither a dense vector nor a table"),
         (a_space(quota=Quota(bytes=-1)), "above 0"),
@@ -302,7 +302,7 @@ def test_nonsense_is_refused_and_changes_nothing(make):
             manager.open(space)
     assert manager.facts()["spaces"] == before
     manager.open(a_space())
-    with pytest.raises(ConfigError, match="no 'rows'"):
+    with pytest.raises(ConfigError, match="no field 'rows'"):
         manager.set_quota("job", {"rows": 3})
     with pytest.raises(ConfigError, match="rank 2"):
         manager.join(1, 2)

@@ -251,7 +251,7 @@ def test_states_are_kept_given_and_made_durable(site):
     driver.say(GroupMessage.SAVED, a=2, payload=b"")
     assert driver.ask(GroupMessage.READ, all_of()).kind == GroupMessage.VALUE
     assert guests[0].ask(GroupMessage.PULL, all_of(), a=3).weight == 2.0
-    assert "not kept" in error(driver.ask(GroupMessage.PART, all_of(), a=1))["message"]
+    assert "no state after round 1" in error(driver.ask(GroupMessage.PART, all_of(), a=1))["message"]
     now = unpack(driver.ask(GroupMessage.PART, all_of(), a=3).payload)
     assert part_of(now[0].data, 3, 0).done == {0: 3, 1: 3}
     assert unpack(driver.ask(GroupMessage.PART, all_of(), a=-1).payload)[0].segment == 0

@@ -194,10 +194,10 @@ def test_past_the_deadline_the_server_the_segments_and_the_knob_are_named(make):
 
     module.GRACE_SECONDS, before = 0.1, module.GRACE_SECONDS
     try:
-        with pytest.raises(PeerTimeout, match=r"'s1' did not answer for segments 1, 3.*0\.2 s.*timeout"):
+        with pytest.raises(PeerTimeout, match=r"'s1' did not answer requests to segments 1, 3.*0\.2 s.*timeout"):
             server.pull()
         group.kill("s1")
-        with pytest.raises(PeerTimeout, match=r"no request could be sent for segments 1, 3 \(held by s1\)"):
+        with pytest.raises(PeerTimeout, match=r"no request could be sent to segments 1, 3 \(held by s1\)"):
             server.pull()
         server.push(torch.ones(12, dtype=torch.float64))
         with pytest.raises(PeerTimeout):
@@ -221,7 +221,7 @@ def test_what_is_lost_is_said(make):
     server = GroupServer(talk)
     group.kill("s1")
     group.give(1, None), group.give(3, None)
-    with pytest.raises(PeerLost, match=r"segments 1, 3 of 'job' had no backup.*replicas"):
+    with pytest.raises(PeerLost, match=r"segments 1, 3 of space 'job' had no backup.*replicas"):
         server.pull()
 
 
@@ -244,7 +244,7 @@ def test_a_hang_up_reaches_who_pulls_ahead(make):
     tables.announce(torch.arange(3).numpy())
     assert until(lambda: tables._reader is not None, 60)
     later(0.1, talk.hang_up)
-    with pytest.raises(PeerLost, match="ended on this side"):
+    with pytest.raises(PeerLost, match="ended its own connections"):
         tables.rows("users")
     tables.close()
     with pytest.raises(PeerLost):  # one that is made too late

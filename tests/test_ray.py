@@ -15,6 +15,7 @@ from traces import Traces
 
 import rayps
 from rayps import AllReduce, ParameterServer, Ring, ServerGroup
+from rayps.cluster.ray_cluster import cause_of_death
 from rayps.ps.group import start
 
 pytestmark = pytest.mark.ray
@@ -168,3 +169,29 @@ def test_a_run_on_its_own_ray_leaves_nothing():
     assert failed.returncode != 0
     assert "no rows" in failed.stderr
     assert not traces.left()
+
+
+REPORT = """The actor died unexpectedly before finishing this task.
+\tclass_name: WorkerActor
+\tactor_id: 5e1c
+\tpid: 4711
+\tnamespace: n
+The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: """
+
+
+@pytest.mark.parametrize(
+    ("report", "law"),
+    [
+        (f"{REPORT}End of file. There are some potential root causes. (1) OOM", "process 4711: End of file"),
+        (f"{REPORT}Code 2. End of file. Some common causes include: (1)", "process 4711: Code 2. End of file"),
+        (f"{REPORT}Worker exits with an exit code 3.", "process 4711: Worker exits with an exit code 3"),
+        (
+            f"{REPORT}Worker exits with an exit code 3.\nmore".replace("\tpid: 4711\n", ""),
+            "Worker exits with an exit code 3",
+        ),
+        ("\n  The actor's node died. \n more", "The actor's node died."),
+        (" \n", "Ray gives no reason"),
+    ],
+)
+def test_a_cause_of_death_is_one_line(report, law):
+    assert cause_of_death(report) == law

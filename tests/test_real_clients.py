@@ -352,9 +352,9 @@ def _header(text: str) -> bytes:
 
 BAD = {
     "nan": (an_update(torch.full((50,), torch.nan, dtype=torch.float64)), "finite"),
-    "short": (an_update(torch.zeros(49, dtype=torch.float64)), r"'w' is float64 \(49,\), and float64 \(50,\)"),
+    "short": (an_update(torch.zeros(49, dtype=torch.float64)), r"'w' is float64 \(49,\), but float64 \(50,\)"),
     "single": (an_update(torch.zeros(50)), "float32"),
-    "many": (an_update(torch.zeros(50, dtype=torch.float64), n=10**9), "1000000000 samples, and joined with 20"),
+    "many": (an_update(torch.zeros(50, dtype=torch.float64), n=10**9), "1000000000 samples, but joined with 20"),
     "none": (an_update(torch.zeros(50, dtype=torch.float64), n=0), "reports 0 samples"),
     "more": (an_update(torch.zeros(50, dtype=torch.float64), c=torch.zeros(3)), "unknown 'c'"),
     "noise": (os.urandom(200), "cannot be read"),
@@ -461,7 +461,7 @@ MEDDLING = {
     "another rate": (lambda path, body: in_order(path, body, strategy={"name": "fedprox", "mu": 9.0}), "signature"),
     "another model": (
         lambda path, body: body[:-8] + struct.pack("<d", 1e6) if path.endswith("/parameters") else body,
-        "not the signed ones",
+        "do not have the SHA-256 hash",
     ),
     "another key": (
         lambda path, body: (
@@ -523,7 +523,7 @@ def test_a_client_refuses_orders_that_are_played_again_or_are_of_another_job(cli
     other = Key.kept(tmp_path / "key")
     with pytest.raises(Unauthorized, match="signature"):
         client.verified_order({**signed(), "signature": other.sign(signed()["order"])})
-    with pytest.raises(Unauthorized, match="key is another"):
+    with pytest.raises(Unauthorized, match="its key differs"):
         verified(signed()["order"], other.sign(signed()["order"]), other.public, key.fingerprint)
     with pytest.raises(Unauthorized, match="order 9 was received before"):
         client._folder.begin(9)
@@ -608,7 +608,7 @@ def test_what_cannot_be_is_said_before_anything_starts(strategy: str, workers: i
     ("strategy", "why"),
     [
         ("fedavg:rule=krum(f=1),clients=remote(least=4)", "needs a round of at least 5"),
-        ("fedavg:min_replies=3,fraction=0.5,clients=remote(least=4)", "starts with 4 clients, and asks 2"),
+        ("fedavg:min_replies=3,fraction=0.5,clients=remote(least=4)", "may start with 4 clients and then asks 2"),
     ],
 )
 def test_what_the_fewest_clients_could_not_do_is_refused(clinic: Clinic, strategy: str, why: str) -> None:
@@ -712,6 +712,8 @@ def test_a_client_with_another_model_is_told(clinic: Clinic) -> None:
     fresh = type(outside)(
         Wider(0), Own(0).data(), outside.token, job.id, hospital.connection, hospital.folder, name="h0"
     )
-    with pytest.raises(WorkloadError, match=r"it has 0.weight \[\[7, 5\], 'float64'\], and here is \[\[8, 5\]"):
+    with pytest.raises(
+        WorkloadError, match=r"the job has 0.weight \[\[7, 5\], 'float64'\], this workload has \[\[8, 5\]"
+    ):
         fresh.run()
     job.stop().wait(30)

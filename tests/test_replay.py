@@ -1,6 +1,8 @@
 """What workers keep is said again to a restored shard; what is retried counts once and is still answered."""
 
+import contextlib
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,6 +11,8 @@ from test_consistent import joined
 from test_server import START, N, every, house  # noqa: F401  (a fixture)
 
 from rayps.cluster.local import until
+from rayps.core.errors import RaypsError
+from rayps.ps.protocol.mailbox import WAITS
 from rayps.ps.protocol.messages import GroupMessage
 from rayps.tensors.flat import Layout
 from rayps.tensors.packing import flat_bytes
@@ -123,6 +127,123 @@ def test_a_finished_worker_tells_a_restored_shard_what_it_lacks(house):  # noqa:
     server.talk.catch_up()  # as `rewire` lets another thread do
     assert one.loops[1].shard.ledger.marks[0] == 3
     assert torch.allclose(server.read(), START - 3 * 0.1, atol=1e-12)
+
+
+def test_a_new_worker_that_kept_nothing_says_what_a_restored_shard_has_lost(house):  # noqa: F811
+    """Pushes of a dead worker to a dead shard: consistent pulls would wait for them if nobody declared them lost."""
+    one = house(2, 2, None)
+    first = keeps(one, 0)
+    for _ in range(3):
+        first.push(ONES)
+    first.close()
+    other, second = keeps(one, 1, consistent=True, timeout=5.0), keeps(one, 0)
+    assert second.step == 3
+    one.restart(1)
+    second.talk.catch_up()
+    assert one.loops[1].facts().lost == 3
+    cut, found = one.ranges[1][0], other.pull()
+    assert torch.allclose(found[:cut], START[:cut] - 3 * 0.1 / 2, atol=1e-12)
+    assert torch.equal(found[cut:], START[cut:])
+
+
+def test_a_new_worker_that_waits_at_one_shard_joins_the_restored_one(house):  # noqa: F811
+    """Rank 0 leads and waits at the first shard for rank 1, who waits for what the second one lacks of rank 0."""
+    one = house(2, 2, 1)
+    first = keeps(one, 0)
+    for _ in range(2):
+        first.push(ONES)
+    first.close()
+    second, other = keeps(one, 0, consistent=True), keeps(one, 1, consistent=True, timeout=20.0)
+    assert second.step == 2
+    waits = threading.Thread(target=second.pull, daemon=True)
+    waits.start()
+    waits.join(0.3)
+    assert waits.is_alive()  # two rounds ahead
+    one.restart(1)
+    other.pull()
+    other.push(ONES)
+    waits.join(60)
+    assert not waits.is_alive()
+    assert one.loops[1].facts().lost == 2
+
+
+def test_a_reader_declares_nothing_lost_that_its_worker_kept(house):  # noqa: F811
+    one = house(2, 1, None)
+    server = keeps(one, 0)
+    for _ in range(3):
+        server.push(ONES)
+    reader, pieces = server.talk.reader(), dict.fromkeys(range(2), b"")
+    reader.exchange(GroupMessage.READ, pieces)
+    one.restart(1)
+    reader.exchange(GroupMessage.READ, pieces)
+    reader.close()
+    assert one.loops[1].facts().lost == 0
+    server.talk.catch_up()
+    assert torch.allclose(server.read(), START - 3 * 0.1, atol=1e-12)
+
+
+def test_a_map_in_which_nothing_of_a_lost_server_changed_is_no_reason_to_call_it_again(house):  # noqa: F811
+    """A call to a dead server holds the worker up for 0.1 s, in which it does not read the map that names the next."""
+    one = house(2, 1, None)
+    server = keeps(one, 0)
+    server.push(ONES)
+    server.settle()
+    connections = server.talk._lines
+    for name in ("shard-0", "shard-1"):
+        connections.refused(name)
+    one.maps[-1].publish(replace(connections.map, version=connections.map.version + 1))  # as with another backup
+    assert connections.newer() == set()
+    assert sorted(connections.backoffs) == ["shard-0", "shard-1"]
+    one.now = one.maps[-1].map
+    one.maps[-1].publish(one.maps[-1].moved(1, one.loops[1].address))
+    assert connections.newer() == {1}
+    assert sorted(connections.backoffs) == ["shard-0"]
+
+
+def test_a_worker_that_is_lost_between_its_answer_and_its_wakeup_ends_no_server(house):  # noqa: F811
+    one = house(1, 2, None)
+    first, second = keeps(one, 0), keeps(one, 1)
+    for server in (first, second):
+        server.push(ONES)
+        server.settle()
+
+    def answer_and_lose():
+        boxes = one.loops[0].loop._boxes
+        guest = next(guest for guest in one.loops[0].boxes() if guest.rank == 0)
+        guest.box.words[WAITS] = 1
+        boxes.answered.append(guest.box)
+        boxes.close(guest)
+        boxes.wake()
+
+    one.loops[0].do(lambda _: answer_and_lose())
+    second.push(ONES)
+    assert torch.allclose(second.pull(), START - 3 * 0.1 / 2, atol=1e-12)
+
+
+def test_a_session_that_is_closed_ends_the_thread_that_catches_up(house):  # noqa: F811
+    one = house(2, 1, None)
+    server, free = keeps(one, 0), threading.Event()
+    server.push(ONES)
+    server.settle()
+
+    def catch_up():
+        with contextlib.suppress(RaypsError):
+            server.talk.catch_up()
+
+    busy = threading.Thread(target=lambda: one.loops[1].do(lambda _: free.wait(60)), daemon=True)
+    waits = threading.Thread(target=catch_up, daemon=True)
+    busy.start()
+    try:
+        one.maps[-1].publish(one.maps[-1].moved(1, one.loops[1].address))
+        waits.start()
+        waits.join(0.5)
+        assert waits.is_alive()  # the server does not answer its JOIN
+        server.close()
+        waits.join(30)
+        assert not waits.is_alive()
+    finally:
+        free.set()
+        busy.join(60)
 
 
 @pytest.mark.parametrize("resident", [True, False])

@@ -139,7 +139,7 @@ def speaks(event, lost, *, twin):
     assert f"{event['seconds']:.2f} s after the failure was detected" in event["message"]
     assert f"continued from round {event['round']}" in event["message"]
     for name, giver in event["sources"].items():
-        kind = "its twin" if twin else "its mirror on"
+        kind = "its twin" if twin else "its backup on"
         assert f"{name} has the state of {kind} {giver}" in event["message"]
 
 

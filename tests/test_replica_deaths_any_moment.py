@@ -10,8 +10,9 @@ from small_work import SEEN, Small, Watched, distance, kinds, plain, train
 from torch import nn
 
 from rayps import AllReduce, Pipeline, TensorParallel
-from rayps.core.calendar import Boundary
+from rayps.cluster.local import until
 from rayps.core.errors import PeerLost, TrainingError
+from rayps.core.phase_rounds import Boundary
 from rayps.core.user_module import pack
 from rayps.recovery import worker_backup
 from rayps.recovery.backup_assignment import Bond, Source
@@ -57,6 +58,35 @@ def lives(work, replica, workers, *deaths, **options):
     for column in ("round", "loss", "samples", "evaluation_loss"):
         assert result.history.column(column).to_pylist() == law.history.column(column).to_pylist(), column
     return result
+
+
+def test_no_run_continues_after_a_round_whose_point_was_refused(tag, monkeypatch):
+    """A worker whose plan is ended within a round may finish the round, and its loss must not be lost."""
+    work = Deeper(n=96, batch=6, optimizer="adam", tag=tag)
+    law = train(work, AllReduce(replica=BOTH), workers=4, epochs=2)
+    cluster, made, ended = Watched(), worker_run.PlanRun.__init__, []
+
+    def init(run, loop, report, retain, stopped):
+        plan = loop.w.plan
+
+        def late(point):
+            if (plan.rank, plan.generation, point["kind"], point.get("round")) == (2, 1, "round", 1):
+                ender = threading.Thread(target=cluster.kill, args=(cluster.actors["WorkerActor", 2],))
+                ender.start()
+                ended.append(ender)
+                assert until(stopped, 60)
+            return report(point)
+
+        made(run, loop, late, retain, stopped)
+
+    monkeypatch.setattr(worker_run.PlanRun, "__init__", init)
+    result = train(work, AllReduce(replica=BOTH), cluster, workers=4, epochs=2)
+    [ender] = ended
+    ender.join()
+    cluster.close()
+    assert kinds(result).count("mended") == 1
+    assert distance(result.model(), law.model()) == 0.0
+    assert result.history.column("loss").to_pylist() == law.history.column("loss").to_pylist()
 
 
 BEGUN = 8  # losses by which everybody has made a step; who dies before may have left nothing to mend from

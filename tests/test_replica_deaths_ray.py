@@ -35,14 +35,15 @@ def run(cluster, victim=None):
     work = Deep(n=240, batch=6, optimizer="adam", pause=0.01)
     result = rayps.train(work, strategy=STRATEGY, workers=2, epochs=2, cluster=cluster, progress=look)
     assert len(killed) == (victim is not None)
-    return result
+    return result, killed
 
 
 def test_a_stage_is_killed_in_the_middle_of_a_step(ray_cluster):
-    law, result = run(ray_cluster), run(ray_cluster, victim=1)
+    (law, _), (result, killed) = run(ray_cluster), run(ray_cluster, victim=1)
     [event] = [event for event in result.events if event["kind"] == "mended"]
     print(event["message"])
     assert event["lost"] == ["worker-1"]
+    assert f"process {killed[0]}" in event["message"]
     assert event["sources"] == {"worker-1": "worker-0"}
     assert event["seconds"] > 0
     assert "restarted" not in kinds(result)

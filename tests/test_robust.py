@@ -152,8 +152,8 @@ def test_rounds_with_too_few_replies_leave_the_model_as_it_was():
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        ({"rule": "krum(f=9)"}, r"at least 21 replies \(2f \+ 2 < n\), and a round asks 20"),
-        ({"rule": "krum(f=4)", "fraction": 0.5}, "and a round asks 10"),
+        ({"rule": "krum(f=9)"}, r"at least 21 replies \(2f \+ 2 < n\), but a round asks 20"),
+        ({"rule": "krum(f=4)", "fraction": 0.5}, "but a round asks 10"),
         ({"rule": "bulyan(f=5)"}, "n >= 4f"),
         ({"rule": "krum(f=3)", "attack": FLIP}, "tolerates 3"),
         ({"attack": "nan(clients=20)"}, "no honest one"),

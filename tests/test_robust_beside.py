@@ -9,8 +9,8 @@ from test_robust import Blobs
 from torch import nn
 
 import rayps
-from rayps.federated.aggregate import Aggregate
 from rayps.federated.buffer_statistics import NEGATIVE, BufferStatistics
+from rayps.federated.combine_replies import Aggregate
 from rayps.federated.population.attack_spec import attack_of
 from rayps.federated.robust_rules import rule_of
 from rayps.federated.rule_arithmetic import aggregate, geometric_median

@@ -114,7 +114,7 @@ def test_a_row_that_is_cut_between_servers_is_refused():
 
 @pytest.mark.parametrize("ids", [[2, 1], [1, 1], [0], [9], [-1, 5]])
 def test_a_shard_refuses_ids_that_are_not_sorted_or_not_its_own(ids):
-    with pytest.raises(ValueError, match="sorted, unique and of the rows 1 to 5"):
+    with pytest.raises(ValueError, match="sorted, unique and among the rows 1 to 5"):
         rows_here(LAYOUT, 7, 22, 1, torch.tensor(ids))
     with pytest.raises((ValueError, ConfigError), match=r"no parameter|no table"):
         rows_here(LAYOUT, 7, 22, len(ids) + 2, torch.tensor(ids))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rayps.core.errors import ConfigError
-from rayps.federated.aggregation import Aggregation
+from rayps.federated.aggregation_options import Aggregation
 from rayps.federated.population.attack_spec import attack_of, skew
 from rayps.federated.robust_rules import RULES, AggregationRule, Bulyan, rule_of
 from rayps.federated.rule_arithmetic import (
@@ -290,7 +290,7 @@ def test_guards(text, least):
     assert rule.lacking(least) is None
     aggregate(rule, matrix(least, 3))
     if least > 1:
-        with pytest.raises(ConfigError, match=r"at least \d+ replies \(.*n.*\), and a round asks"):
+        with pytest.raises(ConfigError, match=r"at least \d+ replies \(.*n.*\), but a round asks"):
             rule.check(least - 1)
         assert f"needs {least} replies" in rule.lacking(least - 1) and f"received {least - 1}" in rule.lacking(
             least - 1
@@ -376,7 +376,7 @@ def test_what_skewed_data_cost_is_said():
         rule = rule_of(text)
         assert rule.warning(skew(even)) is None
         assert f"{rule} costs accuracy" in rule.warning(skew(two)) and str(rule) in rule.warning()
-    assert "hardly converges (buckets help, inside of its parentheses: krum(f=1,bucket=2))" in rule_of(
+    assert "hardly converges if a client has only two labels (buckets help: krum(f=1,bucket=2))" in rule_of(
         "krum(f=4)"
     ).warning(0.8)
     assert rule_of("mean").warning(0.8) is None

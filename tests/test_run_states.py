@@ -7,7 +7,7 @@ import pytest
 from rayps.core.errors import TrainingError, WorkloadError
 from rayps.core.job_status import Status
 from rayps.recovery.backup_assignment import Mending
-from rayps.runtime.decide import (
+from rayps.runtime.decide_recovery import (
     AwaitCheckpoint,
     BeginGeneration,
     Continue,

@@ -43,7 +43,9 @@ BEHIND = "waits behind job (a), which was submitted before"
 ASKED = "stop requested"
 RESTARTED = "it is restarted (failure {} of max_failures 3)"
 UNSTARTED = "the service was killed before the driver had started: the driver is restarted"
-NO_SIGN = "no sign of progress for 900 s while {}: the job's timeout and RAYPS_STALL set how long it may take"
+NO_SIGN = (
+    "no sign of progress for 900 s while {}: the limit is RAYPS_STALL, or 5 times the job's timeout if that is longer"
+)
 
 
 def decide(job: OpenJob, alive: bool = True, **kwargs: Any) -> list[Any]:
@@ -320,8 +322,8 @@ def test_a_stop_of_a_job_that_cannot_be_seen_has_a_deadline(
         Seal(
             "a",
             S.STOPPED,
-            f"stopped: the job's driver could not be reached for {deadline:g} s (no route), "
-            "and is killed if it is found again",
+            f"stopped: the job's driver could not be reached for {deadline:g} s (no route); "
+            "if the driver is found again, it is killed",
         )
     ]
     assert (actions == sealed) is ends and (ends or not any(isinstance(action, Seal) for action in actions))

@@ -21,7 +21,7 @@ from torch.optim import SGD, Adam
 from rayps.cluster.local import until
 from rayps.comm.link.memory import Memory
 from rayps.core.errors import PeerLost, PeerTimeout, StaleGeneration
-from rayps.ps.client.turn import TurnPart
+from rayps.ps.client.whole_exchange import TurnPart
 from rayps.ps.protocol import mailbox
 from rayps.ps.protocol.messages import GroupMessage
 from rayps.ps.server.dense_segment import DenseSegment

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim import SGD, Adam
 
-from rayps.core.calendar import Boundary
+from rayps.core.phase_rounds import Boundary
 from rayps.core.repeated_pushes import WINDOW
 from rayps.ps.protocol.pieces import Extent
 from rayps.ps.server.dense_segment import Shard, part_of

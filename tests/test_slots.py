@@ -15,7 +15,7 @@ from rayps.cluster.local import until
 from rayps.core.grid import Grid
 from rayps.recovery.backup_assignment import HeldRounds, Source, keepers, mending
 from rayps.recovery.peer_replication import Mirror, PeerReplication, fetch, fetch_rest
-from rayps.recovery.slots import StateSlots, look, pack, parse, tensors_of
+from rayps.recovery.state_slots import StateSlots, look, pack, parse, tensors_of
 
 SECRET = b"s" * 32
 CONTEXT = multiprocessing.get_context("spawn")

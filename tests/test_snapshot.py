@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from rayps.core.calendar import Calendar
 from rayps.core.errors import CheckpointError
+from rayps.core.phase_rounds import Calendar
 from rayps.core.repeated_pushes import Ledger
 from rayps.core.strategy import Phase
 from rayps.strategies.all_reduce import AllReduce

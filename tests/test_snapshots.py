@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from rayps.core.calendar import Boundary
+from rayps.core.phase_rounds import Boundary
 from rayps.runtime.snapshots import SnapshotSchedule
 from rayps.tensors.snapshot import RetainedParts
 

@@ -129,7 +129,7 @@ def pieces_that_cannot_be():
     yield "twice", wire_format.encode_push(ids(2, 2), torch.ones(2, 4)), "strictly ascending"
     yield "dim", wire_format.encode_push(ids(1, 2), torch.ones(2, 5)), "have 5 elements; the table's dim is 4"
     yield "nan", wire_format.encode_push(ids(1, 2), nan), "the gradient of id 2 is not finite"
-    yield "torn", good[:40], "cannot contain|expected"
+    yield "torn", good[:40], "too short|expected"
     yield "short", good[:10], "at least 24"
     yield "pull", wire_format.encode_pull(ids(1, 2)), "expected a push with rows"
     yield "half", wire_format.encode_push(ids(1, 2), nan, half=True), "not finite"

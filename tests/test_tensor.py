@@ -620,9 +620,13 @@ def model_of_all():
     ("given", "size", "words"),
     [
         ({"fcc": "out"}, 2, "plan names 'fcc', and the model has no such layer: did you mean 'fc'?"),
-        ({"zzzzzz.*": "out"}, 2, "no such layer: it can split 'fc', 'attn', 'words', 'block.layers.0.self_attn' ..."),
+        (
+            {"zzzzzz.*": "out"},
+            2,
+            "no such layer: layers that can be split are 'fc', 'attn', 'words', 'block.layers.0.self_attn' ...",
+        ),
         ({"conv": "out"}, 2, "the layer 'conv' (Conv2d) cannot be split: rayps splits Linear (out, in), Embedding "),
-        ({"block": "heads"}, 2, "'block' (TransformerEncoder) cannot be split: name the layers in it: 'block.layers"),
+        ({"block": "heads"}, 2, "'block' (TransformerEncoder) cannot be split: name the layers in it instead: 'b"),
         ({"fc": "heads"}, 2, "plan['fc'] is 'heads', and Linear can be split by out or in"),
         ({"conv*": "out"}, 2, "plan['conv*'] is 'out', and no layer of that name can be split so"),
         (
@@ -634,11 +638,11 @@ def model_of_all():
         ({"fc": "rowwise"}, 2, "which means one thing in papers"),
         ({"fc": "sideways"}, 2, "give out, in, heads, rows or none"),
         ({"fc": "in*2"}, 2, "give out, in, heads, rows or none"),
-        ({"fc": "out:2"}, 2, "plan splits the layer 'fc' into 1 x units of 2, and its 3 outputs are not a multiple"),
-        ({"fc": "out"}, 4, "size is 4, and the layer 'fc' (Linear) has 3 outputs: every worker needs at least one"),
-        ({"fc": "in:3"}, 3, "size is 3, and the layer 'fc' (Linear) has 2 units of 3 inputs"),
-        ({"attn": "heads"}, 4, "size is 4, and the layer 'attn' (MultiheadAttention) has 3 heads"),
-        ({"words": "rows"}, 6, "size is 6, and the layer 'words' (Embedding) has 5 rows"),
+        ({"fc": "out:2"}, 2, "plan splits the layer 'fc' into blocks (1) of units of 2, but its 3 outputs are not"),
+        ({"fc": "out"}, 4, "size is 4, but the layer 'fc' (Linear) has 3 outputs: every worker needs at least one"),
+        ({"fc": "in:3"}, 3, "size is 3, but the layer 'fc' (Linear) has 2 units of 3 inputs"),
+        ({"attn": "heads"}, 4, "size is 4, but the layer 'attn' (MultiheadAttention) has 3 heads"),
+        ({"words": "rows"}, 6, "size is 6, but the layer 'words' (Embedding) has 5 rows"),
     ],
     ids=str,
 )
@@ -656,7 +660,7 @@ def test_names_with_stars_and_their_order():
 
 def test_split_layers_without_a_ring_say_so():
     net = split(One(4, 4), {"layer": LayerSplit("out", 4)}, 0, 2, None)
-    with pytest.raises(ConfigError, match="give split\\(\\) a ring"):
+    with pytest.raises(ConfigError, match="pass a ring to split\\(\\)"):
         net(torch.zeros(1, 4))
 
 

@@ -141,7 +141,7 @@ def raises(error, words, workload=None, **options):
         ({"workers": 0}, ConfigError, ["workers", "0"]),
         ({"workers": "2"}, ConfigError, ["workers", "'2'"]),
         ({"epochs": 0}, ConfigError, ["epochs", "0"]),
-        ({"epochs": 1, "steps": 1}, ConfigError, ["both"]),
+        ({"epochs": 1, "steps": 1}, ConfigError, ["only one of them"]),
         ({"steps": -1}, ConfigError, ["steps"]),
         ({"seed": "x"}, ConfigError, ["seed"]),
         ({"timeout": 0}, ConfigError, ["timeout"]),
@@ -209,33 +209,34 @@ def test_progress_on_no_terminal_is_plain_lines(monkeypatch):
     display = Display(stream)
     display.event({"kind": "restarted", "message": "worker-1 died [red]"})
     display.event({"kind": "checkpoint", "message": "not shown"})
-    display.progress(
-        {
-            "status": "RUNNING",
-            "round": 5,
-            "rounds": 20,
-            "epoch": 0,
-            "epochs": 2,
-            "loss": 0.25,
-            "samples_per_second": 1234.5,
-            "eta_seconds": 7.0,
-            "metrics": {"loss": 1, "accuracy": 0.5},
-        }
-    )
+    progress = {
+        "status": "RUNNING",
+        "round": 5,
+        "rounds": 20,
+        "epoch": 0,
+        "epochs": 2,
+        "loss": 0.25,
+        "samples_per_second": 1234.5,
+        "eta_seconds": 7.0,
+        "metrics": {"loss": 1, "accuracy": 0.5},
+    }
+    display.progress(progress)
+    display.progress(progress | {"status": "STOPPED"})
     display.close()
     lines = stream.getvalue().splitlines()
     assert lines[0] == "restarted: worker-1 died [red]"
     assert lines[1] == (
         "epoch 1/2  round 5/20  batch loss 0.2500  evaluation: loss 1.0000 accuracy 0.5000  1,234 samples/s  7 s left"
     )
-    assert len(lines) == 2
+    assert lines[2].startswith("stopped  round 5/20") and "left" not in lines[2]
+    assert len(lines) == 3
 
 
 def test_progress_goes_to_stderr(capsys):
     train(Small(pause=0.01), workers=2, progress=True)
     found = capsys.readouterr()
     assert found.out == ""
-    assert "phase: all_reduce until round 6" in found.err
+    assert "phase: training with all_reduce until round 6" in found.err
 
 
 def test_it_learns_under_every_strategy():

@@ -106,7 +106,7 @@ class Mistaken(rayps.Workload):
         ("label dtype", "Long"),
         ("dtype", "dtype"),
         ("no scalar", "return one number"),
-        ("detached", "does not require grad"),
+        ("detached", "a number without a gradient"),
         ("evaluate", "Dimension out of range"),
         ("no number", "return one number"),
     ],

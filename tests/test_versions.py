@@ -86,7 +86,7 @@ def test_a_change_of_the_methods_is_another_protocol() -> None:
 def test_whose_methods_are_known(begun: dict[str, Any], launched: dict[str, Any], called: bool) -> None:
     why = foreign(2, begun, launched)
     assert (why is None) is called
-    assert why is None or (f"this service has {PROTOCOL}" in why and "another version of rayps" in why)
+    assert why is None or (f"this service has protocol {PROTOCOL}" in why and "another version of rayps" in why)
 
 
 def test_a_driver_of_another_version_is_never_asked() -> None:
@@ -144,7 +144,7 @@ def test_a_stop_ends_a_driver_of_another_version_and_says_so(
         reason = site.http.get(f"/api/v1/jobs/{job}").json()["reason"]
         asked = (tmp_path / "actors" / f"driver-{job}.stop").exists()
         assert asked is (protocol == PROTOCOL)
-        assert (f"which has protocol {OTHER}: this service has {PROTOCOL}" in reason) is (protocol == OTHER)
+        assert (f"has protocol {OTHER} and this service has protocol {PROTOCOL}" in reason) is (protocol == OTHER)
         until(lambda: place.find(f"driver-{job}") is None)
     finally:
         site.close()

@@ -11,8 +11,8 @@ from small_work import Small, distance, train, vector
 from rayps.core.errors import ConfigError
 from rayps.strategies.base import Strategy
 from rayps.strategies.catalogue import CATALOGUE
-from rayps.worker.families import FAMILIES, load, loop_class
 from rayps.worker.loop import Loop
+from rayps.worker.loop_of_family import FAMILIES, load, loop_class
 from rayps.worker.sync_gradients import SyncGradients, SyncWorker
 
 OF = {

@@ -278,3 +278,22 @@ def test_a_misspelt_method_is_warned_of():
     result = rayps.train(Nearly(), workers=1, steps=1, progress=False, cluster=LocalCluster())
     warned = [event["message"] for event in result.events if event["kind"] == "warning"]
     assert set(said) <= set(warned)
+
+
+def test_a_workload_is_packed_while_another_thread_reads_files_again(folder: Path) -> None:
+    work = load("line.py:Line", str(folder))
+    others: list[threading.Thread] = []
+
+    class Slow:
+        def __reduce__(self) -> tuple[type, tuple[()]]:
+            other = threading.Thread(target=base.FINDER.forget)
+            other.start()
+            other.join(0.2)  # it waits until the workload is packed
+            others.append(other)
+            return (list, ())
+
+    content = pack((work, Slow()))
+    [other] = others
+    other.join(60)
+    assert not other.is_alive() and "helper" not in sys.modules
+    assert unpack(content)[0].width == 6

@@ -38,11 +38,11 @@ def create_app(
     started: Callable[[Service], Awaitable[None]] | None = None,
     ended: Callable[[int, bool], None] | None = None,
 ) -> FastAPI:
-    """Build the app.
+    """Build the FastAPI app of the job service.
 
-    `place`: the Ray in which drivers run (default: that of the settings). `keep` leaves an own Ray and its jobs running
-    when the service stops. `started` is called before the first request is answered, `ended` with the number of jobs
-    that were running at the end and whether they continue.
+    `place`: the Ray in which drivers run (default: the one in the settings). With `keep`, the Ray that rayps owns and
+    its jobs continue when the service stops. `started` is called before the first request is answered; `ended` is
+    called at the end, with the number of jobs that were running and whether they continue.
     """
 
     @contextlib.asynccontextmanager
@@ -65,7 +65,7 @@ def create_app(
             app.state.service.closing.set()
             while going := [task for task in ticking if not task.done()]:
                 for task in going:
-                    task.cancel()  # cancel again: wait_for may lose a cancellation that comes as its wait ends
+                    task.cancel()  # repeated, because wait_for can lose a cancellation that arrives as its wait ends
                 await asyncio.wait(going, timeout=1.0)
             groups.close()
             running = await scheduler.close(end=not keep)

@@ -1,9 +1,9 @@
 """Limit the number of the service's connections and their silent time; reserve descriptors for token holders.
 
-Guarantee: peers without a token cannot keep a token holder out. A connection is *known* once a request on it has shown
-a valid token. At a limit, a new connection is accepted, and the oldest unknown connection on which the service waits
-for the peer and that is older than `grace` seconds is closed; while there is none, new connections stay in the kernel's
-queue. A token holder is known well within the grace.
+Guarantee: peers without a token cannot keep a token holder out. A connection is *known* after a request on it has had a
+valid token. When a limit is reached, the service closes an unknown connection and accepts the new one. It closes the
+oldest unknown connection on which it waits for the peer, if that is older than `grace` seconds; otherwise new
+connections wait in the kernel's queue. A token holder's connection is known long before `grace` seconds have passed.
 
 uvicorn parses HTTP, but has no header or body time-out and no limit on connections. This module has the decisions (pure
 functions), a protocol for uvicorn that collects the facts for them, and a loop that accepts.
@@ -33,12 +33,12 @@ STATE = "rayps_connection"  # the key of the connection's `Held` in a request's 
 _MOST = 1000
 _WORK = 48  # descriptors reserved for the store, job folders and Ray
 _BATCH = 8  # connections accepted before other callbacks run and closed connections free their descriptors
-_PAUSE = 0.5  # seconds without accepting when there is no descriptor and nothing can be closed
+_PAUSE = 0.5  # seconds without accepting when there is no free descriptor and no connection can be closed
 _SWEEP = 1.0  # seconds between two checks of the time-outs
 
 
 class Phase(enum.Enum):
-    """The state of a connection: what the service or the peer does."""
+    """The phase of a connection: what the service waits for, or does."""
 
     IDLE = "idle"  # between two requests
     HEADER = "header"  # a request's head is incomplete
@@ -55,15 +55,15 @@ class Limits:
     unknown: int  # unknown connections; the rest is reserved for token holders
     per_address: int  # unknown connections of one address
     grace: float = 0.25  # age after which an unknown connection may be closed to make room for a new one
-    header: float = 10.0  # from the start to a complete request head
-    body: float = 30.0  # without a byte of the body; the whole body: this, plus a second per `body_rate` bytes
-    body_rate: float = 1000.0
+    header: float = 10.0  # until the request's head is complete
+    body: float = 30.0  # without a byte of the body; the whole body may take `body` plus its bytes / `body_rate`
+    body_rate: float = 1000.0  # bytes per second
     idle: float = 15.0  # between two requests
-    write: float = 60.0  # without the peer reading a byte
+    write: float = 60.0  # in which the peer reads no byte of the answer
 
 
 def limits(most_descriptors: int, used: int) -> Limits:
-    """Return the limits for a process with this many descriptors, `used` of them before it serves. Pure."""
+    """Return the limits for a process that may open `most_descriptors` and uses `used` before it serves. Pure."""
     total = min(_MOST, max(8, (most_descriptors - used - _WORK) * 3 // 4))
     unknown = total * 3 // 4
     return Limits(total, unknown, unknown * 3 // 4)
@@ -162,7 +162,7 @@ class Protocol(H11Protocol):
         super().data_received(data)
 
     def resume_writing(self) -> None:
-        """Note that the peer has read."""
+        """Record that the peer has read, and continue to write."""
         self.held.silent = 0.0
         super().resume_writing()
 
@@ -201,11 +201,11 @@ class Protocol(H11Protocol):
         if not silent and not (begun and self.cycle.response_started):
             self._answer(408, reason)
         if begun:
-            self.cycle.disconnected = True  # what the app sends from now on is discarded
+            self.cycle.disconnected = True  # from now on the app's output is discarded
             self.cycle.message_event.set()
         self.transport.close()
         if self.transport.get_write_buffer_size():
-            self.transport.abort()  # a peer that does not read would hold the descriptor
+            self.transport.abort()  # otherwise a peer that does not read would keep the descriptor in use
 
     def _answer(self, status: int, detail: str) -> None:
         body = json.dumps(
@@ -242,7 +242,7 @@ class Connections:
         """Decide on a new connection; if another must be closed to make room, close it."""
         self._remove_closed()
         found = admit(address, list(self._protocols), self.most, now)
-        if found.reason:  # facts are updated once per sweep only: update them now, and decide again
+        if found.reason:  # the facts may be as old as the last sweep: update them, and decide again
             self._update(0.0)
             found = admit(address, list(self._protocols), self.most, now)
         if found.closed is not None:
@@ -256,7 +256,7 @@ class Connections:
         self._protocols[protocol.held] = protocol
 
     def remove(self, protocol: Protocol) -> None:
-        """Remove a connection whose start failed."""
+        """Remove a connection that could not be started."""
         self._protocols.pop(protocol.held, None)
 
     def make_room(self, error: OSError, now: float) -> bool:
@@ -297,7 +297,7 @@ class Connections:
 
 
 class Acceptor:
-    """The loop that accepts on one listening socket. Without free descriptors it closes a connection or pauses."""
+    """The loop that accepts connections on one listening socket. Without a free descriptor it makes room or pauses."""
 
     def __init__(self, listener: socket.socket, server: Server) -> None:
         self._listener, self._server = listener, server
@@ -373,7 +373,7 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, most: Limits | None = None) -> None:
         super().__init__(config)
         self.held = Connections(most or limits_here())
-        config.timeout_keep_alive = int(self.held.most.idle) + 5  # later than `sweep`, which logs the reason
+        config.timeout_keep_alive = int(self.held.most.idle) + 5  # so that `sweep`, which logs the reason, is earlier
         self._acceptors: list[Acceptor] = []
 
     def protocol(self, held: Held) -> Protocol:
@@ -383,7 +383,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start the app, then accept."""
         if not sockets:
-            raise ValueError("give listening sockets: uvicorn's own have no limits")
+            raise ValueError("give listening sockets: on sockets that uvicorn opens itself, connections have no limits")
         await super().startup([])
         if self.started:
             self._acceptors = [Acceptor(listener, self) for listener in sockets]

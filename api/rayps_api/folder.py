@@ -38,20 +38,20 @@ def lines(path: Path, cursor: int, limit: int) -> tuple[list[tuple[bytes, int]],
 
 
 def objects(path: Path, cursor: int, limit: int) -> tuple[list[dict[str, Any]], int]:
-    """Read JSON lines from a byte offset; invalid lines are left out."""
+    """Read up to `limit` JSON lines from a byte offset, without invalid lines; return them and the next cursor."""
     found, after = lines(path, cursor, limit)
     parsed = [_object(line) for line, _ in found]
     return [value for value in parsed if value is not None], after
 
 
 def log_lines(path: Path, cursor: int, limit: int) -> tuple[list[dict[str, str]], int]:
-    """Read log lines from a byte offset."""
+    """Read up to `limit` log lines from a byte offset as {"time", "source", "text"}; return also the next cursor."""
     found, after = lines(path, cursor, limit)
     return [_log_line(line) for line, _ in found], after
 
 
 def tail(path: Path, count: int) -> int:
-    """Return the byte offset of the last `count` lines, at most a megabyte before the end."""
+    """Return the byte offset at which the last `count` lines begin, but at most a megabyte before the end."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -68,8 +68,8 @@ def tail(path: Path, count: int) -> int:
 def events(path: Path, noted: list[StoredEvent], cursor: int, limit: int) -> tuple[list[dict[str, Any]], int]:
     """Return the events of a job from a cursor on, in the order of time.
 
-    They are the driver's, from its file, and the scheduler's; `noted` are all scheduler's events of the job. An event's
-    `seq` grows in the order of delivery; it is the cursor after the event.
+    The driver's events are read from `path`; `noted` are all events that the scheduler has written about the job. An
+    event's `seq` grows in the order in which events are returned; it is the cursor after the event.
     """
     count, offset = divmod(cursor, EVENT_SHIFT)
     written, _ = lines(path, offset, limit)

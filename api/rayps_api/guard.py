@@ -52,7 +52,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, settings: Settings, failures: deque[float]) -> None:
         self._app = RequestBodyLimitMiddleware(app, BODY_LIMIT)
-        # the largest body of a federated client's update; the route checks the exact limit
+        # for updates of federated clients; the route checks the exact limit of the round
         self._updates = RequestBodyLimitMiddleware(app, UPDATE_LIMIT)
         self._hosts = {*LOOPBACK, settings.host, *settings.allowed_hosts}
         self._failures = failures
@@ -141,7 +141,7 @@ class Guard:
         return self.failed(request)
 
     async def _client(self, request: Request, token: str) -> Response | None:
-        """Authenticate a federated client. A client's token is valid for the routes of clients only."""
+        """Authenticate a federated client, whose token is valid only for the routes of clients."""
         running = request.app.state.service
         grant = await running.client_tokens.grant(token)
         if grant is None:
@@ -156,7 +156,7 @@ class Guard:
         return None
 
     def failed(self, request: Request, detail: str | None = None) -> Response:
-        """Refuse an unauthenticated request; after many such requests in a minute with 429.
+        """Return the refusal of an unauthenticated request: 401, or 429 after many such requests in a minute.
 
         Authenticated requests are not affected.
         """

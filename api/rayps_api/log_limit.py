@@ -22,8 +22,9 @@ class _Kind:
 class LogLimit(logging.Filter):
     """A log filter that passes `most` messages of one kind per `seconds`.
 
-    The first message of the next period says how many were omitted. A kind is a logger, a level and a format string
-    (not the text, which may contain an address). Records of loggers that are not in `LIMITED` always pass.
+    After a period, the next message of a kind says how many were omitted. Two messages are of one kind if they have the
+    same logger, level and format string (not the same text, which may contain an address). Messages of loggers that are
+    not in `LIMITED` always pass.
     """
 
     def __init__(self, most: int = 5, seconds: float = 60.0) -> None:

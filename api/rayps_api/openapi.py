@@ -14,7 +14,7 @@ _TOKENS = "/api/v1/tokens"
 def interface(derived: dict[str, Any], cookie: str) -> dict[str, Any]:
     """Complete the derived OpenAPI document: authentication schemes, and the answers 429 and 415.
 
-    429 is added where authentication is needed, 415 where JSON is sent.
+    429 is added to routes that need authentication, 415 to routes whose requests have a JSON body.
     """
     found = copy.deepcopy(derived)
     found.setdefault("components", {})["securitySchemes"] = {
@@ -41,7 +41,7 @@ def interface(derived: dict[str, Any], cookie: str) -> dict[str, Any]:
 
 
 def security(method: str, path: str) -> list[dict[str, list[str]]]:
-    """Return the schemes of which a request must use one; empty for open routes."""
+    """Return the authentication schemes of a route; a request uses one of them. Empty for routes without one."""
     if (method, path) in OPEN:
         return []
     if path.startswith(CLIENTS):

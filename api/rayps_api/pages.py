@@ -41,10 +41,10 @@ def in_page(path: str, query: str) -> str:
 
 
 def install(app: FastAPI) -> None:
-    """Serve the dashboard at /, below every other route.
+    """Serve the dashboard at /, for paths that no other route has.
 
-    The page's own route is in the fragment (`/#/jobs/ID`). A plain path, `/jobs/ID`, redirects there by a relative
-    address, which is correct behind any path prefix.
+    The dashboard reads its own route from the fragment (`/#/jobs/ID`). A plain path, `/jobs/ID`, is redirected to that
+    address. The redirect is relative, so that it is correct behind any path prefix.
     """
     place = built()
     if place is not None:

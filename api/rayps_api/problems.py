@@ -69,7 +69,7 @@ def problem(
 def install(app: FastAPI, fields: Mapping[str, Sequence[str]]) -> None:
     """Add the handlers that answer every error of the app with problem details.
 
-    `fields`: the names of the body fields, by path prefix, for hints.
+    `fields`: the names of the fields of request bodies, by path prefix; a misspelt field's error names the nearest.
     """
 
     @app.exception_handler(HTTPException)

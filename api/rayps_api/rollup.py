@@ -1,7 +1,7 @@
-"""Aggregate a run's rounds into buckets of 2^k rounds, aligned at multiples of 2^k. A complete bucket never changes.
+"""Aggregate a run's metrics into buckets of 2^k rounds, aligned at multiples of 2^k. A complete bucket never changes.
 
-Buckets are built incrementally: a request for a long run reads only the new lines. Memory is bounded: at most `_MOST`
-buckets, of the smallest size that fits.
+Buckets are built incrementally: a request for a long run reads only the new lines. Memory is bounded: a run has at most
+`_MOST` buckets, and k is the smallest for which they are enough.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _EVALUATIONS = 5000
 
 @dataclass(slots=True)
 class Bucket:
-    """A bucket: the number of consecutive rounds in it, and the sums of their metrics."""
+    """A bucket: the number of its rounds, which are consecutive, and the sums of their metrics."""
 
     count: int = 0
     finite: int = 0
@@ -59,7 +59,10 @@ class Bucket:
             self.staleness[age] = self.staleness.get(age, 0) + times
 
     def out(self, begin: int, size: int, newest: int) -> dict[str, Any]:
-        """Return the bucket as JSON data, up to round `newest`; `loss` is null if no round had a finite loss."""
+        """Return the bucket's `size` rounds from `begin` on, up to round `newest`, as JSON data.
+
+        `loss` is null if no round had a finite loss.
+        """
         loss = None
         if self.finite:
             loss = {"min": self.least, "mean": self.total / self.finite, "max": self.most}
@@ -77,7 +80,7 @@ class Bucket:
 
 
 class Rollup:
-    """The buckets of one job's metrics file, up to the offset to which the file was read."""
+    """The buckets and evaluations of one job's metrics file, up to the offset to which the file was read."""
 
     def __init__(self) -> None:
         self.size = 1
@@ -87,7 +90,7 @@ class Rollup:
         self._cursor = 0
 
     def read(self, path: Path) -> None:
-        """Add the points that are new in the file."""
+        """Read the metric points that were written since the last call, and add them."""
         while True:
             points, after = objects(path, self._cursor, 10_000)
             if after == self._cursor:
@@ -108,7 +111,7 @@ class Rollup:
                 self.size, self.buckets = self._coarser(self.size * 2)
 
     def series(self, most: int) -> list[dict[str, Any]]:
-        """Return the finest series that has at most `most` buckets."""
+        """Return all buckets, merged into larger ones until there are at most `most`, as JSON data."""
         size, buckets = self.size, self.buckets
         while len(buckets) > most:
             size, buckets = self._coarser(size * 2)
@@ -122,7 +125,7 @@ class Rollup:
 
 
 class Rollups:
-    """The rollups of the most recently requested jobs."""
+    """A cache of the rollups of the jobs that were requested last."""
 
     def __init__(self, most: int = 32) -> None:
         self._most = most

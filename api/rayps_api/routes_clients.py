@@ -1,8 +1,7 @@
 """The routes of real federated clients, and the routes by which a user admits them.
 
-Guarantees: a client can use the routes under /api/v1/client only, and sees its own orders, never those of other
-clients. All state is in files in the job's folder (`rayps.federated.remote.mailbox`): the service can be restarted at
-any moment.
+Guarantees: a client can use only the routes under /api/v1/client, and sees only its own orders. All state is in files
+in the job's folder (`rayps.federated.remote.mailbox`), so that the service can be restarted at any moment.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ LONGEST_WAIT = 30.0
 _PAUSE = 0.1
 _SEEN_SECONDS = 2.0
 _BLOCK = 1 << 20
-MOST_UPDATES = 8  # updates that are received at once; further ones are answered with 429
+MOST_UPDATES = 8  # updates that are received at one time; further requests are answered with 429
 
 router = APIRouter(prefix="/api/v1", tags=["clients"], responses=problems(400, 401, 403, 404, 409, 413, 422))
 
@@ -109,7 +108,7 @@ Joined = Annotated[Caller, Depends(_joined)]
 
 @router.post("/client-tokens", status_code=201, response_model=NewToken)
 async def create_token(body: TokenIn, known: Known) -> Any:
-    """Create a token for clients; it is shown once."""
+    """Create a token for clients; the token is shown once."""
     job = None if body.job is None else await known.record(body.job)
     if job is not None:
         _check_remote(job)
@@ -205,12 +204,12 @@ async def work(
     after: Annotated[int, Query(ge=0, lt=2**53)] = 0,
     wait: Annotated[float, Query(ge=0, le=LONGEST_WAIT, allow_inf_nan=False)] = 20.0,
 ) -> Any:
-    """Return the work after order `after`; wait up to `wait` seconds for it."""
+    """Return the order that follows order `after`, or the job's end; wait up to `wait` seconds for either."""
     running, ends = caller.service, time.monotonic() + wait
     seen, version, record = time.monotonic(), -1, None
 
     async def answer(**found: Any) -> WorkOut:
-        """Return the answer, with the verdict on `after` read now: the round may have closed during the wait."""
+        """Return the answer with the verdict on the update of order `after`; its round may have closed in the wait."""
         verdict = await asyncio.to_thread(caller.mailbox.verdict, after, caller.member.number) if after else None
         return WorkOut(verdict=verdict, **found)
 
@@ -268,9 +267,9 @@ async def update(
     serial: Serial,
     caller: Joined,
     request: Request,
-    rayps_sha256: Annotated[str, Header(pattern=r"^[0-9a-f]{64}$", description="Of the body.")],
+    rayps_sha256: Annotated[str, Header(pattern=r"^[0-9a-f]{64}$", description="The SHA-256 hash of the body.")],
 ) -> Any:
-    """Receive an update, as safetensors. The first complete update of a client counts; 409 if it is late."""
+    """Receive a client's update of a round, as safetensors. Its first complete update counts; 409 if it is late."""
     if caller.service.receiving >= MOST_UPDATES:
         raise HTTPException(429, f"{MOST_UPDATES} updates are being received: retry", {"Retry-After": "2"})
     caller.service.receiving += 1
@@ -297,7 +296,12 @@ async def leave(caller: Joined) -> Response:
 
 
 async def _receive(request: Request, caller: Caller, part: Path, most: int, digest: str) -> None:
-    """Write the request's body into a file block by block. Raises ConfigError: its length or hash is wrong."""
+    """Write the request's body into the file `part`, block by block.
+
+    Raises:
+        HTTPException: the body is too long or incomplete, or its hash is wrong.
+        Conflict: the round is closed.
+    """
     found, size, seen = hashlib.sha256(), 0, time.monotonic()
     try:
         with part.open("xb") as file:
@@ -311,17 +315,21 @@ async def _receive(request: Request, caller: Caller, part: Path, most: int, dige
                     seen = time.monotonic()
                     caller.mailbox.seen(caller.member.number)
     except FileNotFoundError:
-        raise Conflict("this round is over", status=409, code="late") from None
+        raise Conflict("the round is closed: the update is too late", status=409, code="late") from None
     except ClientDisconnect:
         raise HTTPException(400, "the update is incomplete: the connection was closed") from None
     if found.hexdigest() != digest:
-        raise HTTPException(422, "the update does not match its hash: it was cut or changed in transit")
+        raise HTTPException(
+            422,
+            "the update does not have the hash in Rayps-Sha256: it was cut off or changed in transit: send it again",
+        )
 
 
 def _open_order(caller: Caller, serial: int, delivering: bool = False) -> Any:
-    """Return this client's open order; None if its update was received.
+    """Return this client's open order; None if `delivering` and its update was already received.
 
-    Raises Conflict: the round is closed; NotFound.
+    Raises:
+        Conflict: the round is closed, or the order is not for this client.
     """
     mailbox, number = caller.mailbox, caller.member.number
     if delivering and mailbox.has(serial, number):
@@ -329,7 +337,7 @@ def _open_order(caller: Caller, serial: int, delivering: bool = False) -> Any:
     mailbox.parameters(serial)
     order = mailbox.newest()
     if order is None or order.serial != serial or number not in order.sampled:
-        raise Conflict(f"order {serial} is not for {caller.member.name}", status=409, code="not_asked")
+        raise Conflict(f"order {serial} is not for the client {caller.member.name}", status=409, code="not_asked")
     return order
 
 
@@ -355,7 +363,7 @@ def _open(mailbox: Mailbox, serial: int) -> Any:
     try:
         return mailbox.parameters(serial).open("rb")
     except FileNotFoundError:
-        raise Conflict("this round is over", status=409, code="late") from None
+        raise Conflict("the round is closed: its parameters were deleted", status=409, code="late") from None
 
 
 def _blocks(file: Any) -> Iterator[bytes]:

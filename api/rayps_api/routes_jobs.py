@@ -91,7 +91,7 @@ async def stop(job_id: str, known: Known) -> Any:
 
 @router.delete("/{job_id}", response_model=JobOut)
 async def delete(job_id: str, known: Known) -> Any:
-    """Delete an ended job with its folder: logs, metrics, checkpoints. 409 while it, or a job that resumes it, runs."""
+    """Delete an ended job with its logs, metrics and checkpoints. 409 while the job, or one that resumes it, runs."""
     record = await known.record(job_id)
     if not record.status.terminal:
         raise Conflict(
@@ -120,7 +120,7 @@ async def metrics(
     limit: Annotated[int, Query(ge=1, le=10_000)] = 2000,
     max_points: Annotated[int | None, Query(ge=2, le=5000)] = None,
 ) -> Any:
-    """Show metric points from a cursor, or with `max_points` the whole run in round-aligned buckets."""
+    """Show metric points from a cursor, or the whole run in at most `max_points` buckets of consecutive rounds."""
     job_id = (await known.record(job_id)).id
     path = known.folder(job_id) / "metrics.jsonl"
     if max_points is not None:
@@ -167,7 +167,7 @@ async def _write_row(job_id: str, known: Service) -> None:
 
 
 def _refuse_without_servers(spec: JobSpec, phases: list[PhaseFacts]) -> None:
-    """Refuse a server group for a strategy that stores nothing on servers. Raises ConfigError."""
+    """Raise ConfigError if a server group or a branch is given, and the strategy stores nothing on servers."""
     if not any(each.servers or each.tables for each in phases):
         names = " and ".join(dict.fromkeys(each.name for each in phases))
         raise ConfigError(
@@ -184,12 +184,12 @@ def _refuse_without_servers(spec: JobSpec, phases: list[PhaseFacts]) -> None:
 
 
 async def _check_branch(spec: JobSpec, known: Service) -> None:
-    """Refuse to branch from a space that the group does not have. Raises ConfigError."""
+    """Raise ConfigError if the server group does not have the space from which the job branches."""
     assert spec.server_group is not None and spec.branch is not None
     spaces = known.groups.spaces(spec.server_group)
     if spaces is None or spec.branch in spaces:
         return
-    there = f"{spec.server_group!r} has {', '.join(spaces) or 'none'}"
+    there = f"the spaces of server group {spec.server_group!r} are {', '.join(spaces) or 'none'}"
     try:
         job = await known.store.get(spec.branch)
     except NotFound:
@@ -260,7 +260,7 @@ def _finite_strategy(given: Any) -> Any:
 
 
 def _check_files(spec: JobSpec) -> None:
-    """Refuse a workload file or a directory that does not exist, before a driver is started. Raises ConfigError."""
+    """Raise ConfigError, before a driver is started, if the workload's file or the working directory does not exist."""
     home = None if spec.working_dir is None else Path(spec.working_dir)
     if home is not None and not (home.is_absolute() and home.is_dir()):
         raise ConfigError(

@@ -20,7 +20,7 @@ from rayps_api.schemas import ClusterOut, Login, Ready, StrategyOut, problems
 from rayps_api.service import Known, Service
 
 router = APIRouter(responses=problems(401, 403))
-_SILENT_SECONDS = 300.0  # without a tick; a tick takes seconds, on an overloaded machine minutes
+_SILENT_SECONDS = 300.0  # seconds without a tick of the scheduler; on an overloaded machine a tick can take minutes
 
 
 @router.post("/api/v1/session", status_code=204, tags=["session"], responses=problems(400, 413, 422, 429))
@@ -74,7 +74,7 @@ async def code(known: Known) -> dict[str, str]:
 
 @router.get("/api/v1/cluster", response_model=ClusterOut, tags=["cluster"])
 async def cluster(known: Known) -> Any:
-    """Show the Ray that runs the jobs, as of the newest view."""
+    """Show the state of the Ray cluster that runs the jobs, as the scheduler last saw it."""
     view, place = known.scheduler.view, known.scheduler.place
     total = view.total or place.capacity() or {}
     return {
@@ -97,7 +97,7 @@ async def strategies(known: Known) -> Any:
 @router.head("/healthz", include_in_schema=False)
 @router.get("/healthz", responses={503: {"description": "The scheduler's loop does not run"}}, tags=["health"])
 async def healthz(request: Request, response: Response) -> dict[str, bool]:
-    """Answer 200 while the service's scheduler runs, with Ray or without; 503 when the service should be restarted."""
+    """Answer 200 while the scheduler runs, even if Ray does not answer; 503 when the service should be restarted."""
     ok = request.app.state.service.scheduler.silent < _SILENT_SECONDS
     response.status_code = 200 if ok else 503
     return {"ok": ok}
@@ -144,9 +144,9 @@ def _of_groups(known: Service, registry: CollectorRegistry) -> None:
         key: Gauge(f"rayps_space_{key}", what, ["group", "space"], registry=registry)
         for key, what in (
             ("bytes", "Bytes of a job on a server group"),
-            ("rows", "Rows of its tables"),
-            ("operations_s", "Its operations per second"),
-            ("throttled", "Its operations that waited for its quota"),
+            ("rows", "Rows of a job's tables on a server group"),
+            ("operations_s", "Operations per second of a job on a server group"),
+            ("throttled", "Operations of a job that waited because of the quota of its space"),
         )
     }
     for group in known.groups.all():

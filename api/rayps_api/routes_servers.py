@@ -31,7 +31,7 @@ router = APIRouter(
 Name = Annotated[str, Path(pattern=NAME, description="The group's name.")]
 
 Space = Annotated[
-    str, Path(min_length=1, max_length=200, description="A space's name: its job's id, or ID/1 of a column.")
+    str, Path(min_length=1, max_length=200, description="A space's name: its job's id, or ID/1, ID/2, ... by column.")
 ]
 
 
@@ -86,7 +86,7 @@ async def stop(
             status=409,
         )
     await known.groups.stop(name)
-    known.scheduler.wake()  # the group's jobs fail now, not at a worker's time-out
+    known.scheduler.wake()  # so that the group's jobs fail now, and not later at a worker's time-out
     with contextlib.suppress(NotFound):  # the group may have ended already
         group = await show_group(known, name)
     return JSONResponse({**group, "status": "stopping"}, 202)

@@ -33,7 +33,7 @@ Bearer = Annotated[Service, Depends(_bearer)]
 
 @router.post("", status_code=201, response_model=NewUserToken)
 async def create(body: UserTokenIn, running: Bearer) -> Any:
-    """Create a token for a user; it is shown once."""
+    """Create a token for a user; the token is shown once."""
     found, text = await running.user_tokens.create(body.name, None if body.days is None else body.days * 86400)
     return {**_shown(found), "token": text}
 

@@ -55,7 +55,7 @@ FIELDS = sorted(JobIn.model_fields)
 
 
 class JobOut(BaseModel):
-    """A job."""
+    """A job, as every answer shows it."""
 
     id: str
     name: str
@@ -87,7 +87,7 @@ class Points(BaseModel):
 
 
 class Series(BaseModel):
-    """Metric points in step-aligned buckets, and all evaluations."""
+    """A run's metrics in buckets of consecutive rounds, and all its evaluations."""
 
     series: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
@@ -108,7 +108,7 @@ class Events(BaseModel):
 
 
 class ClusterOut(BaseModel):
-    """The Ray that runs the jobs."""
+    """The state of the Ray cluster that runs the jobs."""
 
     ready: bool
     address: str | None
@@ -122,7 +122,7 @@ class ClusterOut(BaseModel):
 
 
 class GroupIn(BaseModel):
-    """A server group to start: `servers` processes; each segment has a primary and `replicas` copies."""
+    """A server group to start: `servers` processes; each segment has a primary and `replicas` backups."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -134,7 +134,7 @@ class GroupIn(BaseModel):
         ge=LEAST_SILENCE,
         le=MOST_SILENCE,
         allow_inf_nan=False,
-        description=("Seconds after which a silent server counts as dead; one whose process ends is detected at once."),
+        description=("Seconds after which a silent server counts as dead; the end of a process is detected at once."),
     )
 
 
@@ -147,7 +147,7 @@ class ResizeIn(BaseModel):
 
 
 class DrainIn(BaseModel):
-    """The server to drain."""
+    """The request to drain one server: to migrate its segments, and then stop it."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -176,7 +176,7 @@ class GroupJob(BaseModel):
 
 
 class GroupHead(BaseModel):
-    """The common fields of a server group. `settled`: all servers and replicas are ready and no segment moves."""
+    """The common fields of a server group. `settled`: all servers and backups are ready and no segment migrates."""
 
     name: str
     status: str
@@ -188,7 +188,7 @@ class GroupHead(BaseModel):
 
 
 class GroupOut(GroupHead):
-    """A server group."""
+    """A server group with its servers, spaces, segment migrations (`moves`), events and jobs."""
 
     servers: list[dict[str, Any]]
     spaces: list[dict[str, Any]]
@@ -199,7 +199,7 @@ class GroupOut(GroupHead):
 
 
 class GroupRow(GroupHead):
-    """The summary of a server group in a list."""
+    """The summary of a server group in the list of all groups."""
 
     alive: int
     bytes: float
@@ -221,11 +221,11 @@ class Option(BaseModel):
     name: str
     type: str
     default: Any
-    of: list[str] | None = None  # the forms that the option takes, each with options of its own
+    of: list[str] | None = None  # names of the objects, with options, that can be the option's value
 
 
 class StrategyOut(BaseModel):
-    """A strategy. A replica of several workers (pipeline) given alone means all_reduce with that replica."""
+    """A strategy, or a model division such as `pipeline`, which given alone means all_reduce with this division."""
 
     name: str
     summary: str
@@ -242,14 +242,14 @@ class Login(BaseModel):
 
 
 class Ready(BaseModel):
-    """Whether jobs can start."""
+    """Whether jobs can be submitted and can start; `reason` is why not."""
 
     ready: bool
     reason: str | None
 
 
 class ProblemOut(BaseModel):
-    """RFC 9457 problem details."""
+    """An error answer: RFC 9457 problem details."""
 
     type: str
     title: str
@@ -262,7 +262,7 @@ class ProblemOut(BaseModel):
 
 
 def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return the documentation of a route's error answers for OpenAPI."""
+    """Return OpenAPI's description of the error answers with these status codes."""
     content = {"application/problem+json": {"schema": ProblemOut.model_json_schema()}}
     return {status: {"description": http.HTTPStatus(status).phrase, "content": content} for status in statuses}
 
@@ -287,12 +287,12 @@ def job_out(record: JobRecord, progress: dict[str, Any] | None) -> dict[str, Any
 
 
 def spec_out(spec: JobSpec) -> dict[str, Any]:
-    """Return a spec as JSON data."""
+    """Return a job's specification as JSON data."""
     return spec.to_dict()
 
 
 def group_out(group: dict[str, Any], live: list[JobRecord]) -> dict[str, Any]:
-    """Return a group of `rayps.service.groups` with the jobs that use it and have not ended, as JSON data."""
+    """Return a group, as `Groups.get` describes it, with the jobs in `live` that use it, as JSON data."""
     jobs = [
         {"id": job.id, "name": job.name, "status": job.status.value, "workers": job.spec.workers}
         for job in live
@@ -302,7 +302,7 @@ def group_out(group: dict[str, Any], live: list[JobRecord]) -> dict[str, Any]:
 
 
 def group_row(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the summary of a group as JSON data."""
+    """Return the summary of a group, as `group_out` returns it, for a list."""
     servers = group["servers"]
     short = {key: group[key] for key in ("name", "status", "reason", "wanted", "replicas", "created_at", "settled")}
     return short | {

@@ -15,7 +15,7 @@ MOST_DAYS = 3650
 
 
 class TokenIn(BaseModel):
-    """A token for clients of one job, for one client in any job, or for one client in one job."""
+    """The request for a token: for all clients of one job, for one client in any job, or for one client in one job."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -48,13 +48,13 @@ class TokensOut(BaseModel):
 
 
 class KeyOut(BaseModel):
-    """The public key of the orders' signatures."""
+    """The public key with which a client checks the signatures of orders."""
 
     public_key: str = Field(description="Ed25519; its fingerprint is in the token.")
 
 
 class JoinIn(BaseModel):
-    """A client that joins. `key`: a secret that the client made, which identifies it when it joins again."""
+    """A client's request to join. `key`: a secret that the client made, by which it is known when it joins again."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -65,7 +65,7 @@ class JoinIn(BaseModel):
 
 
 class JoinOut(BaseModel):
-    """A client that has joined."""
+    """The answer to a client that has joined."""
 
     job: str
     name: str
@@ -77,7 +77,7 @@ class JoinOut(BaseModel):
 class WorkOut(BaseModel):
     """The answer to a client that asks for work.
 
-    `order` is the signed text; `verdict` and `reason` are not part of it.
+    `order` is the signed text; the other fields are not signed.
     """
 
     kind: Literal["round", "wait", "end"]
@@ -92,7 +92,7 @@ class UpdateOut(BaseModel):
     """The answer to a received update."""
 
     serial: int
-    again: bool = Field(description="An update of this round was received before; the first one counts.")
+    again: bool = Field(description="Whether an update of this round was received before; the first one counts.")
 
 
 class ClientOut(BaseModel):

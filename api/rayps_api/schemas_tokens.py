@@ -15,7 +15,7 @@ class UserTokenIn(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    name: str = Field(pattern=NAME, description="Whose token it is, or its purpose.")
+    name: str = Field(pattern=NAME, description="The token's holder or purpose.")
     days: float | None = Field(None, gt=0, le=MOST_DAYS, allow_inf_nan=False, description="null = until revoked.")
 
 

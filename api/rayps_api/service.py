@@ -86,9 +86,9 @@ class Service:
 
 
 def service(request: Request) -> Service:
-    """Return the running service of a request, after checking that the guard has authenticated the request."""
+    """Return the running service. Raises Unauthorized: the guard has not authenticated the request as a user's."""
     if not request.scope.get("rayps_known"):
-        raise Unauthorized("the token is missing, wrong or revoked", status=401)
+        raise Unauthorized("the token is missing, wrong or revoked: send `Authorization: Bearer rps_...`", status=401)
     found: Service = request.app.state.service
     return found
 

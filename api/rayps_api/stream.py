@@ -37,7 +37,7 @@ router = APIRouter(tags=["stream"], responses=problems(401, 403, 404, 422, 429))
 
 @dataclass(slots=True)
 class Cursor:
-    """A reader's position in a job's files."""
+    """A reader's position in a job's files: `m` in the metrics, `l` in the log, `e` in the events."""
 
     m: int = 0
     l: int = 0  # noqa: E741  the letters are part of the REST interface
@@ -59,7 +59,7 @@ class Cursor:
 
 
 async def _slot(known: Known) -> AsyncIterator[None]:
-    """Count an open stream among those of the service. Raises HTTPException 429: MOST_STREAMS are open."""
+    """Count a stream as open until it ends. Raises HTTPException (429): MOST_STREAMS streams are open."""
     if known.streams >= MOST_STREAMS:
         raise HTTPException(429, f"{MOST_STREAMS} streams are open: close one", {"Retry-After": "5"})
     known.streams += 1
@@ -94,9 +94,9 @@ async def stream(
     topics: Annotated[str, Query(max_length=100)] = ",".join(TOPICS),
     group: Annotated[str | None, Query(max_length=100)] = None,
 ) -> AsyncIterator[ServerSentEvent]:
-    """Stream the changes of a job; without `job`, of the list of jobs.
+    """Stream the changes of a job, or without `job` the changes of the list of jobs.
 
-    With `group`, of a server group (`*`: of all).
+    With `group`, stream the changes of this server group (`*`: of all server groups) instead.
     """
     if group is not None:
         messages = _groups(known, group)
@@ -147,7 +147,7 @@ async def _one(known: Service, job_id: str, topics: set[str], at: Cursor) -> Asy
 
 
 async def _read_new(known: Service, job_id: str, topic: str, at: Cursor) -> dict[str, Any] | None:
-    """Return a bounded block of the new data in one of a job's files; move the cursor past it."""
+    """Return the next new data of one topic, of bounded size, and advance the cursor `at`; None if there is none."""
     home = known.folder(job_id)
     if topic == "metrics":
         found, at.m = await asyncio.to_thread(folder.objects, home / "metrics.jsonl", at.m, 2000)

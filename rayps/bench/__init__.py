@@ -1,1 +1,1 @@
-"""Benchmarks of the data plane and the service, for `rayps bench`."""
+"""Benchmarks of communication, training steps and the job service, for `rayps bench`."""

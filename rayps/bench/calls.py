@@ -1,8 +1,9 @@
 """Measure pulls and pushes of a sparse table's rows through servers and through Ray actor calls, in one run.
 
-`own` is the path of training: the worker makes ids unique, sorts and pulls them, and pushes gradients for them. `calls`
-are actors that each store a part of a dense torch table: index_select and index_add_, numpy arrays as arguments, ids
-split by actor beforehand. Both alternate between the same workers.
+`own` is the way of training: the worker makes ids unique, sorts them, pulls their rows from servers, and pushes
+gradients for them. `calls` uses actors that each store a part of a dense torch table and apply index_select and
+index_add_; arguments are numpy arrays, and the ids are split by actor before the measurement. The same workers measure
+both contenders in turn.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from rayps.bench.parallel_calls import together
 from rayps.bench.rows import Ids, Rows
-from rayps.bench.together import together
 from rayps.cluster.local import ActorHandle, Cluster
 from rayps.core.errors import ConfigError
 from rayps.ps import group as elastic
@@ -32,16 +33,16 @@ from rayps.strategies.parameter_server import ParameterServer
 WAIT_SECONDS = 300.0
 TABLE = "bench"
 _LR = 0.01
-_BATCHES = 8  # of a worker, taken in turns
-_MOST_WARM_UP = 2000  # turns
+_BATCHES = 8  # batches of a worker, used one after another
+_MOST_WARM_UP = 2000  # the most turns before the measurement
 
 
 @dataclass(frozen=True, slots=True)
 class CallsRow:
-    """Medians. Rates are rows per second that all workers pulled and pushed: each row counts twice."""
+    """One comparison; figures are medians. Rates are rows per second pulled and pushed: each row counts twice."""
 
     rows: int
-    ids: int  # of one batch, each once
+    ids: int  # ids of one batch, all different
     dim: int
     workers: int
     servers: int
@@ -49,22 +50,22 @@ class CallsRow:
     repeats: int
     own: float
     calls: float
-    times_calls: float  # own by calls: the median of the runs' ratios
-    own_turn_s: float  # one worker's pull and push of a batch
+    times_calls: float  # own / calls: the median of the runs' ratios
+    own_turn_s: float  # seconds in which one worker pulls and pushes a batch
     calls_turn_s: float
     own_cpu_s: float | None  # CPU seconds of workers and servers per turn of a worker; None: on other hosts
-    calls_cpu_s: float | None  # of workers and actors; without Ray's own processes, which transfer the rows
+    calls_cpu_s: float | None  # the same of workers and actors, without Ray's processes, which transfer the rows
 
 
 class RayRows:
-    """The peer: a part of a table, an actor whose methods are called through Ray."""
+    """The contender without rayps: an actor that stores a part of a table and is called through Ray."""
 
     def __init__(self, rows: int, dim: int) -> None:
         torch.set_num_threads(1)
         self._table = torch.zeros(rows, dim)
 
     def pull(self, ids: Ids) -> Rows:
-        """Return these rows."""
+        """Return the rows with these ids."""
         found: Rows = self._table.index_select(0, torch.from_numpy(ids)).numpy()
         return found
 
@@ -73,12 +74,12 @@ class RayRows:
         return os.getpid()
 
     def push(self, ids: Ids, grads: Rows) -> None:
-        """Step these rows; ids are unique."""
+        """Apply an SGD step to the rows with these ids, which are unique."""
         self._table.index_add_(0, torch.from_numpy(ids), torch.from_numpy(grads) * -_LR)
 
 
 class TableBench:
-    """An actor: one worker of a table."""
+    """An actor: one worker that pulls and pushes a table's rows."""
 
     def __init__(self, rank: int) -> None:
         torch.set_num_threads(1)
@@ -88,7 +89,7 @@ class TableBench:
         self._chance = np.random.default_rng(rank)
 
     def join(self, group: ManagerClient, space: Space) -> int:
-        """Connect; return this rank's next step."""
+        """Connect to the group's servers; return the number of this rank's next step."""
         incarnation = group.join(space.number, self._rank)
         self._talk = Session(group.door(), space, self._rank, incarnation=incarnation, timeout=WAIT_SECONDS)
         steps = self._talk.join()
@@ -97,7 +98,7 @@ class TableBench:
         return self._tables.step
 
     def own(self, rows: int, ids: int, turns: int) -> tuple[float, float]:
-        """Return start and end (wall clock) of so many turns through servers, after one warm-up turn."""
+        """Make `turns` turns through servers; return their start and end by the wall clock, without a warm-up turn."""
         assert self._tables is not None
         batches = [torch.from_numpy(batch) for batch in _batches(self._rank, rows, ids)]
         grads = torch.rand(ids, self._tables.space.tables[0].dim)
@@ -109,7 +110,7 @@ class TableBench:
         return began, time.time()
 
     def calls(self, parts: list[ActorHandle], rows: int, ids: int, dim: int, turns: int) -> tuple[float, float]:
-        """Return start and end (wall clock) of so many turns through actor calls."""
+        """Make `turns` turns through actor calls; return their start and end by the wall clock, without a warm-up."""
         batches = [_cut(batch, len(parts)) for batch in _batches(self._rank, rows, ids)]
         grads = np.random.default_rng(0).random((ids, dim), np.float32)
         out, began = np.empty_like(grads), 0.0
@@ -126,7 +127,7 @@ class TableBench:
         return began, time.time()
 
     def drawn(self, rows: int, ids: int, zipf: float, seconds: float) -> int:
-        """Make turns with Zipf-distributed ids for so long; return how many."""
+        """Make turns with Zipf-distributed ids for `seconds` seconds; return the number of turns."""
         assert self._tables is not None
         turns, end = 0, time.monotonic() + seconds
         while time.monotonic() < end:
@@ -155,13 +156,13 @@ class TableBench:
 
 
 def _batches(rank: int, rows: int, ids: int) -> list[Ids]:
-    """Draw unique ids in random order."""
+    """Draw the batches of a rank: unique ids in random order."""
     chance = np.random.default_rng(rank)
     return [chance.choice(rows, ids, replace=False) for _ in range(_BATCHES)]
 
 
 def _cut(ids: Ids, parts: int) -> list[tuple[Ids, Ids]]:
-    """Return for each part the positions of its ids, and the ids within the part."""
+    """Split ids by actor; return for each actor the positions of its ids in `ids`, and their row numbers there."""
     found = []
     for part in range(parts):
         places = np.flatnonzero(ids % parts == part)
@@ -170,7 +171,7 @@ def _cut(ids: Ids, parts: int) -> list[tuple[Ids, Ids]]:
 
 
 def a_space(workers: int, dim: int, segments: int, optimizer: str) -> Space:
-    """Describe a space of one table, asynchronous."""
+    """Return the description of an asynchronous space with one table."""
     table = SparseTable(TABLE, dim, segments, optimizer={"name": optimizer, "lr": _LR})
     return Space("bench", 0, workers, ParameterServer(staleness=None), tables=(table,))
 
@@ -188,15 +189,15 @@ def bench_calls(
     repeats: int = 5,
     turns: int = 20,
 ) -> CallsRow:
-    """Measure batches of `ids` unique ids of a table with `rows` rows, without replicas, in both ways.
+    """Measure both contenders: batches of `ids` unique ids of a table with `rows` rows, on servers without backups.
 
     Raises:
         ConfigError: a number is too small, or there is no such optimizer.
     """
     if not 1 <= ids <= rows or min(workers, servers, repeats, turns) < 1:
         raise ConfigError(
-            f"ids {ids}, rows {rows}, workers {workers}, servers {servers}: give at "
-            "least 1 of each, and as many rows as ids",
+            f"ids is {ids}, rows {rows}, workers {workers}, servers {servers}, repeats {repeats}, turns {turns}: give "
+            "at least 1 of each, and at least as many rows as ids",
             field="ids",
         )
     running = elastic.start(cluster, f"bench-{secrets.token_hex(4)}", servers, 0, detached=False, balance=None)
@@ -244,14 +245,14 @@ def bench_calls(
 
 
 def _warm_up(ids: int, dim: int) -> int:
-    """Return the turns after which all rows exist and a worker reuses the memory in which it retains its pushes."""
+    """Return the number of turns until all rows exist and a worker reuses the memory in which it retains its pushes."""
     return min(_MOST_WARM_UP, max(_BATCHES, KEEP_BYTES // (4 * ids * dim) + 1))
 
 
 def _measured(
     pids: list[int], workers: int, turns: int, actors: list[ActorHandle], method: str, *args: Any
 ) -> tuple[float, float | None]:
-    """Return turns per second of all workers, and CPU seconds per turn."""
+    """Measure one contender; return turns per second of all workers together, and CPU seconds per turn."""
     before = _cpu(pids)
     rate = _rate(together(actors, method, *args, turns, timeout=WAIT_SECONDS), workers * turns)
     after = _cpu(pids)

@@ -1,7 +1,7 @@
-"""Measure gradient compression: the mean of a gradient over a ring, plain and encoded, on links of a given rate.
+"""Measure gradient compression: all-reduce of a gradient, uncompressed and compressed, on links of a given rate.
 
-The hosts are network namespaces (`rayps.bench.netns`); on one host the ranks use shared memory. `auto` is the choice of
-training, with its reason. All contenders alternate in one run.
+The hosts are network namespaces (`rayps.bench.netns`); on one host the ranks use shared memory. The contender `auto`
+uses the compression that training would choose, and its row has the reason. All contenders alternate in one run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from rayps.bench.hosts import HostRank
 from rayps.bench.netns import Hosts
-from rayps.bench.together import together
+from rayps.bench.parallel_calls import together
 from rayps.comm.ring import Ring
 from rayps.comm.ring.compressed_mean import CompressedRing, compressed
 from rayps.core.compression import compression_of
@@ -31,13 +31,13 @@ _RUN_SECONDS = 900.0
 
 @dataclass(frozen=True, slots=True)
 class CompressionRow:
-    """One contender. Seconds are the median of the slowest rank."""
+    """One contender. `seconds` is the median of the slowest rank's time."""
 
     bytes: int
     compression: str
     hosts: int
-    ranks: int  # on each host
-    rate: str  # of each host's link, per direction
+    ranks: int  # number of ranks on each host
+    rate: str  # rate of each host's link, in each direction
     seconds: float
     sent: float  # bytes that a rank sends, or writes to shared memory, for one mean
     times_off: float  # time without compression / time
@@ -46,12 +46,16 @@ class CompressionRow:
 
 
 class CompressionRank(HostRank):
-    """An actor: one rank of every contender."""
+    """An actor: one rank of the ring over which every compression is measured."""
 
     def means(self, size: int, names: list[str], repeats: int) -> dict[str, tuple[list[float], float, JsonObject]]:
-        """Return by name: seconds of every repetition, bytes sent for one mean, and the choice as an event."""
+        """Measure each compression in `names`.
+
+        Return for each name: the seconds of every repetition, the bytes that this rank sent for one mean, and an event
+        with the compression used and its reason.
+        """
         ring = self._ring
-        assert ring is not None, "form comes first"
+        assert ring is not None, "call form() first"
         gradient = Gradient(ring.buffer(max(1, size // 4) + 1), samples=32)
         ways: dict[str, tuple[Ring | CompressedRing, JsonObject]] = {
             name: (ring, {"compression": OFF, "message": "given"}) if name == OFF else compressed(ring, name, gradient)
@@ -82,7 +86,7 @@ def bench_compression(
     *,
     repeats: int = 5,
 ) -> list[CompressionRow]:
-    """Measure each of `names`, "off" first; `size` in bytes of float32.
+    """Measure each compression in `names`, and "off"; `size` is the gradient's number of bytes (float32).
 
     Raises:
         ConfigError: there is no such compression, or fewer than two ranks.
@@ -92,7 +96,10 @@ def bench_compression(
     for name in names[1:]:
         compression_of(name)
     if hosts < 1 or ranks < 1 or hosts * ranks < 2 or repeats < 1:
-        raise ConfigError(f"{hosts} hosts of {ranks} ranks, {repeats} repeats: give at least 2 ranks and 1 repeat")
+        raise ConfigError(
+            f"hosts is {hosts}, ranks on each host is {ranks}, repeats is {repeats}: give at least 2 ranks on all "
+            "hosts together, and 1 repeat"
+        )
     secret = secrets.token_bytes(32)
     with Hosts(hosts, rate) as net:
         places = [host for host in range(hosts) for _ in range(ranks)]

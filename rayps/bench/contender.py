@@ -1,4 +1,4 @@
-"""Workloads of the training step benchmark, by name, and the plain torch loop of the peers."""
+"""Workloads of the training step benchmark, by name, and the plain torch training loop of its other contenders."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MODELS = {"mlp": (Mlp, 2048), "lm": (Gpt, 256)}  # workload, and its default wid
 
 
 def workload(model: str, hidden: int | None, workers: int) -> Workload:
-    """Make the workload `model` for so many workers, of width `hidden` (None: 2048 for mlp, 256 for lm).
+    """Make the workload `model` for `workers` workers, of width `hidden` (None: 2048 for mlp, 256 for lm).
 
     Raises:
         ConfigError: there is no such model.
@@ -29,7 +29,10 @@ def workload(model: str, hidden: int | None, workers: int) -> Workload:
 
 
 def plain_steps(work: Workload, model: nn.Module) -> Callable[[int], dict[str, float]]:
-    """Return a plain torch loop: a function of steps that returns ms per step, in total and for batches."""
+    """Return a plain torch training loop: a function that makes a number of steps and returns milliseconds per step.
+
+    "step" is the total, "data" the part in which batches are loaded.
+    """
     optimizer = work.optimizer(list(model.parameters()))
     batches = _endless(work)
 

@@ -16,7 +16,7 @@ from rayps.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class DeviceRow:
-    """One layer at one batch size; milliseconds of a forward and a backward, medians."""
+    """One layer at one batch size; median milliseconds of a forward and a backward pass together."""
 
     layer: str
     batch: int
@@ -24,7 +24,7 @@ class DeviceRow:
     cpu: float
     gpu: float | None  # None without a GPU
     times: float | None  # CPU time / GPU time
-    copy: float | None  # to copy the input to the GPU
+    copy: float | None  # milliseconds to copy the input to the GPU
 
 
 _LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

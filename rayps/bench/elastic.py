@@ -1,7 +1,7 @@
-"""Workers for the benches of a server group: they push and pull until stopped, and record the times.
+"""Workers for the benchmarks of a server group: they push and pull until they are stopped, and record the times.
 
-Every push adds 1 to one slot and its own number to another, in each segment: a push that was lost or applied twice is
-detected at the end, also if one of each would cancel out.
+In each segment, every push adds 1 to one slot and the push's number to another slot. At the end, a push that was lost
+or applied twice is detected, also if one was lost and another applied twice.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from rayps.cluster.local import ActorHandle, Cluster
 from rayps.ps.server_group import ServerGroup, SharedParameters
 
 SEGMENTS = 32
-KINDS = 2  # slots of a rank in a segment: the number of pushes, and the sum of their numbers
+KINDS = 2  # slots of a rank in a segment: one counts its pushes, one adds up the pushes' numbers
 WAIT_SECONDS = 300.0
 
 
 @dataclass(slots=True)
 class Pushed:
-    """One worker's acknowledged pushes: their number, and the wall-clock times (after each pull)."""
+    """One worker's acknowledged pushes: how many, and the wall-clock time after each push and pull."""
 
     rank: int
     pushes: int
@@ -34,7 +34,7 @@ class Pushed:
 
 
 class PushBench:
-    """An actor: one worker. `pause` seconds are slept between pushes."""
+    """An actor: one worker that pushes and pulls in a thread until it is stopped."""
 
     def __init__(self, rank: int) -> None:
         torch.set_num_threads(1)
@@ -44,7 +44,7 @@ class PushBench:
         self._done = Pushed(rank, 0)
 
     def begin(self, group: ServerGroup, pause: float = 0.0) -> int:
-        """Join, and push in a thread from now on; return the number of the first push."""
+        """Join the group, and push in a thread with `pause` seconds between pushes; return the first push's step."""
         server = group.join(self._rank)
         first = server.step
         self._stop.clear()
@@ -54,11 +54,11 @@ class PushBench:
         return first
 
     def pushes(self) -> int:
-        """Return the number of acknowledged pushes."""
+        """Return the number of acknowledged pushes so far."""
         return self._done.pushes
 
     def end(self) -> Pushed:
-        """Stop after the current push; return what was done."""
+        """Stop after the current push; return the worker's acknowledged pushes."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(WAIT_SECONDS)
@@ -71,7 +71,7 @@ class PushBench:
         try:
             while not self._stop.is_set():
                 step = server.step
-                grad[places[0]] = -float(group.workers)  # the servers' divisor
+                grad[places[0]] = -float(group.workers)  # the servers divide a push by the number of workers
                 grad[places[1]] = -float(group.workers * number(self._rank, step))
                 server.push_pull(grad, out=out)
                 done.pushes = step + 1
@@ -85,18 +85,18 @@ class PushBench:
 
 
 def number(rank: int, step: int) -> int:
-    """Return a push's own number, below 2^20."""
+    """Return the number, below 2^20, that a rank's push of a step adds to the second slot."""
     return (rank * 7919 + step * 104_729) % 1_048_573
 
 
 def slots(size: int, workers: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Return a rank's slots in each segment of a vector of `size` elements."""
+    """Return the positions of a rank's two slots in each segment of a vector of `size` elements."""
     starts = torch.tensor([size * i // SEGMENTS for i in range(SEGMENTS)])
     return starts + KINDS * rank, starts + KINDS * rank + 1
 
 
 def exact(values: Tensor, workers: int, done: Sequence[Pushed]) -> list[str]:
-    """Describe wrong slots; empty if every acknowledged push was applied exactly once."""
+    """Return a text for each slot with a wrong value; none if every acknowledged push was applied exactly once."""
     wrong = []
     for each in done:
         counts, sums = (values[places].tolist() for places in slots(len(values), workers, each.rank))
@@ -108,7 +108,7 @@ def exact(values: Tensor, workers: int, done: Sequence[Pushed]) -> list[str]:
 
 
 class Crowd:
-    """Workers that push until they are stopped."""
+    """A group of `PushBench` workers that push until they are stopped."""
 
     def __init__(self, cluster: Cluster, workers: int) -> None:
         self._cluster = cluster
@@ -122,7 +122,7 @@ class Crowd:
             reply.result(WAIT_SECONDS)
 
     def end(self) -> list[Pushed]:
-        """Stop all workers; return what each did."""
+        """Stop all workers; return each worker's acknowledged pushes."""
         found: list[Pushed] = [reply.result(WAIT_SECONDS) for reply in [a.call("end") for a in self.actors]]
         return found
 
@@ -133,13 +133,13 @@ class Crowd:
 
 
 def rate(done: Sequence[Pushed], since: float, until: float) -> float:
-    """Return pushes per second of all workers between two times."""
+    """Return the pushes per second, of all workers together, between two wall-clock times."""
     count = sum(since <= t < until for each in done for t in each.times)
     return count / max(until - since, 1e-9)
 
 
 def longest_gap(done: Sequence[Pushed], since: float, until: float) -> float:
-    """Return the longest gap of any worker without an acknowledged push that overlaps since..until."""
+    """Return the longest time between two acknowledged pushes of one worker, of those that overlap since..until."""
     worst = 0.0
     for each in done:
         for before, after in zip(each.times, each.times[1:], strict=False):

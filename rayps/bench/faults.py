@@ -1,4 +1,4 @@
-"""Kill servers under load; check that every push is applied exactly once, and measure the gap without pushes.
+"""Kill servers under load; check that every push is applied exactly once, and measure how long pushes wait.
 
 Li et al. (OSDI 2014) report 0.8 s to recover, for a counting sketch.
 """
@@ -19,14 +19,14 @@ from rayps.cluster.local import Cluster, until
 from rayps.core.errors import ConfigError
 from rayps.ps.server_group import ServerGroup
 
-CALM_SECONDS = 2.0  # of pushes before the first kill, and after the last
-AROUND_SECONDS = 5.0  # seconds after a kill in which a gap is attributed to it
+CALM_SECONDS = 2.0  # seconds in which the rate of pushes is measured, before the first kill and after the last
+AROUND_SECONDS = 5.0  # seconds after a kill in which a gap is attributed to the kill
 SETTLE_SECONDS = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class FaultsRow:
-    """Kills under load. Gaps are seconds: for each kill, the longest of any worker without an acknowledged push."""
+    """The result of a run with kills. A kill's gap: the longest seconds that a worker had no acknowledged push."""
 
     kills: int
     servers: int
@@ -41,8 +41,8 @@ class FaultsRow:
     worst_gap_s: float
     pushes_s_before: float
     pushes_s_after: float
-    calm_gap_s: float  # the longest gap outside of kills
-    settled_s: float  # median time until all replicas and a new server were ready
+    calm_gap_s: float  # the longest gap before the first kill
+    settled_s: float  # median time from a kill until all backups and a new server were ready
     seconds: float
     wrong: list[str] = field(default_factory=list)  # the first ten wrong slots
     gaps: list[float] = field(default_factory=list)
@@ -70,8 +70,8 @@ def bench_faults(
     """
     if kills < 1 or replicas < 1 or servers < 2:
         raise ConfigError(
-            f"kills is {kills}, replicas {replicas}, servers {servers}: give at least 1, 1 and 2, else a killed "
-            "server's parameters would be lost",
+            f"kills is {kills}, replicas {replicas}, servers {servers}: give at least 1 kill, 1 replica and 2 servers; "
+            "without a replica on another server, a killed server's parameters would be lost",
             field="replicas",
         )
     seed = random.SystemRandom().randrange(2**31) if seed is None else seed
@@ -126,7 +126,7 @@ def bench_faults(
 
 
 def _killing(group: ServerGroup, kills: int, chance: random.Random) -> tuple[list[float], list[float]]:
-    """Return each kill's time, and the time until the group was complete again."""
+    """Kill servers one after another; return each kill's time, and the seconds until the group was complete again."""
     moments, settled, here = list[float](), list[float](), socket.gethostname()
     while len(moments) < kills:
         group.wait_settled(SETTLE_SECONDS)

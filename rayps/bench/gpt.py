@@ -29,7 +29,7 @@ class _Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x`: sequences x length x width."""
+        """Return the block's output for `x`; both are [sequences, length, width]."""
         batch, length, width = x.shape
         heads = self.qkv(self.before_attention(x)).view(batch, length, 3, _HEADS, width // _HEADS)
         q, k, v = heads.permute(2, 0, 3, 1, 4)
@@ -47,13 +47,13 @@ class _Gpt(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """`tokens`: sequences x length; gives a score for each word as the next one."""
+        """Return, for each position of `tokens` [sequences, length], a score of each word as the next word."""
         x = self.words(tokens) + self.places.weight
         return nn.functional.linear(self.norm(self.blocks(x)), self.words.weight)
 
 
 class Gpt(Workload):
-    """Predict the next of 64 random words."""
+    """A workload: predict each next word in sequences of 64 random words."""
 
     def __init__(self, hidden: int, size: int) -> None:
         self._hidden, self._rows = hidden, _BATCH * _ROUNDS * size
@@ -64,15 +64,15 @@ class Gpt(Workload):
         return _Gpt(self._hidden)
 
     def data(self) -> Data:
-        """Return random words: only the time matters."""
+        """Return random words, because only the time of a step matters."""
         generator = torch.Generator().manual_seed(1)
         tokens = torch.randint(0, _WORDS, (self._rows, _LENGTH + 1), generator=generator)
         return data.tensors(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), batch_size=_BATCH)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Cross-entropy, mean over all words."""
+        """Return the cross-entropy, as the mean over all words."""
         return nn.functional.cross_entropy(model(batch.x).view(-1, _WORDS), batch.y.view(-1))
 
     def optimizer(self, params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-        """AdamW, as language models are trained."""
+        """Return AdamW, with which language models are usually trained."""
         return torch.optim.AdamW(params, lr=1e-4)

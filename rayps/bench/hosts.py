@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from rayps.bench.netns import Hosts, bits
-from rayps.bench.together import together
+from rayps.bench.parallel_calls import together
 from rayps.comm.link import Listener
 from rayps.comm.ring import Ring
 from rayps.comm.ring.choose_algorithm import NAMES
@@ -28,16 +28,16 @@ _START_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class HostsRow:
-    """One algorithm at one size. Seconds are the median of the slowest rank; bandwidths are bytes per second."""
+    """One algorithm at one size. `seconds` is the median of the slowest rank's time."""
 
     bytes: int
     algorithm: str
     transport: str
     hosts: int
-    ranks: int  # on each host
+    ranks: int  # number of ranks on each host
     streams: int  # TCP connections between two ranks
     seconds: float
-    bandwidth: float  # bytes / seconds
+    bandwidth: float  # bytes / seconds, in bytes per second
     limit: float  # least seconds on these links: 2(H-1)/H x bytes / rate, for H hosts
     share: float  # limit / seconds
 
@@ -58,7 +58,7 @@ class HostRank:
         return self._listener.address
 
     def form(self, addresses: list[str], streams: int = 0, generation: int = 0, algorithm: str = "auto") -> RingChoices:
-        """Form the ring, replacing an earlier one; return its choices."""
+        """Form the ring, in place of an earlier one; return the transport and algorithms that it chose."""
         if self._ring is not None:
             self._ring.close()
         self._ring = Ring.form(
@@ -76,7 +76,7 @@ class HostRank:
     def measure(self, size: int, algorithms: list[str], repeats: int) -> dict[str, list[float]]:
         """Return the seconds of every repetition of every algorithm at `size` bytes; algorithms alternate."""
         ring = self._ring
-        assert ring is not None, "form comes first"
+        assert ring is not None, "call form() first"
         x = torch.empty(max(1, size // 4))
         seconds: dict[str, list[float]] = {name: [] for name in algorithms}
         for _ in range(repeats):
@@ -104,14 +104,18 @@ def bench_hosts(
 ) -> list[HostsRow]:
     """Measure all-reduce over `hosts` hosts of `ranks` ranks on links of `rate`: a row for each size and algorithm.
 
-    `streams`: TCP connections between two ranks (0: the measured number that fills the link); `stream_rate` limits each
-    of them, as many clouds do. Raises ConfigError, ClusterError, LinkError.
+    `streams`: TCP connections between two ranks; 0: as many as are needed to fill the link, by a measurement.
+    `stream_rate` limits each connection, as many clouds do. Raises ConfigError, ClusterError, LinkError.
     """
     for algorithm in algorithms:
         if algorithm not in NAMES:
             raise ConfigError(f"no algorithm {algorithm!r}; use some of {', '.join(NAMES)}", algorithm=algorithm)
     if hosts < 2 or ranks < 1:
-        raise ConfigError(f"{hosts} hosts of {ranks} ranks: give at least 2 hosts and 1 rank", hosts=hosts, ranks=ranks)
+        raise ConfigError(
+            f"hosts is {hosts} and ranks on each host is {ranks}: give at least 2 hosts, and 1 rank on each",
+            hosts=hosts,
+            ranks=ranks,
+        )
     secret, rows = secrets.token_bytes(32), list[HostsRow]()
     with Hosts(hosts, rate) as net:
         places = [host for host in range(hosts) for _ in range(ranks)]

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from rayps.bench.contender import plain_steps
 from rayps.bench.mlp import Mlp
+from rayps.bench.parallel_calls import together
 from rayps.bench.step import CONTENDERS, StepBench
-from rayps.bench.together import together
 from rayps.cluster.local import ActorHandle, Cluster
 from rayps.core.errors import ClusterError, ConfigError
 
@@ -28,31 +28,31 @@ _STEPS = 30
 
 @dataclass(frozen=True, slots=True)
 class MemoryRow:
-    """One contender. Bytes are those of the worker that grew most."""
+    """One contender. Sizes are bytes of the worker whose memory grew most."""
 
     contender: str
     workers: int
-    model_bytes: int  # of the parameters, and of one gradient
-    grown: int  # proportional set size: the peak while training, less the size before the model was made
-    extra: int | None  # the same, less that of workers that do not communicate
+    model_bytes: int  # bytes of the parameters; a gradient has as many
+    grown: int  # peak proportional set size while training, less the size before the model was made
+    extra: int | None  # grown, less the `grown` of workers that do not communicate
     extra_gradients: float | None  # extra / model_bytes
 
 
 class MemoryBench(StepBench):
-    """An actor: one worker of one contender, which measures its own size."""
+    """An actor: one worker of one contender, which measures the memory of its own process."""
 
     def before(self) -> int:
-        """Return the proportional set size before the model is made, after a tiny training."""
+        """Train a tiny model, so that torch is loaded; return the proportional set size, before the model is made."""
         work = Mlp(8, 1)
         plain_steps(work, work.model())(3)
         return resident()
 
     def peak(self, contender: str) -> int:
-        """Return the peak proportional set size during some steps."""
+        """Train with one contender; return the peak of the proportional set size."""
         self.turn(contender, 3)
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
-            trim(0)  # memory that the allocator keeps from making the model does not count
+            trim(0)  # return freed memory to the system: what making the model needed for a moment does not count
         sizes, done = [resident()], threading.Event()
 
         def look() -> None:
@@ -72,16 +72,18 @@ def resident() -> int:
     try:
         found = re.search(r"^Pss:\s+(\d+) kB", _ROLLUP.read_text(), re.MULTILINE)
     except OSError as error:
-        raise ClusterError(f"{_ROLLUP} cannot be read ({error.strerror}): memory is measured on Linux only") from error
+        raise ClusterError(
+            f"{_ROLLUP} cannot be read ({error.strerror}): memory can be measured on Linux only"
+        ) from error
     if found is None:
-        raise ClusterError(f"{_ROLLUP} has no Pss: memory is measured on Linux 4.14 and later")
+        raise ClusterError(f"{_ROLLUP} has no line Pss: memory can be measured on Linux 4.14 and later")
     return 1024 * int(found[1])
 
 
 def bench_memory(
     cluster: Cluster, workers: int, contenders: Sequence[str], *, hidden: int = 2048, timeout: float = 120.0
 ) -> list[MemoryRow]:
-    """Measure a training step of the MLP 64-hidden-hidden-10: a row for each contender, one after another.
+    """Measure a training step of an MLP with the widths 64, `hidden`, `hidden`, 10: a row for each contender.
 
     Raises ConfigError, ClusterError, LinkError.
     """

@@ -15,7 +15,7 @@ _BATCH, _ROUNDS = 32, 64  # samples per step; steps per epoch
 
 
 class Mlp(Workload):
-    """64 numbers in, two hidden layers, ten classes out."""
+    """A workload: an MLP with 64 inputs, two hidden layers and ten classes."""
 
     def __init__(self, hidden: int, size: int) -> None:
         self._hidden, self._rows = hidden, _BATCH * _ROUNDS * size
@@ -26,15 +26,15 @@ class Mlp(Workload):
         return nn.Sequential(nn.Linear(64, n), nn.ReLU(), nn.Linear(n, n), nn.ReLU(), nn.Linear(n, 10))
 
     def data(self) -> Data:
-        """Return random rows: only the time matters."""
+        """Return random rows, because only the time of a step matters."""
         generator = torch.Generator().manual_seed(1)
         x = torch.randn(self._rows, 64, generator=generator)
         return data.tensors(x, torch.randint(0, 10, (self._rows,), generator=generator), batch_size=_BATCH)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Cross-entropy."""
+        """Return the cross-entropy."""
         return nn.functional.cross_entropy(model(batch.x), batch.y)
 
     def optimizer(self, params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-        """Plain SGD."""
+        """Return plain SGD."""
         return torch.optim.SGD(params, lr=0.01)

@@ -1,4 +1,4 @@
-"""Measure two jobs on one server group: equal results to a run alone, the slowdown by a flood, and freed memory."""
+"""Measure two jobs on one server group: whether results are as alone, the slowdown by a flood of pushes, the memory."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from rayps.ps import group as elastic
 from rayps.ps.group import ManagerClient
 from rayps.ps.server_group import ServerGroup
 
-PAUSE_SECONDS = 0.005  # seconds of a round's computation (slept)
+PAUSE_SECONDS = 0.005  # seconds that a worker sleeps in each round, in place of a computation
 
 
 @dataclass(frozen=True, slots=True)
 class NeighboursRow:
-    """Two synchronous jobs alone and together, and the first beside a flood. Rates are rounds per second."""
+    """Two synchronous jobs, each alone and both together, and the first during a flood of pushes by other workers."""
 
     servers: int
     workers: int
     bytes: int
-    same_first: bool  # whether the first job's parameters are the same bits as alone, beside the second
-    same_second: bool
-    same_flooded: bool  # the same, beside the flood
-    rounds_s_alone: float
+    same_first: bool  # whether the first job's final parameters beside the second job are bit for bit those alone
+    same_second: bool  # the same for the second job
+    same_flooded: bool  # the same for the first job during the flood
+    rounds_s_alone: float  # the first job's rounds per second, alone
     rounds_s_together: float
     rounds_s_flooded: float
-    rounds_s_busy: float  # rate beside processes that load the machine as much, without using the group
+    rounds_s_busy: float  # beside processes that keep as many cores busy, without using the group
     flood_pushes_s: float
-    group_bytes_before: int  # the group's bytes without the flood's space, with it, and after it was dropped
+    group_bytes_before: int  # the bytes on the group before the flood's space was made, with it, and after its deletion
     group_bytes_with: int
     group_bytes_after: int
     memory_before: int | None  # resident bytes of the server processes; None: on other hosts
@@ -60,7 +60,7 @@ class NeighboursRow:
         return self.rounds_s_alone / self.rounds_s_busy
 
     def to_dict(self) -> JsonObject:
-        """The row as JSON data, with the slowdowns."""
+        """Return the row as JSON data, with the slowdowns."""
         slowdowns = (self.slowdown_together, self.slowdown_flooded, self.slowdown_busy)
         names = ("slowdown_together", "slowdown_flooded", "slowdown_busy")
         return asdict(self) | dict(zip(names, slowdowns, strict=True))
@@ -73,7 +73,7 @@ class BusyBench:
         torch.set_num_threads(1)
 
     def burn(self, seconds: float) -> int:
-        """Add vectors for so many seconds."""
+        """Add vectors for `seconds` seconds; return the number of additions."""
         a, count, end = torch.zeros(100_000), 0, time.time() + seconds
         while time.time() < end:
             a.add_(1.0)
@@ -84,13 +84,13 @@ class BusyBench:
 def bench_jobs(
     cluster: Cluster, *, servers: int = 2, workers: int = 2, flooders: int = 2, size: int = 1_000_000, rounds: int = 300
 ) -> NeighboursRow:
-    """Measure jobs of `workers` on parameters of `size` bytes, and a flood of `flooders` that push without pause.
+    """Measure two jobs of `workers` workers on `size` bytes of parameters, and `flooders` workers that flood the group.
 
     Raises:
-        ConfigError: fewer than two servers, which replicas need.
+        ConfigError: fewer than two servers: each segment has a backup on another server.
     """
     if servers < 2:
-        raise ConfigError(f"servers is {servers}: give at least 2, because each segment has a replica", field="servers")
+        raise ConfigError(f"servers is {servers}: give at least 2, because each segment has a backup", field="servers")
     n = max(SEGMENTS * 2 * max(workers, flooders), size // 4)
     running = elastic.start(cluster, f"bench-{secrets.token_hex(4)}", servers, 1, detached=False)
     actors = [[cluster.spawn("rayps.bench.resize:TrainBench", rank) for rank in range(workers)] for _ in range(2)]
@@ -152,7 +152,7 @@ def bench_jobs(
 def _train(
     cluster: Cluster, running: ManagerClient, jobs: list[list[ActorHandle]], n: int, rounds: int
 ) -> list[tuple[float, list[NDArray[np.float32]]]]:
-    """Run jobs at the same time; return for each its rounds per second and its final parameters."""
+    """Run jobs at the same time; return for each job its rounds per second and its workers' final parameters."""
     groups = [
         ServerGroup(
             torch.zeros(n),
@@ -188,8 +188,8 @@ def _same(one: tuple[float, list[NDArray[np.float32]]], other: tuple[float, list
 
 
 def _memory(running: ManagerClient) -> tuple[int, int | None]:
-    """Return the bytes that the group reports, and those of its processes."""
-    time.sleep(0.5)  # a few heartbeats
+    """Return the bytes that the servers report, and their processes' resident bytes (None: on other hosts)."""
+    time.sleep(0.5)  # for a few heartbeats, which report the bytes
     servers = running.facts()["servers"]
     found = 0
     for server in servers:

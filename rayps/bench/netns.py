@@ -1,7 +1,7 @@
-"""Make several hosts on one machine: network namespaces on one switch, each with a link of a given rate, and actors.
+"""Simulate several hosts on one machine: network namespaces on one switch, each with a link of a given rate.
 
-Nothing is left after an exit of any kind: the namespaces have no names, and each is held by a small process that ends
-with this one. Making namespaces needs root, or `unshare --user --map-root-user`.
+Nothing is left after an exit of any kind: the namespaces have no names, and each exists only as long as a small child
+process, which ends with this process. Making namespaces needs root, or `unshare --user --map-root-user`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _START_SECONDS = 5.0
 
 
 def bits(rate: str) -> float:
-    """Return the bits per second of a rate such as "100mbit". Raises ConfigError."""
+    """Return the bits per second of a rate such as "100mbit". Raises ConfigError: the text is not a rate."""
     number, unit = rate[:-4], rate[-4:].lower()
     try:
         return float(number) * _UNITS[unit]
@@ -37,9 +37,9 @@ def bits(rate: str) -> float:
 
 
 class Hosts:
-    """Hosts with links of `rate` per direction; `slow` gives other rates by host.
+    """`count` hosts whose links have `rate` in each direction; `slow` maps a host's number to another rate.
 
-    Use it as a context manager: actors and namespaces end with it. Raises ConfigError, ClusterError.
+    Use it as a context manager: actors and namespaces end with the block. Raises ConfigError, ClusterError.
     """
 
     def __init__(self, count: int, rate: str, *, slow: dict[int, str] | None = None) -> None:
@@ -64,7 +64,7 @@ class Hosts:
             raise
 
     def _hold(self) -> int:
-        """Make a network namespace; return the process that holds it until its input ends."""
+        """Make a network namespace; return the id of the process in it, which ends when its standard input closes."""
         holder = subprocess.Popen(
             ["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
         )
@@ -74,7 +74,7 @@ class Hosts:
         while holder.poll() is None and theirs.readlink() == ours.readlink() and time.monotonic() < deadline:
             time.sleep(0.005)
         if holder.poll() is not None or theirs.readlink() == ours.readlink():
-            words = holder.stderr.read().decode().strip() if holder.poll() is not None and holder.stderr else "silence"
+            words = holder.stderr.read().decode().strip() if holder.poll() is not None and holder.stderr else "timeout"
             raise ClusterError(f"this machine cannot make network namespaces ({words}): run as root on one that can")
         return holder.pid
 
@@ -92,12 +92,12 @@ class Hosts:
             _run(namespace, "tc", f"qdisc replace dev {device} root tbf rate {rate} burst {burst} latency 50ms")
 
     def sent(self, host: int) -> int:
-        """Return the bytes that the host has sent on its link, by the kernel's counter."""
+        """Return the bytes that the host has sent on its link so far, by the kernel's counter."""
         for line in Path(f"/proc/{self._holders[1 + host].pid}/net/dev").read_text().splitlines():
             name, _, numbers = line.partition(":")
             if name.strip() == "eth0":
                 return int(numbers.split()[8])
-        raise ClusterError(f"host {host} has lost its link", host=host)
+        raise ClusterError(f"host {host} has no network device eth0 any more: its link is gone", host=host)
 
     def spawn(self, host: int, target: str, *args: Any) -> NamespaceActor:
         """Start an actor, an instance of `module:Class`, as a process on that host."""
@@ -106,7 +106,7 @@ class Hosts:
         return actor
 
     def close(self) -> None:
-        """Kill every actor and remove every host. Can be called twice."""
+        """Kill every actor and remove every host; do nothing if that was done before."""
         for actor in self._actors:
             actor.kill()
         for holder in self._holders:
@@ -126,7 +126,7 @@ class Hosts:
 
 
 def _run(namespace: int, tool: str, commands: str) -> None:
-    """Run commands of `ip` or `tc`, one per line, in the namespace of that process."""
+    """Run commands of `ip` or `tc`, one per line, in the network namespace of the process `namespace`."""
     command = ["nsenter", "--target", str(namespace), "--net", tool, "-batch", "-"]
     done = subprocess.run(command, input=commands.encode(), capture_output=True, check=False)
     if done.returncode:
@@ -135,7 +135,7 @@ def _run(namespace: int, tool: str, commands: str) -> None:
 
 
 class NamespaceActor:
-    """A process on a host with one object; its calls run one after the other."""
+    """An actor in a process on one of the `Hosts`; its calls run one after the other."""
 
     def __init__(self, namespace: int, target: str, args: tuple[Any, ...]) -> None:
         self.name = target
@@ -164,13 +164,13 @@ class NamespaceActor:
 
 
 class HostReply:
-    """The answer of a call."""
+    """The answer to a call of a `NamespaceActor`, which arrives later."""
 
     def __init__(self, pipe: Connection, what: str) -> None:
         self._pipe, self._what = pipe, what
 
     def result(self, timeout: float) -> Any:
-        """Wait for the answer. Raises ClusterError, or what the method raised."""
+        """Wait for the answer. Raises ClusterError, ActorDied, or the RaypsError that the method raised."""
         try:
             if not self._pipe.poll(timeout):
                 raise ClusterError(f"{self._what} did not answer within {timeout:g} s", seconds=timeout)
@@ -183,8 +183,8 @@ class HostReply:
 
 
 def serve(descriptor: int, parent: int) -> None:
-    """Make the object and answer calls until the caller's pipe closes."""
-    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)  # also during a call
+    """Run a `NamespaceActor` in this process: make the object, and answer calls until the caller closes the pipe."""
+    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)  # ends this process also during a call
     if os.getppid() != parent:
         return
     pipe = Connection(descriptor)

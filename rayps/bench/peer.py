@@ -1,4 +1,4 @@
-"""Load peers of a benchmark from `benchmarks/`, which a checkout has and the wheel has not."""
+"""Load contenders of a benchmark that are in `benchmarks/`: a checkout has this folder, an installed wheel does not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rayps.core.errors import ConfigError
 
 
 def peer(name: str, *args: Any) -> Any:
-    """Make an object of the class `name` ("module:Class") of `benchmarks`. Raises ConfigError outside a checkout."""
+    """Make an object of the class `name` ("module:Class") of `benchmarks`. Raises ConfigError: there is no checkout."""
     module, _, kind = name.partition(":")
     try:
         return getattr(importlib.import_module(f"benchmarks.{module}"), kind)(*args)

@@ -15,10 +15,10 @@ _CONTEXT = multiprocessing.get_context("spawn")
 
 
 class PlainActor:
-    """An object in its own process. Calls run one after the other; each returns a `Future`."""
+    """An object in its own process. Its calls run one after the other, and each returns a `Future`."""
 
     def __init__(self, make: Callable[..., Any], *args: Any) -> None:
-        """Make the object by `make(*args)` in the process; both must be picklable."""
+        """Start the process and make the object in it by `make(*args)`; `make` and `args` must be picklable."""
         self._pipe, theirs = _CONTEXT.Pipe()
         self._process = _CONTEXT.Process(target=_serve, args=(theirs, make, args), daemon=True)
         self._process.start()
@@ -40,7 +40,9 @@ class PlainActor:
             self._pipe.send((method, args))
             good, found = self._pipe.recv()
         except (EOFError, OSError) as error:
-            raise ClusterError(f"a process of the benchmark died in {method}: exit {self._process.exitcode}") from error
+            raise ClusterError(
+                f"a process of the benchmark died in {method}: exit code {self._process.exitcode}"
+            ) from error
         if not good:
             raise ClusterError(f"a process of the benchmark failed in {method}: {found}")
         return found

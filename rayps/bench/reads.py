@@ -1,6 +1,7 @@
-"""Measure consistent pulls (all servers as of one moment) and independent pulls.
+"""Measure consistent pulls, which read all servers as of one moment, and independent pulls.
 
-Bounded staleness; a turn is a push and a pull of the whole vector. Both contenders alternate between the same actors.
+Staleness is bounded. A turn is a push and a pull of the whole vector. Both contenders alternate between the same
+actors.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ CONTENDERS = ("independent", "consistent")
 
 @dataclass(frozen=True, slots=True)
 class ReadsRow:
-    """One contender at one size. `turns`: pushes with their pulls per second, of all workers."""
+    """One contender at one size. `turns`: turns (a push and a pull) per second, of all workers together."""
 
     bytes: int
     contender: str
@@ -40,7 +41,7 @@ class ReadsBench:
         self._rank = rank
 
     def turns(self, group: ServerGroup, turns: int, consistent: bool) -> tuple[float, float]:
-        """Return start and end (wall clock) of so many turns."""
+        """Make `turns` turns; return their start and end by the wall clock, without a warm-up turn."""
         server = group.join(self._rank)
         grad, out = server.buffer(), torch.empty(group.layout.size)
         began = 0.0
@@ -57,7 +58,7 @@ class ReadsBench:
 def bench_reads(
     cluster: Cluster, workers: int, shards: int, sizes: Sequence[int], *, repeats: int = 5
 ) -> list[ReadsRow]:
-    """Measure each of `sizes` (bytes) without and with `consistent`: two rows each."""
+    """Measure independent and consistent pulls of each of `sizes` (bytes): two rows per size."""
     actors = [cluster.spawn("rayps.bench.reads:ReadsBench", rank) for rank in range(workers)]
     try:
         found: list[ReadsRow] = []
@@ -74,7 +75,7 @@ def _at_size(cluster: Cluster, actors: list[ActorHandle], shards: int, n: int, r
     rates: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     with ServerGroup(
         torch.zeros(n), shards=shards, staleness=STALENESS, workers=workers, cluster=cluster
-    ) as group:  # clocks continue: every worker makes the same number of turns
+    ) as group:  # one group for all turns: every worker makes the same number, so no clock falls behind
         for _ in range(repeats):
             for name in CONTENDERS:
                 replies = [actor.call("turns", group, turns, name == "consistent") for actor in actors]

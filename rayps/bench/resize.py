@@ -1,4 +1,4 @@
-"""Measure resizes of a server group under a synchronous run: bytes moved, the dip in the rate, equal results."""
+"""Measure resizes of a server group during a synchronous run: bytes migrated, loss of speed, and equal results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WAIT_SECONDS = 600.0
 
 @dataclass(frozen=True, slots=True)
 class ResizeRow:
-    """One resize. `moved`: the share of parameters with a new primary; `by_the_book`: the least possible share."""
+    """One resize. `moved`: the share of parameters with a new primary; `by_the_book`: the least possible such share."""
 
     before: int
     after: int
@@ -34,15 +34,15 @@ class ResizeRow:
     bytes: int
     moved: float
     by_the_book: float
-    moved_bytes: int  # by the manager's count
-    seconds: float  # seconds until the group was settled
-    rounds_s: float  # before
-    dip: float  # share of the rate lost in the worst quarter of a second
-    dip_seconds: float  # seconds with a rate below 0.8 of the usual
-    calm_dip: float  # the same two figures at the same time of a run without resizes: noise of the machine
-    calm_dip_seconds: float
-    same_bits: bool  # the same bits as a run without resizes; of the whole run
-    same_curve: bool
+    moved_bytes: int  # as the manager counts them
+    seconds: float  # seconds until all segments and backups were in place
+    rounds_s: float  # rounds per second before the resize
+    dip: float  # share of this rate that was lost in the worst quarter of a second
+    dip_seconds: float  # seconds with less than 0.8 of this rate
+    calm_dip: float  # dip at the same time of a run without resizes: the noise of the machine
+    calm_dip_seconds: float  # dip_seconds at the same time of a run without resizes
+    same_bits: bool  # whether the final parameters are bit for bit those of a run without resizes
+    same_curve: bool  # whether the losses of all rounds are those of a run without resizes
 
 
 TrainedWorker = tuple[list[float], list[float], NDArray[np.float32]]  # ends of rounds, losses, final parameters
@@ -56,7 +56,7 @@ class TrainBench:
         self._rank = rank
 
     def train(self, group: ServerGroup, rounds: int, pause: float) -> TrainedWorker:
-        """Return each round's end (wall clock), its losses, and the final parameters."""
+        """Train; return the end of each round by the wall clock, each round's loss, and the final parameters."""
         server, n = group.join(self._rank), group.layout.size
         noise = torch.Generator().manual_seed(self._rank)
         target = torch.randn(n, generator=torch.Generator().manual_seed(99))
@@ -84,7 +84,7 @@ def bench_resize(
     pause: float = 0.005,
     seconds: float = 20.0,
 ) -> list[ResizeRow]:
-    """Measure each resize of `sizes` (servers) under a run of so many seconds on parameters of `size` bytes.
+    """Measure the resizes between consecutive `sizes` (servers) during a run of about `seconds` on `size` bytes.
 
     Raises:
         ConfigError: fewer than two sizes.
@@ -110,7 +110,7 @@ def bench_resize(
 def _rounds(
     cluster: Cluster, actors: list[ActorHandle], n: int, servers: int, replicas: int, pause: float, seconds: float
 ) -> int:
-    """Return the number of rounds in so many seconds, measured with 30."""
+    """Return how many rounds take about `seconds` seconds, estimated from a run of 30 rounds."""
     found, _ = _run(cluster, actors, n, (servers,), replicas, pause, 30)
     taken = found[0][0][-1] - found[0][0][9]
     return int(seconds / max(taken, 0.01) * 20)
@@ -125,7 +125,7 @@ def _run(
     pause: float,
     rounds: int,
 ) -> tuple[list[TrainedWorker], list[Keywords]]:
-    """Make one run with these resizes; return the workers' results, and a row for each resize."""
+    """Make one run with the resizes between consecutive `sizes`; return the workers' results, and a row per resize."""
     with ServerGroup(
         torch.zeros(n),
         shards=sizes[0],
@@ -191,7 +191,7 @@ def _moved(old: SpaceMap, new: SpaceMap, cuts: tuple[tuple[int, int], ...]) -> f
 
 
 def _dip(times: list[float], since: float, until: float) -> tuple[float, float, float]:
-    """Return the usual rate before, the largest share of it that was lost, and the seconds for which it was low."""
+    """Return the rate before `since`, the largest share of it that was lost after, and the seconds with a low rate."""
     usual = sum(since - CALM_SECONDS + 0.5 <= t < since for t in times) / (CALM_SECONDS - 0.5)
     bins = []
     at = since

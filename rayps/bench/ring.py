@@ -17,24 +17,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rayps.bench.parallel_calls import together
 from rayps.bench.peer import peer
-from rayps.bench.together import together
 from rayps.cluster.local import ActorHandle, Cluster
 from rayps.comm.ring import Ring
 from rayps.comm.ring.choose_algorithm import NAMES
 from rayps.comm.ring.ring import Backend
 from rayps.core.errors import ConfigError
 
-RESIDENT = "resident"  # the vector is in shared memory and its sum is read in place
+RESIDENT = "resident"  # a contender: the vector is in shared memory, and the ranks read its sum in place
 MPICH = "mpich"
 CONTENDERS = (*NAMES, RESIDENT, "gloo", "nccl", MPICH)
 _COPY_BYTES = 100 << 20
-_BATCHED_BYTES = 2 << 20  # up to this size ten consecutive calls are timed: one is too short for the clock
+_BATCHED_BYTES = 2 << 20  # up to this size ten consecutive calls are timed together, because one call is too short
 
 
 @dataclass(frozen=True, slots=True)
 class RingRow:
-    """One contender at one size. Times are medians of the slowest rank; bandwidths are bytes per second."""
+    """One contender at one size. Times are medians of the slowest rank's time; bandwidths are bytes per second."""
 
     bytes: int
     algorithm: str
@@ -46,11 +46,11 @@ class RingRow:
     copy_bandwidth: float  # of this machine's memory, one process
     ratio: float  # bandwidth / copy_bandwidth
     times_gloo: float | None  # gloo's time / time, if gloo took part
-    times_mpich: float | None  # the same for MPICH
+    times_mpich: float | None  # MPICH's time / time, if MPICH took part
 
 
 class RingBench:
-    """An actor: one rank of every contender's ring."""
+    """An actor: one rank, which takes part in the measurement of every contender."""
 
     def __init__(self, name: str, rank: int, size: int, timeout: float) -> None:
         torch.set_num_threads(1)
@@ -72,7 +72,7 @@ class RingBench:
         )
 
     def begin(self, size: int) -> None:
-        """Make the vectors of the next turns: `size` bytes."""
+        """Make vectors of `size` bytes for the next turns."""
         n = max(1, size // 4)
         self._x = torch.ones(n)
         shared = self._own.buffer(n) if RESIDENT in self._rings else self._x
@@ -87,9 +87,9 @@ class RingBench:
                 self._work[name] = lambda ring=ring, name=name: ring.sum(self._x, algorithm=name)  # type: ignore[misc]
 
     def turn(self, number: int) -> dict[str, float]:
-        """Return the seconds of every contender; they alternate in changing order."""
+        """Run every contender once; return the seconds of an all-reduce of each. The order depends on `number`."""
         names, seconds = list(self._work), dict[str, float]()
-        # no contender always follows the same one
+        # the order changes with each turn, so that no contender always follows the same one
         for name in names[number % len(names) :] + names[: number % len(names)]:
             self._x.fill_(0.0)
             run = self._work[name]
@@ -102,7 +102,7 @@ class RingBench:
         return seconds
 
     def niceness(self) -> int:
-        """Return this process's niceness (Ray raises that of its workers)."""
+        """Return this process's niceness, which Ray raises for its workers."""
         return os.nice(0)
 
     def copy_bandwidth(self) -> float:
@@ -113,7 +113,7 @@ class RingBench:
             start = time.perf_counter()
             np.copyto(target, source)
             times.append(time.perf_counter() - start)
-        return _COPY_BYTES / min(times)  # the best one: a limit, independent of other load
+        return _COPY_BYTES / min(times)  # the shortest time, on which other processes have the least influence
 
     def close(self) -> None:
         """Close the rings."""

@@ -1,7 +1,7 @@
-"""Measure rows by id: pull and push of many rows of a table, over rayps' links and by Ray actor calls.
+"""Measure rows by id: pulls and pushes of many rows of a table, over rayps' links and by Ray actor calls.
 
 Contenders alternate in one run between the same actors: `own` uses the same ids each time, as in repeated epochs;
-`fresh` other ids each time; `ray` the same ones, split and sorted beforehand.
+`fresh` uses new ids each time; `ray` uses the same ids each time, sorted and split by actor before the measurement.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Ids = NDArray[np.int64]
 Rows = NDArray[np.float32]  # [ids, width]
 
 CONTENDERS = ("own", "fresh", "ray")
-SPARSITY = 4  # rows of the table per requested row
+SPARSITY = 4  # rows of the table / rows of a request
 _LR = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class RowsRow:
-    """One contender. `turns`: pulls with their pushes per second, of all workers."""
+    """One contender. `turns`: turns (a pull and a push) per second, of all workers together."""
 
     rows: int
     dim: int
@@ -45,17 +45,17 @@ class RowsRow:
 
 
 class RayTable:
-    """The peer: a part of a table, an actor whose methods are called through Ray."""
+    """The contender without rayps: an actor that stores a part of a table and is called through Ray."""
 
     def __init__(self, rows: int, dim: int) -> None:
         self._table = np.zeros((rows, dim), np.float32)
 
     def pull(self, ids: Ids) -> Rows:
-        """Return these rows."""
+        """Return the rows with these ids."""
         return self._table[ids]
 
     def push(self, ids: Ids, rows: Rows) -> None:
-        """Step these rows; ids are unique."""
+        """Apply an SGD step to the rows with these ids, which are unique."""
         self._table[ids] -= _LR * rows
 
 
@@ -67,7 +67,7 @@ class RowsBench:
         self._rank = rank
 
     def own(self, group: ServerGroup, rows: int, turns: int, fresh: bool) -> tuple[float, float]:
-        """Return start and end (wall clock) of so many turns over links."""
+        """Make `turns` turns over links; return their start and end by the wall clock, without a warm-up turn."""
         server, dim = group.join(self._rank), group.layout.entries[0].shape[1]
         batches = _batches(self._rank, rows, turns + 1 if fresh else 1)
         grad, out = torch.rand(rows, dim), torch.empty(rows, dim)
@@ -83,7 +83,7 @@ class RowsBench:
         return began, ended
 
     def ray(self, shards: list[ActorHandle], rows: int, dim: int, turns: int) -> tuple[float, float]:
-        """Return start and end (wall clock) of so many turns through actor calls."""
+        """Make `turns` turns by actor calls; return their start and end by the wall clock, without a warm-up turn."""
         ids = np.sort(_batches(self._rank, rows, 1)[0])
         bounds = [cut.start for cut in slices(rows * SPARSITY, len(shards))]
         places = [*np.searchsorted(ids, bounds).tolist(), rows]
@@ -104,7 +104,7 @@ class RowsBench:
 
 
 def _batches(rank: int, rows: int, count: int) -> list[Ids]:
-    """Draw unique ids in random order."""
+    """Draw the batches of a rank: unique ids in random order."""
     chance = np.random.default_rng(rank)
     return [chance.permutation(rows * SPARSITY)[:rows] for _ in range(count)]
 
@@ -120,7 +120,7 @@ def bench_rows(
     repeats: int = 5,
     turns: int = 40,
 ) -> list[RowsRow]:
-    """Measure asynchronous pull and push of `rows` unique ids x `dim` floats of a table four times as long.
+    """Measure asynchronous pulls and pushes of `rows` rows of `dim` floats, from a table with four times as many rows.
 
     Raises:
         ConfigError: there is no such contender, or a number is below 1.

@@ -1,4 +1,4 @@
-"""Measure the server: push and pull between Ray actors, over rayps' links and by Ray actor calls.
+"""Measure the parameter server: pushes and pulls between Ray actors, over rayps' links and by Ray actor calls.
 
 Contenders alternate in one run between the same actors. The functions return rows and print nothing.
 """
@@ -25,7 +25,7 @@ START_SECONDS = 0.3  # seconds until all workers have joined
 
 @dataclass(frozen=True, slots=True)
 class ServerRow:
-    """One contender at one size. `turns`: pushes with their pulls per second, of all workers."""
+    """One contender at one size. `turns`: turns (a push and a pull) per second, of all workers together."""
 
     bytes: int
     contender: str
@@ -38,13 +38,13 @@ class ServerRow:
 
 
 class RayShard:
-    """The peer: a shard, an actor whose methods are called through Ray."""
+    """The contender without rayps: an actor that stores a shard and is called through Ray."""
 
     def __init__(self, n: int) -> None:
         self._params = np.zeros(n, np.float32)
 
     def push_pull(self, grad: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Step, and return the parameters."""
+        """Apply an SGD step with `grad`; return the shard's parameters."""
         self._params -= 0.01 * grad
         return self._params
 
@@ -57,10 +57,10 @@ class ServerBench:
         self._rank = rank
 
     def own(self, group: ServerGroup, turns: int, kind: str, start: float) -> tuple[float, float]:
-        """Return start and end (wall clock) of so many turns over links, from the time `start` on.
+        """Make `turns` turns over links from the time `start` on; return their start and end by the wall clock.
 
-        `own` pushes an ordinary tensor, `resident` one in shared memory that the shards read in place; `message` sends
-        messages as between hosts, over shared memory.
+        `kind` "own" pushes an ordinary tensor; "resident" pushes a tensor in shared memory, which the shards read in
+        place; "message" sends messages as between hosts, through shared memory.
         """
         server = group.join(self._rank, resident=kind != "message")
         grad = server.buffer() if kind == "resident" else torch.empty(group.layout.size)
@@ -75,7 +75,7 @@ class ServerBench:
         return began, ended
 
     def ray(self, shards: list[ActorHandle], n: int, turns: int, start: float) -> tuple[float, float]:
-        """Return start and end (wall clock) of so many turns through actor calls, from the time `start` on."""
+        """Make `turns` turns by actor calls from the time `start` on; return their start and end by the wall clock."""
         grad, out = np.random.default_rng(0).random(n, np.float32), np.empty(n, np.float32)
         cuts = slices(n, len(shards))
 
@@ -100,7 +100,7 @@ def bench_server(
     *,
     repeats: int = 5,
 ) -> list[ServerRow]:
-    """Measure asynchronous push and pull of whole vectors: a row for each of `sizes` (bytes) and `contenders`.
+    """Measure asynchronous pushes and pulls of whole vectors: a row for each of `sizes` (bytes) and `contenders`.
 
     Raises:
         ConfigError: there is no such contender.

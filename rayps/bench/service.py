@@ -1,7 +1,7 @@
 """Measure the idle job service with many waiting jobs: its CPU time, and the time to stop one of the jobs.
 
-It is a real `rayps serve` with its own Ray and one CPU; every waiting job needs two. The CPU time is read from /proc
-over a window after the first successful view of Ray, without Ray's processes.
+The service is a real `rayps serve` whose Ray has one logical CPU; every waiting job needs two. The CPU time is that of
+the service's process, without Ray's processes, read from /proc after the service has seen Ray for the first time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CREATED_AT = 1.7e9
 
 @dataclass(frozen=True, slots=True)
 class WaitingRow:
-    """One measurement."""
+    """One measurement of a service in which `waiting` jobs wait."""
 
     waiting: int
     cpu: float  # share of one core, without requests
@@ -41,7 +41,7 @@ class WaitingRow:
 
 
 def bench_service(waiting: list[int], seconds: float) -> list[WaitingRow]:
-    """Measure with each number of waiting jobs, over `seconds`."""
+    """Measure a service with each number of waiting jobs; the CPU time is measured for `seconds` seconds."""
     return [_measure(number, seconds) for number in waiting]
 
 

@@ -1,8 +1,8 @@
-"""Measure push and pull against the number of shards, each on its own host with a link of a given rate.
+"""Measure how a push and a pull scale with the number of shards, each on its own host with a link of a given rate.
 
-The hosts are network namespaces (`rayps.bench.netns`); the workers share one host with a link wide enough for all
-shards.
-The limit is the time that one shard's link needs for a push and then a pull: a shard answers after the whole push.
+The hosts are network namespaces (`rayps.bench.netns`); the workers share one host, whose link is fast enough for all
+shards. The limit is the time that one shard's link needs for a push and then a pull, because a shard answers only after
+it has received the whole push.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from rayps.bench.netns import Hosts, NamespaceActor, bits
-from rayps.bench.together import together
+from rayps.bench.parallel_calls import together
 from rayps.core.errors import ConfigError
 from rayps.ps.server.shard_actor import ShardActor, ShardPlan
 from rayps.ps.server_group import ServerGroup, SharedParameters
@@ -38,17 +38,17 @@ class ShardsRow:
     bytes: int
     shards: int
     workers: int
-    rate: str  # of each shard's link, per direction
+    rate: str  # rate of each shard's link, in each direction
     repeats: int
     seconds: float
     limit: float  # least seconds on these links: 2 x workers x bytes / shards / rate
     of_limit: float  # limit / seconds
     times_first: float  # seconds with the first number of shards / seconds
-    memory: float  # bytes that serving added to a shard's process: the largest of the shards
+    memory: float  # bytes that the parameters added to a shard's process, of the shard with the most
 
 
 class HostShard(ShardActor):
-    """A shard that listens on its host's address."""
+    """A shard actor that listens on its host's address and measures its memory."""
 
     def __init__(self, address: str, index: int, secret: bytes, factory: bytes) -> None:
         super().__init__(index, secret, factory, threads=1, host=address)
@@ -58,16 +58,16 @@ class HostShard(ShardActor):
         self._before = _resident()
 
     def begin(self, plan: ShardPlan, snapshot: bytes | Snapshot) -> None:
-        """Start the shard; the snapshot is pickled, because pipes would pass its tensors by descriptor."""
+        """Start the shard; the snapshot arrives as pickled bytes, because a pipe would send tensors as descriptors."""
         super().begin(plan, snapshot if isinstance(snapshot, Snapshot) else pickle.loads(snapshot))
 
     def memory(self) -> float:
-        """Return the bytes that serving has added so far."""
+        """Return the bytes of memory that the process has gained since the shard was made."""
         return _resident() - self._before
 
 
 class HostWorker:
-    """One worker that pushes and pulls."""
+    """An actor: one worker that pushes and pulls."""
 
     def __init__(self, rank: int) -> None:
         torch.set_num_threads(1)
@@ -82,7 +82,7 @@ class HostWorker:
         self._server.push_pull(self._gradient)
 
     def turn(self) -> tuple[float, float]:
-        """Return start and end (wall clock) of a push and a pull."""
+        """Push and pull once; return the start and end by the wall clock."""
         assert self._server is not None, "join comes first"
         began = time.time()
         self._server.push_pull(self._gradient)
@@ -95,7 +95,7 @@ class HostWorker:
 
 
 class _OnHosts:
-    """The part of a cluster that a ServerGroup needs: each shard starts on the next host."""
+    """The part of a cluster that a ServerGroup needs; `spawn` starts each shard on the next host."""
 
     def __init__(self, hosts: Hosts) -> None:
         self._hosts, self._next = hosts, itertools.count(1)
@@ -131,7 +131,10 @@ def bench_shards(
         ClusterError: this machine cannot make network namespaces.
     """
     if min([*counts, workers, repeats], default=0) < 1:
-        raise ConfigError(f"shards {list(counts)}, workers {workers}, repeats {repeats}: give numbers of at least 1")
+        raise ConfigError(
+            f"the numbers of shards are {list(counts)}, workers is {workers}, repeats is {repeats}: give at least 1 of "
+            "each"
+        )
     line = bits(rate) / 8
     found = [_with_shards(count, rate, size, workers, repeats, worker_rate) for count in counts]
     rows = []
@@ -146,7 +149,7 @@ def bench_shards(
 
 
 def _with_shards(count: int, rate: str, size: int, workers: int, repeats: int, worker_rate: str) -> tuple[float, float]:
-    """Return the seconds of the turns, and the bytes of the largest shard."""
+    """Measure one number of shards; return the median seconds of a turn, and the most bytes that a shard added."""
     with Hosts(1 + count, rate, slow={0: worker_rate}) as hosts:
         where = _OnHosts(hosts)
         with ServerGroup(

@@ -1,10 +1,9 @@
 """Measure a training step: AllReduce in the real Worker, torch's DDP, and workers without communication.
 
-Contenders alternate in one run: `own` and `one_bucket` (the same without overlap), `ddp` (DistributedDataParallel on
-gloo) and `alone` (without communication) in the same Ray actors; `ddp_plain` (the same DDP in two plain processes,
-beside
-an idle Ray) and `ray_train` (TorchTrainer, which wraps the model in DDP) in their own processes. The functions return
-rows and print nothing.
+Contenders alternate in one run. In the same Ray actors: `own` (AllReduce), `one_bucket` (AllReduce without overlap of
+communication and backward), `ddp` (DistributedDataParallel on gloo) and `alone` (without communication). In their own
+processes: `ddp_plain` (DDP in plain processes, beside an idle Ray) and `ray_train` (TorchTrainer, which wraps the model
+in DDP). The functions return rows and print nothing.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ import torch.distributed as dist
 from torch import nn
 
 from rayps.bench.contender import plain_steps, workload
+from rayps.bench.parallel_calls import together
 from rayps.bench.peer import peer
 from rayps.bench.plain_processes import PlainActor
-from rayps.bench.together import together
 from rayps.cluster.local import ActorHandle, Cluster
 from rayps.comm.ring import Ring
-from rayps.core.calendar import Boundary
 from rayps.core.errors import ConfigError
+from rayps.core.phase_rounds import Boundary
 from rayps.core.records import Point
 from rayps.strategies.all_reduce import AllReduce
 from rayps.tensors.flat import FlatModel
@@ -43,7 +42,7 @@ DEFAULT = "own,one_bucket,alone,ddp"
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """One contender. `rate`: a worker's steps per second, the median of the turns; the rest: milliseconds per step."""
+    """One contender; figures are medians. `rate`: steps per second; the times from `step` on: milliseconds per step."""
 
     contender: str
     workers: int
@@ -51,17 +50,17 @@ class StepRow:
     repeats: int
     rate: float
     step: float
-    cpu: float  # CPU time of the worker's process: without waiting and other load
+    cpu: float  # CPU time of the worker's process: waiting and other processes do not count
     compute: float | None  # forward, backward and the optimizer, from the worker's metric points
-    data: float | None  # batches
-    waiting: float | None
-    moving: float | None
-    times_ddp: float | None  # rate / that of ddp (else ddp_plain, else ray_train)
-    of_alone: float | None  # rate / that of workers that do not communicate
+    data: float | None  # loading batches
+    waiting: float | None  # waiting for other ranks, beyond `compute`
+    moving: float | None  # sending and receiving gradients, beyond `compute`
+    times_ddp: float | None  # rate / rate of ddp (without ddp: of ddp_plain, else of ray_train)
+    of_alone: float | None  # rate / rate of alone
 
 
 class StepBench:
-    """An actor: one worker of every contender."""
+    """An actor: one worker, which takes part in the measurement of every contender."""
 
     def __init__(self, rank: int, size: int, hidden: int | None, model: str = "mlp") -> None:
         torch.set_num_threads(1)
@@ -75,7 +74,7 @@ class StepBench:
         return int(self._store.port)
 
     def prepare(self, name: str, contenders: list[str], port: int) -> None:
-        """Make every contender's model and connections."""
+        """Make the model and the connections of each contender that runs in this actor."""
         for contender in contenders:
             if contender == "ddp":
                 self._turns[contender] = self._ddp(port)
@@ -85,7 +84,7 @@ class StepBench:
                 self._turns[contender] = self._own(f"{name}-{contender}", 0 if contender == "one_bucket" else None)
 
     def turn(self, contender: str, steps: int) -> dict[str, float]:
-        """Make so many steps; return milliseconds per step, in total and by part."""
+        """Make `steps` steps of one contender; return milliseconds per step, in total and by part."""
         start = time.process_time()
         found = self._turns[contender](steps)
         return found | {"cpu": 1000 * (time.process_time() - start) / steps}
@@ -126,9 +125,14 @@ class StepBench:
 
         def turn(steps: int) -> dict[str, float]:
             points: list[Point] = []
+
+            def report(point: Point) -> bool:
+                points.append(point)
+                return True
+
             loop.w.plan = dataclasses.replace(plan, end=loop.w.position + steps)
             start = time.perf_counter()
-            run = PlanRun(loop, points.append, lambda part: None, lambda: loop.w.position >= loop.w.plan.end)
+            run = PlanRun(loop, report, lambda part: None, lambda: loop.w.position >= loop.w.plan.end)
             run.run()  # without checkpoints
             step = 1000 * (time.perf_counter() - start) / steps
             rounds = [p for p in points if p["kind"] == "round"]
@@ -152,7 +156,8 @@ def bench_step(
     """Measure training steps with one thread per worker: a row for each contender.
 
     `model`: "mlp" (64-hidden-hidden-10, SGD, batch 32) or "lm" (a GPT-2 of 4 layers, AdamW, 4 sequences of 64
-    words). Each makes `repeats` turns of `steps` steps, in changing order. Raises ConfigError, ClusterError, LinkError.
+    words). Each contender makes `repeats` turns of `steps` steps; their order changes with each turn. Raises
+    ConfigError, ClusterError, LinkError.
     """
     for contender in contenders:
         if contender not in CONTENDERS:
@@ -180,7 +185,7 @@ def bench_step(
                     parts = together(plain, "turn", "ddp", steps, timeout=timeout)
                 else:
                     parts = together(actors, "turn", contender, steps, timeout=timeout)
-                if turn:  # warm-up: touches new pages, learns the order of backward
+                if turn:  # turn 0 is the warm-up: it touches new pages and learns the order of gradients in backward
                     found[contender].append(max(parts, key=lambda part: part["step"]))
         together(actors, "close", timeout=timeout)
         together(plain, "close", timeout=timeout)

@@ -1,9 +1,9 @@
-"""Measure staleness with slow workers: the time to equal accuracy.
+"""Measure staleness with slow workers: the time until a model reaches a target accuracy.
 
-Real workers and shards learn handwritten digits (`examples/data`) by softmax regression. A slow worker sleeps, which
-uses
-no CPU: a round lasts `pace` seconds plus its computation. A watcher reads the shards' parameters outside the measured
-time, and records when they first reach the target accuracy on test images.
+Workers and shards learn handwritten digits (`examples/data`) by softmax regression. A worker sleeps in each round,
+which uses no CPU: a normal round lasts `pace` seconds plus its computation, and a slow worker sleeps longer. The bench
+reads the parameters from the shards several times a second, and records when they first reach the target accuracy on
+test images.
 
 - `come_and_go`: in a random tenth of its rounds each worker takes 5 times as long.
 - `one_slow`: worker 0 takes 3 times as long throughout.
@@ -23,8 +23,8 @@ from torch.nn import functional
 
 import rayps
 from rayps.cluster.local import Cluster
-from rayps.core.calendar import Boundary
 from rayps.core.errors import ConfigError, TrainingError
+from rayps.core.phase_rounds import Boundary
 from rayps.core.records import Point
 from rayps.core.user_module import pack
 from rayps.data import Batch, Data, parquet
@@ -57,28 +57,28 @@ class StragglersRow:
     target: float
     repeats: int
     seconds: float  # seconds until the target was reached
-    rounds: float  # until then, mean over the workers
-    idle: float  # share of the workers' time in pulls and pushes, mostly waiting for others
+    rounds: float  # rounds until the target was reached, mean over the workers
+    idle: float  # share of the workers' time in which they waited in pulls and pushes
     times_synchronous: float | None  # seconds of staleness 0 / seconds
 
 
 class Paced(Data):
-    """Rows whose batches are delayed."""
+    """A data source that delays each batch of another data source, to make some workers slow."""
 
     def __init__(self, rows: Data, scene: str, pace: float) -> None:
         self._rows, self._scene, self._pace = rows, scene, pace
         self.batch_size = rows.batch_size
 
     def check(self) -> None:
-        """See Data."""
+        """Check the other data source. Raises DataError."""
         self._rows.check()
 
     def rows(self) -> int:
-        """See Data."""
+        """Return the number of rows in an epoch, over all ranks."""
         return self._rows.rows()
 
     def batches(self, *, rank: int, size: int, seed: int, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """See Data."""
+        """Return the batches of the other data source; sleep before each batch."""
         slow = factors(self._scene, rank, self.steps(size), seed, epoch)
         batches = self._rows.batches(rank=rank, size=size, seed=seed, epoch=epoch, start=start)
         for factor, batch in zip(slow[start:], batches, strict=True):
@@ -87,7 +87,7 @@ class Paced(Data):
 
 
 def factors(scene: str, rank: int, steps: int, seed: int, epoch: int) -> list[float]:
-    """Return the slowness factor of each of a rank's rounds in an epoch."""
+    """Return, for each of a rank's rounds in an epoch, how many times as long as normal the round takes."""
     if scene == "one_slow":
         return [3.0 if rank == 0 else 1.0] * steps
     slow = set(random_of(seed, epoch, rank).choice(steps, max(1, steps // 10), replace=False).tolist())
@@ -95,7 +95,7 @@ def factors(scene: str, rank: int, steps: int, seed: int, epoch: int) -> list[fl
 
 
 class SlowDigits(Workload):
-    """Softmax regression on digits, with delayed batches."""
+    """A workload: softmax regression on digits, with delayed batches."""
 
     def __init__(self, folder: Path, scene: str, pace: float) -> None:
         self.folder, self.scene, self.pace = folder, scene, pace
@@ -109,11 +109,11 @@ class SlowDigits(Workload):
         return model
 
     def data(self) -> Data:
-        """Return 10,000 images."""
+        """Return the 10,000 training images, with delayed batches."""
         return Paced(_digits(self.folder / "digits.parquet", BATCH), self.scene, self.pace)
 
     def evaluation_data(self) -> Data:
-        """Return 2,000 other images."""
+        """Return 2,000 test images."""
         return _digits(self.folder / "digits_test.parquet", 2000)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -140,7 +140,7 @@ def bench_stragglers(
     folder: Path | None = None,
     limit: float = 300.0,
 ) -> list[StragglersRow]:
-    """Measure each of `scenes` with each staleness. `limit`: the longest run in seconds.
+    """Measure each of `scenes` with each staleness. A run may last at most `limit` seconds.
 
     Raises:
         ConfigError: there is no such scene, or `folder` has no digits.
@@ -171,7 +171,7 @@ class _Run:
 
 
 class _Stage:
-    """A group of workers that runs one staleness value after another."""
+    """Workers and a shard that train with one staleness after another."""
 
     def __init__(self, cluster: Cluster, workload: SlowDigits, workers: int) -> None:
         self._group = WorkerGroup(cluster, pack(workload), workers, {"cpu": 1.0}, capture=False)
@@ -184,7 +184,7 @@ class _Stage:
         self._test = next(test.batches(rank=0, size=1, seed=0, epoch=0))
 
     def run(self, staleness: int | None, seed: int, target: float, limit: float) -> _Run:
-        """Train until the target is reached."""
+        """Train with this staleness until the accuracy reaches `target`; return the run's figures."""
         self._generation += 1
         strategy = parse({"name": "parameter_server", "shards": 1, "staleness": staleness})[0].strategy
         boundary, end = Boundary(0, -1), 1_000_000

@@ -1,7 +1,7 @@
 """Measure a sparse table's segments in one process, and a table's size in memory and on disk.
 
 The comparison is torch on a dense table with the same ids: index_select for a pull, index_add_ for a push, and the same
-optimizer's arithmetic on dense state. Times are CPU time of one thread: other load has little influence.
+optimizer's arithmetic on dense state. Times are CPU times of one thread, so other processes have little influence.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _CHUNK = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """One optimizer with one number of segments; medians."""
+    """One optimizer with one number of segments. Figures are medians; rates are rows per second."""
 
     rows: int
-    ids: int  # of one batch, each once
+    ids: int  # ids of one batch, all different
     dim: int
     segments: int
     optimizer: str
     zipf: float | None
     repeats: int
-    pull: float  # rows a second
-    push: float
-    torch_pull: float  # index_select
-    torch_push: float  # index_add_
+    pull: float  # rows per second that the table's segments return
+    push: float  # rows per second that the table's segments update
+    torch_pull: float  # rows per second of index_select
+    torch_push: float  # rows per second of index_add_
     of_limit: float  # torch's time for both / the table's time for both
     torch_step: float  # rows per second of torch's step of this optimizer, by id, on dense state
     of_same: float  # torch's time for index_select and this step / the table's time for both
@@ -53,17 +53,17 @@ class TableRow:
 
 @dataclass(frozen=True, slots=True)
 class FilesRow:
-    """A table as Parquet."""
+    """The size of a table in memory and as Parquet files, and the time to save and to load it."""
 
     rows: int
     dim: int
     segments: int
-    loaded_on: int  # segments
+    loaded_on: int  # number of segments onto which the files were loaded
     row_bytes: float  # bytes of memory per row
-    file_bytes: float  # on disk, for each row
+    file_bytes: float  # bytes on disk per row
     save: float  # seconds
     load: float
-    save_cpu: float  # seconds of processors
+    save_cpu: float  # CPU seconds
     load_cpu: float
 
 
@@ -77,7 +77,9 @@ def bench_tables(
     zipf: float | None = None,
     repeats: int = 15,
 ) -> list[TableRow]:
-    """Measure batches of `ids` ids of a table with `rows` rows; with `zipf` Zipf-distributed ids, each once.
+    """Measure batches of `ids` different ids of a table with `rows` rows.
+
+    With `zipf`, a batch has the different ids among `ids` draws from a Zipf distribution with this exponent.
 
     Raises:
         ConfigError: there is no such optimizer, or a number is below 1.
@@ -102,7 +104,7 @@ def _table(rows: int, dim: int, segments: int, optimizer: str) -> SparseTable:
 
 
 def filled(table: SparseTable, rows: int) -> tuple[list[TableSegment], float]:
-    """Make a table's segments with the rows 0 to `rows` - 1; return them and the seconds that it took."""
+    """Make a table's segments with the rows 0 to `rows` - 1; return the segments and the CPU seconds."""
     found = [TableSegment(table, index, ParameterServer(staleness=None), 1) for index in range(table.segments)]
     began = time.thread_time()
     for lo in range(0, rows, _CHUNK):
@@ -117,9 +119,9 @@ def filled(table: SparseTable, rows: int) -> tuple[list[TableSegment], float]:
 
 
 class Dense:
-    """A push in torch on a dense table: gather the rows and state of some ids, step them, and write them back.
+    """A dense table in torch with an optimizer. A step gathers the state of some ids, and updates it and their rows.
 
-    The arithmetic is the table's. With SGD it is one index_add_.
+    The arithmetic is that of the sparse table. With SGD a step is one index_add_.
     """
 
     def __init__(self, rows: int, dim: int, optimizer: str, lr: float) -> None:
@@ -129,7 +131,7 @@ class Dense:
         self._steps = torch.zeros(rows if optimizer == "adam" else 0, dtype=torch.int64)
 
     def step(self, ids: torch.Tensor, grad: torch.Tensor) -> None:
-        """Step unique ids [n] with a gradient [n, dim]."""
+        """Apply an optimizer step with the gradient `grad` [n, dim] to the rows of `ids` [n], which are unique."""
         if self._name == "sgd":
             self.rows.index_add_(0, ids, grad * -self._lr)  # index_add_'s own factor, `alpha`, is four times as slow
             return
@@ -155,7 +157,7 @@ def _measure(table: SparseTable, rows: int, ids: int, zipf: float | None, repeat
     for step in range(repeats + 2):
         batch = _batch(chance, rows, ids, zipf)
         times.append((len(batch), _turn(segments, dense, batch, step)))
-    found = times[2:]  # warm-up: grows the process
+    found = times[2:]  # without two warm-up turns, in which the process's memory grows
     rates = [statistics.median(count / each[k] for count, each in found) for k in range(5)]
     share = statistics.median((each[0] + each[1]) / (each[3] + each[4]) for _, each in found)
     same = statistics.median((each[0] + each[2]) / (each[3] + each[4]) for _, each in found)
@@ -187,7 +189,7 @@ def _batch(chance: np.random.Generator, rows: int, ids: int, zipf: float | None)
 
 
 def _turn(segments: list[TableSegment], dense: Dense, ids: Ids, step: int) -> list[float]:
-    """Return CPU seconds of index_select, index_add_, torch's step, the pulls and the pushes of a batch."""
+    """Return the CPU seconds of one batch in index_select, index_add_, torch's step, the pulls, and the pushes."""
     table = segments[0].table
     grad, order_bounds, places = torch.rand(len(ids), table.dim), split(ids, table.segments), torch.from_numpy(ids)
     order, bounds = order_bounds
@@ -212,7 +214,7 @@ def _turn(segments: list[TableSegment], dense: Dense, ids: Ids, step: int) -> li
 
 
 def bench_files(rows: int, dim: int, segments: int, loaded_on: int, folder: Path | None = None) -> FilesRow:
-    """Save a table of `rows` rows with Adagrad as Parquet, and load it on another number of segments.
+    """Save a table of `rows` rows with Adagrad as Parquet, and load it onto `loaded_on` segments.
 
     Raises:
         ConfigError: there are no rows, or no segments.
@@ -243,6 +245,6 @@ def bench_files(rows: int, dim: int, segments: int, loaded_on: int, folder: Path
 
 
 def skew(rows: int, ids: int, zipf: float, segments: int) -> float:
-    """Return the busiest segment's share of a Zipf batch's rows / the mean share: the imbalance after hashing."""
+    """Return a Zipf batch's imbalance: the rows of the segment with the most rows, divided by the mean per segment."""
     held = np.bincount(bucket(_batch(np.random.default_rng(0), rows, ids, zipf), segments), minlength=segments)
     return float(held.max() / held.mean())

@@ -1,4 +1,4 @@
-"""The program `rayps`. It takes an interrupt while its modules are imported as any later one."""
+"""The program `rayps`. Ctrl-C ends it with exit code 130, also while its modules are still being imported."""
 
 from __future__ import annotations
 

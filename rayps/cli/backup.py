@@ -23,7 +23,9 @@ def backup(
     checkpoints: Annotated[bool, typer.Option(help="Copy the jobs' checkpoints too.")] = True,
     output: Annotated[Output, typer.Option("--output", "-o", help="table or json.")] = Output.table,
 ) -> None:
-    """Copy the service's state (jobs, tokens, server groups, job folders) to a new folder; the service may run.
+    """Copy the service's state to a new folder. The service may run.
+
+    The state is the jobs, tokens, server groups and job folders.
 
     To restore: stop the service, move its state directory away, `cp -a DIR STATE_DIR`, `rayps serve`. Jobs that had not
     ended resume from their newest checkpoint. The copy contains the service's tokens: keep it as safe as the original.

@@ -1,4 +1,4 @@
-"""`rayps bench`: measure the data plane on this machine, and in the same run other systems for comparison."""
+"""`rayps bench`: measure communication and training steps on this machine, and other systems in the same run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def ring(
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """All-reduce between Ray actors: time, bandwidth, share of the machine's copy bandwidth, times gloo."""
+    """Measure all-reduce between Ray actors. Time, bandwidth, its share of the machine's copy bandwidth, times gloo."""
     found = sizes_of(sizes)
     from rayps.bench.ring import bench_ring
 
@@ -67,22 +67,23 @@ def server(
     rows: Annotated[
         int,
         typer.Option(
-            help="Pull and push so many rows of a table by id, instead of vectors; "
-            "contenders own (the same ids again), fresh (others each time), ray."
+            help="Instead of vectors, pull and push this many rows of a table by id; "
+            "contenders: own (the same ids each time), fresh (new ids each time), ray."
         ),
     ] = 0,
     dim: Annotated[int, typer.Option(help="Elements of a row.")] = 16,
     reads: Annotated[
         bool,
         typer.Option(
-            "--reads", help="Pulls that read all servers as of one moment, beside pulls that do not, under staleness 8."
+            "--reads",
+            help="Compare pulls that read all servers as of one moment with pulls that do not, under staleness 8.",
         ),
     ] = False,
     address: Address = None,
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Push and pull between Ray actors, asynchronously: turns per second, and their ratio to those of Ray calls."""
+    """Measure pushes and pulls between Ray actors. Asynchronous; turns (a push and a pull) per second, x Ray calls."""
     found, form = sizes_of(sizes), Output.json if as_json else output
     if rows:
         from rayps.bench.rows import CONTENDERS, bench_rows
@@ -127,9 +128,8 @@ def step(
     contenders: Annotated[
         str,
         typer.Option(
-            help="Contenders: own, one_bucket (without overlap), alone (no "
-            "communication), ddp, ddp_plain (DDP in plain processes), "
-            "ray_train."
+            help="Contenders: own (AllReduce), one_bucket (AllReduce without overlap), alone (no communication), "
+            "ddp, ddp_plain (DDP in plain processes), ray_train."
         ),
     ] = "own,one_bucket,alone,ddp",
     model: Annotated[str, typer.Option(help="mlp, or lm (a small GPT-2: many parameters of many sizes).")] = "mlp",
@@ -143,7 +143,7 @@ def step(
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """A training step between Ray actors: AllReduce beside torch's DDP on gloo and beside isolated workers."""
+    """Measure a training step beside torch's DDP. In Ray actors: AllReduce, DDP on gloo, and no communication."""
     names, form = contenders.split(","), Output.json if as_json else output
     if memory:
         from rayps.bench.memory import bench_memory
@@ -190,7 +190,7 @@ def step(
 def hosts(
     count: Annotated[int, typer.Option("--hosts", help="Hosts: network namespaces, which need root.")] = 2,
     ranks: Annotated[str, typer.Option(help="Ranks on each host, e.g. 1,2.")] = "1,2",
-    rate: Annotated[str, typer.Option(help="What each host's line carries, each way.")] = "1gbit",
+    rate: Annotated[str, typer.Option(help="The rate of each host's network line, in each direction.")] = "1gbit",
     sizes: Sizes = "100MB",
     algorithms: Annotated[
         str, typer.Option(help="auto, ring, hierarchical, two_shot, tree, one_shot, star.")
@@ -198,12 +198,12 @@ def hosts(
     streams: Annotated[
         int, typer.Option(help="TCP links between two ranks; 0 measures how many are needed to fill the line.")
     ] = 0,
-    stream_rate: Annotated[str | None, typer.Option(help="What one TCP link carries at most.")] = None,
-    repeats: Annotated[int, typer.Option(help="Turns of each.")] = 5,
+    stream_rate: Annotated[str | None, typer.Option(help="The largest rate of one TCP link, e.g. 300mbit.")] = None,
+    repeats: Annotated[int, typer.Option(help="Number of measurements of each algorithm and size.")] = 5,
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """All-reduce between hosts on lines of limited rate, beside the least possible time: 2(H-1)/H x bytes / rate."""
+    """Measure all-reduce between hosts on slow lines. The limit for H hosts is 2(H-1)/H x bytes / rate seconds."""
     found = sizes_of(sizes)
     from rayps.bench.hosts import bench_hosts
 
@@ -243,13 +243,13 @@ def stragglers(
         ),
     ] = "come_and_go,one_slow",
     pace: Annotated[float, typer.Option(help="Seconds of an ordinary round, slept.")] = 0.1,
-    repeats: Annotated[int, typer.Option(help="Runs of each, with seeds of their own.")] = 3,
+    repeats: Annotated[int, typer.Option(help="Number of runs of each, with different seeds.")] = 3,
     data: Annotated[Path | None, typer.Option(help="Folder with digits.parquet; default: examples/data.")] = None,
     address: Address = None,
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Time to equal accuracy under staleness 0, 8 and none where workers are slow."""
+    """Measure the time to equal accuracy with slow workers. Under staleness 0, 8 and none (asynchronous)."""
     from rayps.bench.stragglers import bench_stragglers
 
     rows = run(
@@ -273,15 +273,15 @@ def stragglers(
 
 @app.command()
 def shards(
-    counts: Annotated[str, typer.Option(help="Numbers of shards, each on a host of its own.")] = "1,2,4",
-    workers: Annotated[int, typer.Option(help="Workers, together on one host with a wide line.")] = 1,
-    rate: Annotated[str, typer.Option(help="What each shard's line carries, each way.")] = "100mbit",
+    counts: Annotated[str, typer.Option(help="Numbers of shards to measure; each shard has its own host.")] = "1,2,4",
+    workers: Annotated[int, typer.Option(help="Workers, all on one host with a fast line.")] = 1,
+    rate: Annotated[str, typer.Option(help="The rate of each shard's network line, in each direction.")] = "100mbit",
     size: Annotated[str, typer.Option(help="Size of the parameters.")] = "20MB",
-    repeats: Annotated[int, typer.Option(help="Turns of each.")] = 5,
+    repeats: Annotated[int, typer.Option(help="Number of measurements for each number of shards.")] = 5,
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Push and pull with shards on hosts (network namespaces, which need root) on lines of limited rate."""
+    """Measure pushes and pulls with shards on several hosts. Each has a slow line; needs root (network namespaces)."""
     found = sizes_of(size)
     from rayps.bench.shards import bench_shards
 
@@ -307,16 +307,16 @@ def shards(
 def compression(
     count: Annotated[int, typer.Option("--hosts", help="Hosts: network namespaces, which need root.")] = 2,
     ranks: Annotated[int, typer.Option(help="Ranks on each host.")] = 1,
-    rate: Annotated[str, typer.Option(help="What each host's line carries, each way.")] = "100mbit",
+    rate: Annotated[str, typer.Option(help="The rate of each host's network line, in each direction.")] = "100mbit",
     size: Annotated[str, typer.Option(help="Size of the gradient.")] = "10MB",
     names: Annotated[
         str, typer.Option(help="fp16, bf16, int8, top_k, top_k:FRACTION, auto; off is always measured.")
     ] = "fp16,bf16,int8,top_k,auto",
-    repeats: Annotated[int, typer.Option(help="Turns of each.")] = 5,
+    repeats: Annotated[int, typer.Option(help="Number of measurements of each compression.")] = 5,
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """The mean of a gradient over a ring, plain and compressed, on lines of limited rate; what auto chooses."""
+    """Measure all-reduce with compression on slow lines. Also without compression; shows what auto chooses."""
     found = sizes_of(size)
     from rayps.bench.compression import bench_compression
 

@@ -11,12 +11,12 @@ from rayps.cli.show import Output
 
 
 def device(
-    batches: Annotated[str, typer.Option(help="Rows of a batch.")] = "1,32,128",
-    repeats: Annotated[int, typer.Option(help="Turns of each.")] = 9,
+    batches: Annotated[str, typer.Option(help="Batch sizes to measure, in rows.")] = "1,32,128",
+    repeats: Annotated[int, typer.Option(help="Number of measurements of each layer and batch size.")] = 9,
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Convolution and fully connected layers on this machine's CPU and GPU: which are faster there, with transfers."""
+    """Measure layers on this machine's CPU and GPU. Convolution and fully connected, with the copy of their input."""
     from rayps.bench.device import bench_device
 
     rows = bench_device(whole(batches, "batches"), repeats=repeats)

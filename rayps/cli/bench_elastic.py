@@ -1,4 +1,4 @@
-"""`rayps bench faults`, `resize` and `jobs`: an elastic server group under kills, resizes and neighbours."""
+"""`rayps bench faults`, `resize` and `jobs`: a server group with killed servers, with resizes, and with two jobs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ def faults(
     kills: Annotated[int, typer.Option(help="How many servers are killed, one after the other.")] = 50,
     servers: Servers = 3,
     workers: Workers = 4,
-    replicas: Annotated[int, typer.Option(help="Copies of each part on other servers.")] = 1,
-    staleness: Annotated[str, typer.Option(help="0 (in step), a number of rounds, or none.")] = "none",
+    replicas: Annotated[int, typer.Option(help="Backups of each segment on other servers.")] = 1,
+    staleness: Annotated[
+        str, typer.Option(help="0 (synchronous), a number of rounds, or none (asynchronous).")
+    ] = "none",
     megabytes: Megabytes = 1.0,
     seed: Annotated[
         int | None, typer.Option(help="Seed of the random moments and servers; default: a new one.")
@@ -31,7 +33,7 @@ def faults(
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Kill servers (kill -9) under load: is every push applied exactly once, and how long did pushes wait."""
+    """Kill servers (kill -9) under load. Shows whether each push is applied exactly once, and how long pushes wait."""
     stale = _staleness(staleness)
     from rayps.bench.faults import bench_faults
 
@@ -70,15 +72,17 @@ def faults(
 
 
 def resize(
-    sizes: Annotated[str, typer.Option(help="Numbers of servers, one after the other.")] = "2,4,3",
+    sizes: Annotated[
+        str, typer.Option(help="Numbers of servers: start with the first, then resize to the others in order.")
+    ] = "2,4,3",
     workers: Workers = 2,
-    replicas: Annotated[int, typer.Option(help="Copies of each part on other servers.")] = 1,
+    replicas: Annotated[int, typer.Option(help="Backups of each segment on other servers.")] = 1,
     megabytes: Megabytes = 4.0,
     address: Address = None,
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Resize the group under a synchronous run: bytes moved, loss of speed, and whether a bit of the result changes."""
+    """Resize a group during a synchronous run. Shows bytes migrated, loss of speed, and whether the result changes."""
     try:
         counts = tuple(int(part) for part in sizes.split(","))
     except ValueError:
@@ -122,7 +126,7 @@ def jobs(
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Two jobs on one group: is each result as alone, how much does a flood slow the other job, is memory freed."""
+    """Run two jobs on one group. Shows whether results are as alone, how much a flood slows a job, and freed memory."""
     from rayps.bench.neighbours import bench_jobs
 
     row = run(

@@ -1,4 +1,4 @@
-"""`rayps bench service`: what the job service costs while many jobs wait."""
+"""`rayps bench service`: measure the CPU time and memory of the job service while many jobs wait."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rayps.cli.show import Output
 
 
 def service(
-    waiting: Annotated[str, typer.Option(help="How many jobs wait, from 1 on.")] = "1,1500,20000",
+    waiting: Annotated[str, typer.Option(help="Numbers of waiting jobs to measure, each at least 1.")] = "1,1500,20000",
     seconds: Annotated[
         float, typer.Option(min=1.0, help="Seconds of the measurement, in which the service gets no request.")
     ] = 20.0,
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Processor time of an idle service with waiting jobs, and how long it takes to stop one of these jobs."""
+    """Measure the CPU time of a service with waiting jobs. Also the time to stop one of these jobs."""
     from rayps.bench.service import bench_service
 
     rows = bench_service(whole(waiting, "waiting"), seconds)

@@ -1,4 +1,4 @@
-"""`rayps bench tables`: measure pulls and pushes of a sparse table's rows, beside the speed of memory."""
+"""`rayps bench tables`: measure pulls and pushes of a sparse table's rows; compare them with a dense torch table."""
 
 from __future__ import annotations
 
@@ -43,25 +43,29 @@ _HOT = {
 
 def tables(
     rows: Annotated[int, typer.Option(help="Rows of the table.")] = 1_000_000,
-    ids: Annotated[int, typer.Option(help="Ids of a batch, each once; with --zipf how many are drawn.")] = 50_000,
+    ids: Annotated[int, typer.Option(help="Ids of a batch, all different; with --zipf the number of draws.")] = 50_000,
     dim: Annotated[int, typer.Option(help="Elements of a row.")] = 16,
-    segments: Annotated[str, typer.Option(help="Numbers of segments.")] = "1,16",
-    optimizers: Annotated[str, typer.Option(help="Some of sgd, adagrad, adam.")] = "sgd,adagrad,adam",
+    segments: Annotated[str, typer.Option(help="Numbers of segments to measure.")] = "1,16",
+    optimizers: Annotated[str, typer.Option(help="Optimizers to measure: sgd, adagrad, adam.")] = "sgd,adagrad,adam",
     zipf: Annotated[float | None, typer.Option(help="Draw the ids with this Zipf exponent, above 1.")] = None,
     files: Annotated[
-        int, typer.Option(help="Instead: save --rows rows as Parquet and load them on so many segments.")
+        int, typer.Option(help="Instead: save --rows rows as Parquet and load them on this many segments.")
     ] = 0,
-    folder: Annotated[Path | None, typer.Option(help="Where --files writes.")] = None,
-    repeats: Annotated[int, typer.Option(help="Batches of each.")] = 15,
-    calls: Annotated[bool, typer.Option(help="Instead: through servers, beside plain Ray actor calls.")] = False,
-    hot: Annotated[bool, typer.Option(help="Instead: a hot table's load before and after its segments moved.")] = False,
+    folder: Annotated[Path | None, typer.Option(help="The folder in which --files writes.")] = None,
+    repeats: Annotated[int, typer.Option(help="Number of batches measured for each optimizer.")] = 15,
+    calls: Annotated[
+        bool, typer.Option(help="Instead: compare pulls and pushes through servers with plain Ray actor calls.")
+    ] = False,
+    hot: Annotated[
+        bool, typer.Option(help="Instead: measure the servers' load before and after the busiest segments migrate.")
+    ] = False,
     workers: Annotated[int, typer.Option(help="Workers of --calls and --hot.")] = 4,
     servers: Annotated[int, typer.Option(help="Servers of --calls and --hot.")] = 2,
     address: Address = None,
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Rows of a sparse table pulled and pushed a second, beside torch's index_select and index_add_ on the same ids."""
+    """Measure pulls and pushes of a sparse table's rows. Beside torch's index_select and index_add_ on the same ids."""
     counts = whole(segments, "segments")
     from rayps.bench.tables import bench_files, bench_tables
 
@@ -123,7 +127,7 @@ def _on_ray(
 ) -> None:
     """Run the benchmarks that need a Ray cluster."""
     from rayps.bench.calls import bench_calls
-    from rayps.bench.hot import bench_hot
+    from rayps.bench.hot_table import bench_hot
 
     def measure(cluster: Cluster) -> None:
         if zipf is not None:

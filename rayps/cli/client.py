@@ -14,8 +14,8 @@ from rayps.cli.show import Output
 from rayps.core.errors import ConfigError
 from rayps.core.job_status import Status
 from rayps.federated.remote.signed_orders import NAME, ClientToken
-from rayps.service.answers import TokenAnswer
 from rayps.service.client import Client
+from rayps.service.rest_answers import TokenAnswer
 from rayps.service.settings import Settings
 
 Format = Annotated[Output, typer.Option("--output", "-o", help="table or json.")]
@@ -31,7 +31,8 @@ def client(
     target: Annotated[
         str,
         typer.Argument(
-            metavar="WORKLOAD", help="file.py:Class or module:Class; its data() is this client's and never leaves."
+            metavar="WORKLOAD",
+            help="file.py:Class or module:Class; its data() returns this client's data, which stays on this machine.",
         ),
     ],
     url: Annotated[str | None, typer.Option(help="The job service's address, https://... (RAYPS_URL).")] = None,
@@ -112,7 +113,9 @@ def _token(given: str | None) -> str:
         except OSError as error:
             raise ConfigError(f"the token's file {text[1:]} cannot be read: {error.strerror}", field="token") from error
     if not text:
-        raise ConfigError("no token: give the one that you were sent with --token or RAYPS_CLIENT_TOKEN", field="token")
+        raise ConfigError(
+            "there is no token: set --token or RAYPS_CLIENT_TOKEN to the token that you received", field="token"
+        )
     return text
 
 
@@ -124,16 +127,16 @@ def create(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="A token with full access for a user instead; NAME says whose or what for, e.g. laptop.",
+            help="Create a token with full access for a user instead; NAME is its holder or purpose, e.g. laptop.",
         ),
     ] = None,
     days: Annotated[
-        float | None, typer.Option(min=0.0, help="Valid for so long (default: until it is revoked).")
+        float | None, typer.Option(min=0.0, help="Valid for this many days (default: until it is revoked).")
     ] = None,
     to: show.To = None,
     output: Format = Output.table,
 ) -> None:
-    """Create a token for clients of a job, for one client, or for a user; it is shown once."""
+    """Create a token for a user or for a job's clients. The token is shown once."""
     if user is not None and (job, name) != (None, None):
         raise ConfigError("--user creates a token with full access: omit --job and --name", field="user")
     show.refuse_secret(to)
@@ -155,8 +158,8 @@ def _show_token(found: TokenAnswer, to: str | None, output: Output) -> None:
         return
     access = "has full access, as the service's user" if _of_user(found) else "can take part as a client"
     show.note(
-        f"token {found['id']} is for {_holder(found)}; it is shown once. Its holder {access}: send it over a secure "
-        f"channel.\nRevoke it with `rayps token revoke {found['id']}`"
+        f"token {found['id']} is for {_holder(found)}. Its secret is shown only now: save it. Who has the secret "
+        f"{access}: send it over a secure channel.\nTo revoke the token: `rayps token revoke {found['id']}`"
     )
 
 
@@ -216,8 +219,8 @@ def rotate(token_id: TokenId, to: show.To = None, output: Format = Output.table)
 def revoke(token_id: TokenId, output: Format = Output.table) -> None:
     """Revoke a token at once.
 
-    A client token: its clients stop, and their updates of an open round do not count. A user token: all browser
-    sessions end.
+    When a client token is revoked, its clients stop, and their updates of an open round do not count. When a user token
+    is revoked, all browser sessions end.
     """
     with Client() as service:
         found = service.call("DELETE", _path(service, token_id))
@@ -237,7 +240,7 @@ def joined(
     job_id: Annotated[str, typer.Argument(metavar="ID", help="The job's id, or its beginning.")],
     output: Format = Output.table,
 ) -> None:
-    """Show the real clients that have joined a job, and what the job waits for."""
+    """Show the real clients that have joined a job. A note says what the job waits for."""
     with Client() as service:
         found = service.call("GET", f"/api/v1/jobs/{service.job(job_id).id}/clients")
     if output is Output.json:

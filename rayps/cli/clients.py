@@ -23,7 +23,7 @@ def clients(
         str | None,
         typer.Option(
             metavar="RULE",
-            help="Divide by this column or rule instead, such "
+            help="Divide the data by this column or rule instead of the workload's, such "
             "as shards(per_client=2,clients=20), dirichlet(alpha=0.5,clients=20), "
             "iid(clients=20), by_quantity(clients=20).",
         ),
@@ -35,7 +35,7 @@ def clients(
     output: Annotated[Output, typer.Option("--output", "-o", help="table or json.")] = Output.table,
     as_json: Annotated[bool, typer.Option("--json", help="The same as --output json.")] = False,
 ) -> None:
-    """Show each client's number of rows, its labels, and the labels' entropy in bits."""
+    """Show each client's rows and labels. The entropy of the labels is in bits."""
     from rayps.data import rule
     from rayps.workload.base import load
 
@@ -76,8 +76,8 @@ def _table(found: Clients) -> None:
         rows.append(row)
     show.table(columns, rows)
     show.note(
-        f"{summary['clients']} clients, {summary['rows']} rows ({summary['smallest']} to {summary['largest']}, "
-        f"median {summary['median']:g}): {summary['rule']}"
+        f"{summary['rows']} rows are divided among {summary['clients']} clients by {summary['rule']}: a client has "
+        f"{summary['smallest']} to {summary['largest']} rows, median {summary['median']:g}"
     )
 
 

@@ -24,7 +24,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result for one requirement: what was found, whether it is required, and how to get it."""
+    """The result for one requirement: what was found, whether rayps needs it to run, and how to get it."""
 
     name: str
     found: str | None  # None: missing, or too little of it
@@ -154,7 +154,7 @@ def _open_files() -> Finding:
 
 
 def _jobs() -> Finding:
-    """Check that the store has a current row for every job folder. Reads only."""
+    """Check that the store has a current row for every job folder; change nothing."""
     name, use = "jobs in the store", "restoring jobs (in RAYPS_STATE_DIR)"
     try:
         settings = Settings.read()

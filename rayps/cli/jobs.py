@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import textwrap
 import time
 from pathlib import Path
 from typing import Annotated
@@ -14,9 +15,9 @@ from rayps.cli import show
 from rayps.cli.show import Output
 from rayps.core.job_status import Status
 from rayps.core.records import Event, GroupFacts
-from rayps.service.answers import JobAnswer
 from rayps.service.client import Client, Job
 from rayps.service.job_file import read
+from rayps.service.rest_answers import JobAnswer
 
 Id = Annotated[str, typer.Argument(metavar="ID", help="The job's id, as `rayps ls` shows it, or its beginning.")]
 Format = Annotated[Output, typer.Option("--output", "-o", help="A table to read, or json for a program.")]
@@ -28,7 +29,7 @@ _OMITTED = (
     "finished",
     "stopped",
     "failed",
-)  # events that the first and the last line of the output already show
+)  # kinds of events that `submit --follow` does not print: its first and last line already show them
 
 
 def submit(
@@ -107,7 +108,7 @@ def _follow(job: Job, output: Output) -> int:
 
 
 class _StatusLine:
-    """The status output of `submit --follow`: changes of status, and progress every few seconds and at each epoch."""
+    """Print the status for `submit --follow`: each change, and the progress every few seconds and at each epoch."""
 
     def __init__(self) -> None:
         self._last = ""
@@ -125,7 +126,7 @@ class _StatusLine:
                 return
             self._epoch, self._at = epoch, time.monotonic()
             self._print(f"RUNNING epoch {epoch[1] + 1} of {progress['epochs']}  batch loss {progress['loss']:.3g}")
-        elif data.get("reason") and not Status(data["status"]).terminal:  # the end of a job has a line of its own
+        elif data.get("reason") and not Status(data["status"]).terminal:  # `_follow` prints how the job ended
             self._print(f"{data['status']}: {data['reason']}")
 
     def _print(self, line: str) -> None:
@@ -157,6 +158,8 @@ def ls(
         for job in jobs
     ]
     show.table(["id", "name", "status", "age", "workers", "result"], rows, cut=("name", "workers"))
+    if len(jobs) == limit:
+        show.note(f"these are the newest {limit}; there may be more: --limit")
 
 
 def get(job_id: Id, output: Format = Output.table) -> None:
@@ -219,7 +222,7 @@ def metrics(
     points: Annotated[int, typer.Option(min=2, max=5000, help="The largest number of rows.")] = 20,
     output: Format = Output.table,
 ) -> None:
-    """Show a job's loss and speed; as JSON, one line per round."""
+    """Show a job's loss and speed, in at most POINTS rows. As JSON, one line for every round."""
     with Client() as client:
         job = client.job(job_id)
         if output is Output.json:
@@ -243,7 +246,7 @@ def metrics(
 def events(job_id: Id, output: Format = Output.table) -> None:
     """Show a job's events."""
     with Client() as client:
-        # events of servers arrive late
+        # in the order of their times: events of servers are added to the job's events late
         found = sorted(client.job(job_id).events(), key=lambda event: float(event["time"]))
     if output is Output.json:
         show.dump(found)
@@ -252,7 +255,10 @@ def events(job_id: Id, output: Format = Output.table) -> None:
 
 
 def _shortened(events: list[Event]) -> list[tuple[Event, str]]:
-    """Return events with their texts; of consecutive checkpoints the first and the last, with the number between."""
+    """Return events and their texts; of consecutive checkpoint events only the first and the last.
+
+    The last one's text counts the checkpoint events that are left out.
+    """
     found: list[tuple[Event, str]] = []
     for kind, group in itertools.groupby(events, key=lambda event: str(event["kind"])):
         row = list(group)
@@ -290,14 +296,14 @@ def delete(
 
 
 def open_page(to: show.To = None) -> None:
-    """Print an address that opens the dashboard once, within five minutes."""
+    """Print an address that opens the dashboard once. It is valid for five minutes."""
     show.refuse_secret(to)
     with Client() as client:
         show.secret(client.page_address(), to)
 
 
 def _operations(group: GroupFacts | None) -> str | None:
-    """Return the text for a job's operations per second on its server group, and their quota."""
+    """Return as text a job's operations per second on its server group, and the quota if there is one."""
     if not group or group.get("operations_s") is None:
         return None
     most = (group.get("quota") or {}).get("operations")
@@ -314,7 +320,7 @@ def _held_back(job: JobAnswer) -> str | None:
 
 def _short(text: str | None) -> str:
     lines = (text or "").splitlines()
-    return lines[0].partition(": /")[0][:60] if lines else ""
+    return textwrap.shorten(lines[0].partition(": /")[0], 60, placeholder=" ...") if lines else ""
 
 
 def add(app: typer.Typer) -> None:

@@ -1,4 +1,4 @@
-"""The top of the command line: its commands, exit codes and error output. A command imports its needs when it runs."""
+"""The top of the command line: commands, exit codes, error output. A command imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -139,7 +139,8 @@ def serve(
     cpus: Annotated[
         int | None,
         typer.Option(
-            help="Logical CPUs for all jobs of the own Ray, which share the cores (16, or the number of cores)."
+            help="Logical CPUs of the Ray that rayps starts, for all jobs together; more CPUs than cores share the "
+            "cores (16, or the number of cores if that is more)."
         ),
     ] = None,
     state_dir: Annotated[
@@ -147,14 +148,17 @@ def serve(
     ] = None,
     idle: Annotated[
         float | None,
-        typer.Option(metavar="SECONDS", help="Stop the own Ray after this time without service and jobs (600)."),
+        typer.Option(
+            metavar="SECONDS", help="Stop the Ray that rayps started after this time without service and jobs (600)."
+        ),
     ] = None,
     allow_host: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="A Host name to accept besides the loopback ones.")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A name to accept in a request's Host header, besides the loopback names."),
     ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Leave jobs running when the service stops.")] = False,
 ) -> None:
-    """Run the job service with its dashboard; by default for this machine only."""
+    """Run the job service with its dashboard. By default only this machine can reach it."""
     from rayps.cli.serve import run
     from rayps.service.settings import Settings
 
@@ -169,7 +173,7 @@ def serve(
 
 @app.command()
 def doctor(output: Annotated[Output, typer.Option("--output", "-o", help="table or json.")] = Output.table) -> None:
-    """Show what this machine lacks for rayps and how to get it; exit 1 if something required is missing."""
+    """Show what this machine lacks for rayps. Each line says how to get it; exit 1 if something required is missing."""
     from rayps.cli.doctor import findings
 
     found = findings()
@@ -227,6 +231,9 @@ def run_app(commands: typer.Typer, program: str, arguments: list[str] | None = N
         usage: Callable[[], str] | None = getattr(error, "format_message", None)  # only typer's errors have it
         if usage is None:
             raise
+        if type(error).__name__ == "NoArgsIsHelpError":  # a group without a command: its message is the whole help
+            show.note(usage())
+            return 2
         message = " ".join(line.strip() for line in usage().strip().splitlines())
         return _failed(program, message, 2, hint=f"`{program} COMMAND --help` lists the options")
 

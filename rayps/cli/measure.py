@@ -1,4 +1,4 @@
-"""Shared by the commands of `rayps bench`: start a cluster, parse lists of numbers, print rows as a table or JSON."""
+"""Functions for the commands of `rayps bench`: start a cluster, parse lists of numbers, print rows as table or JSON."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ Json = Annotated[bool, typer.Option("--json", help="The same as --output json.")
 
 
 def run(address: str | None, workers: int, measure: Callable[[Cluster], T]) -> T:
-    """Return `measure(cluster)`, with the cluster at `address` or a new local one.
+    """Return `measure(cluster)`; the cluster is the one at `address`, or without an address a new local one.
 
-    Raises ConfigError: `workers` is below 1.
+    Raises:
+        ConfigError: `workers` is below 1.
     """
     if workers < 1:
         raise ConfigError(f"workers is {workers}: give at least 1", field="workers")
@@ -41,7 +42,7 @@ def run(address: str | None, workers: int, measure: Callable[[Cluster], T]) -> T
 
 
 def show_rows(output: Output, rows: Sequence[DataclassInstance], columns: dict[str, str]) -> None:
-    """Print dataclasses as a table of these columns, or with all fields as JSON."""
+    """Print rows: as JSON with all fields, or as a table. `columns` maps the fields to show to their headings."""
     if output is Output.json:
         show.dump([dataclasses.asdict(row) for row in rows])
         return
@@ -49,7 +50,7 @@ def show_rows(output: Output, rows: Sequence[DataclassInstance], columns: dict[s
 
 
 def whole(text: str, field: str) -> list[int]:
-    """Parse whole numbers such as `1,16`. Raises ConfigError: names `field`."""
+    """Parse whole numbers such as `1,16`. Raises ConfigError, which names `field`: the text is not such a list."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:

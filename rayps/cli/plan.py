@@ -1,4 +1,4 @@
-"""`rayps plan`: how a strategy divides a model, when each worker is idle, and what a step costs; starts nothing."""
+"""`rayps plan`: show how a strategy divides a model, when each worker is idle, and what a step costs; start nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from rayps.cli.show import Output
 from rayps.cli.sizes import size
 from rayps.core.costs import Costs, amount, costs
 from rayps.core.errors import ConfigError
-from rayps.core.families import learns_by_client
 from rayps.core.grid import Grid
 from rayps.core.pipeline import gantt
 from rayps.core.pipeline.schedule import Table, splits, table
@@ -22,6 +21,7 @@ from rayps.core.pipeline.simulate import Timeline, simulate
 from rayps.core.pipeline.validate import read
 from rayps.core.replica import Pipeline, pipeline_of
 from rayps.core.strategy import Phase, StrategyView
+from rayps.core.strategy_families import learns_by_client
 from rayps.core.topology import replica_of, replicas_in
 from rayps.core.traffic import Sizes
 from rayps.core.values import Json, JsonObject
@@ -55,7 +55,7 @@ def plan(
     memory: Annotated[
         str | None,
         typer.Option(
-            metavar="SIZE", help="Memory of a worker, e.g. 2GB: the plan then names the workers that need more."
+            metavar="SIZE", help="Memory of each worker, e.g. 2GB: the plan then names the workers that need more."
         ),
     ] = None,
     parameters: Annotated[
@@ -72,7 +72,7 @@ def plan(
     output: Annotated[Output, typer.Option("--output", "-o", help="table or json.")] = Output.table,
     as_json: Annotated[bool, typer.Option("--json", help="The same as --output json.")] = False,
 ) -> None:
-    """Show how a strategy divides the model, when workers are idle and what a step costs; nothing is started."""
+    """Show how a strategy divides the model. Also when workers are idle and what a step costs; nothing is started."""
     phases = parse(strategy, Path.cwd())
     _check_options(target, batch, parameters, times)
     own = _user_table(schedule, phases)
@@ -102,7 +102,7 @@ def plan(
 
 
 class DrawnSchedule(TypedDict):
-    """A pipeline's schedule, JSON-ready: the share of idle time, and what each stage does when."""
+    """A pipeline's schedule as JSON data: the share of idle time, and the actions of each stage with their times."""
 
     unit: str
     makespan: float
@@ -113,7 +113,7 @@ class DrawnSchedule(TypedDict):
 
 
 class PlanRecord(TypedDict):
-    """The plan of a phase, JSON-ready."""
+    """The plan of one phase as JSON data."""
 
     strategy: Json
     workers: int
@@ -125,7 +125,7 @@ class PlanRecord(TypedDict):
 
 
 class _Plan:
-    """The plan of one phase."""
+    """The plan of one phase of a job: costs, division of the model and schedule; it can be printed."""
 
     def __init__(
         self,
@@ -248,7 +248,7 @@ class _Plan:
         show.table(["memory", *keys], rows)
 
     def unfit(self) -> list[str]:
-        """Return what does not fit into memory or is inefficient, each with a remedy."""
+        """Return a sentence, with a remedy, for each part of the plan that exceeds the memory or is inefficient."""
         found = []
         grid, cores = self.costs.grid, os.cpu_count() or 1
         for i, each in enumerate(self.costs.memory if self.limit is not None and self.known else []):
@@ -281,7 +281,11 @@ def _remedy(most: str, strategy: StrategyView) -> str:
 
 def _check_options(target: str | None, batch: int | None, parameters: float | None, times: bool) -> None:
     if target is not None and parameters is not None:
-        raise ConfigError("the workload defines the parameters: omit --parameters", field="parameters")
+        raise ConfigError(
+            "--parameters is for a plan without a workload: the given workload's model defines the number of "
+            "parameters: omit --parameters",
+            field="parameters",
+        )
     if times and target is None:
         raise ConfigError("--times measures the layers of a workload: give one, e.g. digits.py:Digits", field="times")
     if parameters is not None and not (1 <= parameters < 1e18 and parameters == int(parameters)):
@@ -291,7 +295,7 @@ def _check_options(target: str | None, batch: int | None, parameters: float | No
 
 
 def _user_table(path: Path | None, phases: list[Phase]) -> Table | None:
-    """Read the user's schedule table. Raises ConfigError: it does not match the strategy's pipeline."""
+    """Read the user's schedule table. Raises ConfigError: the table does not match the strategy's pipeline."""
     if path is None:
         return None
     replicas = [replica_of(phase.strategy) for phase in phases]
@@ -308,7 +312,7 @@ def _user_table(path: Path | None, phases: list[Phase]) -> Table | None:
     if found != given:
         raise ConfigError(
             f"{path} is a table for stages={found[0]}, micro_batches={found[1]}, chunks={found[2]}, and the strategy "
-            f"has {given[0]}, {given[1]}, {given[2]}: make them equal",
+            f"has stages={given[0]}, micro_batches={given[1]}, chunks={given[2]}: change the table or the strategy",
             field="table",
         )
     return rows
@@ -338,7 +342,7 @@ def _divisions(
     from rayps.strategies.job import JobSpec
 
     found: list[Division | None] = []
-    for phase in phases:  # each for itself: without --workers, phases may have replicas of different sizes
+    for phase in phases:  # one phase at a time: without --workers, phases may have replicas of different sizes
         alone = [Phase(None, phase.strategy)]
         spec = JobSpec(str(target), wire(alone), _workers(phase.strategy, workers)).check()
         checked = preflight(workload, alone, spec)

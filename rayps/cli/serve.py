@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class _Server(HttpServer):
-    """A server that prints its address once it answers; on a signal it ends streams first, then exits with code 0."""
+    """An HTTP server that prints its address once it answers; a signal first ends its streams, then the server."""
 
     def __init__(self, config: uvicorn.Config, site: _Site) -> None:
         super().__init__(config)
@@ -111,7 +111,8 @@ def run(settings: Settings, *, keep: bool = False) -> None:
     """Serve until SIGINT or SIGTERM.
 
     Raises:
-        ConfigError: the port or the state directory is in use, or the host would open the service to others.
+        ConfigError: the port or the state directory is in use, or other machines can reach `host` and no host name is
+            allowed.
     """
     if not settings.loopback and not settings.allowed_hosts:
         raise ConfigError(
@@ -142,19 +143,21 @@ def run(settings: Settings, *, keep: bool = False) -> None:
         server = _Server(config, site)
         asyncio.run(server.serve([listener]))
         if not server.started:
-            raise ConfigError(f"the service did not start: its state is in {settings.state_dir}")
+            raise ConfigError(
+                f"the service with the state directory {settings.state_dir} did not start: the log above has the cause"
+            )
 
 
 @contextlib.contextmanager
 def _exclusive(settings: Settings) -> Iterator[None]:
-    """Lock the state directory, so that one service uses it. Raises ConfigError: another service has the lock."""
+    """Lock the state directory, so that only one service uses it. Raises ConfigError: another service has the lock."""
     with (settings.state_dir / SERVICE_LOCK).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ConfigError(
-                f"another `rayps serve` uses {settings.state_dir}: use it, stop it, or give another directory with "
-                "--state-dir",
+                f"another `rayps serve` uses {settings.state_dir}: use that service, stop it, or give another "
+                "directory with --state-dir",
                 field="state_dir",
             ) from error
         yield

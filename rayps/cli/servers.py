@@ -11,15 +11,15 @@ from rich.text import Text
 from rayps.cli import show
 from rayps.cli.show import Output
 from rayps.core.errors import ServiceError
-from rayps.service.answers import GroupAnswer, SegmentLine, SpaceAnswer
 from rayps.service.client import Client
 from rayps.service.remote_group import RemoteGroup, summary
+from rayps.service.rest_answers import GroupAnswer, SegmentLine, SpaceAnswer
 
 app = typer.Typer(
     name="servers",
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Server groups: parameter servers that live as long as the cluster; several jobs can share one.",
+    help="Start and manage server groups. Their servers live as long as the cluster; several jobs can share a group.",
 )
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The group's name, as `rayps servers ls` shows it.")]
@@ -44,7 +44,8 @@ def start(
         float | None,
         typer.Option(
             metavar="SECONDS",
-            help="A server that is silent for so long counts as dead (10); one that ends is detected at once.",
+            help="A server that sends nothing for so long counts as dead (10). The end of a process is detected at "
+            "once.",
         ),
     ] = None,
     wait: Wait = False,
@@ -52,7 +53,7 @@ def start(
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Start a server group; then `rayps submit job.yaml --server-group NAME`."""
+    """Start a server group. Then `rayps submit job.yaml --server-group NAME`."""
     with Client() as client:
         group = client.start_servers(name, servers=servers, replicas=replicas, silence=silence)
         _show_result(group, wait, timeout, _format(output, as_json))
@@ -138,21 +139,21 @@ def set_quota(
         typer.Option(
             "--bytes",
             min=1,
-            help="Bytes of parameters, optimizer state and rows on all servers, without replicas. Pushes that would "
-            "create rows beyond it are refused; existing data stays.",
+            help="Bytes of parameters, optimizer state and rows on all servers, without replicas. A push that would "
+            "create rows beyond this quota is refused; existing data stays.",
         ),
     ] = None,
     operations: Annotated[
         float | None,
         typer.Option(
             help="Operations per second over all servers: a push or pull is one operation at each server that it "
-            "reaches. Operations beyond it wait."
+            "reaches. Operations beyond this quota wait."
         ),
     ] = None,
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Limit a job's memory and operations on a group; an omitted option means no limit."""
+    """Limit a job's memory and operations on a group. An omitted option means no limit."""
     with Client() as client:
         before = client.servers(name).data["spaces"]
         data = client.servers(name).set_quota(space, bytes=most, operations=operations).data
@@ -163,14 +164,15 @@ def set_quota(
     show.line(f"{full}: quota {quota({'bytes': most, 'operations': operations}).replace('-', 'none')}")
     if most is not None and held > most:
         show.note(
-            f"it has {size(held)} now, which stays. From now on the job fails when a push would create rows, and when "
-            "its\nparameters are loaded again after a loss: raise --bytes, or stop the job"
+            f"the space has {size(held)} now, more than the quota; nothing is deleted. From now on its job fails when "
+            "a push would create rows,\nand when the job loads its parameters again after a loss: raise --bytes, or "
+            "stop the job"
         )
 
 
 @app.command()
 def drop(name: Name, space: Space, output: Format = Output.table, as_json: Json = False) -> None:
-    """Delete a space of a job that has ended, or a branch."""
+    """Delete the space of a job that has ended, or a branch."""
     with Client() as client:
         before = client.servers(name).data["spaces"]
         data = client.servers(name).drop(space).data
@@ -197,7 +199,7 @@ def stop(
 
 
 def size(value: float | None) -> str:
-    """Format bytes in a fitting unit."""
+    """Return a number of bytes as text, in B, KiB, MiB, GiB or TiB."""
     rest, units = float(value or 0), ["B", "KiB", "MiB", "GiB", "TiB"]
     while rest >= 1024 and len(units) > 1:
         rest, units = rest / 1024, units[1:]
@@ -229,7 +231,7 @@ def _show_result(group: RemoteGroup, wait: bool, timeout: float, form: Output) -
     else:
         show.line(f"{group.name} is {summary(group.data)}")
         if not wait:
-            show.note(f"`rayps servers show {group.name}` shows its status")
+            show.note(f"to see the group's status: `rayps servers show {group.name}`")
 
 
 def _tables(data: GroupAnswer) -> None:

@@ -21,7 +21,7 @@ from rich.text import Text
 from rayps.core.errors import ConfigError
 from rayps.core.text import written
 from rayps.core.values import Json, JsonObject
-from rayps.service.answers import JobAnswer
+from rayps.service.rest_answers import JobAnswer
 from rayps.service.settings import private_write
 from rayps.strategies.catalogue import catalogue
 
@@ -33,9 +33,9 @@ _COLOURS = {
     "RECOVERING": "yellow",
     "UNKNOWN": "yellow",
 }
-_LAST = 14  # a table's last column has at least this width before others are cut
+_LAST = 14  # width that `table` leaves for the last column by cutting other columns
 _UNKNOWN = object()
-_CUT = 6  # a column is cut to this width at least
+_CUT = 6  # the least width to which `table` cuts a column
 
 Cell: TypeAlias = str | float | Text | None  # of a table
 
@@ -63,10 +63,10 @@ _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) i
 
 
 def plain(text: str) -> str:
-    r"""Replace control characters by text (ESC by \x1b); tabs and line ends stay.
+    r"""Replace control characters by visible text, such as ESC by \x1b; tabs and line ends stay.
 
-    Otherwise a job's output could move the cursor, set the title, write to the clipboard or change the reading order of
-    the user's terminal.
+    Without this, a job's output could move the cursor of the user's terminal, set its title, write to its clipboard or
+    change its reading order.
     """
     return text.translate(_CONTROLS)
 
@@ -168,7 +168,7 @@ def facts(pairs: Sequence[tuple[str, Cell | Mapping[str, float]]]) -> None:
 
 
 def age(stamp: str | None) -> str:
-    """Return how long ago a time was, in one unit."""
+    """Return as text how long ago a time (ISO 8601) was, in one unit such as "3 h"; "" without a time."""
     if not stamp:
         return ""
     seconds = max(0.0, time.time() - datetime.fromisoformat(stamp).astimezone(UTC).timestamp())
@@ -184,7 +184,7 @@ def clock(at: float) -> str:
 
 
 def number(value: float | str | None) -> str:
-    """Return a figure with four digits as text; None gives ""."""
+    """Return a number as text, with four significant digits; None gives ""."""
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
@@ -194,7 +194,7 @@ def measures(found: Mapping[str, float] | None) -> str:
 
 
 def strategy(spec: Json) -> str:
-    """Return a strategy in its text form, without options that have their default."""
+    """Return a strategy in its text form, without the options whose value is the default."""
     return written(_brief(spec))
 
 

@@ -16,7 +16,7 @@ from rayps.core.text import nested
 from rayps.service.strategy_check import strategies_in
 from rayps.strategies.catalogue import StrategyDescription, catalogue
 
-_MANY = 8  # options that are not repeated for each strategy that has them
+_MANY = 8  # a strategy with more options than this can stand, by its name, for its options in a later strategy's list
 
 
 def strategies(
@@ -29,10 +29,10 @@ def strategies(
     ] = None,
     output: Annotated[Output, typer.Option("--output", "-o", help="table or json.")] = Output.table,
 ) -> None:
-    """List the strategies and their options, and those that files of the working directory define."""
+    """List the strategies and their options. Those that files of the working directory define come last."""
     folder = Path.cwd() if working_dir is None else working_dir
     if not folder.is_dir():
-        raise ConfigError(f"working_dir {str(folder)!r} is no directory", field="working_dir")
+        raise ConfigError(f"working_dir is {str(folder)!r}: give a directory that exists", field="working_dir")
     own, broken = strategies_in(str(folder))
     for file in broken:
         show.note(f"{file['name']}: {file['message'].splitlines()[0]}")
@@ -51,7 +51,10 @@ def strategies(
 
 
 def _options(each: StrategyDescription, before: list[StrategyDescription]) -> str:
-    """Return a strategy's options with their defaults; many that an earlier strategy has too are given by its name."""
+    """Return a strategy's options with their defaults, as text.
+
+    If it has all options of an earlier strategy with many options, that strategy's name stands for these options.
+    """
     own = _written(each)
     many = [other for other in before if len(other["options"]) > _MANY]
     like = next((other for other in many if _written(other).items() <= own.items()), None)

@@ -1,11 +1,11 @@
-"""The folder of a real client on its own disk: a client that was killed at any moment continues as the same client.
+"""The folder of a real federated client on its own disk. A client that is killed at any moment can continue from it.
 
     identity.json              the client's key (made here, mode 0600)
     progress.json              the newest order that was started, and the newest order that is done
     state-ROUND.safetensors    the strategy's state of this client (SCAFFOLD's c_i, Ditto's model) after a round
 
-A state never leaves this machine. The states of all rounds to which the job may return are stored: a round that
-is repeated starts with the state from before that round.
+A state never leaves this machine. The folder has the states of all rounds to which the job may return, so that a
+repeated round starts with the state from before that round.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rayps.core.errors import Conflict
 from rayps.core.values import Keywords
 from rayps.service.settings import private_write
 
-Starts = Sequence[Sequence[int]]  # (round, order) at which the job has begun, or begun again
+Starts = Sequence[Sequence[int]]  # for each start and restart of the job: its first round, its first order's number
 
 
 class ClientFolder:
@@ -42,8 +42,8 @@ class ClientFolder:
         except OSError as error:
             self._lock.close()
             raise Conflict(
-                f"another `rayps client` uses {folder}: it is the same client of the same job; use that one, or give "
-                "another --name or --state"
+                f"another `rayps client` uses {folder}: it is the same client of the same job; let that process "
+                "continue, or give another --name or --state"
             ) from error
         identity = self._read("identity.json")
         self.key = str(identity.get("key") or "")
@@ -55,12 +55,12 @@ class ClientFolder:
         self.last: int | None = progress.get("round")  # the round of the newest accepted update
 
     def begin(self, serial: int) -> None:
-        """Record that an order is started. Orders that are not newer are refused from now on."""
+        """Record that the client starts order `serial`. Older orders are refused from now on."""
         self.started = serial
         self._note()
 
     def settle(self, serial: int, round: int | None) -> None:
-        """Record that an order is done; `round`: the order's round if the update was accepted, else None."""
+        """Record that order `serial` is done; `round` is its round if the update was accepted, else None."""
         self.settled, self.last = serial, round
         self._note()
 
@@ -89,14 +89,14 @@ class ClientFolder:
             self._state(at).unlink()
 
     def _delete_invalid(self, starts: Starts) -> None:
-        """Delete the states of rounds that the job repeated: it restarted at an earlier round, with a newer order."""
+        """Delete each invalid state: after it was stored, the job restarted at the state's round or an earlier one."""
         for at in self._rounds():
             serial = int(_load(self._state(at), tensors=False)[0].get("serial", 0))
             if any(began <= at and serial < first for began, first in starts):
                 self._state(at).unlink()
 
     def drop(self, round: int) -> None:
-        """Delete the state of a round whose update did not count."""
+        """Delete the state after a round whose update was rejected."""
         self._state(round).unlink(missing_ok=True)
 
     def close(self) -> None:

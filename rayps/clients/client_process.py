@@ -1,8 +1,9 @@
 """A real federated client: a process outside of the cluster that trains on its own data. It uses outgoing HTTP only.
 
-Guarantees: rows, labels and the strategy's state of this client never leave this machine; only parameters, counts and
-the loss do. An order is executed only if it is signed by the service that made the token, is for this job and client,
-and is newer than all earlier orders. The process can be killed at any moment and started again.
+Guarantees: the client sends only parameters, counts and the loss; rows, labels and the strategy's state of this client
+never leave this machine. An order is executed only if the service that made the token has signed it, if it is for this
+job and client, and if it is newer than all orders that are done. The process can be killed at any moment and started
+again.
 
 The process joins a job, polls for work (long polls), trains, and sends the update. If the service does not answer, it
 retries with exponential pauses.
@@ -31,7 +32,7 @@ from rayps.data.other_files import elsewhere
 from rayps.federated import remote_codec
 from rayps.federated.client import ClientReply, ClientRows, Task, Trainer
 from rayps.federated.remote.signed_orders import ClientToken, OrderFacts, verified
-from rayps.federated.view import FederatedView, deadline_of
+from rayps.federated.strategy_interface import FederatedView, deadline_of
 from rayps.service.client import checked
 from rayps.strategies.catalogue import parse
 from rayps.strategies.fedavg import FedAvg
@@ -44,7 +45,7 @@ log = logging.getLogger(__name__)
 LONG_POLL = 20.0
 MOST_PAUSE = 30.0
 _SECONDS = 60.0  # time-out of one HTTP call
-_TRAVEL = 0.5  # seconds that an order may have been in transit
+_TRAVEL = 0.5  # seconds that an order may have been in transit: the round's deadline is this much earlier
 _LEAVE_SECONDS = 3.0  # time-out of the call that leaves the job
 _OWN = "buffers/"  # prefix of a client's own buffers in its state
 
@@ -70,7 +71,7 @@ class WorkAnswer(TypedDict, total=False):
 
 
 class ServiceConnection:
-    """The client's HTTP calls. A call is repeated until the service answers or `patience` seconds have passed."""
+    """The HTTP connection of a client. A request is repeated for `patience` seconds, until the service answers."""
 
     def __init__(
         self,
@@ -90,7 +91,12 @@ class ServiceConnection:
         )
 
     def call(self, method: str, path: str, **options: Any) -> httpx2.Response:
-        """Call until answered. Raises Unreachable, Unauthorized, NotFound, Conflict, ConfigError or ServiceError."""
+        """Send a request until the service answers; return the answer.
+
+        Raises:
+            Unreachable: there was no answer for `patience` seconds.
+            Unauthorized, NotFound, Conflict, ConfigError, ServiceError: the service refused the request.
+        """
         since, attempt, reported = time.monotonic(), 0, False
         while True:
             cause = ""
@@ -121,7 +127,7 @@ class ServiceConnection:
             time.sleep(_pause(attempt))
 
     def try_once(self, method: str, path: str, seconds: float, **options: Any) -> None:
-        """Call once and ignore failures."""
+        """Send a request once and ignore a failure."""
         with contextlib.suppress(Exception):
             self._http.request(method, path, timeout=seconds, **options)
 
@@ -162,7 +168,7 @@ class ClientProcess:
         After an error or Ctrl-C the client leaves the job, so no round waits for it.
 
         Raises:
-            Unauthorized: the token is revoked, or an order is not signed, replayed or of another job.
+            Unauthorized: the token is revoked, or an order is unsigned, replayed or for another job.
             Unreachable: the service did not answer for too long.
             WorkloadError, DataError: the workload cannot be trained here.
         """
@@ -177,7 +183,7 @@ class ClientProcess:
             raise
 
     def check_workload(self) -> None:
-        """Train on one batch, before the client joins; model and buffers are restored afterwards.
+        """Train on one batch before the client joins, to find errors early; then restore model and buffers.
 
         Raises:
             WorkloadError, DataError: the user's code or data failed.
@@ -206,7 +212,7 @@ class ClientProcess:
                 self._report(f"job {self.job} ({work.get('status')}): {why}")
 
     def join(self) -> None:
-        """Join the job; joining again returns the same number."""
+        """Join the job and get this client's number; after joining again, the number is the same."""
         body = {"name": self.name, "key": self._folder.key, "samples": len(self._rows.numbers), "job": self.job}
         found = self._connection.call("POST", "/api/v1/client/join", json=body).json()
         self._number, self._public_key, self.name = int(found["number"]), found["public_key"], found["name"]
@@ -228,7 +234,7 @@ class ClientProcess:
         """Return the order, after checking its signature, job, client and serial number.
 
         Raises:
-            Unauthorized: one of them is wrong; nothing of the order is executed.
+            Unauthorized: a check failed; no part of the order is executed.
         """
         order = verified(str(work.get("order")), str(work.get("signature")), self._public_key, self.token.fingerprint)
         mine = {"kind": "round", "job": self.job, "client": self._number, "name": self.name}
@@ -254,7 +260,7 @@ class ClientProcess:
             self._update_not_counted(order, error)
             return
         if hashlib.sha256(raw).hexdigest() != order["parameters"]["sha256"]:
-            raise _refusal("the order's parameters are not the signed ones")
+            raise _refusal("the received parameters do not have the SHA-256 hash in the signed order")
         w, shared, buffers = remote_codec.opened(raw, self._trainer.flat.layout)
         at, name = order["phase"] + round, strategy.name
         state = self._folder.state(at, name, order["starts"])
@@ -292,7 +298,7 @@ class ClientProcess:
         if error.data.get("code") not in ("late", "no_order", "not_asked"):
             raise error
         self._folder.settle(order["serial"], None)
-        if "trained" not in order or time.monotonic() < order["ends"]:  # the job was restored from a checkpoint
+        if "trained" not in order or time.monotonic() < order["ends"]:  # not late: e.g. the job was restored
             self._report(f"round {order['round']}: {error}")
             return
         strategy = _strategy_of(order)
@@ -304,7 +310,7 @@ class ClientProcess:
         )
 
     def _refused(self, verdict: str) -> None:
-        """Delete the state of the newest update, which the job rejected; continue with the state from before it."""
+        """Delete the state after the newest update, which the job rejected; the next round uses the state before it."""
         if self._folder.last is not None:
             self._report(f"round {self._folder.last}: the update was rejected: {verdict}")
             self._folder.drop(self._folder.last)
@@ -319,7 +325,7 @@ def _strategy_of(order: OrderFacts) -> FederatedView:
 
 
 def rows_of(data: Data) -> ClientRows:
-    """Return all rows of a data set, as the rows of one client.
+    """Return all rows of a data set, as the rows of this one client.
 
     Raises:
         DataError: there are no rows, or a value cannot be used.
@@ -345,7 +351,7 @@ def own_data(workload: Workload, path: str | None) -> Data:
 
 
 def _usable(device: str) -> None:
-    """Check that the device exists. Raises ConfigError."""
+    """Check that torch can use the device. Raises ConfigError: it cannot."""
     try:
         torch.zeros(1, device=device)
     except Exception as error:  # each kind of device fails in its own way
@@ -356,7 +362,9 @@ def _usable(device: str) -> None:
 
 
 def _refusal(why: str) -> Unauthorized:
-    return Unauthorized(f"an order was refused: {why}. Nothing of it was executed", code="refused")
+    return Unauthorized(
+        f"this client refused an order of the service and executed no part of it: {why}", code="refused"
+    )
 
 
 def _pause(attempt: int) -> float:

@@ -31,11 +31,11 @@ class ActorReply(Protocol):
         """Whether the reply has arrived."""
 
     def result(self, timeout: float | None = None) -> Any:
-        """Return the result; wait for it. Raises TimeoutError, ActorDied, or what the method raised."""
+        """Wait for the result and return it. Raises TimeoutError, ActorDied, or the error that the method raised."""
 
 
 class ActorHandle(Protocol):
-    """A running actor."""
+    """The handle of a running actor."""
 
     name: str
 
@@ -44,7 +44,7 @@ class ActorHandle(Protocol):
 
 
 class Reservation(Protocol):
-    """Resources that were reserved together, as bundles."""
+    """Resources that were reserved together, as bundles; a bundle is inside one host."""
 
     def hosts(self) -> list[str]:
         """The host of each bundle."""
@@ -54,7 +54,7 @@ class Reservation(Protocol):
 
 
 class Actors(Protocol):
-    """The part of a cluster that needs no reference in this process: actors are found by name."""
+    """The operations of a cluster on named actors; the service runs them in a child process."""
 
     def spawn(
         self,
@@ -70,10 +70,11 @@ class Actors(Protocol):
         restarts: int = 0,
         **kwargs: Any,
     ) -> ActorHandle:
-        """Start an actor; `here` places it on this host, `gang` and `index` place it in a reserved bundle.
+        """Start an actor, an instance of `target` ("module:Class"), and return its handle.
 
-        `restarts`: how often the actor is started again, with the same arguments, after its process died (-1: always).
-        A cluster of threads ignores it.
+        `detached`: the actor outlives this process. `here` places the actor on this host; `gang` and `index` place it
+        in bundle `index` of a reservation. `restarts`: how often the cluster starts the actor again, with the same
+        arguments, after its process died (-1: always); a cluster of threads ignores it.
         """
 
     def find(self, name: str) -> ActorHandle | None:
@@ -96,10 +97,10 @@ class Actors(Protocol):
 
 
 class Cluster(Actors, Protocol):
-    """A cluster on which actors run."""
+    """A cluster on which actors run; it can also share values and reserve resources."""
 
     def share(self, value: _Shared) -> _Shared:
-        """Store a value once for several calls; pass the returned reference as the argument."""
+        """Store a value once for several calls; pass the returned reference as their argument in place of the value."""
 
     def reserve(self, bundles: list[Bundle], timeout: float) -> Reservation | None:
         """Reserve all bundles or none; return None for an empty list. Raises NoResources."""
@@ -159,12 +160,12 @@ def provide(provider: Callable[[], Surroundings | None]) -> None:
 
 
 def rendezvous() -> KeyValues:
-    """Return the key-value map of the surrounding cluster: Ray's inside Ray, else this process's."""
+    """Return the map that the surrounding cluster's actors share: Ray's inside Ray, else one of this process."""
     return _surroundings()[0]
 
 
 def surrounding() -> Cluster:
-    """Return the cluster in which this code runs: Ray's inside Ray, else threads."""
+    """Return the cluster in which this code runs: Ray's cluster inside Ray, else one of threads."""
     return _surroundings()[1]
 
 
@@ -230,7 +231,7 @@ class _LocalHandle:
 
 
 class LocalCluster:
-    """Actors as objects in this process, each call in a thread: for tests, in milliseconds."""
+    """A cluster for tests, which starts at once: actors are objects in this process, and each call runs in a thread."""
 
     def __init__(self, cpus: float = 64.0, gpus: float = 0.0) -> None:
         self._total = {"cpu": cpus, "gpu": gpus}
@@ -251,7 +252,7 @@ class LocalCluster:
         restarts: int = 0,
         **kwargs: Any,
     ) -> _LocalHandle:
-        """See Cluster."""
+        """Make the object `target(*args, **kwargs)`; the resources and the placement are ignored."""
         self._count += 1
         name = name or f"{target.rpartition(':')[2]}-{self._count}"
         handle = _LocalHandle(name, resolve(target)(*args, **kwargs))
@@ -259,39 +260,39 @@ class LocalCluster:
         return handle
 
     def find(self, name: str) -> _LocalHandle | None:
-        """See Cluster."""
+        """Return the living actor of that name; None if there is none."""
         handle = self._handles.get(name)
         return None if handle is None or handle.dead.is_set() else handle
 
     def share(self, value: _Shared) -> _Shared:
-        """See Cluster."""
+        """Return the value itself: all actors are in this process."""
         return value
 
     def free(self) -> Bundle:
-        """See Cluster."""
+        """Return all resources: actors take none."""
         return dict(self._total)
 
     def total(self) -> Bundle:
-        """See Cluster."""
+        """Return the resources that the constructor was given."""
         return dict(self._total)
 
     def hosts(self, free: bool = True) -> dict[str, Bundle]:
-        """See Cluster."""
+        """Return all resources, as those of one host."""
         return {"here": dict(self._total)}
 
     def reserve(self, bundles: list[Bundle], timeout: float) -> Reservation:
-        """See Cluster."""
+        """Return a reservation that takes no resources. Raises NoResources: the cluster is too small."""
         refuse_if_too_large(bundles, self._total)
         return _LocalReservation(len(bundles))
 
     def kill(self, handle: ActorHandle) -> None:
-        """See Cluster."""
+        """End an actor at once; calls that have not returned fail with ActorDied."""
         assert isinstance(handle, _LocalHandle)
         handle.kill()
         self._handles.pop(handle.name, None)
 
     def close(self) -> None:
-        """See Cluster."""
+        """Kill all actors."""
         for handle in list(self._handles.values()):
             self.kill(handle)
 
@@ -301,14 +302,14 @@ class _LocalReservation:
         self._count = count
 
     def hosts(self) -> list[str]:
-        """One host."""
+        """Return the same host for each bundle."""
         return ["here"] * self._count
 
     def release(self) -> None:
         """Do nothing: nothing was reserved."""
 
 
-def _local_cluster(cluster: list[LocalCluster] = []) -> LocalCluster:  # noqa: B006  one per process, made late
+def _local_cluster(cluster: list[LocalCluster] = []) -> LocalCluster:  # noqa: B006  one per process, made at first use
     if not cluster:
         cluster.append(LocalCluster())
     return cluster[0]
@@ -318,7 +319,7 @@ def refuse_if_too_large(bundles: list[Bundle], total: Bundle) -> None:
     """Refuse a job that needs more resources than the whole cluster has.
 
     Raises:
-        NoResources: carries `needed` and `total`.
+        NoResources: the cluster is too small; the error has the data `needed` and `total`.
     """
     for kind in ("cpu", "gpu"):
         needed = sum(bundle.get(kind, 0.0) for bundle in bundles)

@@ -20,7 +20,7 @@ from rayps.core.user_code import START_SECONDS, overdue
 
 @dataclass(frozen=True, slots=True)
 class ActorHost:
-    """Where an actor runs."""
+    """The host and process of an actor, and the address at which its peers reach it."""
 
     host: str
     pid: int
@@ -29,7 +29,7 @@ class ActorHost:
 
 @dataclass(slots=True)
 class GroupMember:
-    """One actor of the job."""
+    """One actor of a job, as its driver sees it: handle, newest facts, outstanding call, and whether it is dead."""
 
     name: str
     handle: ActorHandle
@@ -41,12 +41,15 @@ class GroupMember:
 
     @property
     def address(self) -> str:
-        """The address for its peers."""
+        """The address at which the member's peers reach it."""
         assert self.place is not None
         return self.place.address
 
     def ask(self, wanted: int, timeout: float) -> Any:
-        """Return the member's new facts, or None while it has not answered."""
+        """Poll the member; return its new facts, or None while it has not answered.
+
+        `wanted` is the argument of `poll`: the round whose state the member must retain for a snapshot.
+        """
         facts = self._answer(timeout, "poll", wanted)
         if facts is not None:
             self.facts = facts
@@ -88,7 +91,7 @@ class GroupMember:
 
 
 def place(members: Sequence[GroupMember], check: Callable[[], None] = lambda: None) -> None:
-    """Get the addresses of new members; a member that does not start in time counts as dead.
+    """Get the hosts and addresses of new members; a member that does not start in time counts as dead.
 
     `check` is called during the wait; an exception that it raises ends the wait.
     """
@@ -112,14 +115,14 @@ def place(members: Sequence[GroupMember], check: Callable[[], None] = lambda: No
 
 
 def settle(replies: Sequence[ActorReply], members: Sequence[GroupMember]) -> None:
-    """Wait until the members' calls that start a new generation have returned; drop the facts of earlier polls."""
+    """Wait until the calls that start a new generation have returned; drop the members' facts from earlier polls."""
     for reply, member in zip(replies, members, strict=True):
         member.question, member.facts = None, None
         member.heard(reply)
 
 
 def enter(working_dir: str | None) -> None:
-    """Change to the user's working directory if it exists here, so that relative paths and imports mean the same."""
+    """Change to the user's working directory if this host has it, so that relative paths and imports work there too."""
     if working_dir and Path(working_dir).is_dir() and Path.cwd() != Path(working_dir):
         os.chdir(working_dir)
         sys.path.insert(0, working_dir)

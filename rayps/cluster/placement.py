@@ -1,8 +1,8 @@
-"""Place workers on hosts: each replica inside one host if it fits, else on several, with the reason. Pure.
+"""Decide on which hosts workers run: each replica of the model on one host if it fits, else on several. Pure.
 
-Within a replica activations are exchanged several times a step, between replicas a gradient once. Therefore as many
-replicas as possible are placed inside one host each; every other replica is spread over as few hosts as possible, with
-neighbouring ranks on the same host.
+The workers of one replica exchange activations several times a step; different replicas exchange gradients once a step.
+Therefore as many replicas as possible are placed inside one host each. Every other replica is spread over as few hosts
+as possible, with neighbouring ranks on the same host, and the decision contains the reason.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ def _room(kind: str, free: float, amount: float) -> int:
 
 
 def together(bundle: Bundle, count: int) -> dict[str, float]:
-    """Return the resources that `count` workers need on one host. More than one GPU is whole GPUs for each worker."""
+    """Return the resources that `count` workers need on one host.
+
+    If a worker needs a part of a GPU and one GPU is not enough for all, whole GPUs are counted.
+    """
     found = {kind: round(amount * count, 4) for kind, amount in bundle.items()}
     gpu = bundle.get("gpu", 0.0)
     if 0 < gpu < 1:
@@ -50,9 +53,9 @@ def together(bundle: Bundle, count: int) -> dict[str, float]:
 
 
 def seat(hosts: Mapping[str, Bundle], grid: Grid, bundle: Bundle) -> Seating | None:
-    """Place the ranks of a grid on hosts with known free resources; None if they do not fit.
+    """Place the ranks of a grid on hosts, given the hosts' free resources; return None if they do not fit.
 
-    No other placement has more replicas inside one host.
+    No other placement has more replicas that are inside one host.
     """
     size, room = grid.columns, {name: slots(free, bundle) for name, free in hosts.items()}
     if sum(room.values()) < grid.size:
@@ -64,7 +67,7 @@ def seat(hosts: Mapping[str, Bundle], grid: Grid, bundle: Bundle) -> Seating | N
         if fits:
             chosen = [
                 min(fits, key=lambda name: (room[name], name))
-            ] * size  # the host with least room first, so that the others stay free
+            ] * size  # the host with the least room that is enough, so that larger hosts stay free
         else:
             reasons[replica] = _why(hosts, bundle, size, taken=bool(replica))
             chosen = []
@@ -78,7 +81,7 @@ def seat(hosts: Mapping[str, Bundle], grid: Grid, bundle: Bundle) -> Seating | N
 
 
 def _why(hosts: Mapping[str, Bundle], bundle: Bundle, size: int, taken: bool) -> str:
-    """Describe the resources of which no host has enough."""
+    """Say of which resources no host has enough for a whole replica of `size` workers."""
     needed = together(bundle, size)
     lacking = [kind for kind, amount in bundle.items() if amount and not _one_has(hosts, kind, amount, size)]
     kinds = lacking or [kind for kind, amount in bundle.items() if amount]
@@ -94,7 +97,7 @@ def _one_has(hosts: Mapping[str, Bundle], kind: str, amount: float, size: int) -
 def bundles(hosts: Sequence[str], grid: Grid, bundle: Bundle) -> tuple[list[dict[str, float]], list[int]]:
     """Group workers into bundles to reserve, one for each run of ranks of one replica on one host.
 
-    A bundle never spans hosts. Returns the bundles, and for each rank the index of its bundle.
+    A bundle never spans hosts. Return the bundles, and for each rank the index of its bundle.
     """
     runs: list[tuple[tuple[str, int], int]] = []
     index = []

@@ -1,12 +1,14 @@
-"""Actors on Ray: the only module that imports ray, and the one place for Ray's quirks.
+"""Actors on Ray: the only module that imports ray, and the one place that works around Ray's peculiarities.
 
-Always a named address or a private local cluster, never the address that Ray would guess from an earlier run.
+It joins the cluster at a given address or starts a private one; it never uses the address that Ray would guess from an
+earlier run.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import secrets
 import socket
 import threading
@@ -34,7 +36,7 @@ from rayps.cluster.local import (
 )
 from rayps.cluster.scratch import Scratch
 from rayps.cluster.which_ray import AUTO, RAY_ADDRESS, Move, Owner, busy, foreign, head, move, token_refused
-from rayps.core.errors import ActorDied, ClusterError, RaypsError
+from rayps.core.errors import ActorDied, ClusterError, RaypsError, first_line
 from rayps.core.values import JsonObject, Keywords
 
 log = logging.getLogger(__name__)
@@ -43,7 +45,7 @@ _raylet = ray._raylet  # Ray's token cache and head lookup have no public names
 
 NAMESPACE = "rayps"
 _ANSWER_SECONDS = 5.0  # seconds for a head to accept a connection
-_MOVE_SECONDS = 180.0  # seconds for another thread to start, join or leave a Ray
+_MOVE_SECONDS = 180.0  # seconds to wait while another thread starts, joins or leaves a Ray
 _QUIET: JsonObject = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
 
 
@@ -55,11 +57,11 @@ class RayReply:
         self._actor = actor
 
     def done(self) -> bool:
-        """Whether the result is here."""
+        """Whether the result has arrived."""
         return bool(ray.wait([self.ref], timeout=0)[0])
 
     def result(self, timeout: float | None = None) -> Any:
-        """Return the result. Raises TimeoutError, ActorDied, or what the method raised."""
+        """Wait for the result and return it. Raises TimeoutError, ActorDied, or the error that the method raised."""
         try:
             return ray.get(self.ref, timeout=timeout)
         except ray.exceptions.GetTimeoutError as error:
@@ -67,10 +69,10 @@ class RayReply:
         except ray.exceptions.RayTaskError as error:
             raise _cause(error) from None
         except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as error:
-            reason = _first_line(error)
+            reason = cause_of_death(str(error))
             raise ActorDied(f"actor {self._actor} died: {reason}", actor=self._actor, reason=reason) from error
         except ray.exceptions.RayError as error:
-            raise ClusterError(f"Ray lost the answer of {self._actor}: {_first_line(error)}") from error
+            raise ClusterError(f"Ray lost the answer of {self._actor}: {first_line(error)}") from error
 
 
 def _cause(error: ray.exceptions.RayTaskError) -> Exception:
@@ -83,7 +85,7 @@ def _cause(error: ray.exceptions.RayTaskError) -> Exception:
 
 
 def _must_answer(address: str) -> None:
-    # Ray's own attempt takes two minutes and prints output
+    # checked before Ray tries to connect, because Ray's own attempt takes two minutes and prints output
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_SECONDS).close()
@@ -96,30 +98,40 @@ def _must_answer(address: str) -> None:
 
 
 def _hush() -> None:
-    # Ray prints a paragraph on stderr for every process that dies; the run's event is one line
+    # Ray prints a paragraph on stderr for every process that dies; rayps reports the death in one event
     worker = getattr(getattr(ray, "_private", None), "worker", None)
     if worker is not None and hasattr(worker, "print_to_stdstream"):
         worker.print_to_stdstream = lambda data, ignore_prefix: log.debug("%s", data.get("lines"))
 
 
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+def cause_of_death(text: str) -> str:
+    """Return the cause in Ray's report about a dead actor, in one line: the process and how it ended.
+
+    Ray appends a list of possible causes, which is left out. A report without such details is cut to its first line.
+    """
+    detail = re.search(
+        r"Worker exit detail: (.+?)\.?\s*(?:There are some potential|Some common causes|$)", text, re.MULTILINE
+    )
+    if detail is None:
+        return next((line.strip() for line in text.splitlines() if line.strip()), "Ray gives no reason")
+    pid = re.search(r"^\s*pid: (\d+)", text, re.MULTILINE)
+    return f"process {pid[1]}: {detail[1]}" if pid else detail[1]
 
 
 class RayHandle:
-    """A running Ray actor."""
+    """The handle of a running Ray actor."""
 
     def __init__(self, name: str, actor: ray.actor.ActorHandle) -> None:
         self.name = name
         self.actor = actor
 
     def call(self, method: str, *args: Any) -> RayReply:
-        """Call a method; at most once, never retried."""
+        """Call a method of the actor, at most once: a failed call is never repeated."""
         return RayReply(self.actor.call.remote(method, *args), self.name)
 
 
 class _Shell:
-    """An actor's process: it imports the class at a dotted name, so that the caller need not."""
+    """The Ray actor around a rayps actor: imports the class in the actor's process, so that the caller need not."""
 
     def __init__(self, target: str, *args: Any, **kwargs: Any) -> None:
         self._actor = resolve(target)(*args, **kwargs)
@@ -134,7 +146,7 @@ def _shell(target: str) -> type:
 
 
 class RayReservation:
-    """A placement group, whose bundles are inside one host each."""
+    """A reservation as a Ray placement group; each of its bundles is inside one host."""
 
     def __init__(self, group: PlacementGroup, gangs: set[RayReservation]) -> None:
         self.group = group
@@ -142,7 +154,7 @@ class RayReservation:
         gangs.add(self)
 
     def hosts(self) -> list[str]:
-        """See Reservation."""
+        """Return the host (its Ray node id) of each bundle."""
         found: dict[int, str] = placement_group_table(self.group)["bundles_to_node_id"]
         return [found[index] for index in sorted(found)]
 
@@ -156,9 +168,9 @@ _AUTHENTICATION = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
 class _Environment:
-    """The environment variables that Ray and rayps set for one Ray, and their earlier values, to restore.
+    """The environment variables that Ray and rayps set for one Ray; restored when the process leaves that Ray.
 
-    Without the restoration, the token of a private Ray would be sent to the next Ray that the process joins.
+    Otherwise the process would send the token of its private Ray to the next Ray that it joins.
     """
 
     _NAMES = (*_AUTHENTICATION, "RAY_worker_niceness")
@@ -168,11 +180,11 @@ class _Environment:
         self._set: dict[str, str | None] = {}
 
     def note(self) -> None:
-        """Record which variables were set for the Ray; called when it is up."""
+        """Record which variables were set for the Ray; called after it was started or joined."""
         self._set = {name: value for name, value in self._now().items() if value != self._before[name]}
 
     def restore(self) -> None:
-        """Restore the earlier values, except of variables that were changed again in the meantime."""
+        """Restore the earlier values, except of variables that other code has changed in the meantime."""
         now = self._now()
         for name, value in self._set.items():
             before = self._before[name]
@@ -193,8 +205,8 @@ class _Session:
 
     def __init__(self, owner: Owner, address: str, environment: _Environment, temp: Scratch | None) -> None:
         self.owner, self.address = owner, address
-        self.holders = 0  # clusters that were opened and not closed
-        self.gangs: set[RayReservation] = set()  # the reservations of the runs that use it
+        self.holders = 0  # `RayCluster` objects that were opened in this Ray and not closed
+        self.gangs: set[RayReservation] = set()  # the reservations of the runs that use this Ray
         self.left = False
         self._environment, self._temp = environment, temp
 
@@ -222,7 +234,7 @@ class _Process:
         """Prevent other threads from starting, joining or leaving a Ray.
 
         Raises:
-            ClusterError: another thread's start, join or leave does not end.
+            ClusterError: another thread did not finish its start, join or leave in time.
         """
         if not self._lock.acquire(timeout=_MOVE_SECONDS):
             raise ClusterError(f"another thread has been starting, joining or leaving a Ray for {_MOVE_SECONDS:g} s")
@@ -232,13 +244,13 @@ class _Process:
             self._lock.release()
 
     def session(self) -> _Session | None:
-        """The Ray that rayps has joined or started; None if other code has since ended it or joined another Ray."""
+        """Return the Ray that rayps joined or started; None if other code has since left it or joined another Ray."""
         if self._session is not None and (self._session.left or _current() != self._session.address):
             self._session.left, self._session = True, None
         return self._session
 
     def owner(self) -> Owner:
-        """Which code brought this process into its Ray."""
+        """Return which code brought this process into its Ray."""
         session = self.session()
         return session.owner if session is not None else Owner.FOREIGN if ray.is_initialized() else Owner.NONE
 
@@ -268,7 +280,7 @@ def _current() -> str | None:
 
 
 def _read_authentication(read: list[dict[str, str | None]] = []) -> None:  # noqa: B006  one per process
-    # Ray caches the environment: without this a changed variable has no effect
+    # Ray caches the environment: unless it reads it again, a changed variable has no effect
     now = {name: os.environ.get(name) for name in _AUTHENTICATION}
     if read != [now]:  # only after a change, as threads of Ray may read its configuration meanwhile
         _raylet.Config.initialize("")
@@ -293,13 +305,13 @@ def _identity(address: str) -> str:
 
 
 def _same(address: str, current: str) -> bool:
-    """Return whether the cluster at an address is the current one; compares their ids, since a head has many names."""
+    """Return whether two addresses lead to one cluster: compares cluster ids, because a host has several names."""
     if address == current:
         return True
     try:
         return _identity(address) == _identity(current)
     except ClusterError:
-        return False  # the token of this process is that of the current cluster
+        return False  # it does not answer, or refuses this process's token, which the current cluster accepts
 
 
 def _head(address: str) -> str:
@@ -319,7 +331,7 @@ def _head(address: str) -> str:
 
 def _no_cluster(address: str, error: BaseException) -> ClusterError:
     return ClusterError(
-        f"no Ray cluster can be joined at {address!r}: {_first_line(error)}\n"
+        f"no Ray cluster can be joined at {address!r}: {first_line(error)}\n"
         "give the head's host:port as `ray start --head` printed it, or leave the address out",
         address=address,
     )
@@ -328,7 +340,7 @@ def _no_cluster(address: str, error: BaseException) -> ClusterError:
 class RayCluster:
     """A Ray cluster that this process has joined, or started and will end.
 
-    If several were opened in one Ray, closing the last one leaves it.
+    If several `RayCluster` objects were opened in one Ray, the process leaves the Ray when the last one is closed.
     """
 
     def __init__(self, session: _Session | None = None, *, holds: bool = True) -> None:
@@ -352,7 +364,7 @@ class RayCluster:
         with _process.moving():
             wanted, owner, current = _head(address), _process.owner(), _current()
             if owner is not Owner.FOREIGN:
-                _must_answer(wanted)  # check before another Ray is left for it
+                _must_answer(wanted)  # before the process leaves its current Ray
             same = current is not None and _same(wanted, current)
             session = _process.session()
             what = move(owner, named=True, same=same, busy=session is not None and bool(session.gangs))
@@ -397,7 +409,7 @@ class RayCluster:
         restarts: int = 0,
         **kwargs: Any,
     ) -> RayHandle:
-        """See Cluster."""
+        """Start an actor in its own process. See `Actors.spawn`."""
         self._check()
         options: Keywords = {
             "num_cpus": cpus,
@@ -422,11 +434,11 @@ class RayCluster:
         try:
             actor = ray.remote(_shell(target)).options(**options).remote(target, *args, **kwargs)
         except ValueError as error:
-            raise ClusterError(f"cannot start actor {name!r}: {_first_line(error)}") from error
+            raise ClusterError(f"cannot start actor {name!r}: {first_line(error)}") from error
         return RayHandle(name or target, actor)
 
     def find(self, name: str) -> RayHandle | None:
-        """See Cluster."""
+        """Return the living actor of that name; None if there is none."""
         self._check()
         try:
             return RayHandle(name, ray.get_actor(name, namespace=NAMESPACE))
@@ -434,23 +446,23 @@ class RayCluster:
             return None
 
     def share(self, value: _Shared) -> _Shared:
-        """See Cluster."""
+        """Store a value in Ray's object store; return its reference, which replaces the value in calls."""
         self._check()
         stands_for: _Shared = ray.put(value)
         return stands_for
 
     def free(self) -> Bundle:
-        """See Cluster."""
+        """Return the cluster's free resources: {"cpu": ..., "gpu": ...}."""
         self._check()
         return _bundle(ray.available_resources())
 
     def total(self) -> Bundle:
-        """See Cluster."""
+        """Return all resources of the cluster."""
         self._check()
         return _bundle(ray.cluster_resources())
 
     def hosts(self, free: bool = True) -> dict[str, Bundle]:
-        """See Cluster."""
+        """Return the resources of each living host, with its bytes of memory: the free ones, or all."""
         self._check()
         alive = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
         if free:
@@ -459,7 +471,7 @@ class RayCluster:
         return {name: _bundle(has) | {"memory": has.get("memory", 0.0)} for name, has in alive.items()}
 
     def reserve(self, bundles: list[Bundle], timeout: float) -> RayReservation | None:
-        """See Cluster."""
+        """Reserve all bundles or none; return None if no bundle needs anything. Raises NoResources."""
         refuse_if_too_large(bundles, self.total())
         wanted = [_ray_bundle(bundle) for bundle in bundles]
         if not any(wanted):
@@ -471,14 +483,14 @@ class RayCluster:
         return RayReservation(group, self._gangs)
 
     def kill(self, handle: ActorHandle) -> None:
-        """See Cluster."""
+        """Kill an actor's process; Ray does not restart it."""
         assert isinstance(handle, RayHandle)
         if self._session is not None and self._session.left:
             return  # the private Ray has ended, and its actors with it
         ray.kill(handle.actor, no_restart=True)
 
     def close(self) -> None:
-        """See Cluster."""
+        """Release this object's use of the Ray; the last release leaves the Ray, or ends it if rayps started it."""
         session = self._session
         if session is None or not self._holds:
             return

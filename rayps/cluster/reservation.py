@@ -1,4 +1,4 @@
-"""Reserve the resources of a job's workers together, with replicas inside one host where they fit."""
+"""Reserve the resources of a job's workers together, with each model replica inside one host where it fits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rayps.cluster.placement import bundles, seat, words
 from rayps.core.errors import NoResources
 from rayps.core.grid import Grid
 
-_LOOK_SECONDS = 3.0  # seconds until free resources are checked again; doubled each time
+_LOOK_SECONDS = 3.0  # seconds until free resources are checked again; doubled after each check
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +30,10 @@ class WorkerResources:
 def reserve(cluster: Cluster, resources: Bundle, grid: Grid, timeout: float) -> WorkerResources:
     """Reserve the workers' resources together, all or none.
 
-    If too few resources are free now, and the cluster is large enough to place each replica inside one host, wait until
-    enough are free, with a check from time to time.
+    If too few resources are free now, wait until enough are free, and place the replicas again at each check.
 
     Raises:
-        NoResources: the cluster is too small, or not enough is free before the timeout.
+        NoResources: the cluster is too small, or too few resources are free within `timeout` seconds.
     """
     one_each = [resources] * grid.size
     if grid.columns == 1 or not any(resources.values()):
@@ -49,7 +48,7 @@ def reserve(cluster: Cluster, resources: Bundle, grid: Grid, timeout: float) -> 
         try:
             gang = cluster.reserve(wanted, max(min(patience, left), 0.1))
         except NoResources as error:
-            if "free" not in error.data:  # the cluster will never have enough
+            if "free" not in error.data:  # the whole cluster is too small
                 raise
             if left <= patience:
                 raise not_free(one_each, error.data["free"], timeout) from None

@@ -1,6 +1,6 @@
-"""Temporary folders, of one process or shared by several; a later process removes folders that were left behind.
+"""Temporary folders, of one process or shared by several; a later process removes folders whose owners were killed.
 
-The owner of a folder holds a lock on a file in it; the system releases the lock when the owner ends, however it ends.
+The owner of a folder holds a lock on a file in it. The system releases the lock when the owner ends for any reason.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class SharedScratch:
     def __init__(
         self, key: str, fill: Callable[[Path], None], *, what: str, timeout: float = 600.0, parent: Path | None = None
     ) -> None:
-        """Return when the folder is full. `what` describes `fill`, for the error of a waiting process.
+        """Open the folder; return after this or another process has filled it by `fill(path)`.
+
+        `what` describes `fill` in the error of a waiting process, e.g. "sorting rows".
 
         Raises:
             DataError: another process has not filled the folder within `timeout` seconds, or the folder is another
@@ -72,7 +74,10 @@ class SharedScratch:
         while True:
             self.path.mkdir(mode=0o700, exist_ok=True)
             if self.path.stat().st_uid != os.getuid() or self.path.is_symlink():
-                raise DataError(f"{self.path} belongs to another user: remove it, or set TMPDIR", file=str(self.path))
+                raise DataError(
+                    f"{self.path} belongs to another user: remove it, or set TMPDIR to another folder",
+                    file=str(self.path),
+                )
             with contextlib.suppress(FileNotFoundError):  # another process removed it in between
                 lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 with contextlib.suppress(BlockingIOError, FileNotFoundError):
@@ -100,7 +105,9 @@ class SharedScratch:
         if time.monotonic() > deadline:
             by = self.path / "by"
             who = f"process {by.read_text()}" if by.exists() else "another process"
-            raise DataError(f"{self.path}: {who} is still {what}: end it, or wait and start again", file=str(self.path))
+            raise DataError(
+                f"{self.path}: {who} is still {what}: end that process, or wait and start again", file=str(self.path)
+            )
         time.sleep(0.02)
 
     def close(self) -> None:
@@ -117,7 +124,7 @@ def sweep(parent: Path) -> list[Path]:
     """Remove the folders in `parent` whose owners have ended, if they belong to this user; return them."""
     gone = []
     for lock in parent.glob(f"{PREFIX}*/{_LOCK}"):
-        with contextlib.suppress(OSError):  # another user's, or removed meanwhile, or its owner is alive
+        with contextlib.suppress(OSError):  # the folder is another user's, or was removed meanwhile
             if lock.parent.stat().st_uid == os.getuid() and _free(lock):
                 shutil.rmtree(lock.parent, ignore_errors=True)
                 gone.append(lock.parent)

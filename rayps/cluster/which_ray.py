@@ -21,22 +21,22 @@ class Owner(enum.StrEnum):
     NONE = "none"  # the process is in no Ray
     STARTED = "started"  # rayps started a private Ray
     JOINED = "joined"  # rayps joined it at an address
-    FOREIGN = "foreign"  # the user's own ray.init(), or the process is an actor or task of it
+    FOREIGN = "foreign"  # the user called ray.init(), or the process is an actor or task of that Ray
 
 
 class Move(enum.StrEnum):
-    """What to do to be in the wanted Ray."""
+    """What a process does so that it is in the wanted Ray."""
 
-    START = "start"  # a private Ray
-    JOIN = "join"  # the address
-    STAY = "stay"
+    START = "start"  # start a private Ray
+    JOIN = "join"  # join the Ray at the address
+    STAY = "stay"  # use the Ray that the process is in
     LEAVE_AND_JOIN = "leave and join"  # end the private Ray, or disconnect from the joined one, and join the address
-    REFUSE_FOREIGN = "refuse: a foreign Ray"
-    REFUSE_BUSY = "refuse: a run uses it"
+    REFUSE_FOREIGN = "refuse: a foreign Ray"  # the process is in a Ray that rayps does not own
+    REFUSE_BUSY = "refuse: a run uses it"  # the process would have to leave a Ray that a run uses
 
 
 def move(owner: Owner, *, named: bool, same: bool, busy: bool) -> Move:
-    """Return what to do.
+    """Return what the process does to be in the wanted Ray.
 
     `named`: an address is given. `same`: the address is that of this process's Ray. `busy`: a run uses this process's
     Ray.
@@ -68,7 +68,7 @@ def head(
     `found`, the heads that run on this machine.
 
     Raises:
-        ClusterError: the address is not a host:port; or "auto" finds no Ray, or several.
+        ClusterError: the address is not host:port, or "auto" finds no Ray or several.
     """
     if given != AUTO:
         return _checked(given, "address")
@@ -93,7 +93,7 @@ def _checked(given: str, name: str) -> str:
     if "://" in given:
         reason = "only the head itself can be joined, neither through Ray Client nor through its dashboard"
     elif not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
-        reason = "that is no host:port"
+        reason = "that is not host:port"
     else:
         return given
     raise ClusterError(
@@ -124,7 +124,7 @@ def busy(address: str, current: str) -> ClusterError:
 
 
 def token_refused(address: str, *, sent: bool) -> ClusterError:
-    """Return the error for a token that is missing or is not the cluster's."""
+    """Return the error for a cluster that requires a token: this process sends none, or the cluster refused it."""
     which = "refused the token of this process" if sent else "requires a token, and this process sends none"
     return ClusterError(
         f"the Ray cluster at {address!r} {which}:\n"

@@ -1,13 +1,13 @@
-"""Gradient compression: a vector as a uint8 tensor and back, with error feedback. Pure.
+"""Gradient compression: encode a vector as a uint8 tensor and decode it, with error feedback. No I/O.
 
 | name   | bytes for n elements    | what is lost                                                     |
 |--------|-------------------------|------------------------------------------------------------------|
 | fp16   | 2 n                     | digits after the third, and magnitudes beyond 65504              |
 | bf16   | 2 n                     | digits after the second                                          |
-| int8   | n + 4 ceil(n / 1024)    | at most 1/254 of the largest magnitude in a block of 1024        |
+| int8   | n + 4 ceil(n / 1024)    | per element at most 1/254 of its block's largest magnitude       |
 | top_k  | 8 fraction x n          | all but the largest magnitudes                                   |
 
-No part of a gradient is lost for good: `ErrorFeedback` adds the error of one encoding to the next vector.
+A block is 1024 elements. What one encoding loses is not lost for good: `ErrorFeedback` adds it to the next vector.
 
 Seide et al., "1-bit stochastic gradient descent and its application to data-parallel distributed training of speech
 DNNs", Interspeech 2014; Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression schemes", ICML
@@ -31,16 +31,16 @@ from rayps.core.values import JsonObject
 
 BLOCK = 1024  # elements that share one scale under int8
 CANDIDATES = ("fp16", "int8")  # candidates of `auto`: without top_k, which changes convergence and must be asked for
-MARGIN = 0.9  # under `auto`, an encoded mean must take less than this share of the plain time
+MARGIN = 0.9  # under `auto`, a codec is used only if a mean with it takes less than this share of the time without
 
 
 class Codec(Protocol):
-    """An encoding of a vector in fewer bytes."""
+    """Encodes a vector in fewer bytes, and decodes it."""
 
-    code: int  # the codec's number in a message; above 0
+    code: int  # the number that identifies the codec in a message; above 0
 
     def size(self, n: int) -> int:
-        """Return the bytes of n encoded elements."""
+        """Return the number of bytes that n elements take when they are encoded."""
 
     def encode(self, x: Tensor) -> Tensor:
         """Encode a floating vector as uint8 [size(n)]; `x` does not change."""
@@ -50,36 +50,36 @@ class Codec(Protocol):
 
 
 class HalfPrecision:
-    """16 bits an element."""
+    """A codec that rounds each element to 16 bits (fp16 or bf16)."""
 
     def __init__(self, code: int, dtype: torch.dtype) -> None:
         self.code, self._dtype = code, dtype
 
     def size(self, n: int) -> int:
-        """See Codec."""
+        """Return the bytes of n encoded elements: 2 each."""
         return 2 * n
 
     def encode(self, x: Tensor) -> Tensor:
-        """See Codec."""
+        """Round `x` to 16 bits an element, clipped to the range of the type; return the bytes."""
         return _within(x, self._dtype).view(torch.uint8)
 
     def decode(self, data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-        """See Codec."""
+        """Return the n elements as a new vector of `dtype`. Raises ConfigError: `data` has another length."""
         _must_be(data, self.size(n), n)
         return data.view(self._dtype).to(dtype, copy=True)
 
 
 class BlockQuantized:
-    """8 bits an element, and a scale (float32) for each block of 1024."""
+    """The codec int8: 8 bits for each element, and one float32 scale for each block of 1024 elements."""
 
     code = 3
 
     def size(self, n: int) -> int:
-        """See Codec."""
+        """Return the bytes of n encoded elements: 1 each, and 4 for each block's scale."""
         return n + 4 * _blocks(n)
 
     def encode(self, x: Tensor) -> Tensor:
-        """See Codec."""
+        """Encode a floating vector as uint8: first the scales of all blocks, then the elements."""
         n = x.numel()
         rows = torch.zeros(_blocks(n), BLOCK, dtype=torch.float32, device=x.device)
         rows.view(-1)[:n] = _within(x, torch.float32)
@@ -87,13 +87,12 @@ class BlockQuantized:
             return rows.view(torch.uint8).view(-1)
         scales = torch.maximum(rows.amax(1), rows.amin(1).neg_()).div_(127)
         steps = torch.where(scales == 0, 1.0, scales)  # a scale of 0: the block has only zeros
-        rows.div_(steps[:, None]).round_().clamp_(-127, 127).nan_to_num_(
-            0.0
-        )  # a scale that is not finite marks the block
+        # a block with NaN or infinity has a scale that is not finite, so `decode` returns NaN for the whole block
+        rows.div_(steps[:, None]).round_().clamp_(-127, 127).nan_to_num_(0.0)
         return torch.cat([scales.view(torch.uint8), rows.view(-1)[:n].to(torch.int8).view(torch.uint8)])
 
     def decode(self, data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-        """See Codec."""
+        """Return the n elements as a new vector of `dtype`. Raises ConfigError: `data` has another length."""
         _must_be(data, self.size(n), n)
         head = 4 * _blocks(n)
         wide, whole = torch.promote_types(dtype, torch.float32), n // BLOCK * BLOCK
@@ -105,7 +104,10 @@ class BlockQuantized:
 
 
 class TopK:
-    """Only the largest magnitudes, each with its index: int32 [k], then float32 [k], in the order of indices."""
+    """A codec that keeps only the k elements of largest magnitude; k is `fraction` of the elements, at least 1.
+
+    Encoded: their indices (int32 [k], ascending), then their values (float32 [k]).
+    """
 
     code = 4
 
@@ -113,22 +115,22 @@ class TopK:
         self._fraction = fraction
 
     def size(self, n: int) -> int:
-        """See Codec."""
+        """Return the bytes of n encoded elements: 8 for each of the k that are kept."""
         return 8 * min(n, max(1, int(self._fraction * n)))
 
     def encode(self, x: Tensor) -> Tensor:
-        """See Codec."""
+        """Encode a floating vector as uint8. Raises ConfigError: it has more than 2^31 - 1 elements."""
         k = self.size(x.numel()) // 8
         if x.numel() > torch.iinfo(torch.int32).max:
             raise ConfigError(
-                f"top_k encodes at most 2^31 elements, the vector has {x.numel()}: use more shards, or int8"
+                f"top_k encodes vectors of up to 2^31 - 1 elements, this one has {x.numel()}: use more shards, or int8"
             )
         places = _largest(x.abs(), k).sort().values
         values = _within(x[places], torch.float32)
         return torch.cat([places.to(torch.int32).view(torch.uint8), values.view(torch.uint8)])
 
     def decode(self, data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-        """See Codec; k follows from the length of `data`."""
+        """Return n elements, zero where `data` has no value; the length of `data` gives k. Raises ConfigError."""
         k = data.numel() // 8
         _must_be(data, 8 * min(k, n), n)
         x = torch.zeros(n, dtype=dtype, device=data.device)
@@ -148,23 +150,26 @@ _BY_CODE: dict[int, Codec] = {codec.code: codec for codec in (*_PLAIN.values(), 
 
 
 def codec(text: str) -> Codec:
-    """Return the codec that `compression` names: fp16, bf16, int8, top_k or top_k:FRACTION. Raises ConfigError."""
+    """Return the codec of an option `compression`: fp16, bf16, int8, top_k or top_k:FRACTION. Raises ConfigError."""
     name, fraction = compression_of(text)
     return TopK(fraction) if name == "top_k" else _PLAIN[name]
 
 
 def decoded(code: int, data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-    """Decode `data` by the codec with the number `code`, as n elements of `dtype`. Raises ConfigError."""
+    """Decode `data`, which the codec number `code` encoded, as n elements of `dtype`. Raises ConfigError."""
     if code not in _BY_CODE:
-        raise ConfigError(f"an encoded vector has the unknown code {code}: is the peer of another version?")
+        raise ConfigError(
+            f"a peer sent a vector in an encoding with the unknown code {code} (known: {sorted(_BY_CODE)}): run the "
+            "same version of rayps on all hosts"
+        )
     return _BY_CODE[code].decode(data, n, dtype)
 
 
 def choice(where: str, picked: str, what: str, seconds: dict[str, float] | None = None) -> JsonObject:
-    """Return the event that says how gradients to a ring or to servers (`where`) are sent.
+    """Return the event that reports which codec compresses the gradients sent to `where` ("ring" or "server").
 
-    `picked` is the chosen codec, "off" for none. `seconds`: the measured time of `what` with each codec; None = not
-    measured.
+    `picked` is the codec's name, or "off". Without `seconds`, `what` is the reason for the choice. With `seconds`, the
+    choice follows from a measurement: `what` is what was sent, `seconds` the time with each codec and with "off".
     """
     why = what
     if seconds is not None:
@@ -178,14 +183,14 @@ def choice(where: str, picked: str, what: str, seconds: dict[str, float] | None 
 
 
 class ErrorFeedback:
-    """The sum of the errors of a codec on one sender's vectors, which is added to its next vector."""
+    """Sums the errors that a codec makes on one sender's vectors, and adds the sum to the sender's next vector."""
 
     def __init__(self, codec: Codec, n: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
         self.codec = codec
         self.residual = torch.zeros(n, dtype=torch.promote_types(dtype, torch.float32), device=device)
 
     def encode(self, x: Tensor, lo: int = 0) -> Tensor:
-        """Encode the sender's next vector from element `lo` on, plus the earlier errors of these elements, as uint8."""
+        """Encode `x`, the elements of the next vector from index `lo` on, after adding their earlier errors."""
         rest = self.residual[lo : lo + x.numel()]
         rest += x
         data = self.codec.encode(rest)
@@ -195,7 +200,7 @@ class ErrorFeedback:
 
 
 def _within(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `x` in `dtype`, whose range may be smaller; finite values are clipped to the range."""
+    """Convert `x` to `dtype`; finite values outside the range of `dtype` are clipped to it."""
     limit = torch.finfo(dtype).max
     if torch.finfo(x.dtype).max <= limit or x.numel() == 0:
         return x.to(dtype)
@@ -207,7 +212,7 @@ def _within(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _largest(x: Tensor, k: int) -> Tensor:
-    """Return the indices of the k largest, in any order; NaN counts as large."""
+    """Return the indices of the k largest elements of `x`, in any order; NaN counts as the largest."""
     if x.device.type != "cpu" or k == 0:
         return x.topk(k, sorted=False).indices
     wide = x.to(torch.promote_types(x.dtype, torch.float32)).numpy()
@@ -220,4 +225,4 @@ def _blocks(n: int) -> int:
 
 def _must_be(data: Tensor, size: int, n: int) -> None:
     if data.numel() != size:
-        raise ConfigError(f"{data.numel()} bytes do not hold {n} encoded elements; {size} would")
+        raise ConfigError(f"{data.numel()} bytes do not hold {n} encoded elements, which take {size} bytes")

@@ -1,1 +1,1 @@
-"""The lowest folder: pure values and decisions, which import no other folder of rayps, neither torch nor ray."""
+"""The lowest folder: pure values and decisions. It imports no other folder of rayps, and neither torch nor ray."""

@@ -1,15 +1,15 @@
-"""The names of compressions. `rayps.comm.compress` has the codecs."""
+"""The names of the gradient compressions. The codecs are in `rayps.comm.compress`."""
 
 from __future__ import annotations
 
 from rayps.core.errors import ConfigError
 
 COMPRESSIONS = ("fp16", "bf16", "int8", "top_k", "auto")
-TOP_K = 0.01  # default fraction of the elements
+TOP_K = 0.01  # default fraction of the elements that top_k sends
 
 
 def compression_of(given: object) -> tuple[str, float]:
-    """Return the name of a `compression`, and the fraction of the elements that top_k sends.
+    """Parse the option `compression`: return its name, and the fraction of the elements that top_k sends.
 
     Raises:
         ConfigError: `given` is none of fp16, bf16, int8, top_k, top_k:FRACTION and auto.

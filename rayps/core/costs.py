@@ -21,24 +21,24 @@ from rayps.core.values import JsonObject
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """All costs of a strategy on a grid."""
+    """The costs of a strategy on a grid, by formula: traffic and idle time of a step, and memory."""
 
     grid: Grid
     traffic: list[TrafficCost]
-    idle: Fraction | None = None  # idle share of the pipeline, by formula
+    idle: Fraction | None = None  # idle share of the pipeline's time
     idle_formula: str = ""
-    peaks: list[int] = field(default_factory=list)  # most activations that each stage holds
+    peaks: list[int] = field(default_factory=list)  # most activations that each stage holds at once
     memory: list[dict[str, float]] = field(default_factory=list)  # bytes of each column's worker, by purpose
 
     @property
     def bytes(self) -> float | None:
-        """Bytes that all workers send in a step; None if the bytes of a part are not known."""
+        """Bytes that all workers send in a step; None if the bytes of one kind of traffic are not known."""
         known = [cost.bytes for cost in self.traffic if cost.bytes is not None]
         return sum(known) if len(known) == len(self.traffic) else None
 
     @property
     def messages(self) -> float | None:
-        """Messages that all workers send in a step; None if the messages of a part are not known."""
+        """Messages that all workers send in a step; None if those of one kind of traffic are not known."""
         known = [cost.messages for cost in self.traffic if cost.messages is not None]
         return sum(known) if len(known) == len(self.traffic) else None
 
@@ -67,14 +67,16 @@ class Costs:
 
 
 def costs(strategy: StrategyView, workers: int, sizes: Sizes, rows: Table | None = None) -> Costs:
-    """Return what a step of `strategy` costs. `rows` is a user's own schedule table.
+    """Return the costs of `strategy` on `workers`.
+
+    `rows` is the table of a user's own pipeline schedule; None = the table of the strategy's schedule.
 
     Raises:
         ConfigError: `workers` is not a whole number of replicas.
     """
     topology = strategy.topology
     grid, replica = topology.grid(workers), topology.replica
-    if not sizes.owned and grid.columns > 1:  # assumes equal columns
+    if not sizes.owned and grid.columns > 1:  # the columns' sizes are not known: assume equal ones
         owned = tuple(cut.stop - cut.start for cut in slices(sizes.parameters, grid.columns))
         sizes = replace(sizes, owned=owned, held=owned)
     traffic = strategy.cost(grid, sizes)
@@ -103,7 +105,7 @@ def costs(strategy: StrategyView, workers: int, sizes: Sizes, rows: Table | None
 
 
 def held_bytes(row: list[Action], sizes: Sizes, micro_batches: int, split: bool) -> float:
-    """Return the largest number of bytes of activations that a stage with these actions holds; 0 if it is not known."""
+    """Return the most bytes of activations that a stage with these actions holds at once; 0 if sizes are not known."""
     if not sizes.kept:
         return 0.0
     counts = [cut.stop - cut.start for cut in slices(sizes.batch, micro_batches)]
@@ -116,7 +118,7 @@ def held_bytes(row: list[Action], sizes: Sizes, micro_batches: int, split: bool)
 
 
 def amount(count: float) -> str:
-    """Format a number of bytes."""
+    """Format a number of bytes, such as `1.5 MB`."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if count >= size:
             return f"{count / size:.3g} {unit}"
@@ -124,7 +126,7 @@ def amount(count: float) -> str:
 
 
 def _stages(replica: Pipeline, grid: Grid, sizes: Sizes) -> TrafficCost:
-    """Cost of activations and their gradients between neighbouring chunks."""
+    """Return the cost of sending activations and their gradients between neighbouring chunks."""
     p, v = replica.stages, replica.chunks
     m = min(replica.micro_batches, sizes.batch) if sizes.batch else replica.micro_batches
     lines = grid.data * grid.tensor
@@ -149,7 +151,7 @@ def _stages(replica: Pipeline, grid: Grid, sizes: Sizes) -> TrafficCost:
 
 
 def _tensor(grid: Grid, sizes: Sizes, micro_batches: int) -> list[TrafficCost]:
-    """Cost of sums and gathers inside layers."""
+    """Return the cost of the sums and gathers that tensor ranks compute together inside layers."""
     n, lines, stages = grid.tensor, grid.data, len(sizes.summed)
     known = bool(sizes.summed and sizes.batch)
     summed, gathered = sum(sizes.summed) * sizes.batch, sum(sizes.gathered) * sizes.batch
@@ -157,7 +159,8 @@ def _tensor(grid: Grid, sizes: Sizes, micro_batches: int) -> list[TrafficCost]:
     found = [
         TrafficCost(
             f"sums inside layers of {n} tensor ranks",
-            "2(N-1)/N T from each of N in 2(N-1) messages a sum, T = bd for each split block forward, and backward",
+            "2(N-1)/N T from each of N in 2(N-1) messages per sum, T = bd (batch rows b, width d), one sum per split "
+            "block forward and one backward",
             2 * (n - 1) * summed * lines if known else None,
             2 * (n - 1) * n * sum(sizes.exchanges) * micro_batches * lines if sizes.exchanges else None,
             max(each) if known and stages else None,
@@ -171,25 +174,30 @@ def _tensor(grid: Grid, sizes: Sizes, micro_batches: int) -> list[TrafficCost]:
 
 
 def _lent(grid: Grid, sizes: Sizes) -> list[TrafficCost]:
-    """Cost of parameters that columns borrow from each other at the start of a step."""
+    """Return the cost of parameters that columns borrow from each other at the start of a step."""
     found = []
     if sizes.tied:
         whole = 2 * sizes.tied * sizes.width * grid.data
         found.append(
             TrafficCost(
-                "tied weights between stages", "values to the borrower, gradients back: 2 x their bytes", whole, None
+                "tied weights between stages",
+                "values to the stage that borrows them, gradients back: 2 x their bytes",
+                whole,
+                None,
             )
         )
     if sizes.shared:
         whole = sizes.shared * sizes.width * grid.data
         found.append(
-            TrafficCost("weights that tensor ranks hold whole", "(N-1) x their bytes, from the first", whole, None)
+            TrafficCost(
+                "weights that no tensor rank splits", "(N-1) x their bytes, sent by the first rank", whole, None
+            )
         )
     return found
 
 
 def _memory(topology: Topology, sizes: Sizes, column: int, activations: float) -> dict[str, float]:
-    """Bytes of one worker of a column."""
+    """Return the memory in bytes of one worker of `column`, by purpose."""
     own = sizes.columns[column] * sizes.width
     held = (sizes.held[column] if sizes.held else sizes.columns[column]) * sizes.width
     steps = not isinstance(topology, Servers) or topology.own_copies

@@ -10,11 +10,11 @@
     ├── LinkError                the connection between two peers failed
     │   ├── PeerLost             the peer closed the connection or died
     │   ├── PeerTimeout          the peer did not answer within the timeout
-    │   └── StaleGeneration      the message belongs to a group that has been replaced
+    │   └── StaleGeneration      the message belongs to an earlier generation of a group of peers
     ├── ClusterError             actors and resources
     │   ├── ActorDied            an actor's process has ended
     │   └── NoResources          the cluster lacks the requested resources
-    └── ServiceError             the job service, seen from a client
+    └── ServiceError             a request to the job service failed
         ├── Unreachable          no service answers at the address
         ├── Unauthorized         the token is missing, wrong or revoked
         ├── NotFound             no such job
@@ -30,8 +30,13 @@ from typing import Any
 from rayps.core.values import Keywords
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text; the name of its class if it has no text."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 class RaypsError(Exception):
-    """The root of the tree: a message with the way to fix it, and the facts as `data`.
+    """The base class of all errors of rayps: `message` says what happened and how to fix it, `data` holds the facts.
 
     Example:
         try:
@@ -73,7 +78,7 @@ class WorkloadError(UserError):
 
 
 class DataError(UserError):
-    """A file, a column or a value in the data is wrong. Carries file, column, row where they are known."""
+    """A file, a column or a value in the data is wrong. Carries `file`, `column` and `row` if they are known."""
 
 
 class CheckpointError(UserError):
@@ -97,11 +102,11 @@ class PeerTimeout(LinkError):
 
 
 class StaleGeneration(LinkError):
-    """The message belongs to a group that has been replaced; it had no effect."""
+    """The message belongs to an earlier generation of a group of peers, and had no effect."""
 
 
 class ClusterError(RaypsError):
-    """An error of the cluster on which actors run."""
+    """An actor could not be started, reached or placed on the cluster."""
 
     exit_code = 4
 
@@ -115,7 +120,7 @@ class NoResources(ClusterError):
 
 
 class ServiceError(RaypsError):
-    """The job service refused or failed, seen from a client. Carries `status`, the HTTP status."""
+    """The job service refused a client's request, or failed. Carries `status`, the HTTP status."""
 
 
 class Unreachable(ServiceError):

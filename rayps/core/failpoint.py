@@ -1,9 +1,8 @@
-"""Named places in the code at which a test can kill its own process, as a crash or the kernel would.
+"""Named places in the code at which a test can kill the process that runs there, as a crash would.
 
 `RAYPS_FAILPOINT="shard: applied, not acknowledged=17"` kills this process, without any cleanup, when it visits the
 place with that name for the 17th time; several places are separated by `;`. If the variable is not set, a visit costs
-one lookup in an empty dictionary. A place is where the states of two processes differ: its name says what one process
-has and the other has not.
+one test of an empty dictionary. A place's name says which action has happened and which has not happened yet.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ def parse(text: str) -> dict[str, int]:
     for item in filter(None, text.split(";")):
         place, _, visit = item.rpartition("=")
         if not place or not visit.isdigit() or int(visit) < 1:
-            raise ValueError(f"{VARIABLE} has {item!r}: write PLACE=VISIT, the first visit is 1")
+            raise ValueError(f"{VARIABLE} has the entry {item!r}: write PLACE=VISIT, with a VISIT of at least 1")
         found[place.strip()] = int(visit)
     return found
 
@@ -29,7 +28,7 @@ _left = parse(os.environ.get(VARIABLE, ""))
 
 
 def arm(text: str) -> None:
-    """Arm the places that `text` names, as the variable does, from now on. Raises ValueError."""
+    """Arm the places that `text` names, in the variable's form, and disarm all others. Raises ValueError."""
     _left.clear()
     _left.update(parse(text))
 

@@ -2,7 +2,7 @@
 
 A *replica* is one whole copy of the model, on `stage * tensor` workers; a *column* is the workers of all replicas that
 hold the same part of the model. The tensor index varies fastest, then the stage, so that a replica's ranks are
-neighbours and fit onto one host that has room for them. If a replica is one worker, there is one column: all workers.
+consecutive, and can be placed together on one host. If a replica is one worker, there is one column: all workers.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ class Point(NamedTuple):
     tensor: int
 
     def line(self, axis: str) -> str:
-        """Return the name of the line through this point along `axis`: `stage:0:1` is replica 0, tensor ranks 1.
+        """Return the name of the line of ranks through this point along `axis`.
 
-        The line has all ranks whose coordinates differ on that axis only.
+        A line has all ranks whose coordinates differ on that axis only: `stage:0:1` is the line of all stages of
+        replica 0 with the tensor index 1.
         """
         return ":".join([axis, *(str(at) for name, at in zip(AXES, self, strict=True) if name != axis)])
 
@@ -81,7 +82,7 @@ class Grid:
         return ", ".join(f"{name} {i}" for name, i, n in zip(names, here, lengths, strict=True) if n > 1)
 
     def along(self, axis: str, rank: int) -> list[int]:
-        """Return the ranks that differ from `rank` on `axis` only, `rank` included, in the axis's order."""
+        """Return the ranks whose coordinates differ from those of `rank` on `axis` only, `rank` included, in order."""
         here, at = self.at(rank), AXES.index(axis)
         length = (self.data, self.stage, self.tensor)[at]
         return [self.rank(*(i if j == at else place for j, place in enumerate(here))) for i in range(length)]

@@ -13,7 +13,7 @@ class Status(enum.StrEnum):
     RUNNING = "RUNNING"
     RECOVERING = "RECOVERING"
     STOPPING = "STOPPING"
-    UNKNOWN = "UNKNOWN"  # a failed poll is not a failed job
+    UNKNOWN = "UNKNOWN"  # the service cannot reach the job's driver; the job may still run
     SUCCEEDED = "SUCCEEDED"
     FAILED = "FAILED"
     STOPPED = "STOPPED"

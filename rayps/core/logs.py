@@ -13,7 +13,7 @@ MAX_LINES = 10_000  # most lines that wait to be fetched
 
 
 class LogBuffer:
-    """Lines with their times, in order; the oldest are dropped when the buffer is full."""
+    """A buffer of lines with their times, in order; when it is full, the oldest lines are dropped."""
 
     def __init__(self) -> None:
         self._lines: deque[tuple[float, str]] = deque(maxlen=MAX_LINES)
@@ -39,15 +39,15 @@ class LogBuffer:
         return [(time.time(), f"[{dropped} lines dropped]"), *lines] if dropped else lines
 
     def wait(self, seconds: float) -> None:
-        """Block until there is a line, until `release` or `wake` is called, or for `seconds`."""
+        """Block until there is a line, `release` or `wake` is called, or `seconds` have passed."""
         self._filled.wait(seconds)
 
     def wake(self) -> None:
-        """End a `wait`; keep an incomplete line, which may still grow."""
+        """End a `wait`. An incomplete line is not added, as it may still grow."""
         self._filled.set()
 
     def release(self) -> None:
-        """Add an incomplete line as a line, and end a `wait`."""
+        """Add the text after the last newline as a line, and end a `wait`."""
         for tee in self._tees:
             tee.end_line()
         self._filled.set()

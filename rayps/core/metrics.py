@@ -9,20 +9,20 @@ import pyarrow as pa
 
 from rayps.core.records import Point
 
-# means over ranks; data: time to get the batch; the last two are for sparse tables: the time of pulls of rows, and
-# the part of it during which the worker computed
+# a merged point has the mean over ranks of these values. data: time to get the batch; pull and pull_hidden, of sparse
+# tables: time of pulls of rows, and the part of that time during which the worker computed
 SECONDS = ("seconds", "compute", "data", "wait", "move", "pull", "pull_hidden")
-KEPT_ROUNDS = 5_000  # a round that a replaced rank never reports is returned after so many newer rounds
+KEPT_ROUNDS = 5_000  # most incomplete rounds; if there are more, the oldest is merged without the missing ranks
 
 
 class Rounds:
-    """The points of single ranks, by round, until all ranks have reported a round and its points are merged."""
+    """Collects the points of single ranks by round, and merges a round's points when all ranks have reported it."""
 
     def __init__(self, size: int, generation: int, strategy: str) -> None:
         self.size, self.generation, self.strategy = size, generation, strategy
         self._rounds: dict[int, dict[int, Point]] = {}
         self._evaluations: dict[int, dict[int, Point]] = {}
-        self._below, self._given = -1, set[int]()  # rounds that were returned: all below, and these
+        self._below, self._given = -1, set[int]()  # rounds that were returned: all below `_below`, and `_given`
         self._reached: dict[int, int] = {}  # the newest round that each rank has reported
 
     def add(self, points: list[Point]) -> list[Point]:
@@ -30,7 +30,7 @@ class Rounds:
         done = []
         for point in points:
             if point["kind"] == "round" and (point["round"] < self._below or point["round"] in self._given):
-                continue  # a replacement repeats the rounds that were not pushed
+                continue  # returned already: a replacement worker repeats the rounds that its predecessor did not push
             held = self._evaluations if point["kind"] == "evaluation" else self._rounds
             held.setdefault(point["round"], {})[point["rank"]] = point
             if point["kind"] == "round":
@@ -41,13 +41,14 @@ class Rounds:
                 done.append(self._merge(number, self._rounds.pop(number)))
         for number in sorted(self._evaluations):
             missing = [rank for rank in range(self.size) if rank not in self._evaluations[number]]
-            # a rank that reported a later round was replaced before this point was polled: it will not arrive
+            # if a rank without a point has reported a later round, its worker was replaced before the point was polled:
+            # the point will not arrive
             if all(self._reached.get(rank, -1) >= number for rank in missing):
                 done.append(_evaluation(number, self._evaluations.pop(number), missing))
         return done
 
     def again(self, generation: int, begin: int) -> None:
-        """Restart from round `begin`: drop the points of later rounds, and still accept points of earlier rounds."""
+        """Restart from round `begin`: drop the points of that and later rounds; still accept points of earlier ones."""
         self.generation = generation
         self._rounds = {number: held for number, held in self._rounds.items() if number < begin}
         self._evaluations = {number: held for number, held in self._evaluations.items() if number < begin}
@@ -63,7 +64,7 @@ class Rounds:
             self._below += 1
 
     def flush(self) -> list[Point]:
-        """Return the points of the rounds that some ranks did not report, at the end of the run."""
+        """Return the merged points of the rounds that not all ranks have reported, at the end of the run."""
         done = [self._merge(number, self._rounds[number]) for number in sorted(self._rounds)]
         self._rounds.clear()
         return done
@@ -73,7 +74,7 @@ class Rounds:
         samples = sum(p["samples"] for p in points)
         losses = [(p["loss"], p["samples"]) for p in points if p["loss"] is not None]
         heard = sum(n for _, n in losses)
-        leads = Counter(p["lead"] for p in points if p["lead"] is not None)  # none without servers
+        leads = Counter(p["lead"] for p in points if p["lead"] is not None)  # empty without servers
         known = [key for key in SECONDS if all(key in p for p in points)]
         mean = {key: sum(p[key] for p in points) / len(points) for key in known}
         said: Point = next(
@@ -126,7 +127,7 @@ class Throughput:
 
     @property
     def rate(self) -> float | None:
-        """Return samples per second, or None before there are two points."""
+        """Samples per second; None before the second call of `add`."""
         if len(self._seen) < 2:
             return None
         seconds = self._seen[-1][0] - self._seen[0][0]
@@ -154,10 +155,11 @@ COLUMNS: list[tuple[str, pa.DataType]] = [
 
 
 def history(points: list[Point]) -> pa.Table:
-    """Return the rounds of a run as a table. A round that was repeated after a failure has its last result only.
+    """Return the rounds of a run as a table, one row per round. A round that was repeated has its last result only.
 
-    `staleness` is the largest lead of a rank in the round. An evaluation is in the row of the round before it, in
-    columns named `evaluation_<metric>`. Numbers that a strategy added to its rounds are in columns of their names.
+    `staleness` is the largest number of rounds that a rank was ahead of the slowest. An evaluation is in the row of the
+    last round before it, in columns named `evaluation_<metric>`. Numbers that a strategy added to its rounds are in
+    columns of their names.
     """
     rounds: dict[int, Point] = {}
     for point in points:
@@ -176,7 +178,7 @@ def history(points: list[Point]) -> pa.Table:
         for name, kind in COLUMNS
         if name in found or not name.startswith(("pull", "data"))
     }
-    for name in [name for name in found if name not in known]:  # numbers of strategies; absent in phases of others
+    for name in [name for name in found if name not in known]:  # added by a strategy; None under other strategies
         values = [rounds[r].get(name) for r in order]
         columns[name] = pa.array(values, pa.int64() if all(_whole(v) for v in values) else pa.float64())
     columns |= {name: pa.array([by_round.get(r) for r in order], pa.float64()) for name, by_round in evaluated.items()}

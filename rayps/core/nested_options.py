@@ -26,7 +26,7 @@ class HasName(Protocol):
 
 
 def options_of(kind: type) -> list[Option]:
-    """Return the options of a class as they are written, in order; an empty list if the class is no dataclass."""
+    """Return the options of a class in order, with those of nested values; [] if the class is no dataclass."""
     found: list[Option] = []
     for field in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
         inner = _kind(field)
@@ -35,7 +35,7 @@ def options_of(kind: type) -> list[Option]:
 
 
 def written_options(value: Any) -> Iterator[tuple[Option, Any]]:
-    """Return each option of `value` that can be written, nested ones included, with the option's value."""
+    """Yield each option of `value` with its value; nested options are included."""
     for field in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
         held = getattr(value, field.name)
         if _kind(field) is not None:
@@ -47,7 +47,7 @@ def written_options(value: Any) -> Iterator[tuple[Option, Any]]:
 def wire_of(value: HasName) -> JsonObject:
     """Return a strategy's or a replica's name and options as JSON-ready data.
 
-    An option that is None by default and is None is left out.
+    An option whose default and value are both None is left out.
     """
     found: JsonObject = {"name": value.name}
     for field, held in sorted(written_options(value), key=lambda option: option[0].default is None):
@@ -57,7 +57,7 @@ def wire_of(value: HasName) -> JsonObject:
 
 
 def _kind(field: Option) -> type | None:
-    """Return the dataclass of a nested value; None where the field is an option itself."""
+    """Return the dataclass of a field's nested value; None if the field is itself an option."""
     made = field.default_factory
     return made if "nested" in field.metadata and isinstance(made, type) else None
 
@@ -84,10 +84,10 @@ class FlatOptions:
         kind = type(self)
         names = [field.name for field in options_of(kind) if not field.kw_only]
         if len(args) > len(names):
-            raise TypeError(f"{kind.__name__} takes {len(names)} options, and {len(args)} were given")
+            raise TypeError(f"{kind.__name__} takes at most {len(names)} options, and {len(args)} were given")
         for name, value in zip(names, args, strict=False):
             if name in options:
-                raise TypeError(f"{kind.__name__} got {name} twice")
+                raise TypeError(f"{kind.__name__} got the option {name} twice, by position and by name")
             options[name] = value
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             object.__setattr__(self, field.name, _taken(kind, field, options))
@@ -101,7 +101,7 @@ class FlatOptions:
             cls.__init__ = FlatOptions.__init__  # type: ignore[method-assign]
 
     def __getattr__(self, name: str) -> Any:
-        """Return an option that a nested value holds."""
+        """Return an option that is stored in a nested value."""
         for value in self.__dict__.values():
             if dataclasses.is_dataclass(value) and any(field.name == name for field in dataclasses.fields(value)):
                 return getattr(value, name)

@@ -1,6 +1,7 @@
 """Checks of a strategy's options. An error names the option, the given value and the expected values.
 
-Each check raises ConfigError. With `none`, None is allowed too; `said` is appended to the expected values.
+Each check reads the option `field` of the object `owner`, and raises ConfigError if its value is not allowed. With
+`none`, the value None is allowed too; `said` is text that the error appends to the expected values.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from rayps.core.values import Json
 
 
 def whole(owner: object, field: str, least: int = 1, *, none: bool = False, said: str = "") -> None:
-    """Check that the option is a whole number of at least `least`."""
+    """Check that option `field` of `owner` is a whole number of at least `least`."""
     given = getattr(owner, field)
     if (given is None and none) or (isinstance(given, int) and not isinstance(given, bool) and given >= least):
         return
@@ -28,7 +29,10 @@ def number(
     expected: str = "",
     none: bool = False,
 ) -> None:
-    """Check that the option is a finite number within these bounds; `expected` is used for them in the error's text."""
+    """Check that option `field` of `owner` is a finite number within these bounds.
+
+    `expected` replaces the description of the bounds in the error's text.
+    """
     given = getattr(owner, field)
     if given is None and none:
         return
@@ -42,14 +46,14 @@ def number(
 
 
 def choice(owner: object, field: str, known: tuple[str, ...]) -> None:
-    """Check that the option is one of the words in `known`."""
+    """Check that option `field` of `owner` is one of the words in `known`."""
     given = getattr(owner, field)
     if given not in known:
         raise _wrong(field, given, " or ".join(known) if len(known) < 3 else f"one of {', '.join(known)}")
 
 
 def flag(owner: object, field: str) -> None:
-    """Check that the option is True or False."""
+    """Check that option `field` of `owner` is True or False."""
     given = getattr(owner, field)
     if not isinstance(given, bool):
         raise _wrong(field, given, "true or false")

@@ -1,6 +1,6 @@
-"""Cut a flat vector into parts, and place segments on servers. Pure arithmetic: no tensors, no I/O.
+"""Cut a flat vector into slices, and choose the servers that hold named segments. Pure: no tensors, no I/O.
 
-A shard, a ring's chunk and a bucket are all slices of one vector; this module cuts them.
+A shard, a ring's chunk and a bucket are all slices of one vector; this module computes their bounds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ def part(n: int, parts: int, i: int) -> tuple[int, int]:
 def slices(n: int, parts: int) -> list[slice]:
     """Cut `n` elements into `parts` contiguous slices whose lengths differ by at most one.
 
-    Part i is `[n*i//parts, n*(i+1)//parts)`; parts beyond `n` elements are empty. Raises ConfigError.
+    Slice i is `[n*i//parts, n*(i+1)//parts)`; if `parts` > `n`, some slices are empty.
+
+    Raises:
+        ConfigError: `parts` is below 1, or `n` is below 0.
     """
     if parts < 1:
         raise ConfigError(f"cannot cut a vector into {parts} parts; give parts >= 1", parts=parts)
@@ -33,13 +36,16 @@ def slices(n: int, parts: int) -> list[slice]:
 def place(segments: Sequence[str], servers: Sequence[str], points: int = 128, bound: float | None = None) -> list[int]:
     """Place segments on servers: return for each segment the index of its server on a consistent-hash ring.
 
-    Every server is at `points` positions of the ring; a segment belongs to the next server clockwise. A server that
-    joins or leaves moves about 1/n of the segments, and only to or from itself; the same names always give the same
-    positions, on every machine. Karger et al., Consistent hashing and random trees, 1997.
+    Every server is at `points` positions of the ring; a segment belongs to the next server clockwise. When a server
+    joins or leaves, only about 1/n of the segments change their server, all of them to or from that server; the same
+    names always give the same positions, on every machine. Karger et al., Consistent hashing and random trees, 1997.
 
-    With `bound` no server holds more than `bound` times the mean (rounded up): a segment skips full servers. A few more
-    segments move then, also between servers that stay. Mirrokni et al., Consistent hashing with bounded loads, SODA
-    2018. Raises ConfigError.
+    With `bound` no server holds more than `bound` times the mean number of segments (rounded up): a segment skips full
+    servers. When a server joins or leaves, a few more segments then change their server, also between other servers.
+    Mirrokni et al., Consistent hashing with bounded loads, SODA 2018.
+
+    Raises:
+        ConfigError: there is no server, two servers have one name, or `points` or `bound` is below 1.
     """
     return [found[0] for found in spots(segments, servers, 0, points=points, bound=bound)]
 
@@ -55,17 +61,25 @@ def spots(
 ) -> list[tuple[int, ...]]:
     """Place segments as `place` does, and the `replicas` backups of each on the next servers clockwise.
 
-    Return for each segment the indices of its server and of its backups' servers. `hosts` are the machines of the
-    servers: backups are placed on other machines than the server's own first, and on as many different machines as
-    there are. With fewer servers there are fewer backups. With `bound`, a server that has `bound` times the mean number
-    of backups is skipped too, unless skipping it would put the segment on fewer machines. Raises ConfigError.
+    Return for each segment the indices of its server and of its backups' servers. `hosts` names each server's machine:
+    a segment and its backups are placed on as many different machines as possible. If there are too few servers, a
+    segment has fewer backups. With `bound`, a server that has `bound` times the mean number of backups is skipped too,
+    unless skipping it would put the segment on fewer machines.
+
+    Raises:
+        ConfigError: as `place`.
     """
     if not servers or len(set(servers)) != len(servers):
-        raise ConfigError(f"segments need servers of different names, got {list(servers)!r}", servers=list(servers))
+        raise ConfigError(
+            f"servers is {list(servers)!r}: give at least one server, and a different name for each",
+            servers=list(servers),
+        )
     if points < 1:
-        raise ConfigError(f"a server needs a position on the ring; give points >= 1, not {points}", points=points)
+        raise ConfigError(f"points is {points}: give each server at least 1 position on the hash ring", points=points)
     if bound is not None and bound < 1:
-        raise ConfigError(f"no server may hold less than the mean; give bound >= 1, not {bound:g}", bound=bound)
+        raise ConfigError(
+            f"bound is {bound:g}: give at least 1, because the servers must be able to hold all segments", bound=bound
+        )
     ring = sorted((_hash(f"{name}#{point}"), i) for i, name in enumerate(servers) for point in range(points))
     places = [at for at, _ in ring]
     room = len(segments) if bound is None else math.ceil(bound * len(segments) / len(servers))

@@ -1,7 +1,7 @@
 """Records that a run leaves behind: metric points, events, and what `progress.json` and `outcome.json` hold.
 
-Points and events are open: which fields they have beside the common ones depends on their kind and on the strategy. All
-other records are closed. The fields are the keys of the JSON data.
+Which fields a point or an event has, beside the common ones, depends on its kind and on the strategy. All other records
+have a fixed set of fields. The fields are the keys of the JSON data.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import json
 from pathlib import Path
 from typing import Any, NotRequired, TypeAlias, TypedDict
 
-Point: TypeAlias = dict[str, Any]  # `kind`, `round`, a `rank` if it is of one rank, and numbers by the names of metrics
+Point: TypeAlias = dict[str, Any]  # `kind`, `round`, metrics by name; `rank` if the point belongs to one rank
 Event: TypeAlias = dict[str, Any]  # `kind` and `message`; facts of its kind; in the journal `seq` and `time` too
-RingTable: TypeAlias = dict[str, Any]  # a ring's choices, with which a resumed run gives the same bits
+RingTable: TypeAlias = dict[str, Any]  # the algorithms that a ring chose; with them a resumed run has the same bits
 GroupFacts: TypeAlias = dict[str, Any]  # the state of a server group's manager or of a job's space
 
 
@@ -24,31 +24,31 @@ class ActorSite(TypedDict):
 
 
 class WorkerLine(ActorSite):
-    """A worker, as progress shows it. The shares of its time are known after its first round."""
+    """A worker's entry in the progress. The shares of its time are known after its first round."""
 
     rank: int
     status: str
     round: int
-    compute: NotRequired[float]  # shares of the time
+    compute: NotRequired[float]  # shares of the time: computing, waiting for peers, sending and receiving
     wait: NotRequired[float]
     move: NotRequired[float]
     samples_per_second: NotRequired[float]
-    part: NotRequired[str]  # the part of the model, if a replica is several workers
+    part: NotRequired[str]  # the worker's coordinates on the grid as text, if a replica is several workers
 
 
 class ShardLine(ActorSite):
-    """A shard of fixed servers, as progress shows it."""
+    """A shard's entry in the progress, if the job has its own servers."""
 
     index: int
     lo: NotRequired[int]
     hi: NotRequired[int]
     version: NotRequired[int]
     bytes: NotRequired[int]
-    ages: NotRequired[dict[str, int]]  # number of pushes, by the age of their parameters in versions
+    ages: NotRequired[dict[str, int]]  # number of pushes by age: versions since the parameters they were computed from
 
 
 class ProgressRecord(TypedDict, total=False):
-    """The state of a run, as `progress.json` holds it."""
+    """The content of `progress.json`: the current state of a run."""
 
     time: float
     status: str
@@ -71,7 +71,7 @@ class ProgressRecord(TypedDict, total=False):
 
 
 class OutcomeRecord(TypedDict, total=False):
-    """The end of a run, as `outcome.json` holds it."""
+    """The content of `outcome.json`: how a run ended."""
 
     status: str
     message: str
@@ -82,7 +82,7 @@ class OutcomeRecord(TypedDict, total=False):
 
 
 class AttemptRecord(TypedDict, total=False):
-    """The process that runs an attempt: what `launch.json` and `driver.json` hold."""
+    """The content of `launch.json` and `driver.json`: the process that runs an attempt of a job."""
 
     attempt: int
     protocol: int
@@ -92,7 +92,7 @@ class AttemptRecord(TypedDict, total=False):
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON object from a file that is replaced as a whole; None if there is no file or no JSON object in it.
+    """Read a JSON object from a file that its writer replaces atomically; None if there is no file or no JSON object.
 
     The caller declares the type of the record.
     """

@@ -1,9 +1,10 @@
 """The ledger of applied pushes: it makes each push apply exactly once. Pure; plain data.
 
-A push is (rank, step). Retries and replays may arrive in any order and any number of times; the ledger shows whether
-one is new. It stores a contiguous mark for each rank, and the few steps above it. It is saved and loaded with the
-parameters, so a restored shard knows exactly which pushes its parameters include. Vector clocks as filters of repeated
-messages: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014, section 4.1.
+A push is identified by (rank, step). Retries and replays may arrive in any order and any number of times; the ledger
+shows whether a push is new. For each rank it stores a mark, below which all steps are applied, and the few applied
+steps above the mark. It is saved and loaded with the parameters, so a restored shard knows exactly which pushes its
+parameters include. Vector clocks as filters of repeated messages: Li et al., "Scaling Distributed Machine Learning with
+the Parameter Server", OSDI 2014, section 4.1.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TypedDict
 
 from rayps.core.errors import CheckpointError
 
-WINDOW = 1024  # a step so far above the first gap, or farther, is an error: it is not a retry
+WINDOW = 1024  # a push of a step this far above the first missing step, or farther, is an error
 
 
 class LedgerJson(TypedDict):
@@ -53,7 +54,9 @@ class Ledger:
         if self.seen(rank, step):
             return False
         if step - mark >= WINDOW:
-            raise ValueError(f"rank {rank} pushed step {step} before step {mark}: at most {WINDOW - 1} may be skipped")
+            raise ValueError(
+                f"rank {rank} pushed step {step} before step {mark}: at most {WINDOW - 1} steps may be skipped"
+            )
         self._above[rank].add(step)
         self._prune(rank)
         return True
@@ -66,7 +69,10 @@ class Ledger:
         return True
 
     def skip(self, rank: int, step: int) -> int:
-        """Count all steps of `rank` below `step` as applied, as no worker retains them; return how many are lost."""
+        """Count all steps of `rank` below `step` as applied, because no worker retains their pushes any more.
+
+        Return how many of these pushes had not been applied, and are lost.
+        """
         lost = max(0, step - self._mark(rank)) - sum(1 for known in self._above[rank] if known < step)
         self.marks[rank] = max(self.marks[rank], step)
         self._above[rank] = {known for known in self._above[rank] if known >= self.marks[rank]}
@@ -92,11 +98,11 @@ class Ledger:
         try:
             return cls(map(int, data["marks"]), {int(rank): map(int, steps) for rank, steps in data["above"].items()})
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"cannot read a ledger of pushes: {str(data)[:100]!r}") from error
+            raise CheckpointError(f"the checkpoint's ledger of pushes is damaged: {str(data)[:100]!r}") from error
 
     def _mark(self, rank: int) -> int:
         if rank not in self.marks:
-            raise ValueError(f"rank {rank} is not one of the ranks {sorted(self.marks)}")
+            raise ValueError(f"rank {rank} is not one of the ledger's ranks {sorted(self.marks)}")
         return self.marks[rank]
 
     def _prune(self, rank: int) -> None:
@@ -115,7 +121,7 @@ class Ledger:
 
 
 def anywhere(ledgers: Iterable[Ledger]) -> Ledger:
-    """Return the union of ledgers, for a range that several shards had and one has now."""
+    """Return a ledger with each push that any of `ledgers` has, for a range that several shards held before."""
     held = list(ledgers)
     found = Ledger(max(ledger.marks[rank] for ledger in held) for rank in held[0].marks)
     for ledger in held:

@@ -28,7 +28,7 @@ SPLITS = ("out", "in", "heads", "rows", "none")
 
 
 class Replica:
-    """How one copy of the model is divided among several workers; see `rayps.core.grid`."""
+    """How one copy of the model is divided among several workers: into stages, and within a stage by tensor ranks."""
 
     name: ClassVar[str] = ""
     stages: int = 1  # parts of the model, in order
@@ -40,7 +40,7 @@ class TensorParallel(Replica):
     """Divide each layer among `size` workers: for layers too wide for one worker, and fast connections.
 
     `plan` maps a layer's name to its split: out, in, heads (attention), rows (an embedding's), none; a name may end in
-    *. Without `plan` the split is chosen automatically; layers that a given plan does not name stay whole.
+    *. Without `plan` the split is chosen automatically; with one, layers that it does not name are not divided.
 
     Example:
         rayps.train(work, strategy=rayps.TensorParallel(size=2), workers=2)
@@ -52,18 +52,20 @@ class TensorParallel(Replica):
 
     def __post_init__(self) -> None:
         if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
-            raise ConfigError(f"size is {self.size!r}: give the number of workers that divide a layer", field="size")
+            raise ConfigError(
+                f"size is {self.size!r}: give the number of workers that divide a layer, at least 1", field="size"
+            )
         plan: object = self.plan
         if plan is not None and not (isinstance(plan, dict) and all(_is_split(each) for each in plan.values())):
             raise ConfigError(
-                f"plan is {plan!r}: give a split for each layer's name, one of {', '.join(SPLITS)} (row is out, column "
-                "is in; out*3:64 is three blocks, cut at multiples of 64)",
+                f"plan is {plan!r}: give a split for each layer's name, one of {', '.join(SPLITS)} (row means out, "
+                "column means in; out*3:64 means three blocks, each cut at multiples of 64)",
                 field="plan",
             )
 
     @property
     def tensor(self) -> int:  # type: ignore[override]
-        """See Replica."""
+        """The number of workers that divide each layer."""
         return self.size
 
 
@@ -72,8 +74,8 @@ class Pipeline(Replica):
     """Cut a model into `stages`, layer by layer: for deep models, and slow connections between machines.
 
     `boundaries` are the numbers of the layers at which a new part begins (stages * chunks - 1 of them). Without them,
-    layers are divided by `balance`: equal parameters, or equal measured time. `stage` is what computes a stage: one
-    worker (None), or the workers of a TensorParallel.
+    layers are divided by `balance`: equal parameters, or equal measured time. With `stage`, a TensorParallel, several
+    workers compute each stage; None = one worker does.
 
     Example:
         rayps.train(work, strategy=rayps.Pipeline(stages=2, micro_batches=4), workers=2)
@@ -117,7 +119,7 @@ class Pipeline(Replica):
 
     @property
     def tensor(self) -> int:  # type: ignore[override]
-        """See Replica."""
+        """The number of workers that compute each stage."""
         return 1 if self.stage is None else self.stage.size
 
 
@@ -127,7 +129,7 @@ def pipeline_of(replica: Replica | None) -> Pipeline | None:
 
 
 def must_go_with(replica: object, **others: object) -> None:
-    """Check the option `replica`; `others` are options that must be None if it is given.
+    """Check the option `replica`; the options in `others` must be None if `replica` is given.
 
     Raises:
         ConfigError: `replica` is neither None nor a Replica, or it is given together with another option.
@@ -153,7 +155,7 @@ def _must_rise(given: object, count: int) -> None:
     if not whole or not isinstance(given, tuple) or len(given) != count or list(given) != sorted(set(given)):
         shown = list(given) if isinstance(given, tuple) else given
         raise ConfigError(
-            f"boundaries is {shown!r}: give {count} rising layer number(s), each where a new part begins",
+            f"boundaries is {shown!r}: give {count} layer number(s) in rising order, each the first layer of a part",
             field="boundaries",
         )
 

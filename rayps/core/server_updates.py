@@ -1,4 +1,4 @@
-"""How servers apply pushes: the server half of a plain parameter server.
+"""How servers apply pushes: the servers' half of the strategies parameter_server and downpour.
 
 Pure; works on tensors without importing torch.
 
@@ -30,7 +30,9 @@ def plain_servers(
     replay_mb: float | None = None,
     replica: Replica | None = None,
 ) -> Servers:
-    """Return the topology of a plain parameter server with these options. Sparse tables follow the same clock.
+    """Return the topology of a plain parameter server with these options.
+
+    The bound `staleness` holds for pulls of the rows of sparse tables too.
 
     Raises:
         ConfigError: an option is invalid, or two options cannot be combined.
@@ -60,7 +62,11 @@ def plain_servers(
 def summing_servers(
     shards: int = 1, adagrad: float | None = None, replay_mb: float | None = None, replica: Replica | None = None
 ) -> Servers:
-    """Return the topology of servers that apply sums of gradients on arrival, for Downpour. Raises ConfigError."""
+    """Return the topology of servers that apply sums of gradients on arrival, for Downpour.
+
+    Raises:
+        ConfigError: an option is invalid.
+    """
     given = SimpleNamespace(shards=shards, adagrad=adagrad, replay_mb=replay_mb)
     options.whole(given, "shards")
     options.number(given, "adagrad", above=0, none=True, expected="a rate above 0")
@@ -71,34 +77,40 @@ def summing_servers(
 
 
 def update_of(staleness: int | None) -> Update:
-    """Return when a plain parameter server applies pushes: staleness 0, a round's mean; else each push on arrival."""
+    """Return how a plain parameter server applies pushes: with staleness 0 a round's mean, else each on arrival."""
     return PerRound(means=True, borrows=True) if staleness == 0 else PerPush(borrows=True)
 
 
 def apply_push(shard: ShardView, value: Vector, weight: float) -> None:
-    """Apply w <- w - step(g_i / N); a push without samples changes nothing."""
+    """Apply the push g_i of one of N workers: w <- w - step(g_i / N). A push without samples changes nothing."""
     if weight:
         shard.step(value, 1 / shard.size)
 
 
 def apply_mean(shard: ShardView, values: Sequence[Vector], weights: Sequence[float]) -> None:
-    """Apply w <- w - step(sum(n_i g_i) / sum(n_i)); a round without samples changes nothing."""
+    """Apply a round's pushes g_i of n_i samples: w <- w - step(sum(n_i g_i) / sum(n_i)).
+
+    A round without samples changes nothing.
+    """
     if sum(weights):
         shard.step_mean(values, weights)
 
 
 def apply_sum(shard: ShardView, value: Vector, weight: float) -> None:
-    """Apply w <- w - step(a), a the sum of the gradients since the last push; decay the weights once per gradient."""
+    """Apply a push a, the sum of a worker's gradients since its last push: w <- w - step(a).
+
+    Weights decay once per gradient. A push without samples changes nothing.
+    """
     if weight:
         shard.step(value, decays=shard.rounds)
 
 
 @dataclass(frozen=True, slots=True)
 class PlainServers:
-    """The server half of a parameter server, or of Downpour, under which a push stands for several steps.
+    """The servers' half of the strategy parameter_server, or of downpour, whose pushes stand for several steps.
 
-    It is used for parameters and tables without a job (`rayps.ServerGroup`, tables in one process), and it is sent to a
-    server group in place of a job's strategy. A group's record holds it as `to_wire` returns it.
+    It serves parameters and tables without a job (`rayps.ServerGroup`, tables in one process), and it is sent to a
+    server group in place of a job's strategy. A group's record contains the result of `to_wire`.
     """
 
     topology: Servers
@@ -111,11 +123,11 @@ class PlainServers:
 
     @property
     def server_half(self) -> PlainServers:
-        """The object itself."""
+        """The object itself: servers receive it in place of the strategy."""
         return self
 
     def on_push(self, shard: ShardView, value: Vector, weight: float) -> None:
-        """Apply one push on arrival (out of step)."""
+        """Apply one push on arrival, if workers do not run in step."""
         servers = self.topology
         if servers.update.spans:
             apply_sum(shard, value, weight)
@@ -123,7 +135,7 @@ class PlainServers:
             apply_push(shard, value, weight)
 
     def on_round(self, shard: ShardView, values: list[Vector], weights: list[float]) -> None:
-        """Apply the mean of the round (in step)."""
+        """Apply the mean of a round's pushes; servers call this if workers run in step."""
         apply_mean(shard, values, weights)
 
     def to_wire(self) -> JsonObject:
@@ -146,7 +158,7 @@ class PlainServers:
         options: Keywords = dict(found)
         name = options.pop("name", None)
         if name not in ("parameter_server", "downpour"):
-            raise ValueError(f"servers that follow {name!r} cannot be read: there are parameter_server and downpour")
+            raise ValueError(f"servers of strategy {name!r} cannot be read: expected parameter_server or downpour")
         if name == "parameter_server":
             return cls(plain_servers(**options))
         known = ("shards", "adagrad", "replay_mb")  # the other options concern workers

@@ -1,4 +1,4 @@
-"""Protocols between a strategy and what runs it: worker and shard as a strategy uses them, and the strategy.
+"""Protocols of a strategy, and of the objects that a strategy uses: a worker, its ring, the servers, a shard.
 
 Folders below `rayps.strategies` use these types; none of them imports a strategy.
 """
@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
-from rayps.core.families import Recovery, Rows
 from rayps.core.grid import Grid
+from rayps.core.strategy_families import Recovery, Rows
 from rayps.core.topology import Topology
 from rayps.core.traffic import Sizes, TrafficCost
 from rayps.core.values import Json, JsonObject
@@ -34,13 +34,16 @@ class RingView(Protocol):
         """Return the sum of `x` over workers, in the memory of `x`."""
 
     def mean(self, x: Tensor | Gradient, *, in_place: bool = True) -> Tensor:
-        """Return the mean of `x` over workers; the mean of gradients is weighted by their samples."""
+        """Return the mean of `x` over workers; the mean of gradients is weighted by their samples.
+
+        With `in_place` the result may be in the memory of `x`.
+        """
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return every worker's `x` [...] as one tensor [size, ...], in the order of ranks."""
 
     def progress(self) -> ProgressView:
-        """Return the workers' numbers of completed rounds, in memory that they share."""
+        """Return a table of each worker's number of completed rounds, in memory that the workers share."""
 
 
 class ProgressView(Protocol):
@@ -57,16 +60,16 @@ class ServerView(Protocol):
     """The servers, as a strategy uses them."""
 
     def pull(self) -> Tensor:
-        """Return the parameters [size]; wait until the clock allows the pull."""
+        """Return the parameters [size]; wait first until the staleness bound allows the pull."""
 
     def push(self, value: Tensor | Gradient, weight: float = 1.0, lo: int = 0, rounds: int = 1) -> None:
-        """Send elements from `lo` on of a gradient; the push counts as `rounds` steps."""
+        """Push a gradient, or a range of one that begins at element `lo`; the push counts as `rounds` steps."""
 
     def settle(self) -> None:
         """Wait until the servers have acknowledged every push."""
 
     def wait(self, rank: int, rounds: int) -> None:
-        """Wait until the pushes of worker `rank` stand for `rounds` steps."""
+        """Wait until the servers have pushes of worker `rank` that count as `rounds` steps in all."""
 
 
 class RoundPlan(Protocol):
@@ -86,10 +89,10 @@ class RoundPlan(Protocol):
 
 
 class ClientRounds(Protocol):
-    """The clients that live on this worker."""
+    """The federated clients that this worker trains."""
 
     def round(self) -> None:
-        """Train this worker's share of the cohort, and let the server step."""
+        """Train this worker's clients of the round's cohort, then apply the server's step."""
 
 
 class WorkerView(Protocol):
@@ -104,7 +107,7 @@ class WorkerView(Protocol):
     clients: ClientRounds  # clients of the data, for federated strategies
     params: Vector
     memory: RoundMemory  # the strategy's state between rounds; empty when the worker starts or is replaced. If workers
-    # train separately, its tensors and (as tensors) its numbers are restored with the worker's parameters and moments
+    # train separately, a checkpoint restores its tensors, and its numbers as tensors
     shared: dict[str, Tensor]  # tensors that are equal on all workers; they are restored while the same strategy runs
     done: bool  # the stop rule is met, and the phase ends; all workers set it in the same round
     reason: str  # why the phase ends, as text
@@ -128,7 +131,7 @@ class WorkerView(Protocol):
         """Return the gradient of the loss on `batch`, with its number of samples."""
 
     def mean_grad(self, batch: Batch) -> Vector:
-        """Return `ring.mean(grad(batch))`, read-only; parts are sent while the rest of the gradient is computed."""
+        """Return `ring.mean(grad(batch))`, read-only; parts of the gradient are sent while the rest is computed."""
 
     def step(self, grad: Gradient | Vector) -> None:
         """Apply a gradient vector with this worker's optimizer, clipped to the workload's `clip_norm`."""
@@ -136,8 +139,8 @@ class WorkerView(Protocol):
     def clipped(self, vector: Vector) -> Vector:
         """Return the vector, or a scaled copy if its norm is above the workload's `clip_norm`.
 
-        `grad` and `step` clip by themselves; use this for other vectors that are pushed by a worker that
-        `steps_locally`.
+        `grad` and `step` clip by themselves. Use this for another vector that a worker pushes, such as the sum of its
+        gradients under `Servers(own_copies=True)`.
         """
 
     def say(self, **numbers: float) -> None:
@@ -153,9 +156,10 @@ class WorkerView(Protocol):
         """
 
     def mean_later(self, vector: Vector, samples: float = 1.0, *, slot: int = 0) -> Vector:
-        """Start a `mean` in the background; store the returned tensor in `memory`, unchanged, until `arrived`.
+        """Start a `mean` in the background. Keep the returned tensor in `memory`, unchanged, and pass it to `arrived`.
 
-        Vectors that are parts of one vector need a `slot` each, as compression keeps error feedback for each slot.
+        If the parts of one vector are averaged separately, each part needs a `slot` of its own, because compression
+        stores one error feedback for each slot.
         """
 
     def arrived(self, parcel: Vector) -> Vector:
@@ -179,10 +183,10 @@ class ShardView(Protocol):
     """One slice of the parameters, as `on_push` and `on_round` use it."""
 
     size: int  # workers
-    rounds: int  # steps of the worker for which the current push stands: 1, or more under `PerPush(spans=True)`
+    rounds: int  # number of the worker's steps that the current push contains; above 1 only with `PerPush(spans=True)`
 
     def step(self, grad: Vector, scale: float = 1.0, decays: float | None = None) -> None:
-        """Apply `scale` times a gradient slice, which is only read, with the shard's optimizer.
+        """Take a step of the shard's optimizer with `scale` times the gradient slice `grad`, which is not changed.
 
         `decays` is the number of whole steps for which this step counts; weight decay is multiplied by it. None =
         |`scale`|.
@@ -198,7 +202,7 @@ class ServerHalf(Protocol):
 
     @property
     def name(self) -> str:
-        """The name in events, files and messages."""
+        """The strategy's name in events, files and messages."""
 
     @property
     def topology(self) -> Topology:
@@ -209,7 +213,7 @@ class ServerHalf(Protocol):
         """The value that servers receive in place of the strategy; it applies pushes as the strategy does."""
 
     def on_push(self, shard: ShardView, value: Vector, weight: float) -> None:
-        """Handle one push on arrival: under `PerPush`, and `PerRound(listens=True)`."""
+        """Called for each push on arrival, under `PerPush` and `PerRound(listens=True)`."""
 
     def on_round(self, shard: ShardView, values: list[Vector], weights: list[float]) -> None:
         """Called once for each round under `PerRound`, when all its pushes have arrived.
@@ -227,11 +231,11 @@ class StrategyView(ServerHalf, Protocol):
 
     @property
     def recovery(self) -> Recovery:
-        """What follows the death of one worker or server."""
+        """How a run recovers from the death of one worker or server."""
 
     @property
     def loop(self) -> str:
-        """The name of the worker's loop that runs this strategy; see `rayps.core.families`."""
+        """The worker's loop that runs this strategy: the name of a family, or "module:Class" of a user's own loop."""
 
     @property
     def evaluate_every(self) -> int:
@@ -257,13 +261,13 @@ class StrategyView(ServerHalf, Protocol):
         """Return the part of `model` that this worker holds."""
 
     def round(self, w: WorkerView) -> None:
-        """Run one round on the worker."""
+        """Run one round of the strategy on worker `w`."""
 
     def begin(self, w: WorkerView) -> None:
-        """Prepare the worker before its first round."""
+        """Prepare worker `w` before its first round."""
 
     def finish(self, w: WorkerView) -> None:
-        """Run on the worker after its last round."""
+        """Complete the strategy's work on worker `w` after its last round."""
 
     def consensus(self, w: WorkerView) -> Vector | None:
         """Return the vector on which all workers would agree if training ended now; None = `w.params`."""

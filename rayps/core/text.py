@@ -32,7 +32,7 @@ _WORDS = {"none": None, "null": None, "true": True, "false": False}
 
 
 def may_stand_first(name: str, option: str | None) -> None:
-    """Allow the key of `option` to be omitted: `name(4)` is `name(option=4)`. None: no key may be omitted."""
+    """Allow the key of `option` to be omitted: `name(4)` is `name(option=4)`. `option` None: allow no omission."""
     if option is not None:
         FIRST[name] = option
 
@@ -65,7 +65,7 @@ def form(text: str, depth: int = 0) -> JsonObject:
 
 
 def scalar(text: str) -> Json:
-    """Convert a word of the text form: none, true, false, a number, or the word itself."""
+    """Convert a word of the text form to None, True, False or a number; return any other word unchanged."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     for kind in (int, float):
@@ -77,7 +77,7 @@ def scalar(text: str) -> Json:
 
 
 def written(spec: Json) -> str:
-    """Return a strategy in wire form as text, which `parse` reads again."""
+    """Return a strategy in wire form as text, which `rayps.strategies.catalogue.parse` can read."""
     if isinstance(spec, list):
         return " > ".join(
             f"{phase['epochs']}*{written(phase['strategy'])}" if phase.get("epochs") else written(phase["strategy"])
@@ -107,12 +107,14 @@ def _nameless(name: str, part: str) -> ConfigError:
     if name in FIRST:
         to = repr(name)
         hint = f"only the first, {FIRST[name]}, may omit its key; write the others key=value"
+    elif part.isidentifier():
+        return ConfigError(
+            f"option {_short(part)} of {name!r} has no value: write {part}=..., as in parameter_server:staleness=3",
+            field="strategy",
+        )
     else:
         to = f"{name!r}{near(name, FIRST)}"
-        hint = (
-            "write its options as key=value, as in parameter_server:staleness=3,shards=2 or krum(f=4) "
-            f"(a first option without a key: {', '.join(FIRST)})"
-        )
+        hint = "write its options as key=value, as in parameter_server:staleness=3,shards=2 or krum(f=4)"
     return ConfigError(f"{_short(part)} is given to {to} without a key: {hint}", field="strategy")
 
 
@@ -131,7 +133,7 @@ def _value(text: str, depth: int) -> Json:
 def _inside(text: str, opens: int, depth: int) -> str:
     """Return the text in the parentheses that begin at `opens` and must end at the end of the text."""
     if depth > DEEPEST:
-        raise ConfigError(f"a strategy's parentheses may be at most {DEEPEST} deep", field="strategy")
+        raise ConfigError(f"a strategy's parentheses may be nested at most {DEEPEST} deep", field="strategy")
     inside, level = text[opens + 1 : -1], 1
     for letter in inside:
         level += (letter == "(") - (letter == ")")

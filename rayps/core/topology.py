@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rayps.core.strategy import ServerHalf
 
 REPLAY_MB = 256.0
-REPLAY = "the 10^6 bytes of pushes that a worker may retain, 0 or more"  # description of `replay_mb`
+REPLAY = "the most pushes that a worker may retain, in 10^6 bytes, 0 or more"  # expected value of `replay_mb`
 
 
 # ---- consistency: when a pull may be served
@@ -52,7 +52,7 @@ class ASP:
 
     @property
     def staleness(self) -> int | None:
-        """See BSP."""
+        """None: a worker may be any number of rounds ahead of the slowest."""
         return None
 
 
@@ -60,7 +60,7 @@ Consistency = BSP | SSP | ASP
 
 
 def consistency_of(staleness: int | None) -> Consistency:
-    """Return the consistency that an option `staleness` means: 0, a number of rounds, or None."""
+    """Return the consistency that an option `staleness` means: 0 is BSP, a number of rounds SSP, None ASP."""
     return ASP() if staleness is None else SSP(staleness) if staleness else BSP()
 
 
@@ -71,8 +71,8 @@ def consistency_of(staleness: int | None) -> Consistency:
 class PerPush:
     """Servers call `on_push` for each push as it arrives, and never `on_round`."""
 
-    borrows: bool = False  # `on_push` only reads a value and does not keep it, so it may be given the sender's memory
-    spans: bool = False  # a push stands for all rounds since the last push; else for one
+    borrows: bool = False  # `on_push` reads a value only during the call, so the value may be in the sender's memory
+    spans: bool = False  # a push contains all of a worker's rounds since its last push, not only one
 
     @property
     def gathers(self) -> bool:
@@ -81,7 +81,7 @@ class PerPush:
 
     @property
     def means(self) -> bool:
-        """Whether `on_round` is `step_mean(values, weights)` unless all weights are 0, and nothing else."""
+        """Whether `on_round` only calls `step_mean(values, weights)`, or does nothing if all weights are 0."""
         return False
 
     @property
@@ -94,18 +94,18 @@ class PerPush:
 class PerRound:
     """Servers call `on_round` once they have all workers' pushes of the round."""
 
-    means: bool = False  # see PerPush
-    borrows: bool = False  # `on_round` only reads values and does not keep them
+    means: bool = False  # `on_round` only calls `step_mean(values, weights)`, or does nothing if all weights are 0
+    borrows: bool = False  # `on_round` reads values only during the call
     listens: bool = False  # `on_push` is also called, as each push arrives, and changes the shard's state
 
     @property
     def gathers(self) -> bool:
-        """See PerPush."""
+        """True: servers hold a round's pushes until all have arrived."""
         return True
 
     @property
     def spans(self) -> bool:
-        """See PerPush."""
+        """False: a push contains one round."""
         return False
 
 
@@ -119,7 +119,7 @@ Update = PerPush | PerRound
 class JobFacts:
     """The facts of a job against which its strategy's topology is checked."""
 
-    branch: str | None = None  # the space on a server group from which the job branches
+    branch: str | None = None  # the space on a server group with whose parameters the job starts
     tables: tuple[str, ...] = ()  # names of the model's sparse tables
     clip_norm: float | None = None  # the workload's `clip_norm`
 
@@ -130,9 +130,9 @@ class Peers:
 
     replica: Replica | None = None  # the workers of one copy of the model; None = one worker
     compression: str | None = None  # compression of vectors: see `compression_of`; None = uncompressed
-    bucket_mb: float | None = None  # 10^6 bytes of a bucket of gradients; 0 = one bucket, None = measured
-    tables: Servers | None = None
-    prefetch: bool = True  # pull the next batch's rows of tables while this one is computed
+    bucket_mb: float | None = None  # 10^6 bytes of a bucket of gradients; 0 = one bucket, None = chosen automatically
+    tables: Servers | None = None  # the servers of sparse tables; None = the model must have no tables
+    prefetch: bool = True  # pull the next batch's rows of tables while the current batch is computed
 
     @property
     def in_step(self) -> bool:
@@ -149,7 +149,7 @@ class Peers:
         return _grid(self.replica, workers)
 
     def check(self, name: str, job: JobFacts) -> None:
-        """Refuse a job that cannot be combined with this topology; `name` is the strategy's. Raises ConfigError."""
+        """Raise ConfigError if the job cannot be combined with this topology. `name` is the strategy's name."""
         if job.tables and self.tables is None:
             raise _no_tables(name, job)
         _refuse_replica(self.replica, job)
@@ -171,15 +171,15 @@ class Servers:
     replicas: int | None = None  # backups of each slice, in a private server group; None = fixed servers
     consistency: Consistency = field(default_factory=BSP)
     update: Update = field(default_factory=PerRound)
-    replica: Replica | None = None  # see Peers
-    compression: str | None = None  # compression of pushes: see Peers
+    replica: Replica | None = None  # the workers of one copy of the model; None = one worker
+    compression: str | None = None  # compression of pushes: see `compression_of`; None = uncompressed
     replay_mb: float | None = (
         None  # 10^6 bytes of pushes that a worker retains until they are durable; None = REPLAY_MB
     )
     adagrad: float | None = None  # learning rate of an Adagrad on the servers; None = the workload's optimizer
-    own_copies: bool = False  # each worker also steps its own copy between two pulls
+    own_copies: bool = False  # each worker also steps a copy of the parameters of its own between two pulls
     tables: bool = False  # the servers also hold sparse tables, and apply their pushes by the same rules
-    prefetch: bool = True  # see Peers
+    prefetch: bool = True  # pull the next batch's rows of tables while the current batch is computed
     push_every: int = 1  # steps between two pushes of a worker
     pull_every: int = 1  # steps between two pulls
 
@@ -190,12 +190,12 @@ class Servers:
 
     @property
     def in_step(self) -> bool:
-        """See Peers."""
+        """Whether all workers are at the same round."""
         return self.staleness == 0
 
     @property
     def group_size(self) -> int:
-        """See Peers."""
+        """The number of servers of the group that a job starts if it names no group; 0 = the job needs no group."""
         return 0 if self.replicas is None else self.count
 
     @property
@@ -212,7 +212,7 @@ class Servers:
         return 0 if self.in_step else self.group_replay_bytes
 
     def grid(self, workers: int) -> Grid:
-        """See Peers."""
+        """Return the layout of `workers`. Raises ConfigError: `workers` is not a whole number of replicas."""
         return _grid(self.replica, workers)
 
     def shards(self, columns: int) -> int:
@@ -225,12 +225,12 @@ class Servers:
             return None
         return (
             "each push is scaled by 1/N, but this optimizer's step size does not depend on "
-            "the gradient's scale: N workers move N times as far; lower its learning rate (a decoupled decay, "
-            "as AdamW's, is N times as strong too, in proportion to the steps)"
+            "the gradient's scale: N workers move N times as far; lower its learning rate (a decoupled weight decay, "
+            "as in AdamW, is N times as strong too, so its proportion to the steps stays the same)"
         )
 
     def check(self, name: str, job: JobFacts) -> None:
-        """See Peers."""
+        """Raise ConfigError if the job cannot be combined with this topology. `name` is the strategy's name."""
         if job.tables and not self.tables:
             raise _no_tables(name, job)
         _refuse_replica(self.replica, job)
@@ -263,31 +263,31 @@ class SharedVector:
 
     @property
     def replica(self) -> Replica | None:
-        """See Peers."""
+        """None: one worker holds a copy of the model."""
         return None
 
     @property
     def compression(self) -> str | None:
-        """See Peers."""
+        """None: nothing is sent, so nothing is compressed."""
         return None
 
     @property
     def group_size(self) -> int:
-        """See Peers."""
+        """0: the job needs no servers."""
         return 0
 
     def grid(self, workers: int) -> Grid:
-        """See Peers."""
+        """Return the layout of `workers`: each worker is a replica."""
         return Grid(workers)
 
     def check(self, name: str, job: JobFacts) -> None:
-        """See Peers."""
+        """Raise ConfigError if the job cannot be combined with this topology. `name` is the strategy's name."""
         if job.tables:
             raise _no_tables(name, job)
         _refuse_branch(name, job)
 
     def cost(self, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
-        """See Peers."""
+        """Return the traffic of a step, which is zero."""
         return [TrafficCost("gradients on one shared vector", "0: all workers write into the same memory", 0, 0, 0)]
 
 
@@ -307,7 +307,7 @@ def replica_of(strategy: ServerHalf) -> Replica | None:
 
 
 def replicas_in(strategy: ServerHalf, workers: int) -> int:
-    """Return the number of copies of the model on `workers`. Raises ConfigError: it is not a whole number."""
+    """Return the number of copies of the model on `workers`. Raises ConfigError: the number is not whole."""
     topology = strategy.topology
     return topology.grid(workers).data
 
@@ -325,7 +325,10 @@ def runs_in_step(strategy: ServerHalf) -> bool:
 
 
 def group_of(topology: Topology) -> tuple[int, int]:
-    """Return the numbers of servers and of backups of a group for this topology; (0, 0) if it has no servers."""
+    """Return how many servers a group for this topology has, and how many backups of each slice.
+
+    (0, 0) if the topology has no servers.
+    """
     servers = topology.tables if isinstance(topology, Peers) else topology
     return (servers.count, servers.replicas or 0) if isinstance(servers, Servers) else (0, 0)
 
@@ -344,7 +347,7 @@ def _no_tables(name: str, job: JobFacts) -> ConfigError:
 
 
 def _refuse_replica(replica: Replica | None, job: JobFacts) -> None:
-    """Refuse a divided model that has sparse tables: each of its columns would need the tables' rows."""
+    """Refuse a model that is divided among workers and has sparse tables: each part would need the tables' rows."""
     if replica is not None and job.tables:
         known = ", ".join(map(repr, job.tables))
         raise ConfigError(
@@ -368,7 +371,8 @@ def _refuse_clipping(name: str, job: JobFacts) -> None:
     if job.clip_norm is not None and job.tables:
         raise ConfigError(
             f"clip_norm is {job.clip_norm!r} and {name} trains sparse tables: no worker has the mean gradient of "
-            "their rows, so the whole norm is not known; use parameter_server, which clips each worker's push "
+            "their rows, so the norm of the whole gradient is not known; use parameter_server, which clips each "
+            "worker's push "
             "(dense part and rows together), or clip_norm = None",
             field="clip_norm",
         )

@@ -1,8 +1,8 @@
 """Formulas of traffic: bytes and messages that a step sends. Pure.
 
-N workers hold a vector of V bytes (a column's, where the model is divided among several workers: `rayps.core.grid`). A
-formula gives what all workers together send in a step, without evaluation and snapshots; of traffic with servers it
-counts both directions. A strategy's `cost` is a list of these.
+N workers hold a vector of V bytes: the parameters, or one column's part of them if the model is divided (see
+`rayps.core.grid`). A formula gives what all workers together send in a step, without evaluation and snapshots; of
+traffic with servers it counts both directions. A strategy's `cost` returns a list of such costs.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from rayps.core.grid import Grid
 
-_FACTORS = {"fp16": "2/w", "bf16": "2/w", "int8": "1/w"}  # bytes of a compressed element, of its w bytes
+_FACTORS = {"fp16": "2/w", "bf16": "2/w", "int8": "1/w"}  # bytes of a compressed element / its w bytes before
 
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """What one sample sends between two chunks of a pipeline: bytes forward, and bytes of gradients back."""
+    """The bytes per sample between two chunks of a pipeline: of activations `forward`, of gradients `backward`."""
 
     source: int
     target: int
@@ -36,7 +36,7 @@ class Sizes:
     shared: int = 0  # elements that tensor ranks borrow from the first one, over all stages
     states: float = 0.0  # numbers in the optimizer's state per element: 1 with momentum, 2 for Adam
     batch: int = 0  # rows of a replica's batch; 0 = not known
-    crossings: tuple[Crossing, ...] = ()  # between chunks
+    crossings: tuple[Crossing, ...] = ()  # what neighbouring chunks send to each other
     kept: tuple[float, ...] = ()  # bytes that each chunk stores for its backward pass, for one sample
     summed: tuple[float, ...] = ()  # per stage: bytes that its tensor ranks sum for one sample (whole tensors)
     gathered: tuple[float, ...] = ()  # per stage: bytes that its tensor ranks gather for one sample
@@ -44,7 +44,7 @@ class Sizes:
 
     @property
     def columns(self) -> tuple[int, ...]:
-        """Return the elements that each column steps."""
+        """The number of elements that each column steps."""
         return self.owned or (self.parameters,)
 
 
@@ -58,7 +58,7 @@ class TrafficCost:
     messages: float | None
     busiest: float | None = None  # bytes of the worker that sends most
     axis: str = "data"  # axis of the grid
-    hidden: str = "no"  # the computation that it overlaps with
+    hidden: str = "no"  # the computation with which the transfer overlaps
 
 
 def ring_mean(grid: Grid, sizes: Sizes, compression: str | None, *, overlaps: bool) -> list[TrafficCost]:
@@ -89,7 +89,7 @@ def one_replica() -> TrafficCost:
 
 
 def undeclared(grid: Grid) -> TrafficCost:
-    """Return the cost of a strategy that sends what its own code decides: no formula, unless there is one replica."""
+    """Return the cost of a user's strategy that does not define `cost`: unknown, unless there is one replica."""
     if grid.data == 1:
         return one_replica()
     return TrafficCost(
@@ -105,9 +105,11 @@ def table_rows() -> TrafficCost:
 def periodic_mean(
     grid: Grid, sizes: Sizes, compression: str | None, every: int | None, *, moments: bool = False
 ) -> list[TrafficCost]:
-    """Return the cost per step of a mean of the parameters every `every` steps (None: not known).
+    """Return the cost per step of a mean of the parameters every `every` steps.
 
-    `moments`: the optimizer's moments are averaged too, uncompressed.
+    `every` None: the mean is taken at the end of each part of a phase, whose number of steps is not known here.
+
+    With `moments` the optimizer's moments are averaged too, uncompressed.
     """
     n, vector = grid.data, sum(size * sizes.width for size in sizes.columns)
     if n == 1:
@@ -115,7 +117,7 @@ def periodic_mean(
     share, why = compressed(compression, sizes.width)
     also = sizes.states if moments else 0.0
     found = None if share is None or every is None else 2 * (n - 1) * vector * (share + also) / every
-    when = f"every {every} steps" if every is not None else "at the end of each part, divided by its steps"
+    when = f"every {every} steps" if every is not None else "at the end of each part of the phase, per step of a part"
     return [
         TrafficCost(
             f"parameters around the ring of {n}, {when}",
@@ -131,10 +133,10 @@ def periodic_mean(
 def summed_replies(grid: Grid, sizes: Sizes, beside: int) -> TrafficCost:
     """Return the cost of summing clients' replies, in fixed point, around the ring once a round.
 
-    `beside` is the number of further vectors of the size of the parameters.
+    `beside` is the number of vectors of the size of the parameters that are summed besides them.
     """
     n = grid.data
-    longer = (3 if sizes.width == 8 else 2) * 8 / sizes.width * (1 + beside)  # than the vector
+    longer = (3 if sizes.width == 8 else 2) * 8 / sizes.width * (1 + beside)  # bytes of the sums / bytes of the vector
     digits = longer * sizes.parameters * sizes.width
     return TrafficCost(
         f"sums of replies around the ring of {n}",
@@ -168,7 +170,7 @@ def push_pull(
 
 
 def compressed(compression: str | None, width: int) -> tuple[float | None, str]:
-    """Return the fraction of a vector's bytes that is sent, and its text; None if it depends on the data."""
+    """Return the fraction of a vector's bytes that is sent (None: it depends on the data), and text for a formula."""
     if compression is None:
         return 1.0, ""
     if compression in _FACTORS:

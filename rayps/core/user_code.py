@@ -22,7 +22,7 @@ from rayps.core.errors import RaypsError, WorkloadError
 _PACKAGE = str(Path(__file__).parents[1])
 START_SECONDS = 180.0  # seconds for a process to start and import torch, and for the first call of a method
 _LOOK_SECONDS = 0.1
-_MOST_ENDS = 1000  # ended threads that a process records
+_MOST_ENDS = 1000  # most exceptions of ended threads that a process records
 _NO_MEMORY = (
     "allocate memory",
     "out of memory",
@@ -34,7 +34,7 @@ _NO_MEMORY = (
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A running call of the user's code. `first`: it is the first call of this method in its thread."""
+    """A running call of the user's code. `first`: whether it is the first call of this method in its thread."""
 
     method: str
     seconds: float  # seconds since the call started, or since a call within it returned
@@ -74,10 +74,10 @@ def peers_awaited() -> Iterator[None]:
 
 @contextmanager
 def user_code(method: str) -> Iterator[None]:
-    """Turn what the user's `method` raises into a WorkloadError; rayps's own errors pass unchanged.
+    """Convert an exception of the user's `method` into a WorkloadError; rayps's own errors pass unchanged.
 
-    SystemExit (`sys.exit()`) and KeyboardInterrupt are turned too, as they would end a thread without a message. In the
-    main thread KeyboardInterrupt passes, because there it is Ctrl-C.
+    SystemExit (`sys.exit()`) and KeyboardInterrupt are converted too, because they would end a thread without a
+    message. In the main thread KeyboardInterrupt passes, because there it is Ctrl-C.
     """
     thread = threading.get_ident()
     outer, first = _calls.get(thread), method not in _methods()
@@ -127,20 +127,20 @@ def _raised(method: str, error: BaseException) -> WorkloadError:
 
 
 def place_of(error: BaseException) -> str:
-    """Return the last line of the user's own code in a traceback, as ` (file:line)`; "" if there is none."""
+    """Return the innermost line of user code in an error's traceback, as ` (file:line)`; "" if there is none."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_PACKAGE)]
     own = [f for f in frames if "/site-packages/" not in f.filename] or frames
     return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
 
 
 def placed(message: str, where: str) -> str:
-    """Insert the place where an error was raised into the first line of its message."""
+    """Append `where`, such as "on worker-1 at round 3", to the first line of an error's message."""
     first, end, rest = message.partition("\n")
     return f"{first.removesuffix(':')} {where}{':' if first.endswith(':') else ''}{end}{rest}"
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Return whether an error means out of memory, of the process or of a device."""
+    """Return whether an error means that the process or a device is out of memory."""
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
@@ -185,7 +185,7 @@ def overdue(call: Call | None, timeout: float, round: int | None, ends: Sequence
 
 
 def awaited(run: Callable[[], _Found], timeout: float, *, where: str, stopped: Callable[[], bool]) -> _Found | None:
-    """Call `run` in a thread; return its result, or raise its exception. Return None once `stopped()`.
+    """Call `run` in a thread; return its result or raise its exception. Return None as soon as `stopped()` is true.
 
     Raises:
         WorkloadError: a call of the user's code did not return within its limit. The thread continues.
@@ -224,7 +224,7 @@ _hooked = False
 
 
 def record_thread_ends() -> None:
-    """Start to record uncaught exceptions; the previous hook is called too."""
+    """Start to record uncaught exceptions of threads; the previous `threading.excepthook` is still called."""
     global _hooked
     with _lock:
         if _hooked:

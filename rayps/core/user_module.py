@@ -28,9 +28,11 @@ import cloudpickle
 
 from rayps.core.errors import WorkloadError
 
+_packing = threading.Lock()  # pickling by value is set for the whole process
+
 
 class Finder:
-    """A finder of the user's classes of one kind, such as classes derived from `rayps.Workload`.
+    """Finds the user's classes of one kind by name, such as classes derived from `rayps.Workload`.
 
     After `forget` the user's files are read again: a warm process never uses an older version of a file.
     """
@@ -49,7 +51,7 @@ class Finder:
         """Return the class that `target` names.
 
         Raises:
-            WorkloadError: the class cannot be found or imported; names the user's line that failed.
+            WorkloadError: the class cannot be found or imported; the text names the line of user code that failed.
         """
         place, _, name = target.rpartition(":")
         root = Path(working_dir or ".").absolute()
@@ -65,13 +67,14 @@ class Finder:
         return found
 
     def target_of(self, kind: type) -> str:
-        """Return the name under which a class can be found again: that given to `find`, else its module's."""
+        """Return a name for `find` that leads to class `kind`: the one given to `find` before, else "module:Class"."""
         return self._found.get(kind) or f"{kind.__module__}:{kind.__qualname__}"
 
     def forget(self) -> None:
         """Forget the imported modules, so that the next `find` reads them again."""
-        for key in self._modules:
-            sys.modules.pop(key, None)
+        with _packing:  # `pack` in another thread needs the modules that it found
+            for key in self._modules:
+                sys.modules.pop(key, None)
         for entry in self._paths:
             if entry in sys.path:
                 sys.path.remove(entry)
@@ -103,8 +106,8 @@ class Finder:
     def _from_file(self, root: Path, place: str) -> ModuleType:
         path = (root / Path(place).expanduser()).resolve()
         if not path.is_file():
-            near = difflib.get_close_matches(path.name, [item.name for item in path.parent.glob("*.py")], n=1)
-            hint = f": did you mean {near[0]!r}?" if near else ": give a path from the working directory"
+            near = difflib.get_close_matches(path.stem, [item.stem for item in path.parent.glob("*.py")], n=1)
+            hint = f": did you mean '{near[0]}.py'?" if near else ": give a path from the working directory"
             raise WorkloadError(f"there is no file {path}{hint}", file=str(path))
         self._add_path(path.parent)
         known = sys.modules.get(path.stem)
@@ -112,7 +115,8 @@ class Finder:
             return known
         name = path.stem
         if known is not None or name in sys.stdlib_module_names or not name.isidentifier():
-            name = f"{self._what}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"  # not to hide another
+            # a name that hides no other module
+            name = f"{self._what}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
         spec = importlib.util.spec_from_file_location(name, path)
         if spec is None or spec.loader is None:
             raise WorkloadError(f"{path} is not a Python file", file=str(path))
@@ -142,7 +146,7 @@ class Finder:
 
 
 def broken(what: str, error: BaseException) -> WorkloadError:
-    """Return the error of a failed import, with the user's last line and its place."""
+    """Return the error of a failed import, with the last line of the exception and the place of the user's line."""
     last = traceback.format_exception_only(error)[-1].strip().splitlines()[0][:300]
     return WorkloadError(f"{what} failed: {last}{_where(error)}", module=what)
 
@@ -159,9 +163,6 @@ def _where(error: BaseException) -> str:
     return f"\nin {mine[-1].filename}:{mine[-1].lineno}: {mine[-1].line}" if mine else ""
 
 
-_packing = threading.Lock()  # pickling by value is set for the whole process
-
-
 def pack(workload: Any) -> bytes:
     """Return a workload, a training function or a class as bytes, with the user's modules in them.
 
@@ -170,19 +171,19 @@ def pack(workload: Any) -> bytes:
     """
     with _packing:
         known = cloudpickle.list_registry_pickle_by_value()
-        keys = [key for key in list(sys.modules) if key not in known and is_users(sys.modules[key])]
-        for key in keys:
-            cloudpickle.register_pickle_by_value(sys.modules[key])
+        modules = [module for key, module in list(sys.modules.items()) if key not in known and is_users(module)]
+        for module in modules:
+            cloudpickle.register_pickle_by_value(module)
         try:
             return bytes(cloudpickle.dumps(workload))
         except (Exception, SystemExit) as error:
             raise WorkloadError(
                 f"{_name(workload)} cannot be sent to workers: {type(error).__name__}: {error}\n"
-                "create such objects inside model(), data() or loss(), not in __init__"
+                "create open files, locks and the like inside model(), data() or loss(), not in __init__"
             ) from error
         finally:
-            for key in keys:
-                cloudpickle.unregister_pickle_by_value(sys.modules[key])
+            for module in modules:
+                cloudpickle.unregister_pickle_by_value(module)
 
 
 def unpack(packed: bytes) -> Any:
@@ -201,7 +202,7 @@ def unpack(packed: bytes) -> Any:
 
 
 def by_value(value: Any, protocol: int) -> tuple[Any, ...]:
-    """Return what `__reduce_ex__` of a user's object returns, changed so that the object's class is sent by value.
+    """Return the result of `__reduce_ex__` of a user's object, changed so that the object's class is sent by value.
 
     Raises:
         WorkloadError: the object's class holds something that cannot be sent.

@@ -42,7 +42,7 @@ class Batch:
         return self.size
 
     def to(self, device: str | torch.device) -> Batch:
-        """Return the same rows on `device`; tensors inside tuples, lists and dicts are moved too."""
+        """Return the same rows on `device`; tensors inside tuples, lists and dicts are copied there too."""
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(device, non_blocking=True)
@@ -68,8 +68,8 @@ class Data(ABC):
     """Training data in batches of `batch_size` per rank.
 
     `client`: how rows are divided into clients, for federated strategies: a rule, an id for each row, or a column;
-    None: not divided. `keeps_rows`: a rank has the same rows in every epoch, in a new order; with clients, whole
-    clients as far as even parts allow.
+    None: not divided. `keeps_rows`: a rank has the same rows in every epoch, in a new order; if the data is divided, a
+    rank's rows are an equal part of all rows in the order of their clients.
     """
 
     batch_size: int
@@ -86,7 +86,7 @@ class Data(ABC):
         """Return the number of rows in an epoch, over all ranks."""
 
     def steps(self, size: int) -> int:
-        """Return the number of batches per rank and epoch with `size` ranks, equal on all ranks."""
+        """Return the number of batches of each rank in an epoch with `size` ranks; all ranks have the same number."""
         return math.ceil(math.ceil(self.rows() / size) / self.batch_size)
 
     @abstractmethod
@@ -94,12 +94,12 @@ class Data(ABC):
         """Return the batches of `rank` in an epoch, from batch `start` on: a pure function of the arguments."""
 
     def share(self, rank: int, size: int) -> int:
-        """Return the number of rows of `rank` in an epoch."""
+        """Return the number of rows that `rank` of `size` ranks gets in an epoch."""
         return len(range(rank, self.rows(), size))
 
     @property
     def divided(self) -> bool:
-        """Whether the data has clients."""
+        """Whether the data is divided into clients."""
         return self.client is not None
 
     @property
@@ -121,7 +121,7 @@ class Data(ABC):
         return self._clients
 
     def with_clients(self, client: GivenClients) -> Self:
-        """Return a copy of the data that is divided otherwise: by a rule, a column, or an id for each row."""
+        """Return a copy of the data that is divided by another rule, another column, or other ids, one for each row."""
         other = copy.copy(self)
         other._take_clients(client)
         return other
@@ -140,34 +140,35 @@ class Data(ABC):
 
 
 def batch_size_of(value: int) -> int:
-    """Check a batch size. Raises ConfigError."""
+    """Return a batch size. Raises ConfigError: it is not a whole number of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"batch_size is {value!r}: give a whole number of at least 1", field="batch_size")
     return value
 
 
 def check_place(rank: int, size: int, start: int) -> None:
-    """Check that 0 <= rank < size and start >= 0. Raises ConfigError."""
+    """Check that 0 <= rank < size and start >= 0. Raises ConfigError: they are not."""
     if not 0 <= rank < size or start < 0:
         raise ConfigError(f"rank {rank} of {size} from batch {start}: give 0 <= rank < size and start >= 0")
 
 
 def random_of(seed: int, *more: int) -> np.random.Generator:
-    """Return a random generator seeded by these whole numbers only."""
+    """Return a random generator whose seed is a function of these whole numbers only."""
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed % 2**64, *more])))
 
 
 def dealt(rows: int, *, rank: int, size: int, seed: int | None, epoch: int) -> NDArray[np.int64]:
-    """Return one rank's rows: every `size`-th row of a permutation of all rows; of the rows in order without a seed."""
+    """Return one rank's row numbers: every `size`-th of a permutation, or without a seed of all rows in order."""
     if seed is None:
         return np.arange(rank, rows, size, dtype=np.int64)
     return random_of(seed, epoch).permutation(rows)[rank::size].astype(np.int64, copy=False)
 
 
 def kept(data: Data, *, rank: int, size: int, seed: int | None, epoch: int) -> NDArray[np.int64]:
-    """Return one rank's rows, the same ones in every epoch, in a new order.
+    """Return one rank's row numbers: the same rows in every epoch, in a new order.
 
-    They are the rows that `dealt` returns for epoch 0, or those of whole clients.
+    The rows are those that `dealt` returns for epoch 0. If the data is divided, they are an equal part of all rows in
+    the order of their clients.
     """
     if data.divided:
         clients = data.clients

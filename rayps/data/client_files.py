@@ -1,7 +1,8 @@
-"""Rows on disk, sorted by client, in memory-mapped files that the processes of a host share.
+"""Store rows on disk, sorted by client, in memory-mapped files that the processes of a host share.
 
-The system's temporary folder (TMPDIR) must hold the rows once, twice while they are sorted, and 17 bytes a row. The one
-process that sorts needs memory of 32 bytes a row. Other processes use only the operating system's page cache.
+The system's temporary folder (TMPDIR) needs room for the rows and 17 bytes per row, and for the rows once more while
+they are sorted. The one process that sorts needs 32 bytes of memory per row. Other processes use only the operating
+system's page cache.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ _BLOCK = 32 << 20  # bytes sorted at once
 
 
 class RowsByClient:
-    """All rows sorted by client: `rows` in the layout, and `place`, the position in `rows` of each row of the data."""
+    """All rows sorted by client, read from shared files.
+
+    `rows`: the sorted rows. `order`: the row number in the data of each sorted row. `place`: the position in `rows` of
+    each row of the data. `sizes`, `names`, `labels`, `rule`: as in `Clients`.
+    """
 
     def __init__(
         self,
@@ -36,7 +41,7 @@ class RowsByClient:
         divided: Callable[[Array | None, Ints | None], Clients],
         timeout: float = 600.0,
     ) -> None:
-        """Sort the rows, or wait until another process has sorted them.
+        """Sort the rows, or wait until another process of this host has sorted them for the same `key`.
 
         `read` returns all rows in the order of the data; `divided(labels, usable)` returns their division into clients.
         """
@@ -114,7 +119,7 @@ def _fill(
         block = max(1, _BLOCK // max(1, out.itemsize * int(np.prod(out.shape[1:], dtype=np.int64))))
         for first in range(0, len(order), block):
             wanted = order[first : first + block]
-            by_row = np.argsort(wanted)  # read the file forwards
+            by_row = np.argsort(wanted)  # so that the file is read from front to back
             into[first + by_row] = out[wanted[by_row]]
         (folder / f"{name}.raw.npy").unlink()
     np.save(folder / "place.npy", place)

@@ -22,9 +22,9 @@ _STYLE = """
 
 
 def picture(summary: ClientSummary) -> str:
-    """Return the picture of `Clients.summary()`, for light and dark pages.
+    """Return the picture of `Clients.summary()` as SVG, for light and dark pages.
 
-    A darker square has more rows of its label.
+    A square is the more opaque, the more rows of the label the client has.
     """
     names, labels = summary["names"], summary["labels"]
     title = f"{summary['clients']} clients, {summary['rows']} rows: {summary['rule']}"

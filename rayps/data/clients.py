@@ -26,7 +26,7 @@ GivenClients: TypeAlias = PartitionRule | RowIds | None  # a rule, the name of a
 
 
 class ClientSummary(TypedDict):
-    """See `Clients.summary`."""
+    """The statistics of a division of rows into clients, as JSON data; `Clients.summary` makes it."""
 
     clients: int
     rows: int
@@ -44,8 +44,8 @@ class Clients:
     """The rows of each client. Clients have numbers 0 to count - 1, in the order of their names or of the rule.
 
     `names`: a text for each client. `sizes`: the number of rows of each client (int64, at least 1). `rule`: the rule as
-    text. `labels`: names of labels, and the number of rows of each label by client [clients, labels]; None if labels
-    are not classes.
+    text. `labels`: the names of the labels, and an array [clients, labels] with each client's number of rows of each
+    label; None if labels are not classes.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class Clients:
         rule: str,
         labels: tuple[tuple[str, ...], Ints] | None = None,
     ) -> None:
-        """Check the division.
+        """Check that every client has rows.
 
-        `order`: the rows of client 0, then of client 1, ...; `take` makes a batch from row numbers.
+        `order`: the row numbers of client 0, then of client 1, ...; `take` makes a batch from row numbers.
         """
         self.names = tuple(names)
         self.sizes = sizes
@@ -79,13 +79,13 @@ class Clients:
         return len(self.names)
 
     def rows(self, k: int) -> Ints:
-        """Return the row numbers of client `k`, ascending; read only. Raises ConfigError: there is no such client."""
+        """Return the row numbers of client `k`, ascending; do not change them. Raises ConfigError: no such client."""
         if not 0 <= k < len(self.names):
             raise ConfigError(f"there is no client {k}: their numbers are 0 to {len(self.names) - 1}", field="client")
         return self._order[self._ends[k] : self._ends[k + 1]]
 
     def batch(self, rows: Ints) -> Batch:
-        """Return a batch of these rows, in this order."""
+        """Return a batch of the rows with these numbers, in this order."""
         return self._take(rows)
 
     @property
@@ -98,10 +98,10 @@ class Clients:
         return self._numbers.get(name)
 
     def alike(self, labels: torch.Tensor | ArrayLike, *, seed: int = 0) -> NDArray[np.str_]:
-        """Divide other rows, e.g. evaluation data with these `labels`, in the same way.
+        """Divide other rows, e.g. evaluation data, among the same clients. `labels`: the other rows' labels.
 
-        Return a client's name for each row, for client=. The rows of a label are distributed to clients at random, in
-        proportion to the clients' numbers of rows of that label.
+        Return the name of a client for each of the other rows, to be given as client=. The rows of a label are
+        distributed at random, in proportion to the clients' numbers of rows of that label.
 
         Raises:
             DataError: the clients' labels or `labels` are not classes, or no client has a row of one of the labels.
@@ -126,7 +126,7 @@ class Clients:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Return a hash of the division: equal in all processes."""
+        """Return a hash of names, sizes and rows of the clients; equal divisions have equal hashes in all processes."""
         found = hashlib.sha256(repr(self.names).encode())
         found.update(self.sizes.tobytes() + self._order.tobytes())
         return found.hexdigest()
@@ -149,9 +149,10 @@ class Clients:
         return pa.table(columns)
 
     def summary(self) -> ClientSummary:
-        """Return the statistics as JSON: at most 60 clients, spread evenly over the sizes, and 20 labels.
+        """Return the statistics as JSON data, with at most 60 clients and 20 labels.
 
-        If there are more labels, the last one is "other".
+        If there are more clients, those shown are spread evenly over the sizes. If there are more labels, the last is
+        "other" and has the rows of all labels that are not shown.
         """
         by_size = np.argsort(-self.sizes, kind="stable")
         shown = np.arange(self.count)
@@ -182,7 +183,7 @@ class Clients:
         return [*(names[i] for i in most.tolist()), "other"], np.column_stack([counts[:, most], other])
 
     def svg(self) -> str:
-        """Return the picture of `summary()` as SVG: the rows of each client, by label."""
+        """Return a picture of `summary()` as SVG: the rows of each client, by label."""
         return picture(self.summary())
 
 
@@ -197,9 +198,10 @@ def entropy(counts: Ints) -> NDArray[np.float64]:
 
 
 def given(client: GivenClients, columns: bool = False) -> GivenClients:
-    """Check the type of `client` and return it: None, a rule, ids, or, with `columns`, the name of a column.
+    """Return `client` after a check of its type: None, a rule, ids, or, with `columns`, the name of a column.
 
-    Raises ConfigError.
+    Raises:
+        ConfigError: `client` is none of these.
     """
     if client is None or isinstance(client, PartitionRule) or (columns and isinstance(client, str) and client):
         return client
@@ -225,7 +227,7 @@ def divide(
     """Divide `rows` rows by a rule, or by an id for each row. `usable`: the row numbers to divide; None = all rows.
 
     Raises:
-        ConfigError: there are more clients than rows, or shards than rows.
+        ConfigError: the rule makes more clients or shards than there are rows.
         DataError: an id is null, the number of ids is not `rows`, or the rule needs labels that are classes.
     """
     which = np.arange(rows, dtype=np.int64) if usable is None else usable
@@ -247,7 +249,7 @@ def divide(
 
 
 def in_order(owners: Ints, clients: int) -> tuple[Ints, Ints]:
-    """Return the row numbers of client 0, of client 1, ..., each ascending, and the number of rows of each client."""
+    """Return all row numbers, first those of client 0, then of client 1, ..., and each client's number of rows."""
     return np.argsort(owners, kind="stable"), np.bincount(owners, minlength=clients).astype(np.int64)
 
 
@@ -256,7 +258,10 @@ def _are_classes(labels: NDArray[np.generic]) -> bool:
 
 
 def label_counts(owners: Ints, clients: int, labels: NDArray[np.generic]) -> tuple[tuple[str, ...], Ints] | None:
-    """Return names of labels, and counts [clients, labels]; None for more than 10,000 labels or 50 million counts."""
+    """Return the labels' names, and each client's rows per label [clients, labels].
+
+    Return None for more than 10,000 labels or 50 million counts.
+    """
     names, numbers = classes(labels, "statistics")
     if len(names) * clients > 50_000_000 or len(names) > 10_000:
         return None
@@ -265,7 +270,7 @@ def label_counts(owners: Ints, clients: int, labels: NDArray[np.generic]) -> tup
 
 
 def owners_by_id(ids: RowIds | None, rows: int, name: str = "client") -> tuple[tuple[str, ...], Ints]:
-    """Return the names of clients, ascending, and the client of each row, from an id for each row.
+    """Return the clients' names, ascending, and each row's client as an index into the names, from an id for each row.
 
     Raises:
         DataError: an id is null, there are not `rows` ids, or ids are neither whole numbers nor text.

@@ -21,7 +21,7 @@ DType = np.dtype[np.generic]
 
 @dataclass(frozen=True, slots=True)
 class BadValue:
-    """The first value that is not valid: its row in the chunk, its column, and the reason."""
+    """The first value of a chunk that is not valid: its row in the chunk, its column, and the reason."""
 
     row: int
     column: str
@@ -30,7 +30,7 @@ class BadValue:
 
 @dataclass(frozen=True, slots=True)
 class ColumnRows:
-    """Some rows: features [n, width], labels [n] or None, which rows are valid, and the first invalid value."""
+    """n rows: features `x` [n, width], labels `y` [n] or None, which rows are good, and the first invalid value."""
 
     x: Array
     y: Array | None
@@ -40,7 +40,7 @@ class ColumnRows:
 
 @dataclass(frozen=True, slots=True)
 class ColumnLayout:
-    """How columns become rows: names of columns, number of values in each column (None: not known yet), dtypes."""
+    """The layout of rows: names of columns, number of values per row of each feature (None: not known yet), dtypes."""
 
     features: tuple[str, ...]
     widths: tuple[int | None, ...]
@@ -64,7 +64,7 @@ class ColumnLayout:
         return self.width * self.store.itemsize + (0 if self.label is None else self.label_dtype.itemsize) + 1
 
     def rows(self, chunk: pa.RecordBatch) -> ColumnRows:
-        """Return the chunk as numpy rows; invalid values are zeros."""
+        """Return the rows of a chunk as numpy arrays; invalid values become zeros."""
         count = chunk.num_rows
         x = np.zeros((count, self.width), dtype=self.store)
         good = np.ones(count, dtype=np.bool_)
@@ -87,7 +87,7 @@ def layout_of(
     """Check a file's columns and return their layout.
 
     Raises:
-        DataError: a column is missing or unsuitable; names the file and the column, and the columns that exist.
+        DataError: a column is missing or its type cannot be used; names the file, the column, the existing columns.
     """
     for name in [*features, *([] if label is None else [label])]:
         if schema.get_field_index(name) < 0:
@@ -106,7 +106,7 @@ def layout_of(
 
 
 def missing(schema: pa.Schema, name: str) -> str:
-    """Return the message for a missing column."""
+    """Return the message for a missing column: the existing columns, and the most similar name."""
     names = [str(column) for column in schema.names]
     near = difflib.get_close_matches(name, names, n=1)
     shown = ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
@@ -187,7 +187,7 @@ def _fill(out: Array, good: NDArray[np.bool_], column: pa.Array, name: str) -> l
 
 
 def _lists(column: pa.Array, width: int) -> tuple[NDArray[np.bool_], pa.Array]:
-    """Return which rows are lists of `width` values, and the values of these rows."""
+    """Return whether each row is a list of `width` values, and the values of the rows that are."""
     if column.null_count == 0 and pt.is_fixed_size_list(column.type):
         return np.ones(len(column), dtype=np.bool_), column.flatten()
     lengths = pc.fill_null(pc.list_value_length(column), -1).to_numpy(zero_copy_only=False)
@@ -196,7 +196,7 @@ def _lists(column: pa.Array, width: int) -> tuple[NDArray[np.bool_], pa.Array]:
 
 
 def _plain(values: pa.Array, dtype: DType) -> tuple[Array, NDArray[np.bool_] | None]:
-    """Return the values as numpy, and which values are not null (None: all of them)."""
+    """Return the values as a numpy array, and a mask that is True where a value is present (None: no value is null)."""
     if pt.is_dictionary(values.type):
         values = values.dictionary_decode()
     known = values.is_valid().to_numpy(zero_copy_only=False) if values.null_count else None

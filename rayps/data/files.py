@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".parquet", ".parq", ".pq")
 _BUFFER = 1 << 20  # bytes that are read ahead per column; pyarrow's default is the whole column of a row group
-_FOOTERS = 64  # parsed footers that are kept
+_FOOTERS = 64  # the most parsed footers in a `Files` object's cache
 
 PathGiven = str | PathLike[str]
 FileSystem: TypeAlias = "pafs.FileSystem | fsspec.AbstractFileSystem | None"  # None: chosen by the path
@@ -47,7 +47,7 @@ class RowGroup:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """The combined content of all footers."""
+    """The content of the footers of all files: paths, sizes in bytes, row groups, number of rows, schema."""
 
     files: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -57,7 +57,7 @@ class Index:
 
 
 class Files:
-    """Paths on a file system. Pickles as paths; cached footers are not included."""
+    """The Parquet files at some paths of a file system. Pickling includes the paths, not the cached footers."""
 
     def __init__(self, path: PathGiven | Sequence[PathGiven], filesystem: FileSystem = None) -> None:
         refuse_ray_data("parquet", path)
@@ -110,7 +110,7 @@ class Files:
         return Index(files, tuple(sizes), tuple(groups), rows, schema)
 
     def changed(self, files: Sequence[str]) -> list[str]:
-        """Return the time of each file's last change, if the file system knows it."""
+        """Return the time of each file's last change as text, "None" if the file system does not know it."""
         with told(files[0]):
             return [str(info.mtime_ns) for info in self._fs.get_file_info(list(files))]
 
@@ -170,14 +170,14 @@ class Files:
 
     @contextmanager
     def open(self, name: str, size: int | None = None) -> Iterator[pq.ParquetFile]:
-        """Open one file to read. `size` is its earlier size.
+        """Open one file for reading. `size`: the number of bytes that the file had before and must still have.
 
         Raises:
             DataError: the file is missing, is damaged, has another size than `size`, or has extension types.
         """
         with told(name), self._fs.open_input_file(name) as source:
             if size is not None and source.size() != size:
-                raise DataError(f"{name}: the file changed while it was in use: start again", file=name)
+                raise DataError(f"{name}: the file changed while it was in use: start the run again", file=name)
             footer = self._footers.get(name) if size is not None else None
             if footer is None:
                 _look(name, source)
@@ -200,7 +200,7 @@ def _hidden(inside: str) -> bool:
 
 @contextmanager
 def told(name: str, group: int | None = None) -> Iterator[None]:
-    """Raise errors of pyarrow and the file system as DataError with the file's name and the row group's number."""
+    """Turn errors of pyarrow and the file system into a DataError with the file's name and the row group's number."""
     try:
         yield
     except (OSError, ValueError, OverflowError, pa.ArrowException) as error:
@@ -244,7 +244,8 @@ def _groups(number: int, name: str, footer: pq.FileMetaData) -> list[RowGroup]:
         first += groups[-1].rows
     if first != footer.num_rows or any(group.rows < 0 for group in groups):
         raise DataError(
-            f"{name}: the footer is damaged: it counts {footer.num_rows} rows, but {first} in its row groups", file=name
+            f"{name}: the footer is damaged: it counts {footer.num_rows} rows, but {first} in all its row groups",
+            file=name,
         )
     return groups
 
@@ -279,11 +280,13 @@ def _same_types(used: Sequence[str], schema: pa.Schema, other: pa.Schema, first:
 
 
 def _look(name: str, source: pa.NativeFile) -> None:
-    """Check the end of a Parquet file. Raises DataError: the file is no Parquet file, or it names an extension type."""
+    """Check a file's footer. Raises DataError: it is not a Parquet file, is damaged, or has an extension type."""
     size, tail = source.size(), _look_at_ends(name, source)
     length = int.from_bytes(tail[:4], "little")
     if length > size - 12:
-        raise DataError(f"{name}: the footer is damaged: it claims {length} of {size} bytes", file=name)
+        raise DataError(
+            f"{name}: the footer is damaged: its length is {length} bytes, and the file has {size} bytes", file=name
+        )
     extensions = _extensions(source.read_at(length, size - 8 - length))
     if extensions is None:
         raise DataError(f"{name}: the footer is damaged: its Arrow schema cannot be read", file=name)
@@ -296,9 +299,10 @@ def _look(name: str, source: pa.NativeFile) -> None:
 
 
 def _look_at_ends(name: str, source: pa.NativeFile) -> bytes:
-    """Return the file's last 8 bytes. Raises DataError: the file is not a Parquet file.
+    """Return the last 8 bytes of a Parquet file.
 
-    The message names its format.
+    Raises:
+        DataError: the file is empty, encrypted, incomplete or not a Parquet file; names another format if it is known.
     """
     size = source.size()
     tail: bytes = source.read_at(min(size, 8), max(size - 8, 0))
@@ -333,7 +337,10 @@ def _extensions(footer: bytes) -> bool | None:
 
 
 def _thrift_text(data: bytes, place: int) -> bytes | None:
-    """Return the text after a key in Thrift's compact form: a header byte, its length (7 bits a byte), bytes."""
+    """Return the text at `place` in Thrift's compact form: a header byte, the length (7 bits per byte), the text.
+
+    Return None if there is no complete text.
+    """
     if data[place : place + 1] != b"\x18":
         return None
     length = shift = 0

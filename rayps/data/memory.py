@@ -1,4 +1,4 @@
-"""Data in memory: tensors, and any map-style torch Dataset. Rows are copied only to make a batch."""
+"""Data sources with random access: tensors, and any map-style torch Dataset. Rows are copied only to make a batch."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ Array = NDArray[np.generic]
 
 
 class MapStyle(Protocol[Item]):
-    """A map-style `torch.utils.data.Dataset`."""
+    """The interface that `dataset` needs of a map-style `torch.utils.data.Dataset`: a length, and items by number."""
 
     def __len__(self) -> int:
-        """The number of items."""
+        """Return the number of items."""
 
     def __getitem__(self, row: int) -> Item:
-        """One item."""
+        """Return item number `row`."""
 
 
 class InMemory(Data):
-    """Rows with random access, which are distributed to ranks by one permutation of all rows."""
+    """A data source with random access to rows. One permutation of all rows distributes them to ranks."""
 
     shuffle: bool
 
@@ -52,7 +52,10 @@ class InMemory(Data):
     _cheap_labels = True
 
     def batches(self, *, rank: int, size: int, seed: int, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """Return the batches of `rank`; step k of all ranks is rows [k*B*size, (k+1)*B*size) of the permutation."""
+        """Return the batches of `rank` from batch `start` on.
+
+        With batch size B, the batches k of all ranks together are rows [k*B*size, (k+1)*B*size) of the permutation.
+        """
         check_place(rank, size, start)
         shuffled = seed if self.shuffle else None
         mine = (
@@ -68,7 +71,7 @@ Rows = torch.Tensor | NDArray[np.generic]
 
 
 class TensorData(InMemory):
-    """Rows of one tensor, or of two of the same length; dtypes stay as given."""
+    """A data source: the rows of a tensor `x`, with labels from a tensor `y` of the same length; dtypes are kept."""
 
     def __init__(
         self, x: Rows, y: Rows | None = None, *, batch_size: int = 32, shuffle: bool = True, client: GivenClients = None
@@ -125,7 +128,7 @@ def _not_finite(values: torch.Tensor) -> int | None:
 
 
 class DatasetData(InMemory, Generic[Item]):
-    """Items of a map-style torch Dataset: (x, y) pairs, or x alone."""
+    """A data source that reads a map-style torch Dataset, whose items are pairs (x, y), or x alone."""
 
     def __init__(
         self,
@@ -209,7 +212,7 @@ def _no_rows(tensor: torch.Tensor) -> torch.Tensor:
 def tensors(
     x: Rows, y: Rows | None = None, *, batch_size: int = 32, shuffle: bool = True, client: GivenClients = None
 ) -> Data:
-    """Use rows of a tensor or numpy array `x`, and of `y` of the same length. They are sent to every worker.
+    """Use the rows of a tensor or numpy array `x`, and labels `y` of the same length. Every worker gets all rows.
 
     `client` divides the rows for federated strategies: a rule such as `rayps.data.shards(2, clients=20)`, or an id for
     each row (whole numbers or text).
@@ -236,8 +239,8 @@ def dataset(
 ) -> Data:
     """Use items of any map-style `torch.utils.data.Dataset`, collated as torch's DataLoader does.
 
-    Random transforms inside the data set follow torch's global seed, not the job's. `client` as for `tensors`; a rule
-    by label reads `targets` of the data set if it has them, and otherwise every item.
+    Random transforms inside the data set follow torch's global seed, not the job's. `client` divides the rows as in
+    `tensors`; a rule by label reads the data set's attribute `targets` if there is one, and otherwise every item.
 
     Raises:
         ConfigError: `client` is neither a rule nor ids, or `batch_size` is not a whole number above 0.

@@ -18,8 +18,8 @@ def elsewhere(data: Data, path: str) -> Data:
     """
     if not isinstance(data, ParquetData):
         raise DataError(
-            f"the rows cannot be read from {path!r}, since the workload's data() is not Parquet: let data() itself "
-            "read this client's\nown rows (and leave --data out), or return rayps.data.parquet(...) there"
+            f"the rows cannot be read from {path!r}, because the workload's data() is not Parquet: let data() itself "
+            "read this client's\nrows and omit --data, or let data() return rayps.data.parquet(...)"
         )
     other = copy.copy(data)
     other._files = Files(path)

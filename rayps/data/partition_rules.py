@@ -32,16 +32,18 @@ class PartitionRule(ABC):
 
     @abstractmethod
     def owners(self, rows: int, labels: Ints | None) -> Ints:
-        """Return the client of each of `rows` rows, 0 to n - 1; `labels` are 0 to L - 1 (None: not needed).
+        """Return the client's number, from 0 on, of each of `rows` rows.
+
+        `labels`: the class of each row, from 0 on; None for a rule that does not use labels.
 
         Raises:
-            ConfigError: the rows do not allow an option of the rule; names the option.
+            ConfigError: an option of the rule does not fit these rows; names the option.
         """
 
 
 @dataclass(frozen=True)
 class Iid(PartitionRule):
-    """See `iid`."""
+    """The rule that `iid` returns: rows at random, in equal numbers."""
 
     clients: int
     seed: int = 0
@@ -50,14 +52,14 @@ class Iid(PartitionRule):
         return f"iid({self.clients}{_seeded(self.seed)})"
 
     def owners(self, rows: int, labels: Ints | None) -> Ints:
-        """Assign rows at random; sizes differ by one row at most."""
+        """Assign rows to clients at random; the clients' numbers of rows differ by one at most."""
         _enough(rows, self.clients)
         return np.asarray(random_of(self.seed, _IID).permutation(rows) % self.clients, dtype=np.int64)
 
 
 @dataclass(frozen=True)
 class ByShards(PartitionRule):
-    """See `shards`."""
+    """The rule that `shards` returns: rows sorted by label, cut into shards."""
 
     by_label: ClassVar[bool] = True
     per_client: int
@@ -87,7 +89,7 @@ class ByShards(PartitionRule):
 
 @dataclass(frozen=True)
 class Dirichlet(PartitionRule):
-    """See `dirichlet`."""
+    """The rule that `dirichlet` returns: a random mixture of labels for each client."""
 
     by_label: ClassVar[bool] = True
     alpha: float
@@ -100,7 +102,7 @@ class Dirichlet(PartitionRule):
         return f"dirichlet({self.alpha!r}, clients={self.clients}{balanced}{_seeded(self.seed)})"
 
     def owners(self, rows: int, labels: Ints | None) -> Ints:
-        """Choose first how many rows of each label each client gets, then which rows."""
+        """Draw how many rows of each label each client gets, and then which rows."""
         assert labels is not None
         _enough(rows, self.clients)
         random = random_of(self.seed, _DIRICHLET)
@@ -113,9 +115,10 @@ class Dirichlet(PartitionRule):
         return owners
 
     def _mixtures(self, have: Ints, random: np.random.Generator) -> Ints:
-        """Return counts [clients, labels].
+        """Return each client's number of rows of each label [clients, labels], for clients of equal size.
 
-        Each client draws q ~ Dir(alpha p), then its rows by q without replacement.
+        `have`: the number of rows of each label; p: these numbers as shares. Each client draws a mixture q ~
+        Dir(alpha p), and then the labels of its rows by q, without replacement.
         """
         left = have.copy()
         sizes = np.diff(int(have.sum()) * np.arange(self.clients + 1) // self.clients)
@@ -135,7 +138,10 @@ class Dirichlet(PartitionRule):
         return counts
 
     def _spread(self, have: Ints, random: np.random.Generator) -> Ints:
-        """Return counts [clients, labels]: each label spreads over the clients by Dir(alpha); no client stays empty."""
+        """Return each client's number of rows of each label [clients, labels], for clients of different sizes.
+
+        The rows of each label are spread over the clients by a draw from Dir(alpha); no client stays empty.
+        """
         counts = np.zeros((self.clients, len(have)), dtype=np.int64)
         for label, count in enumerate(have.tolist()):
             if count:
@@ -150,7 +156,7 @@ class Dirichlet(PartitionRule):
 
 @dataclass(frozen=True)
 class ByQuantity(PartitionRule):
-    """See `by_quantity`."""
+    """The rule that `by_quantity` returns: rows at random, in unequal numbers."""
 
     clients: int | tuple[int, ...]
     law: str = "lognormal"
@@ -165,7 +171,7 @@ class ByQuantity(PartitionRule):
         return f"by_quantity({self.clients}, law={self.law}, spread={self.spread!r}{_seeded(self.seed)})"
 
     def owners(self, rows: int, labels: Ints | None) -> Ints:
-        """Assign rows at random; the clients' numbers of rows follow the law."""
+        """Assign rows to clients at random; the clients' numbers of rows follow the law."""
         random = random_of(self.seed, _QUANTITY)
         if isinstance(self.clients, tuple):
             sizes = np.array(self.clients, dtype=np.int64)
@@ -187,8 +193,8 @@ class ByQuantity(PartitionRule):
         return owners
 
 
-_SIZES = 20  # most sizes in a rule's text
-_IID, _SHARDS, _DIRICHLET, _QUANTITY = range(1, 5)  # rules with one seed draw independently of each other
+_SIZES = 20  # with more sizes, a rule's text has only their number
+_IID, _SHARDS, _DIRICHLET, _QUANTITY = range(1, 5)  # added to the seed: different rules draw different numbers
 
 
 def _seeded(seed: int) -> str:
@@ -196,7 +202,7 @@ def _seeded(seed: int) -> str:
 
 
 def apportion(total: int, shares: NDArray[np.float64]) -> Ints:
-    """Cut `total` by shares that add up to 1, in whole numbers: the largest remainders are rounded up."""
+    """Divide `total` into whole numbers in proportion to `shares`, whose sum is 1; round up the largest remainders."""
     exact = total * shares
     found = np.floor(exact).astype(np.int64)
     most = np.argsort(-(exact - found), kind="stable")
@@ -205,7 +211,10 @@ def apportion(total: int, shares: NDArray[np.float64]) -> Ints:
 
 
 def _dirichlet(random: np.random.Generator, weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Draw from Dir(weights); if the weights are so small that the draw underflows, return the nearest corner."""
+    """Draw shares from Dir(weights); if the weights are so small that this underflows, give one element the share 1.
+
+    That element is drawn in proportion to the weights.
+    """
     q = random.dirichlet(weights)
     if not np.isfinite(q).all() or q.sum() < 0.5:
         q = np.zeros(len(weights))
@@ -214,7 +223,11 @@ def _dirichlet(random: np.random.Generator, weights: NDArray[np.float64]) -> NDA
 
 
 def _pure_ends(labels: Ints, shards: int, rule: ByShards) -> Ints:
-    """Return the ends of shards of one label each, in the order of labels."""
+    """Cut rows sorted by label into `shards` shards with one label each; return the end of each shard.
+
+    Raises:
+        ConfigError: there are more labels than shards, or a label has fewer rows than shards.
+    """
     have = np.bincount(labels)
     have = have[have > 0]
     if len(have) > shards:
@@ -247,7 +260,7 @@ def _enough(rows: int, clients: int) -> None:
 
 
 def iid(clients: int, *, seed: int = 0) -> PartitionRule:
-    """Divide rows at random among `clients` clients, equally many (one more or less).
+    """Divide rows at random among `clients` clients, in equal numbers (one more or less).
 
     Example:
         rayps.data.tensors(torch.randn(20, 3), batch_size=5, client=rayps.data.iid(4)).clients.sizes  # [5, 5, 5, 5]
@@ -258,13 +271,13 @@ def iid(clients: int, *, seed: int = 0) -> PartitionRule:
 def shards(per_client: int, *, clients: int, pure: bool = False, seed: int = 0) -> PartitionRule:
     """Sort rows by label, cut them into clients x per_client shards of equal size, and give each client `per_client`.
 
-    McMahan et al. 2017, section 3: most clients have rows of `per_client` labels only, and some of one label more, if a
-    shard crosses the end of a label. `pure=True` cuts each label separately (shards in proportion to its rows), so that
-    no client has more labels than shards.
+    McMahan et al. 2017, section 3. Most clients have at most `per_client` labels; a shard that crosses the end of a
+    label gives its client one label more. With `pure=True` each label's rows are cut separately, into a number of
+    shards in proportion to the rows, so that no client has more labels than shards.
 
     Example:
-        y = torch.arange(40) // 10
-    rayps.data.tensors(torch.randn(40, 3), y, batch_size=5, client=rayps.data.shards(2, clients=4)).clients.count  # 4
+        rule = rayps.data.shards(2, clients=4)
+        rayps.data.tensors(torch.randn(40, 3), torch.arange(40) // 10, batch_size=5, client=rule).clients.count  # 4
     """
     if not isinstance(pure, bool):
         raise ConfigError(f"pure is {pure!r}: give True or False", field="client")
@@ -274,15 +287,15 @@ def shards(per_client: int, *, clients: int, pure: bool = False, seed: int = 0) 
 def dirichlet(alpha: float, *, clients: int, balanced: bool = True, seed: int = 0) -> PartitionRule:
     """Mix labels differently for each client; the smaller `alpha`, the fewer labels a client has.
 
-    Hsu et al. 2019: each client draws its mixture q ~ Dir(alpha p), p being the shares of all labels, then as many rows
-    as every other client (one more or less) by q, without replacement; the share of an exhausted label goes to the
-    other labels. So no client is empty. `balanced=False` spreads each label over the clients by Dir(alpha) instead
-    (Yurochkin et al. 2019): sizes differ widely, and a client that would be empty gets one row of the largest.
+    Hsu et al. 2019: each client draws a mixture of labels q ~ Dir(alpha p), where p are the labels' shares of all rows.
+    It then draws its rows by q, without replacement; the share of an exhausted label goes to the other labels. All
+    clients have equal numbers of rows (one more or less). `balanced=False` instead spreads each label's rows over the
+    clients by Dir(alpha) (Yurochkin et al. 2019): the numbers of rows differ widely, and a client that would be empty
+    gets one row of the largest client.
 
     Example:
-        y = torch.arange(40) // 10
-    rayps.data.tensors(torch.randn(40, 3), y, batch_size=5, client=rayps.data.dirichlet(0.3, clients=4)).clients.count
-    # 4
+        rule = rayps.data.dirichlet(0.3, clients=4)
+        rayps.data.tensors(torch.randn(40, 3), torch.arange(40) // 10, batch_size=5, client=rule).clients.count  # 4
     """
     if not isinstance(balanced, bool):
         raise ConfigError(f"balanced is {balanced!r}: give True or False", field="client")
@@ -292,13 +305,15 @@ def dirichlet(alpha: float, *, clients: int, balanced: bool = True, seed: int = 
 def by_quantity(
     clients: int | Sequence[int], *, law: str = "lognormal", spread: float = 1.0, seed: int = 0
 ) -> PartitionRule:
-    """Divide rows at random into unequal parts: one row to each client, the rest by the law.
+    """Divide rows at random into unequal parts: one row for each client, and the other rows by the law.
 
-    `law`: "lognormal" (the logarithm of a size has standard deviation `spread`), or "zipf" (the r-th largest size is
-    proportional to r ** -spread). Or give the sizes in `clients`, which must add up to the number of rows.
+    `law`: "lognormal" (the logarithm of a client's number of rows has standard deviation `spread`), or "zipf" (the r-th
+    largest number is proportional to r ** -spread). If `clients` is a list, it has each client's number of rows, and
+    the numbers must add up to that of all rows.
 
-    Example: rayps.data.tensors(torch.randn(20, 3), batch_size=5, client=rayps.data.by_quantity([5, 15])).clients.sizes
-    # [5, 15]
+    Example:
+        rule = rayps.data.by_quantity([5, 15])
+        rayps.data.tensors(torch.randn(20, 3), batch_size=5, client=rule).clients.sizes  # [5, 15]
     """
     if law not in ("lognormal", "zipf"):
         raise ConfigError(f"law is {law!r}: give 'lognormal' or 'zipf'", field="client")
@@ -320,7 +335,8 @@ def by_quantity(
 def rule(text: str) -> PartitionRule:
     """Parse a rule from text, such as `shards(2,clients=20)` or `shards(per_client=2,clients=20)`.
 
-    Raises ConfigError.
+    Raises:
+        ConfigError: there is no such rule or option, or a value is invalid.
     """
     known: dict[str, Callable[..., PartitionRule]] = {
         "iid": iid,
@@ -378,7 +394,9 @@ def _positive(name: str, value: Json) -> float:
 
 
 def classes(values: NDArray[np.generic] | None, wanted: str) -> tuple[tuple[str, ...], Ints]:
-    """Return the different labels as text, and for each row the index of its label among these.
+    """Return the different labels as text, and each row's label as an index into them.
+
+    `wanted` is the rule, for the error's text.
 
     Raises:
         DataError: the data has no labels, or they are not classes.

@@ -1,15 +1,15 @@
 """Rows of Parquet files, streamed: memory is bounded by `window_mb`, however large the files are.
 
-One of two methods is chosen from the footers alone, so that every rank chooses the same:
-- all rows fit into the window: they are read once, and distributed round robin by one permutation of all rows;
-- they do not: row groups are shuffled, every rank reads one contiguous span of that sequence, and shuffles it again
+The method of reading depends on the footers alone, so that every rank uses the same method:
+- if all rows fit into the window, they are read once, and distributed round robin by one permutation of all rows;
+- otherwise row groups are shuffled; every rank reads one contiguous span of this sequence and shuffles the rows again,
   window by window. A rank decodes only the row groups that its span and starting point need.
 
-NaN, infinity and null: data that fits into the window is checked before training starts; in larger data, nulls that the
-footers' statistics count are found before training, other values when they are read.
+Values that are NaN, infinite or null: data that fits into the window is checked before training starts. In larger data,
+nulls that the footers' statistics count are found before training, and other invalid values when they are read.
 
-Clients: rows that do not fit into the window are sorted by client once, into memory-mapped files that all processes of
-a host share (`rayps.data.client_files`), at the first access to `clients`.
+Clients: rows that do not fit into the window are sorted by client at the first access to `clients`, into memory-mapped
+files that all processes of a host share (`rayps.data.client_files`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LABELS = ("float32", "float64", "int64")
 
 
 class ParquetData(Data):
-    """The rows of Parquet files. Pickling includes paths and options only."""
+    """A data source that reads the rows of Parquet files. Pickling includes only the paths and the options."""
 
     def __init__(
         self,
@@ -100,16 +100,22 @@ class ParquetData(Data):
                     continue
 
     def _has_nulls(self, index: Index, group: RowGroup, columns: list[str]) -> bool:
-        """Return whether a row group has nulls at which training would fail. Its first row is read."""
+        """Return whether a row group has nulls at which training would fail.
+
+        A row of the group is read first, as `Files.nulls` requires.
+        """
         next(self._chunks(index, group, columns, 1), None)
         return self._files.nulls(index, group, columns) and not self._drop
 
     def rows(self) -> int:
-        """Return the rows in all files, invalid ones included."""
+        """Return the number of rows in all files, invalid rows included."""
         return self._known()[0].rows
 
     def share(self, rank: int, size: int) -> int:
-        """See Data; a rank has a span of the rows if they do not fit into the window."""
+        """Return the number of rows that `rank` of `size` ranks gets in an epoch.
+
+        They are every `size`-th row, or a contiguous span if all rows do not fit into the window.
+        """
         if self._by_number():
             return super().share(rank, size)
         return self.rows() * (rank + 1) // size - self.rows() * rank // size
@@ -152,7 +158,12 @@ class ParquetData(Data):
                 for value in chunk.column(0):
                     if value.is_valid:
                         return len(value)
-        raise DataError(f"{index.files[0]}: column {column!r} holds only nulls", file=index.files[0], column=column)
+        raise DataError(
+            f"{index.files[0]}: column {column!r} holds only nulls in all files, so the length of its lists is "
+            "unknown: leave the column out",
+            file=index.files[0],
+            column=column,
+        )
 
     # ------------------------------------------------------------------------------------ reading
 
@@ -208,7 +219,7 @@ class ParquetData(Data):
         if file not in self._warned:
             self._warned.add(file)
             _log.warning(
-                "%s: rows that cannot be used are left out; one is row %d: column %r %s",
+                "%s: rows with invalid values are left out, for example row %d: column %r %s",
                 file,
                 row,
                 bad.column,
@@ -218,10 +229,10 @@ class ParquetData(Data):
     # ------------------------------------------------------------------------------------ batches
 
     def batches(self, *, rank: int, size: int, seed: int, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """Return the batches of `rank`; with on_invalid="drop" a batch is smaller by its invalid rows.
+        """Return the batches of `rank` from batch `start` on; with on_invalid="drop" without their invalid rows.
 
         Raises:
-            DataError: a value cannot be used; names file, column and row.
+            DataError: a value is invalid; names file, column and row.
         """
         check_place(rank, size, start)
         index, _ = self._known()
@@ -285,7 +296,7 @@ class ParquetData(Data):
         return pa.chunked_array(chunks)
 
     def _key(self, index: Index, layout: ColumnLayout) -> str:
-        """Return a key that is equal for the same rows divided in the same way."""
+        """Return a key of the rows and their division: equal keys mean that processes can share the sorted files."""
         found = hashlib.sha256(
             repr(
                 (index.files, index.sizes, self._files.changed(index.files), layout, self._drop, np.__version__)
@@ -307,7 +318,7 @@ class ParquetData(Data):
         return Batch(x, None if rows.y is None else torch.from_numpy(rows.y[which]), len(which))
 
     def _hold(self, index: Index) -> ColumnRows:
-        """Return all rows, read once."""
+        """Return all rows, in memory; they are read at the first call."""
         if self._held is None:
             held = self._room(index.rows)
             done = 0
@@ -422,8 +433,8 @@ def parquet(
     - `filesystem`: any file system of pyarrow or fsspec; by default it follows from the path ("s3://...", or this
       machine's).
     - `on_invalid`: "fail" at a null, NaN or infinite value, or "drop" the row from its batch: the number of batches
-      stays, and the smaller batch has less weight.
-    - `window_mb`: megabytes of rows that a worker holds, and shuffles among, at a time.
+      does not change, and the smaller batch has less weight.
+    - `window_mb`: megabytes of rows that a worker has in memory at a time; it shuffles rows within this window.
     - `client`: the client of each row, for federated strategies: a column of whole numbers or text (client="writer"), a
       rule such as rayps.data.shards(2, clients=20), or an id for each row. Rows that on_invalid="drop" drops belong to
       no client.

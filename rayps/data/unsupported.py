@@ -52,25 +52,26 @@ def refuse_ray_data(call: str, *given: Any) -> None:
     for value in given:
         if is_ray_data(value):
             raise DataError(
-                f"{call}: a Ray Data {type(value).__name__} cannot be read: {ray_data_way()}", kind="ray_data"
+                f"rayps.data.{call}: a Ray Data {type(value).__name__} cannot be read: {ray_data_way()}",
+                kind="ray_data",
             )
 
 
 def is_ray_data(value: Any) -> bool:
-    """Return whether a value is of Ray Data; does not import ray."""
+    """Return whether a value is a dataset or iterator of Ray Data; do not import ray."""
     return any(f"{kind.__module__}.".startswith("ray.data.") for kind in type(value).__mro__)
 
 
 def ray_data_way() -> str:
-    """Return advice for a Ray Data dataset."""
+    """Return the text that says how rayps can read the rows of a Ray Data dataset."""
     return (
-        "write it once by\nds.write_parquet(FOLDER), where all workers can read, and give "
+        "write it once with\nds.write_parquet(FOLDER), into a folder that all workers can read, and give "
         "rayps.data.parquet(FOLDER, features=...)"
     )
 
 
 def other_format(path: str) -> str | None:
-    """Return how to convert a file of another format, by its name's suffix; None for an unknown suffix."""
+    """Return a text that says how to convert a file whose suffix means another format; None for an unknown suffix."""
     suffixes = [suffix for suffix in PurePosixPath(path).suffixes if suffix not in _PACKED]
     suffix = suffixes[-1].lower() if suffixes else ""
     if suffix in _TABLES:

@@ -1,1 +1,1 @@
-"""Federated learning: many clients, trained in turn on few workers, or real processes outside of the cluster."""
+"""Federated learning: many clients, simulated one after another on few workers, or real processes elsewhere."""

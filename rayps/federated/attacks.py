@@ -2,12 +2,13 @@
 
     sign_flip, gaussian   Blanchard et al., NeurIPS 2017
     alie                  Baruch, Baruch and Goldberg, "A little is enough: circumventing defenses for distributed
-                          learning", NeurIPS 2019: mean - z sd, within the spread of the honest
+                          learning", NeurIPS 2019: mean - z sd of the honest updates, which is within their spread
     inner_product         Xie, Koyejo and Gupta, "Fall of empires: breaking Byzantine-tolerant SGD by inner product
                           manipulation", UAI 2019: -eps times the mean
-Label flipping (`AttackSpec.labels`), inflated counts (`counted`), false buffers (`false_buffers`) and a false c
-(`false_sums`) leave updates as trained. The omniscient attacks, alie and inner_product, use all honest updates of the
-round, and all their attackers send one vector.
+Other attacks send the update as trained: label flipping trains on wrong labels (`AttackSpec.labels`), inflated counts
+report a false number of samples (`counted`), others send false buffers (`false_buffers`) or a false c (`false_sums`).
+The omniscient attacks, alie and inner_product, compute one vector from all honest updates of the round, and all their
+attackers send it.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ from torch import Tensor
 from rayps.federated.population.attack_spec import AttackSpec
 from rayps.federated.rule_arithmetic import Matrix, Vector
 
-OWN = ("sign_flip", "gaussian", "nan")  # attacks that need nothing but the attacker's own update
+OWN = ("sign_flip", "gaussian", "nan")  # attacks that are computed from the attacker's own update alone
 
 
 def spoilt(attack: AttackSpec, update: Tensor, *seed: int) -> Tensor:
-    """Return what an attacker sends in place of its update [P]; `seed` (of the run, round, client) draws the noise."""
+    """Return what an attacker sends instead of its update [P].
+
+    `seed` (run's seed, round, client) determines the noise.
+    """
     if attack.name == "sign_flip":
         return update * -attack.scale
     if attack.name == "gaussian":
@@ -37,22 +41,22 @@ def spoilt(attack: AttackSpec, update: Tensor, *seed: int) -> Tensor:
 
 
 def counted(attack: AttackSpec, weight: float) -> float:
-    """Return the number of samples that an attacker of this kind reports; `weight` is its true number."""
+    """Return the number of samples that an attacker reports; `weight` is the true number."""
     return weight * attack.factor if attack.name == "inflated_counts" else weight
 
 
 def false_buffers(attack: AttackSpec, buffers: Tensor) -> Tensor:
-    """Return the buffers [B] that an attacker sends: scaled up, so valid for a model (variances are not negative)."""
+    """Return the buffers [B] that an attacker sends: scaled up, but still possible (no variance is negative)."""
     return buffers * attack.scale if attack.name == "false_buffers" else buffers
 
 
 def false_sums(attack: AttackSpec, sent: Tensor) -> Tensor:
-    """Return the vector that an attacker sends in place of `sent`, one of its reply's `sums`."""
+    """Return the vector that an attacker sends instead of `sent`, one of the vectors in its reply's `sums`."""
     return sent * -attack.scale if attack.name == "false_c" else sent
 
 
 def agreed(attack: AttackSpec, honest: Matrix, attackers: int) -> Vector:
-    """Return the vector that all omniscient attackers send, given the honest updates [h, P] of the round."""
+    """Return the vector that all attackers of an omniscient attack send, from the round's honest updates [h, P]."""
     center = np.asarray(honest.mean(axis=0, dtype=np.float64))
     if attack.name == "inner_product":
         return -attack.eps * center
@@ -61,9 +65,10 @@ def agreed(attack: AttackSpec, honest: Matrix, attackers: int) -> Vector:
 
 
 def usual_z(n: int, attackers: int) -> float:
-    """Return the paper's z (its algorithm 3).
+    """Return the z of the paper on alie (its algorithm 3), for n replies of which `attackers` are attackers'.
 
-    With s = floor(n/2 + 1) - m honest replies farther out, a majority is closer.
+    It is the largest z for which enough honest replies are expected to be farther from the mean than the attackers'
+    that these and the attackers' are a majority.
     """
     supporters = n // 2 + 1 - attackers
     share = (n - attackers - supporters) / max(1, n - attackers)

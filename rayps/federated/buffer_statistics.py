@@ -1,8 +1,9 @@
 """The buffers that a client sends with its update, as one vector: BatchNorm statistics and counts.
 
-Floats come first, then whole numbers, each in the model's order, all in float64. Buffers that no model can have are
-rejected: values that are not finite (`exact`), and negative variances and counts of torch's normalisation layers, known
-by their names `running_var` and `num_batches_tracked`. So every convex combination of replies is a valid state.
+Floating point buffers come first, then integer ones, each in the model's order, all as float64. Replies with buffers
+that no model can have are rejected: values that are not finite (`rayps.federated.exact_sum`), and negative variances
+and counts of torch's normalisation layers, recognized by the names `running_var` and `num_batches_tracked`. Every
+weighted mean of the other replies is then a valid state.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-NEGATIVE = "its buffers hold a negative variance or count"
+NEGATIVE = "its buffers contain a negative variance or count"
 _NOT_BELOW_ZERO = ("running_var", "num_batches_tracked")
 
 
 class BufferStatistics:
-    """The position of each buffer in the vector of `size` elements; the first `floats` of them are floating point."""
+    """Packs buffers into a vector of `size` elements, and back; the first `floats` elements are of float buffers."""
 
     def __init__(self, buffers: Mapping[str, Tensor]) -> None:
         real = {name: value for name, value in buffers.items() if value.is_floating_point()}
@@ -31,16 +32,16 @@ class BufferStatistics:
         self._bounded = torch.cat(bounded) if bounded else torch.empty(0, dtype=torch.bool)
 
     def packed(self, buffers: Mapping[str, Tensor]) -> Tensor:
-        """Return the buffers as one vector [size] on the CPU, float64, in the order of the positions."""
+        """Return the buffers as one vector [size], float64, on the CPU."""
         parts = [buffers[name].detach().cpu().reshape(-1).double() for name in self._like]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64)
 
     def refusal(self, vector: Tensor) -> str | None:
-        """Return why no model can have these buffers; None if one can."""
+        """Return the reason why no model can have the buffers in `vector`; None if a model can."""
         return NEGATIVE if bool((vector[self._bounded] < 0).any()) else None
 
     def spread(self, vector: Tensor, buffers: Mapping[str, Tensor]) -> None:
-        """Write a vector [size] into the buffers; values of integer buffers are rounded, and clamped to their dtype."""
+        """Write a vector [size] into the buffers; for integer buffers, values are rounded and clamped to the dtype."""
         at = 0
         for name in self._like:
             value = buffers[name]

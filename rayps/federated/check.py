@@ -9,12 +9,12 @@ from rayps.core.errors import ConfigError
 from rayps.core.user_code import user_code
 from rayps.data import Data
 from rayps.data.clients import Clients
-from rayps.federated.aggregation import Aggregation
+from rayps.federated.aggregation_options import Aggregation
 from rayps.federated.client import is_plain
 from rayps.federated.population.attack_spec import skew
 from rayps.federated.population.cohort import cohort_size
 from rayps.federated.simulated_rounds import events_of
-from rayps.federated.view import ClientSide, FederatedView, is_buffered, joining_under
+from rayps.federated.strategy_interface import ClientSide, FederatedView, is_buffered, joining_under
 from rayps.tensors import optim
 from rayps.workload.base import Workload
 
@@ -22,10 +22,10 @@ _LABELS = 1000  # with more labels, the skew of clients' labels is not computed
 
 
 def federated(strategy: FederatedView, workload: Workload, data: Data, seed: int) -> list[str]:
-    """Check a federated strategy on a workload; return warnings for the user.
+    """Check a federated strategy with a workload and its data; return warnings for the user.
 
     Raises:
-        ConfigError, DataError: the data has no clients, or the options do not fit them.
+        ConfigError, DataError: the data has no clients, or the strategy's options do not fit them.
     """
     name, side = strategy.name, strategy.client_side
     if side.plain:
@@ -35,7 +35,7 @@ def federated(strategy: FederatedView, workload: Workload, data: Data, seed: int
     if joining is not None:
         _of_the_least(aggregation, joining.least, cohort_size(joining.least, fraction))
         return []
-    clients = data.clients  # raises if there are no clients, with how to give them
+    clients = data.clients  # without clients, this raises an error that says how to define them
     events_of(strategy, clients.sizes, seed, data.batch_size)
     rule, attack = aggregation.chosen_rule, population.attackers
     cohort = cohort_size(clients.count, fraction)
@@ -56,25 +56,26 @@ def federated(strategy: FederatedView, workload: Workload, data: Data, seed: int
 def _must_be_plain(name: str, workload: Workload) -> None:
     if not is_plain(optim.made(workload.optimizer, [nn.Parameter(torch.zeros(2, 2))])):
         raise ConfigError(
-            f"{name} assumes steps of plain SGD, and the workload's optimizer is another: return "
+            f"{name} assumes steps of plain SGD, but the workload's optimizer() returns another optimizer: return "
             "torch.optim.SGD(params, lr=...) without momentum and weight decay",
             field="strategy",
         )
     if workload.clip_norm is not None:
         raise ConfigError(
-            f"{name} assumes steps of plain SGD, and the workload has clip_norm {workload.clip_norm:g}: leave it out",
+            f"{name} assumes steps of plain SGD, but the workload has clip_norm={workload.clip_norm:g}: leave "
+            "clip_norm out",
             field="strategy",
         )
 
 
 def _of_the_least(aggregation: Aggregation, least: int, asked: int) -> None:
-    """Check the options against the smallest round of real clients. Raises ConfigError.
+    """Check the options for the smallest round of real clients: `least` are connected, of which the round asks `asked`.
 
-    A round starts with `least` connected clients, of which it asks `asked`.
+    Raises ConfigError.
     """
     if aggregation.min_replies > asked:
         raise ConfigError(
-            f"min_replies is {aggregation.min_replies}, and a round starts with {least} clients, and asks "
+            f"min_replies is {aggregation.min_replies}, but a round may start with {least} clients and then asks "
             f"{asked}: raise least\nin clients=remote(least=...), or lower min_replies",
             field="min_replies",
         )
@@ -82,7 +83,7 @@ def _of_the_least(aggregation: Aggregation, least: int, asked: int) -> None:
 
 
 def _unmeasured(name: str, side: ClientSide, workload: Workload) -> str | None:
-    """Return a warning if clients have models of their own and the job computes no metric of them; None otherwise."""
+    """Return a warning if clients have personal models but no metric of these can be computed; None otherwise."""
     if not (side.model or side.finetune):
         return None
     with user_code("evaluation_data"):
@@ -91,14 +92,14 @@ def _unmeasured(name: str, side: ClientSide, workload: Workload) -> str | None:
         return None
     what = f"finetune={side.finetune}" if side.finetune else name
     return (
-        f"{what} measures each client's own model on its own rows of the evaluation data, which has no clients: no "
-        "personal_* metrics are computed; give client= there too, or return "
-        "evaluation_data().with_clients(data().clients.alike(labels))"
+        f"{what} evaluates each client's personal model on that client's rows of the evaluation data, but "
+        "evaluation_data() does not say which rows are whose: no personal_* metrics are computed. Give client= there "
+        "too, or return evaluation_data().with_clients(data().clients.alike(labels))"
     )
 
 
 def _skew(clients: Clients) -> float | None:
-    """Return how different the clients' label distributions are; None if the labels are not classes."""
+    """Return how much the clients' label distributions differ, from 0 to 1; None if the labels are not classes."""
     if clients.labels is None or len(clients.labels[0]) > _LABELS:
         return None
     return skew(clients.labels[1].tolist())

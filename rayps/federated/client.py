@@ -1,8 +1,8 @@
 """Train clients one after another in one model. The module uses neither workers nor rings nor files.
 
-The cost of a batch beyond forward, backward and step is microseconds: a client's rows are read once a round, a batch is
-one copy of them, a gradient becomes a vector only on request, and SGD without memory steps all parameters in one call,
-with the bits of torch's own loop.
+Besides forward, backward and step, a batch costs only microseconds: a client's rows are read once a round, a batch is
+one copy of some of them, a gradient is copied into a vector only on request, and plain SGD steps all parameters in one
+call, with the same bits as torch's optimizer.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks as _GLOBAL_HOOKS
 
-from rayps.core.direction import direction
-from rayps.core.errors import ConfigError, WorkloadError
+from rayps.core.errors import ConfigError
+from rayps.core.maximize import direction
 from rayps.core.user_code import user_code
 from rayps.data import Batch
 from rayps.data.base import Nested, map_tensors
 from rayps.federated.population.cohort import number
 from rayps.federated.row_order import Ints, parts
-from rayps.federated.view import FederatedView
+from rayps.federated.strategy_interface import FederatedView
 from rayps.tensors import optim
 from rayps.tensors.clip import NormClip
 from rayps.tensors.flat import FlatModel, dense
 from rayps.tensors.learning_rate import rates_of, recipe_of
+from rayps.tensors.user_loss import checked_loss
 from rayps.workload.base import Workload
 
 Tensors = dict[str, Tensor]
@@ -36,7 +37,10 @@ _BESIDE = "beside/"  # prefix, in a client's state, of the buffers of its own mo
 
 @dataclass(slots=True)
 class ClientRows:
-    """A client's own rows: their numbers, and the function that reads them. `relabel` changes a batch's labels."""
+    """A client's rows: their numbers in the data, and the function `take` that reads rows by number.
+
+    `relabel`, if given, changes the labels of each batch (of an attacker).
+    """
 
     numbers: Ints
     take: Callable[[Ints], Batch]
@@ -47,7 +51,10 @@ class ClientRows:
 
 @dataclass(slots=True)
 class Task:
-    """The training of client number `client` in round `round` of a phase, from w_t and the buffers."""
+    """One training: client number `client`, in round `round` of a phase, starting from `w_t` and `buffers`.
+
+    `shared` is the server's state, `state` the client's own.
+    """
 
     seed: int
     round: int
@@ -61,20 +68,23 @@ class Task:
 
 @dataclass(slots=True)
 class ClientReply:
-    """A client's result. `w` and `buffers` are the model's own memory: valid until the next client trains."""
+    """The result of a client's training.
 
-    w: Tensor
-    n: int
-    sums: Tensors
-    state: Tensors
+    `w` and `buffers` are the model's memory: valid until the next client trains.
+    """
+
+    w: Tensor  # w_k
+    n: int  # the client's number of samples
+    sums: Tensors  # the vectors that the strategy sums over clients, by name
+    state: Tensors  # the client's new state
     buffers: Tensors
     loss: float  # mean over all samples of this training
-    samples: int
+    samples: int  # samples processed, with repetitions
     steps: int
 
 
 class Grad:
-    """A gradient in the tensors that backward wrote; it is copied into one vector on request, or in arithmetic."""
+    """A gradient, in the tensors that backward wrote; it becomes one vector on request, or when used in arithmetic."""
 
     __slots__ = ("_turn", "_vector", "used")
 
@@ -112,14 +122,14 @@ class Grad:
 
 
 class ClientTurn:
-    """The client that is being trained, as a strategy's `client` method uses it: rows, model and optimizer."""
+    """The argument of a strategy's `client` method: the client that is being trained, its rows, model and optimizer."""
 
     def __init__(self, trainer: Trainer, strategy: FederatedView, task: Task, rows: ClientRows) -> None:
         self.w, self.w_t = trainer.flat.vector, task.w_t
         self.n = len(rows.numbers)
         self.state, self.shared = dict(task.state), task.shared
         self.reply: Tensors = {}
-        self.steps = 0  # since the last call of `batches`
+        self.steps = 0  # steps since the last call of `batches`
         self.losses: list[tuple[Tensor, int]] = []
         self._trainer, self._strategy, self._task, self._rows = trainer, strategy, task, rows
         self._held: Batch | None = None
@@ -127,18 +137,18 @@ class ClientTurn:
 
     @property
     def lr(self) -> float:
-        """The optimizer's learning rate. Raises ConfigError where its groups have several."""
+        """The optimizer's learning rate. Raises ConfigError: its parameter groups have different rates."""
         return self._trainer.lr
 
     @property
     def sign(self) -> int:
-        """1, or -1 where the optimizer maximizes. Raises ConfigError where its groups differ."""
+        """1, or -1 if the optimizer maximizes. Raises ConfigError: its parameter groups differ in this."""
         return self._trainer.sign
 
     def batches(self, epochs: int | None = None) -> Iterator[Batch]:
-        """Yield the batches of E epochs or L steps of this client's rows. A second call yields the same batches.
+        """Yield the batches of this client's training: of E epochs or L steps, by the strategy, or of `epochs` epochs.
 
-        Each call creates a fresh optimizer.
+        Each call starts with a new optimizer. A second call yields the same batches.
         """
         self._trainer.fresh()
         self.steps = 0
@@ -158,9 +168,10 @@ class ClientTurn:
             yield from self._cut(positions, size)
 
     def _cut(self, positions: Ints, size: int) -> Iterator[Batch]:
-        """Yield batches of these positions among the rows; all rows are read once where an epoch needs them.
+        """Yield batches of `size` rows at these positions among the client's rows.
 
-        Each batch is a copy: the bits of a sum of products depend on the alignment of its terms in memory.
+        If a training needs at least half of the rows, all rows are read at once. Each batch is a copy, because the bits
+        of a matrix product depend on the alignment of its operands in memory.
         """
         if self._held is None and 2 * len(positions) >= self.n:
             held = self._made(self._rows.numbers)
@@ -181,29 +192,24 @@ class ClientTurn:
         return batch.to(self._trainer.device) if self._trainer.device != "cpu" else batch
 
     def grad(self, batch: Batch) -> Grad:
-        """Return the gradient of the loss on a batch, at `w`; it supports arithmetic like a vector.
+        """Return the gradient of the loss on a batch, at `w`. It can be added and multiplied like a vector.
 
         Raises WorkloadError: the user's loss failed or is not a scalar.
         """
         if self._last is not None and not self._last.used:
-            _ = self._last.vector  # copied before backward overwrites the gradient
+            _ = self._last.vector  # copies the last gradient before backward overwrites it
         trainer = self._trainer
         for p in trainer.parameters:
             p.grad = None
         with user_code("loss"):
             loss = trainer.workload.loss(trainer.flat.model, batch)
-            if not isinstance(loss, Tensor) or loss.numel() != 1:
-                shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-                raise WorkloadError(
-                    f"loss(model, batch) returned {shape}: return one number as a tensor, the mean over the batch"
-                )
-            loss.backward()  # type: ignore[no-untyped-call]
+            checked_loss(loss).backward()  # type: ignore[no-untyped-call]
         self.losses.append((loss.detach(), batch.size))
         self._last = Grad(self)
         return self._last
 
     def collected(self) -> Tensor:
-        """Return the gradients of all parameters as a new vector."""
+        """Return the current gradients of all parameters as a new vector; zeros for parameters without one."""
         found = self._trainer.parameters
         return torch.cat(
             [
@@ -213,7 +219,7 @@ class ClientTurn:
         )
 
     def step(self, grad: Grad | Tensor) -> None:
-        """Apply a gradient with the client's optimizer."""
+        """Take one step of the client's optimizer by a gradient."""
         self.steps += 1
         if isinstance(grad, Grad):
             grad.used = True
@@ -223,7 +229,7 @@ class ClientTurn:
 
 
 class Trainer:
-    """A flat model in which clients are trained in turn, each with a new optimizer of the workload."""
+    """Trains clients, one after another, in one flat model, each with a new optimizer of the workload."""
 
     def __init__(self, flat: FlatModel, workload: Workload, device: str = "cpu") -> None:
         self.flat, self.workload, self.device = flat, workload, device
@@ -239,7 +245,7 @@ class Trainer:
 
     @property
     def scheduled(self) -> bool:
-        """Whether the workload has a schedule."""
+        """Whether the workload has a learning-rate schedule."""
         return self._rates is not None
 
     def at(self, tick: int) -> None:
@@ -252,7 +258,7 @@ class Trainer:
             self._read()
 
     def _read(self) -> None:
-        """Read the optimizer's current rates, and determine whether a step is plain SGD."""
+        """Record the optimizer's current options, and whether its step is plain SGD."""
         if self._rates is not None:
             self._rates.apply(self._optimizer.param_groups, self._tick)
         self._begin = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
@@ -265,15 +271,16 @@ class Trainer:
                 for group in self._optimizer.param_groups
             ]
         whole = self._plain is not None and len(self._plain) == 1 and len(self._plain[0][0]) == len(self.parameters)
-        self._rate = self._plain[0][1] if self._plain is not None and whole else None  # all parameters
+        # the negative rate, if the step is plain SGD with one rate for all parameters
+        self._rate = self._plain[0][1] if self._plain is not None and whole else None
 
     @property
     def lr(self) -> float:
-        """The optimizer's learning rate. Raises ConfigError where its groups have several."""
+        """The optimizer's learning rate. Raises ConfigError: its parameter groups have different rates."""
         found = {float(group["lr"]) for group in self._begin if "lr" in group}
         if len(found) != 1:
             raise ConfigError(
-                f"the optimizer has {len(found)} learning rates, and this strategy needs one: give all "
+                f"the optimizer has {len(found)} learning rates, but this strategy needs a single one: give all "
                 "parameters the same lr",
                 field="strategy",
             )
@@ -281,14 +288,16 @@ class Trainer:
 
     @property
     def sign(self) -> int:
-        """1, or -1 where the optimizer maximizes. Raises ConfigError where its groups differ."""
+        """1, or -1 if the optimizer maximizes. Raises ConfigError: its parameter groups differ in this."""
         return direction(self._begin)
 
     def fresh(self) -> None:
-        """Return an optimizer that has taken no step."""
+        """Reset the optimizer, or build a new one, so that it has taken no step."""
         if self._plain is not None:
             return
-        if not self._torchs:  # an optimizer of the user's class, or one with an initial state, is built anew
+        if (
+            not self._torchs
+        ):  # an optimizer of a user's class, or with an initial state, cannot be reset: build a new one
             self._start()
             return
         self._optimizer.state.clear()
@@ -296,7 +305,7 @@ class Trainer:
             group.update(begin)
 
     def step(self, grad: Grad | Tensor) -> None:
-        """Step as the workload's optimizer does with this gradient."""
+        """Take one step of the workload's optimizer by this gradient."""
         if self._rate is not None and isinstance(grad, Tensor):
             self.flat.vector.add_(grad, alpha=self._rate)
             return
@@ -326,7 +335,7 @@ class Trainer:
         """
         self.put(task.w_t, task.buffers)
         self.at(task.tick)
-        seeded(number(task.seed, "model", task.round, task.client) >> 1)  # random numbers of the model, as for dropout
+        seeded(number(task.seed, "model", task.round, task.client) >> 1)  # for dropout, for example
         turn = ClientTurn(self, strategy, task, rows)
         strategy.client(turn)
         steps, losses = turn.steps, turn.losses
@@ -344,7 +353,7 @@ class Trainer:
         )
 
     def tune(self, strategy: FederatedView, task: Task, rows: ClientRows, epochs: int) -> None:
-        """Set the model to w_t after so many epochs on this client's rows alone."""
+        """Set the model to w_t, then train it for `epochs` epochs on this client's rows alone."""
         self.put(task.w_t, task.buffers)
         self.at(task.tick)
         turn = ClientTurn(self, strategy, task, rows)
@@ -364,12 +373,12 @@ class Trainer:
 
 
 def beside_of(state: Mapping[str, Tensor]) -> Tensors:
-    """Return the buffers of the client's own model, from its state; empty before that model was trained."""
+    """Return the buffers of the client's personal model from its state; empty if that model was never trained."""
     return {name.removeprefix(_BESIDE): value for name, value in state.items() if name.startswith(_BESIDE)}
 
 
 def seeded(seed: int) -> None:
-    """Seed as torch.manual_seed does, without its milliseconds of stack capture where no GPU is in use."""
+    """Do what torch.manual_seed does, but without the milliseconds that it spends if no GPU is in use."""
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(seed)
@@ -387,7 +396,7 @@ def is_plain(optimizer: Optimizer) -> bool:
 
 
 def _can_cut(batch: Batch) -> bool:
-    """Return whether a batch of some rows is a slice of each tensor of the batch."""
+    """Return whether each tensor of the batch has one entry per row, so that a smaller batch can be cut from it."""
     return _rows_of(batch.x, batch.size) and (batch.y is None or _rows_of(batch.y, batch.size))
 
 

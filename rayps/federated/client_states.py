@@ -1,9 +1,9 @@
-"""The state of each client between rounds: a private SQLite file, for any number of clients.
+"""Store the state of each client between rounds on a worker: a SQLite file, for any number of clients.
 
-A state is named tensors, stored as safetensors, with the round that it follows. Of each client the newest state is
-stored, and those that belong to the newest snapshot and to later rounds of which the driver may still take a snapshot:
-a run can return to any of these. The file is unlinked right after it is opened, as in `rayps.ps.tables.disk`: no file
-is left however the process ends. The driver holds the copy that survives the process
+A state is named tensors, stored as safetensors with the round after which it was computed. For each client the file has
+the newest state, and the states of the newest snapshot and of later rounds of which the driver may still take a
+snapshot, because the job may return to any of these rounds. The file is unlinked as soon as it is open, so that it is
+removed however the process ends. The driver has a copy that survives the process
 (`rayps.federated.client_states_backup`).
 """
 
@@ -23,16 +23,16 @@ from rayps.core.user_code import user_code
 from rayps.federated.population.cohort import Ints
 from rayps.workload.base import Workload
 
-Row = tuple[int, int, bytes]  # client, the round that the state follows, the state
-_CACHE = 4096  # KiB of pages that SQLite keeps
+Row = tuple[int, int, bytes]  # client, the round after which the state was computed, the state
+_CACHE = 4096  # KiB of pages in SQLite's cache
 DEALT_STATES = "rayps.federated.client_states:DealtStates"  # a worker's companion, see `WorkerActor.companion`
-CHUNK = 16 << 20  # bytes of states per read
+CHUNK = 16 << 20  # bytes of states that `rows` returns at once
 
 
 class ClientStates:
     """The states of one worker's clients, by client and round.
 
-    All methods may be called by any thread. The changes of one round are committed or undone together.
+    Any thread may call the methods. The states stored in one round are committed or undone together.
     """
 
     def __init__(self, folder: str | None = None) -> None:
@@ -58,8 +58,8 @@ class ClientStates:
                 )
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(
-                f"states of clients cannot be put on disk in {folder or tempfile.gettempdir()}: {error}; set TMPDIR "
-                "to a folder with space",
+                f"cannot store the clients' states on disk in {folder or tempfile.gettempdir()}: {error}; set TMPDIR "
+                "to a folder with free space",
                 field="strategy",
             ) from error
 
@@ -78,14 +78,14 @@ class ClientStates:
         return {} if found is None else safetensors.torch.load(found[0])
 
     def put(self, client: int, state: dict[str, Tensor], round: int) -> None:
-        """Store a client's state after `round`; it is committed by `end`."""
+        """Store a client's state after `round`; `end` commits it."""
         plain = {name: value.detach().cpu().contiguous() for name, value in state.items()}
         self.file([(client, round, safetensors.torch.save(plain))])
 
     def file(self, rows: Iterable[Row]) -> None:
-        """Add states to the file, and drop the states of these clients that no snapshot can contain.
+        """Add states to the file, and delete the states of the same clients that no snapshot can need.
 
-        The dropped states are older than the client's state at `saved`, or newer than `kept` and not the newest.
+        These are states older than the client's state as of round `saved`, and those between `kept` and the new state.
         """
         with self._lock:
             if not self._db.in_transaction:
@@ -111,10 +111,10 @@ class ClientStates:
     # ---- snapshots
 
     def rows(self, since: int, upto: int, after: int = -1) -> list[Row]:
-        """Return the newest states of rounds above `since` and up to `upto`, of clients above `after`, ascending.
+        """Return, for each client above `after`, its newest state of the rounds above `since` and up to `upto`.
 
-        A call returns about 16 MiB at most, and at least one state if there is any: call again with the last client as
-        `after`.
+        Clients without such a state are left out; the others are in ascending order. A call returns about 16 MiB at
+        most: call again with the last client as `after`, until the list is empty.
         """
         asked = (
             "select client, max(round), state from states where client > ? and round > ? and round <= ? "
@@ -130,26 +130,26 @@ class ClientStates:
         return found
 
     def back(self, round: int) -> None:
-        """Drop states newer than `round`."""
+        """Delete the states of rounds after `round`."""
         with self._lock:
             self._db.execute("delete from states where round > ?", (round,))
 
     def clear(self) -> None:
-        """Drop all states."""
+        """Delete all states."""
         with self._lock:
             self._db.execute("delete from states")
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, which deletes it."""
         with self._lock:
             self._db.close()
 
 
 class DealtStates:
-    """The states of the clients that are assigned to one worker; they outlive the worker's generations.
+    """The states of one worker's clients, for the driver; they outlive the worker's generations.
 
-    The driver passes the states before a generation starts (`take`), and after a snapshot fetches those that changed
-    (`give`).
+    Before a generation starts, the driver sends the worker these states (`take`). After a snapshot, it fetches those
+    that have changed (`give`).
     """
 
     def __init__(self, workload: Callable[[], Workload]) -> None:
@@ -167,7 +167,7 @@ class DealtStates:
         return found
 
     def take(self, rows: list[Row] | None, round: int) -> None:
-        """Add the states that clients have after `round`. With `rows` None, drop all states."""
+        """Add the states that clients have after `round`. With `rows` None, start again without states."""
         if rows is None:
             self.states = ClientStates()
             self.states.saved = round
@@ -176,10 +176,7 @@ class DealtStates:
             self.states.end()
 
     def give(self, since: int, upto: int, after: int) -> list[Row]:
-        """Return the states that changed in rounds above `since` and up to `upto`, of clients above `after`.
-
-        See `ClientStates.rows`.
-        """
+        """Return the states that changed in rounds above `since` and up to `upto`, as `ClientStates.rows` does."""
         if self.states is None:
             return []
         self.states.saved = since

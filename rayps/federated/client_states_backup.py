@@ -1,7 +1,8 @@
 """The driver's copy of all clients' states, as of its newest snapshot: for recovery, checkpoints and resuming.
 
-After a snapshot the driver requests from each worker, in parts, the states that changed since the last one. Before a
-generation starts, each worker gets the states of its clients. A checkpoint holds them as one Parquet file.
+After a snapshot, the driver fetches from each worker the states that have changed since the previous snapshot. Before a
+generation starts, it sends each worker the states of that worker's clients. A checkpoint has all states as one Parquet
+file.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ _SCHEMA = pa.schema([("client", pa.int64()), ("round", pa.int64()), ("state", pa
 
 
 class _Worker(Protocol):
-    """A worker from which client states are fetched."""
+    """A worker from which client states are fetched, and to which they are sent."""
 
     @property
     def handle(self) -> ActorHandle:
-        """Return the handle of the worker's actor."""
+        """The handle of the worker's actor."""
 
 
 class ClientStatesBackup:
@@ -42,15 +43,16 @@ class ClientStatesBackup:
         self._at = 0  # the round of the newest snapshot
 
     def deal(self, workers: Sequence[_Worker], owner: str | None, round: int, timeout: float) -> None:
-        """Send each worker, before it starts, the states of its clients after `round`; call this for every strategy.
+        """Send each worker, before its generation starts, the states that its clients have after `round`.
 
-        `owner`: the strategy that stores states, see `rayps.federated.view.keeper_of`; None = none does. A worker that
-        is lost meanwhile is detected by the next call to it.
+        `owner` is the name of the strategy if it stores client states, else None (`keeper_of`); with None, all states
+        are dropped. If a worker is lost meanwhile, this method returns early, and the next call to that worker detects
+        it.
         """
         if owner is None:
             self.close()
             return
-        if owner != self._strategy:  # states of another strategy are of no use to this one
+        if owner != self._strategy:  # the states of another strategy have another meaning
             self.close()
         self._strategy, self._at = owner, round
         try:
@@ -72,9 +74,9 @@ class ClientStatesBackup:
             return
 
     def gather(self, workers: Sequence[_Worker], round: int, timeout: float) -> bool:
-        """Fetch the states that changed up to `round`.
+        """Fetch from all workers the states that have changed since the last call, up to `round`.
 
-        Return False if a worker was lost meanwhile; the copy is unchanged then.
+        Return False, with the copy unchanged, if a worker was lost meanwhile.
         """
         if not self._strategy:
             return True
@@ -95,11 +97,11 @@ class ClientStatesBackup:
 
     @property
     def beside(self) -> Callable[[Path], list[Path]] | None:
-        """Return a function that writes the states into a checkpoint's folder; None if there are no states."""
+        """The function that writes the states into a checkpoint's folder; None if there are no states."""
         return self.write if self._states is not None else None
 
     def write(self, folder: Path) -> list[Path]:
-        """Write the states into a checkpoint's folder; return the names of the files written."""
+        """Write the states into a checkpoint's folder; return the paths of the files written."""
         path = folder / _FOLDER / _FILE
         path.parent.mkdir(parents=True)
         with pq.ParquetWriter(path, _SCHEMA.with_metadata({_STRATEGY: self._strategy.encode()})) as writer:
@@ -109,7 +111,7 @@ class ClientStatesBackup:
         return [path]
 
     def read(self, folder: Path, round: int) -> None:
-        """Read the states from a checkpoint of `round`, if it holds any."""
+        """Read the states from the folder of a checkpoint of `round`, if it has any."""
         path = folder / _FOLDER / _FILE
         if not path.exists():
             return
@@ -124,8 +126,8 @@ class ClientStatesBackup:
         assert self._sizes is not None
         if rows[-1][0] >= len(self._sizes):
             raise CheckpointError(
-                f"the checkpoint holds a state of client {rows[-1][0]}, and the data has {len(self._sizes)} clients:\n"
-                "give the same data with the same division, or start without resume"
+                f"the checkpoint has a state of client {rows[-1][0]}, but the data has {len(self._sizes)} clients:\n"
+                "give the same data, divided into the same clients, or start without resume"
             )
 
     def _all(self, round: int) -> Iterator[list[Row]]:

@@ -1,11 +1,9 @@
-"""A federated round on a worker: train its part of the cohort, combine once with all workers, step the server.
+"""A federated round on a worker: train its part of the cohort, combine the replies of all workers, update the model.
 
-    source      which clients train: a function of the seed and the round (or of the real clients that are connected)
-    train       the worker's part of these clients, one after another, in one model; each reply is added to the sum
-    aggregate   `rayps.federated.aggregate`: screen -> clip -> rule or mean; the one exchange of the round
-    server      the strategy's `server` method, computed on every worker with the same result: nothing is sent for it
-Noise and masks that keep clients' updates private belong between clip and rule: no later step reads a client's own
-update.
+source      chooses the clients that train: from the seed and the round (for real clients, among those connected)
+train       the worker trains its part of these clients, one after another, in one model, and adds each reply
+aggregate   `rayps.federated.combine_replies`: screen, clip, apply the rule; the only exchange of the round
+server      the strategy's `server` method, which every worker computes with the same result, so nothing is sent
 """
 
 from __future__ import annotations
@@ -18,38 +16,41 @@ import torch
 from torch import Tensor
 
 from rayps.core.errors import ConfigError
-from rayps.core.families import has_remote_clients
+from rayps.core.strategy_families import has_remote_clients
 from rayps.data.base import Data
 from rayps.data.clients import Clients
-from rayps.federated.aggregate import Aggregate, RoundAggregate
 from rayps.federated.buffer_statistics import BufferStatistics
 from rayps.federated.client import ClientReply, Tensors, Trainer
 from rayps.federated.client_states import ClientStates
+from rayps.federated.combine_replies import Aggregate, RoundAggregate
 from rayps.federated.personal_metrics import personal
 from rayps.federated.population.cohort import homes
 from rayps.federated.remote_replies import RemoteReplies
 from rayps.federated.reply_source import Round, SimulatedReplies, TrainingTask, old
-from rayps.federated.view import FederatedView, attackers_of, is_buffered
+from rayps.federated.strategy_interface import FederatedView, attackers_of, is_buffered
 from rayps.tensors.finite import is_finite
 from rayps.tensors.learning_rate import Ticks
 
 if TYPE_CHECKING:
     from rayps.worker.federated_rounds import FederatedWorker
 
-SHOWN = 50  # most names of clients in an event's data
-SAID = 3  # most names of clients in an event's message
+SHOWN = 50  # the largest number of client names in an event's data
+SAID = 3  # the largest number of client names in an event's message
 
 
 class FederatedEngine:
-    """The federated rounds of one worker; the worker's strategy calls `round`."""
+    """Runs the federated rounds of one worker; the worker's strategy calls `round`."""
 
     def __init__(self, w: FederatedWorker) -> None:
-        """Prepare the clients, the trainer and the aggregation. Raises ConfigError: an option does not fit them."""
+        """Prepare the clients, the trainer and the aggregation.
+
+        Raises ConfigError: an option does not fit the clients.
+        """
         strategy = w.plan.strategy
         if not isinstance(strategy, FederatedView):
             raise ConfigError(
-                f"{strategy.name} declares rows by client, and not what clients and the server do: derive it "
-                "from rayps.FedAvg",
+                f"strategy {strategy.name} declares rows=ByClient, but lacks the options and methods of a federated "
+                "strategy: derive it from rayps.FedAvg",
                 field="strategy",
             )
         self.w, self.strategy, self.side = w, strategy, strategy.client_side
@@ -60,11 +61,11 @@ class FederatedEngine:
         stateful = self.side.stateful and not remote
         self.homes = homes(w.batches.data.clients.sizes, w.size) if stateful else None
         self.states = ClientStates() if stateful else None
-        self._losses: list[tuple[int, float, int]] = []  # per usable reply of the round here: client, loss, samples
-        self._spoilt: set[int] = set()  # clients of which it was reported that a state was not stored
-        self._begun, self._counted = 0, False  # number of rounds so far, and whether one of them changed the model
-        self.stopped: Callable[[], bool] = lambda: False  # whether the plan was ended from outside
-        self.judging: Data | None = None  # the evaluation data, once it is known
+        self._losses: list[tuple[int, float, int]] = []  # for each usable reply on this worker: client, loss, samples
+        self._spoilt: set[int] = set()  # clients for which the event of a dropped state was written
+        self._begun, self._counted = 0, False  # number of rounds so far, and whether any of them changed the model
+        self.stopped: Callable[[], bool] = lambda: False  # whether the driver has ended this worker's plan
+        self.judging: Data | None = None  # the evaluation data, once it has been loaded
         self.source: RemoteReplies | SimulatedReplies = RemoteReplies(self) if remote else SimulatedReplies(self)
         size, dtype = w.flat.layout.size, w.flat.layout.dtype
         extras = dict.fromkeys(self.side.sums, (size, dtype))
@@ -86,7 +87,7 @@ class FederatedEngine:
         )
 
     def at(self, position: int) -> int:
-        """Return the number of the round within its phase."""
+        """Return the number, within its phase, of the round at `position` of the run."""
         return position - self.w.plan.origin[0]
 
     def tick(self, number: int) -> int:
@@ -153,23 +154,23 @@ class FederatedEngine:
                 self._unkept(errand.client)
 
     def _unkept(self, client: int) -> None:
-        """Report the first clients whose new state is not finite and was therefore not stored."""
+        """Report that a client's new state is not finite and was not stored; at most `SAID` clients are reported."""
         if client in self._spoilt or len(self._spoilt) >= SAID:
             return
         self._spoilt.add(client)
         who = self.source.names([client])[0]
         self.w.event(
             "warning",
-            f"round {self.w.position}: the new state of client {who!r} holds values that are not finite and "
-            "is dropped; its earlier state is kept. Lower the learning rate, or the strategy's pull (ditto: lam)",
+            f"round {self.w.position}: the new state of client {who!r} contains values that are not finite, and was "
+            "dropped; the client keeps its earlier state. Lower the learning rate, or a penalty's weight (ditto: lam)",
             round=self.w.position,
             client=who,
         )
 
     def _serve(self, t: int, met: RoundAggregate) -> str:
-        """Run the strategy's `server` method, equal on every worker.
+        """Run the strategy's `server` method, with the same result on every worker.
 
-        Return why the model is unchanged; "" if it changed.
+        Return the reason why the model is unchanged, or "" if it changed.
         """
         w, strategy = self.w, self.strategy
         if met.skipped is not None:
@@ -183,7 +184,7 @@ class FederatedEngine:
         return None if self._statistics is None else self._statistics.packed(buffers)
 
     def _tell(self) -> None:
-        """Write the event `clients`: how many there are, and their samples."""
+        """Write the event `clients`: how many clients there are, and how many samples they have."""
         if self.clients is not None and self.w.rank == 0:
             told = self.clients.summary()
             self.w.event("clients", f"{told['clients']} clients with {told['rows']} samples ({told['rule']})", **told)
@@ -191,7 +192,7 @@ class FederatedEngine:
     def _file(
         self, known: Round, met: RoundAggregate, rejected: list[tuple[int, str]], cohort: list[int], why: str
     ) -> None:
-        """Record, as metrics and as an event, which clients of the round replied, were dropped or were rejected."""
+        """Write metrics and an event: how many clients of the round replied, and which were dropped or rejected."""
         w, names, asked = self.w, self.source.names, len(known.sampled)
         w.say(sampled=asked, replied=met.count, dropped=len(known.dropped), rejected=len(rejected))
         if w.rank:
@@ -218,20 +219,21 @@ class FederatedEngine:
         )
 
     def _warn(self, why: str, rejected: list[tuple[int, str]]) -> None:
-        """Write a warning at the end of a run in which no round changed the model."""
-        rounds = "the only round did not count" if self._begun == 1 else f"none of {self._begun} rounds counted"
+        """Write a warning at the end of a run in which no round changed the model; `why` is the last round's reason."""
+        only = self._begun == 1
+        rounds = "the only round did not count" if only else f"none of {self._begun} rounds counted; the last did not"
         if rejected:
             client, reason = rejected[0]
             who = self.source.names([client])[0]
             why += f" (client {who!r}: {reason}); lower the learning rate, or look for bad values"
-        self.w.event("warning", f"the model was not trained: {rounds}, in the last one {why}")
+        self.w.event("warning", f"the model was not trained: {rounds}, because {why}")
 
     def evaluate(self) -> dict[str, tuple[float, int]]:
-        """Return the sum and the number of samples of each `personal_*` metric; the model is unchanged afterwards."""
+        """Return, for each `personal_*` metric, its sum over rows and the number of rows. The model does not change."""
         return personal(self)
 
     def state_of(self, client: int) -> tuple[Tensors, Tensors]:
-        """Return a client's stored state and, from it, the client's own buffers, on the model's device."""
+        """Return a client's stored state, and the buffers that the state contains, on the model's device."""
         if self.states is None:
             return {}, {}
         held = {name: value.to(self.w.device) for name, value in self.states.get(client).items()}
@@ -239,33 +241,33 @@ class FederatedEngine:
         return held, own
 
     def keep(self, round: int) -> None:
-        """Allow a snapshot of `round`, which has ended."""
+        """Record that the driver may still take a snapshot of `round`, so that its states must stay available."""
         if self.states is not None:
             self.states.kept = round
 
     def adopt(self, states: ClientStates) -> None:
-        """Replace the stored states by these states of this worker's clients."""
+        """Replace the stored states of this worker's clients by `states`."""
         if self.states is not None:
             self.states.close()
             self.states = states
 
 
 def said(away: list[list[str]], count: int) -> str:
-    """Name up to three of `count` clients, each with its reason: "a (deadline), b (left) and 4 more"."""
+    """Return up to three of `count` clients as text, each with its reason: "a (deadline), b (left) and 4 more"."""
     more = count - SAID
     return ", ".join(f"{name} ({why})" for name, why in away[:SAID]) + (f" and {more} more" if more > 0 else "")
 
 
 class FederatedServer:
-    """The server's half of a round, as a strategy's `server` method uses it.
+    """The argument of a strategy's `server` method: the parameters, and the combined replies of a round.
 
-    `w` is w_t; the method changes it in place.
+    `w` is w_t, which the method changes in place to w_(t+1). `memory` is the server's state between rounds.
     """
 
     def __init__(self, w: Tensor, met: RoundAggregate, clients: int, memory: dict[str, Tensor], round: int) -> None:
         self.w, self.clients, self.memory, self.round = w, clients, memory, round
         self.count, self.weight = met.count, met.weight
         self.mean = None if met.mean is None else met.mean.to(w.device)
-        assert met.delta is not None, "the server steps only where a round has a result"
+        assert met.delta is not None, "the server steps only if a round has a result"
         self.delta = met.delta.to(w.device)
         self.sums = {name: value.to(w.device) for name, value in met.sums.items()}

@@ -1,10 +1,10 @@
 """A weighted sum of updates with the same bits in any order, and over any number of workers.
 
-A sum of floats depends on the order of its terms; a sum of integers does not. Each product n_k x_k is written in fixed
-point, as digits of 40 bits in int64 limbs, whose quanta are 2^-10, 2^-50, ...; limbs are added, also by a ring, and one
-rounding at the end returns to floats. (Kulisch and Miranker, "The arithmetic of the digital computer: a new approach",
-SIAM Review 28, 1986, use enough digits for all floats; here the range is fixed, and a value beyond it is rejected by
-name.)
+A sum of floats depends on the order of its terms; a sum of integers does not. Each product n_k x_k (weight times
+update) is written in fixed point, as digits of 40 bits in several int64 numbers called limbs. One unit of the first
+limb (its quantum) is 2^-10, of the second 2^-50, and so on. Limbs are added, also over a ring, and converted to floats
+at the end, with one rounding. (Kulisch and Miranker, "The arithmetic of the digital computer: a new approach", SIAM
+Review 28, 1986, use enough digits for all floats; here the range is fixed, and a reply beyond it is rejected.)
 
 | dtype            | limbs | bytes an element | quantum |
 |------------------|-------|------------------|---------|
@@ -12,11 +12,12 @@ name.)
 | float32          | 2     | 16               | 2^-50   |
 | float64          | 3     | 24               | 2^-90   |
 
-Each reply is rounded once, by at most half a quantum (and by 2^-53 of itself where a weight is not a whole number below
-2^24), so a mean is off by at most half a quantum over the replies' mean weight: where weights are at least 1, 2^-51 in
-float32, whose own spacing is coarser than that for all magnitudes above 2^-27, 7e-9. A ring sends 4 times (float64: 3
-times) the vector's bytes, once a round. |n_k x_k| must be below 2^32, and replies at most 2^20. Summing costs about
-twelve operations per reply on blocks that fit the cache, and constant memory.
+Each reply is rounded once, by at most half a quantum of the last limb (and by 2^-53 of itself if its weight is not an
+integer below 2^24). The error of a mean is therefore at most half a quantum divided by the replies' mean weight. For
+weights of at least 1 and float32 this is 2^-51, which is less than the spacing of float32 for all magnitudes above
+2^-27 (7e-9). A ring sends 4 times (float64: 3 times) the vector's bytes, once a round. |n_k x_k| must be below 2^32,
+and there may be at most 2^20 replies. Adding a reply takes about twelve operations per element, on blocks that fit into
+the cache; the memory does not grow with the number of replies.
 """
 
 from __future__ import annotations
@@ -33,34 +34,34 @@ from rayps.comm.ring.ring import Ring
 from rayps.core.errors import ConfigError
 
 Floats = NDArray[np.float64]
-DIGIT = 40  # bits of a limb but the first
+DIGIT = 40  # bits of each limb after the first
 FIRST = 10  # the first limb counts multiples of 2^-FIRST
-LIMIT = 2.0**32  # of |n x|: below 2^42 quanta of the first limb, so that 2^20 of them stay below 2^62
-MOST = 1 << 20  # replies
+LIMIT = 2.0**32  # |n x| must be below it: then 2^20 replies add up to less than 2^62 quanta of the first limb
+MOST = 1 << 20  # the largest number of replies in a sum
 LIMBS = {torch.float16: 2, torch.bfloat16: 2, torch.float32: 2, torch.float64: 3}
-_BLOCK = 1 << 15  # elements: three blocks of float64 stay in a core's cache
+_BLOCK = 1 << 15  # elements that are added at once: three such blocks of float64 fit into a core's cache
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-NOT_FINITE = "its update holds values that are not finite"
-TOO_LARGE = f"its update times its weight goes beyond {LIMIT:.3g}"
+NOT_FINITE = "its update contains values that are not finite"
+TOO_LARGE = f"its update times its weight exceeds {LIMIT:.3g}"
 
 
 class ExactSum:
-    """The running sum of n_k x_k, of the n_k, and the number of replies.
+    """Sums the n_k x_k and the n_k of replies, and counts the replies.
 
-    `limbs` is int64 [limbs, size + 2]: the vector's, then the weights' sum, then the number of replies. Adding the
-    limbs of several ExactSums adds their sums; `meet` does so over a ring.
+    `limbs` is int64 [limbs, size + 2]: first the sum of the vectors, then the sum of the weights, then the number of
+    replies. To add several ExactSums, add their limbs; `meet` does so over a ring.
     """
 
     def __init__(self, size: int, dtype: torch.dtype, home: Tensor | None = None) -> None:
         """Prepare for vectors of `size` elements of `dtype`, on the CPU.
 
-        `home`: the limbs' memory, zeros of `room(...)`.
+        `home` is memory for the limbs: `room(size, dtype)` zeros. None allocates it.
 
         Raises:
-            ConfigError: the dtype is not a float.
+            ConfigError: the dtype is not a floating-point dtype.
         """
         if dtype not in LIMBS:
-            raise ConfigError(f"an exact sum of {dtype}: it adds float16, bfloat16, float32 and float64")
+            raise ConfigError(f"an exact sum cannot add {dtype}; it adds float16, bfloat16, float32 and float64")
         self.size, self.dtype = size, dtype
         block = min(_BLOCK, max(1, size))
         self._product = torch.empty(block, dtype=torch.float64)
@@ -70,17 +71,18 @@ class ExactSum:
         self._sums = home.view(LIMBS[dtype], size + 2)
         self._magic = [1.5 * 2.0 ** (52 - FIRST - DIGIT * j) for j in range(LIMBS[dtype])]
         self._unsettled = 0  # number of products whose limbs still include the bits of `_magic`
-        self._weights, self._replies, self._mine = [0] * len(self._sums), 0, 0  # of replies not in the limbs yet
+        # weights and number of the replies that are not in the limbs yet; number of all replies added here
+        self._weights, self._replies, self._mine = [0] * len(self._sums), 0, 0
 
     @staticmethod
     def room(size: int, dtype: torch.dtype) -> int:
-        """Return how many int64 elements the limbs need."""
+        """Return the number of int64 elements of the limbs for vectors of `size` elements."""
         return LIMBS[dtype] * (size + 2)
 
     # ---- add
 
     def add(self, update: Tensor, weight: float = 1.0) -> str | None:
-        """Add weight * update; return None, or the reason why the reply was rejected, without a change.
+        """Add weight * update, and return None; or change nothing, and return the reason why the reply is rejected.
 
         Raises:
             ConfigError: the weight is not a finite number above 0, the lengths differ, or the sum has 2^20 replies.
@@ -91,7 +93,7 @@ class ExactSum:
         if self._mine == 0:
             self._only.copy_(update)
         elif self._mine >= MOST:
-            raise ConfigError(f"an exact sum holds {MOST} replies at most")
+            raise ConfigError(f"an exact sum has {MOST} replies already, the largest number that it can add")
         update, weights = update.detach(), _halves(weight)
         for at in range(0, self.size, _BLOCK):
             self._add_block(update[at : at + _BLOCK], at, weights)
@@ -101,17 +103,17 @@ class ExactSum:
         return None
 
     def refusal(self, update: Tensor, weight: float = 1.0) -> str | None:
-        """Return why `add` would reject this reply; None if it would not. Raises as `add`."""
+        """Return the reason why `add` would reject this reply; None if it would not. Raises the errors of `add`."""
         if not (isinstance(weight, (int, float)) and 0 < weight < math.inf):
-            raise ConfigError(f"a reply's weight is {weight!r}: it must be a number above 0")
+            raise ConfigError(f"a reply's weight is {weight!r}: it must be a finite number above 0")
         if update.numel() != self.size:
-            raise ConfigError(f"a reply has {update.numel()} elements, the model {self.size}")
+            raise ConfigError(f"a reply has {update.numel()} elements, but the model has {self.size}")
         return refusal(update, weight)
 
     def _add_block(self, x: Tensor, at: int, weights: list[float]) -> None:
-        """Add weights * the update's block that starts at element `at`.
+        """Add each of `weights` times `x`, the block of the update that starts at element `at`.
 
-        Products of 53 bits are exact: of a float32 and a weight below 2^24, or of halves of a float64.
+        The products are exact, as they have at most 53 bits: a float64 is multiplied as two halves.
         """
         product = self._product[: len(x)]
         limbs = self._sums[:, at : at + len(x)].numpy()
@@ -124,7 +126,8 @@ class ExactSum:
     def _digits(self, value: Floats, weight: float, limbs: NDArray[np.int64]) -> None:
         """Add the digits of weight * value to the limbs.
 
-        Adding 1.5 * 2^52 quanta leaves a float whose bits, minus those of that number, count the quanta.
+        To count the quanta in a float, add 1.5 * 2^52 quanta to it. The bits of the sum, minus the bits of that number,
+        are the count.
         """
         whole, back, last = self._whole[: len(value)], self._back[: len(value)], len(limbs) - 1
         np.multiply(value, weight, out=value)
@@ -133,7 +136,7 @@ class ExactSum:
             if j < last:
                 np.subtract(
                     value, np.subtract(whole, magic, out=back), out=value
-                )  # exact remainder, for the next limbs
+                )  # the exact remainder, for the next limbs
             np.add(limbs[j], whole.view(np.int64), out=limbs[j])  # modulo 2^64, until `limbs` carries
 
     def _add_weight(self, weight: float) -> None:
@@ -149,7 +152,7 @@ class ExactSum:
 
     @property
     def limbs(self) -> Tensor:
-        """Return the sums, int64 [limbs, size + 2], without a copy."""
+        """The limbs, int64 [limbs, size + 2], up to date; not a copy."""
         if self._unsettled:
             for row, magic in zip(self._sums.numpy(), self._magic, strict=True):
                 bits = int(np.float64(magic).view(np.int64)) * self._unsettled % 2**64
@@ -164,15 +167,15 @@ class ExactSum:
     # ---- collective
 
     def meet(self, ring: Ring) -> None:
-        """Add the limbs of all ranks; every rank calls it.
+        """Add the sums of all ranks; every rank must call this method.
 
-        If there is a single reply on all ranks, its bits are kept unchanged.
+        If all ranks together have a single reply, every rank gets that reply unchanged, for `mean`.
         """
         ring.sum(self.limbs)
         self.pass_on(ring)
 
     def pass_on(self, ring: Ring) -> None:
-        """Finish `meet`, once the limbs of all ranks are added."""
+        """Finish `meet`, after the limbs of all ranks have been added: send a single reply to every rank."""
         if self.count == 1:
             bits = self._only.view(_BITS[self.dtype.itemsize])
             told = bits.to(torch.int64) if self._mine else torch.zeros(self.size, dtype=torch.int64)
@@ -187,24 +190,24 @@ class ExactSum:
 
     @property
     def weight(self) -> Fraction:
-        """The sum of the weights, exact where they are whole numbers."""
+        """The sum of the weights; exact if they are integers."""
         return _fraction(self.limbs[:, -2])
 
     def total(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the sum of n_k x_k, rounded once, as a new vector of `dtype`: the updates' dtype, or a wider one."""
+        """Return the sum of the n_k x_k, rounded once, as a new vector of `dtype` (None: the updates' dtype)."""
         return self._rounded(Fraction(1), dtype or self.dtype)
 
     def mean(self, weight: float | Fraction | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the sum over `weight`, as `total`; a single reply is returned bit for bit.
+        """Return the sum of the n_k x_k divided by `weight`, rounded once, as a new vector of `dtype`.
 
-        `weight` defaults to the sum of the weights. Zeros where all weights are too small to be counted, so that their
-        sum is 0.
+        `weight` None is the sum of the weights; a single reply is then returned bit for bit. The result is zeros if the
+        weights are so small that their sum is 0 in fixed point.
 
         Raises:
             ConfigError: there is no reply.
         """
         if not self.count:
-            raise ConfigError("a mean of no replies: leave the model unchanged")
+            raise ConfigError("there is no mean of no replies: the caller must leave the model unchanged")
         if weight is None and self.count == 1:
             return self._only.to(dtype or self.dtype, copy=True)
         divisor = self.weight if weight is None else Fraction(weight)
@@ -226,14 +229,14 @@ class ExactSum:
             if self.dtype == torch.float64:
                 high, low = _value(limbs)
                 out[at : at + _BLOCK] = high + low if n == 1 else _quotient(high, low, n)
-            else:  # a few roundings in float64 do not change a result of at most 24 bits
+            else:  # the roundings in float64 do not change a result that has at most 24 bits
                 high, low = limbs.double()
                 out[at : at + _BLOCK] = high.mul_(2.0**-FIRST).add_(low, alpha=2.0 ** -(FIRST + DIGIT)).div_(n)
         return out
 
 
 def refusal(update: Tensor, weight: float = 1.0) -> str | None:
-    """Return why weight * update cannot be added: it is not finite, or beyond `LIMIT`; None if it can."""
+    """Return the reason why weight * update cannot be added (not finite, or beyond `LIMIT`); None if it can."""
     if weight >= LIMIT:
         return TOO_LARGE
     if not update.numel():
@@ -245,7 +248,7 @@ def refusal(update: Tensor, weight: float = 1.0) -> str | None:
 
 
 def _halves(weight: float) -> list[float]:
-    """Return a weight as numbers of at most 24 and 29 bits that add up to it."""
+    """Return one or two numbers, of at most 24 and 29 bits, that add up to a weight."""
     high = float(np.float32(weight))
     return [high] if high == weight else [high, weight - high]
 
@@ -255,14 +258,14 @@ def _fraction(limbs: Tensor) -> Fraction:
 
 
 def _two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a + b rounded, and its rounding error, both exact (Knuth)."""
+    """Return a + b rounded, and the rounding error, which is exact (Knuth)."""
     s = a + b
     part = s - a
     return s, (a - (s - part)) + (b - part)
 
 
 def _value(limbs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the value of limbs [limbs, n] as two float64 vectors: the rounded value, and the remainder."""
+    """Return the value of limbs [limbs, n] as the sum of two float64 vectors: the rounded value, and the remainder."""
     limbs = limbs.clone()
     for j in range(len(limbs) - 1, 0, -1):  # carry: each limb but the first becomes 0 to 2^DIGIT - 1
         carry = limbs[j] >> DIGIT
@@ -279,7 +282,7 @@ def _value(limbs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _quotient(high: Tensor, low: Tensor, n: float) -> Tensor:
-    """Return (high + low) / n, rounded to float64 as if exact (except for a tie that it cannot detect)."""
+    """Return (high + low) / n, correctly rounded to float64, except for a tie that this method cannot detect."""
     q = high / n
     q_high = q.float().double()
     q_low = q - q_high

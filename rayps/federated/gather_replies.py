@@ -1,4 +1,4 @@
-"""All replies of a round on every worker: matrices with one row for each reply, in cohort order."""
+"""Exchange the replies of a round, so that every worker has all of them, as matrices with one row for each reply."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from rayps.federated.rule_arithmetic import Matrix
 
 @dataclass(slots=True)
 class Replies:
-    """The replies of a round from all workers: for each part of a reply, by name, a matrix with one row per reply."""
+    """All replies of a round, in the order of the cohort."""
 
-    rows: dict[str, Matrix]
-    weights: list[float]
-    clients: list[int]
+    rows: dict[str, Matrix]  # for each part of a reply, by name: a matrix with one row per reply
+    weights: list[float]  # of each reply
+    clients: list[int]  # which client sent each reply
 
 
 class Gathering:
-    """The replies of a round on one worker, stored until all workers exchange theirs."""
+    """Stores the replies of the clients that one worker trains in a round, until the workers exchange their replies."""
 
     def __init__(self, kinds: Mapping[str, tuple[int, torch.dtype]]) -> None:
-        """Prepare to store replies. `kinds`: the length and dtype of each part of a reply, by name.
+        """Prepare to store replies. `kinds` has the length and dtype of each part of a reply, by name.
 
-        Half precision is gathered as float32.
+        Parts in half precision are exchanged as float32.
         """
         self._kinds = {
             name: (size, torch.float64 if dtype == torch.float64 else torch.float32)
@@ -44,7 +44,10 @@ class Gathering:
         self._mine.append((place, weight, sent))
 
     def gather(self, ring: Ring, cohort: list[int]) -> Replies:
-        """Exchange the replies; return those of all workers. Every worker calls it. `cohort`: clients by position."""
+        """Exchange the stored replies, and return those of all workers. Every worker must call this method.
+
+        `cohort` lists the clients of the round in the order of their positions.
+        """
         most = int(ring.max(torch.tensor([len(self._mine)])))
         head = torch.full((most, 2), -1.0, dtype=torch.float64)
         for at, (place, weight, _) in enumerate(self._mine):

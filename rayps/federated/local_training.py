@@ -1,4 +1,4 @@
-"""How long a client trains in a round: epochs or steps of its own rows, in batches. Plain data."""
+"""The options that say how long a client trains in a round: epochs or steps, and the size of batches."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from rayps.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class LocalTraining:
-    """E epochs (`local_epochs`, default 1) or L steps (`local_steps`) of batches of `batch_size` rows.
+    """How long a client trains in a round: `local_epochs` epochs of its rows (default 1), or `local_steps` steps.
 
-    A `batch_size` of 0 takes all rows of a client at once; None takes the data's batch size.
+    A batch has `batch_size` rows; with 0, all rows of the client; with None, as many as the data's batch size.
     """
 
     local_epochs: int | None = None
@@ -31,7 +31,7 @@ class LocalTraining:
 
     @property
     def epochs(self) -> int:
-        """The number of epochs E; the default where `local_steps` is given."""
+        """The number of epochs; 1 if it was not given. It has no meaning if `local_steps` is given."""
         return self.local_epochs or 1
 
     def rows(self, own: int, default: int) -> int:
@@ -39,5 +39,5 @@ class LocalTraining:
         return default if self.batch_size is None else self.batch_size or own
 
     def work(self, own: int, default: int) -> int:
-        """Return the samples that a client with `own` rows processes in a round."""
+        """Return how many samples a client with `own` rows processes in a round; `default` as for `rows`."""
         return own * self.epochs if self.local_steps is None else self.local_steps * min(self.rows(own, default), own)

@@ -1,8 +1,8 @@
-"""Evaluate each client's own model on its own rows of the evaluation data: metrics `personal_*`.
+"""Evaluate each client's personal model on the client's rows of the evaluation data: metrics `personal_*`.
 
-A client's own model is the one that the strategy stores for it (Ditto's v_k), or w after some epochs on its own data
-(`finetune`), or w with its own buffers (`buffers="keep"`). Each worker evaluates its part of the clients that are in
-the training data and in the evaluation data.
+A client's personal model is the one that the strategy stores for it (Ditto's v_k), or w after some epochs on the
+client's data (`finetune`), or w with the client's buffers (`buffers="keep"`). The clients that are in both the training
+and the evaluation data are divided among the workers, and each worker evaluates its part.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rayps.data.clients import Clients
 from rayps.data.partition_rules import Ints
 from rayps.federated.client import Task, beside_of
 from rayps.federated.reply_source import SimulatedReplies
-from rayps.workload.part import number
+from rayps.workload.model_part import number
 
 if TYPE_CHECKING:
     from rayps.federated.engine import FederatedEngine
@@ -25,9 +25,9 @@ ROWS = 1024  # rows of a client that are evaluated at once
 
 
 def personal(engine: FederatedEngine) -> dict[str, tuple[float, int]]:
-    """Return the sum and the number of samples of each metric over this worker's clients.
+    """Return, for each metric, its sum over the rows of this worker's clients, and the number of these rows.
 
-    The result is empty if no client has a model of its own.
+    The result is empty if clients have no personal models, or the evaluation data is not divided into clients.
     """
     w, strategy = engine.w, engine.strategy
     side = engine.side
@@ -68,7 +68,7 @@ def _evaluate(engine: FederatedEngine, clients: Clients, rows: Ints, sums: dict[
     with torch.no_grad(), user_code("evaluate"):
         for lo in range(0, len(rows), ROWS):
             batch = clients.batch(rows[lo : lo + ROWS]).to(w.device)
-            with user_code("evaluate"):  # each batch renews the deadline of user code
+            with user_code("evaluate"):  # entered for each batch: it renews the deadline of user code
                 found = w.part.evaluate(batch)
             for name, mean in found.items():
                 total, count = sums.get(f"personal_{name}", (0.0, 0))

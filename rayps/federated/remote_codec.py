@@ -1,8 +1,8 @@
 """Encode and decode the messages between a job and its real clients, as safetensors.
 
-Parameters: `w` (the model as one vector), `shared/NAME` (the server's state, such as SCAFFOLD's c), `buffers/NAME`; and
-the layout of the model as text. An update: `w` (the client's w_k), `sums/NAME`, `buffers/NAME`; and the number of
-samples, of steps, and the mean loss. Nothing else leaves a client.
+A message to the clients has the tensors `w` (the model as one vector), `shared/NAME` (the server's state, such as
+SCAFFOLD's c) and `buffers/NAME`, and the model's layout as text. A client's update has the tensors `w` (its w_k),
+`sums/NAME` and `buffers/NAME`, and the numbers of samples and steps and the mean loss. A client sends nothing else.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from rayps.core.values import Json
 from rayps.federated.client import ClientReply
 from rayps.tensors.flat import Layout
 
-_SLACK = 1 << 20  # bytes of an update besides its tensors
-MOST_STEPS = 2**53
+_SLACK = 1 << 20  # largest size of an update besides its tensors, in bytes
+MOST_STEPS = 2**53  # an update that reports more steps or samples is rejected
 
 
 def packed(w: Tensor, layout: Layout, shared: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> bytes:
-    """Encode a round's parameters for its clients."""
+    """Encode the parameters with which the clients of a round start."""
     tensors = {"w": w, **_named("shared", shared), **_named("buffers", buffers)}
     return safetensors.torch.save(
         {name: _plain(value) for name, value in tensors.items()}, {"layout": json.dumps(_said(layout))}
@@ -33,10 +33,10 @@ def packed(w: Tensor, layout: Layout, shared: Mapping[str, Tensor], buffers: Map
 
 
 def opened(raw: bytes, layout: Layout) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """Decode a round's parameters: w, the server's shared values, and the buffers.
+    """Decode the parameters with which a round starts, on a client: w, the server's state, and the buffers.
 
     Raises:
-        WorkloadError: the parameters are of another model than the client's.
+        WorkloadError: `layout`, that of the client's model, differs from the job's.
     """
     theirs, ours = json.loads(_metadata(raw)["layout"]), _said(layout)
     if theirs != ours:
@@ -44,15 +44,15 @@ def opened(raw: bytes, layout: Layout) -> tuple[Tensor, dict[str, Tensor], dict[
         other = next((line for line in theirs if known.get(line[0]) != line[1:]), theirs[0] if theirs else ["nothing"])
         mine = f"{known[other[0]]}" if other[0] in known else "none of that name"
         raise WorkloadError(
-            f"the job's model is another than this workload's: it has {other[0]} {other[1:]}, and here is {mine}:\n"
-            "use the same workload file, and the same versions of its packages, as the job was submitted with"
+            f"the job's model differs from this workload's: the job has {other[0]} {other[1:]}, this workload has "
+            f"{mine}:\nuse the workload file, and the versions of its packages, with which the job was submitted"
         )
     tensors = safetensors.torch.load(raw)
     return tensors["w"], _of("shared", tensors), _of("buffers", tensors)
 
 
 def update(reply: ClientReply) -> bytes:
-    """Encode a client's update: its w_k, sums, buffers, counts and loss."""
+    """Encode a client's update: its w_k, sums, buffers, numbers of samples and steps, and loss."""
     tensors = {"w": reply.w, **_named("sums", reply.sums), **_named("buffers", reply.buffers)}
     counts = {"n": reply.n, "steps": reply.steps, "samples": reply.samples, "loss": reply.loss}
     return safetensors.torch.save(
@@ -61,7 +61,7 @@ def update(reply: ClientReply) -> bytes:
 
 
 def most_bytes(w: Tensor, sums: Collection[str], buffers: Mapping[str, Tensor]) -> int:
-    """Return the largest size of an update in bytes."""
+    """Return the largest number of bytes that an update may have."""
     whole = w.numel() * w.element_size() * (1 + len(sums))
     return whole + sum(value.numel() * value.element_size() + 512 for value in buffers.values()) + _SLACK
 
@@ -69,9 +69,10 @@ def most_bytes(w: Tensor, sums: Collection[str], buffers: Mapping[str, Tensor]) 
 def received(
     raw: bytes, w: Tensor, sums: Collection[str], buffers: Mapping[str, Tensor], most_samples: int
 ) -> ClientReply | str:
-    """Decode a client's update: return the reply, or why it cannot be used.
+    """Decode a client's update; return the reply, or the reason why the update cannot be used.
 
-    Whether the numbers are finite is checked later, by the aggregation.
+    `w` and `buffers` have the expected shapes and dtypes; `most_samples` is what the client reported when it joined.
+    The aggregation checks later whether the values are finite.
     """
     try:
         counts = json.loads(_metadata(raw)["counts"])
@@ -86,10 +87,10 @@ def received(
         return f"its update {'lacks' if odd in wanted else 'has an unknown'} {odd!r}"
     for name, like in wanted.items():
         if tensors[name].shape != like.shape or tensors[name].dtype != like.dtype:
-            return f"its {name!r} is {_kind(tensors[name])}, and {_kind(like)} is expected"
+            return f"its {name!r} is {_kind(tensors[name])}, but {_kind(like)} was expected"
     whole = all(isinstance(value, int) and not isinstance(value, bool) for value in (n, steps, samples))
     if not whole or not 1 <= n <= most_samples or not 0 <= steps < MOST_STEPS or not 0 <= samples < MOST_STEPS:
-        return f"it reports {n!r} samples, and joined with {most_samples}"
+        return f"it reports {n!r} samples, but joined with {most_samples}"
     if not math.isfinite(loss):
         return f"its mean loss is {loss}"
     return ClientReply(tensors["w"], n, _of("sums", tensors), {}, _of("buffers", tensors), loss, samples, steps)
@@ -121,7 +122,7 @@ def _of(group: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _plain(value: Tensor) -> Tensor:
-    return value.detach().cpu().contiguous().clone()  # safetensors refuses tensors that share memory
+    return value.detach().cpu().contiguous().clone()  # cloned, because safetensors refuses tensors that share memory
 
 
 def _kind(value: Tensor) -> str:

@@ -1,8 +1,9 @@
-"""Replies of real clients for the engine: write orders to the job's mailbox, and read updates from it.
+"""Get the replies of real clients for the engine: write orders into the job's mailbox, and read updates from it.
 
-The clients of a round are drawn as simulated ones are, from the seed and the round, among those that are connected.
-Time is real: a round ends when all clients have replied, or at its deadline; later updates are refused. An update of
-another shape, or with more samples than its client reported when it joined, is rejected before any rule.
+Like simulated clients, the clients of a round are drawn from the seed and the round, but only from those that are
+connected. Time is real: a round ends when all asked clients have replied, or at its deadline; later updates are
+refused. An update of another shape, or with more samples than the client reported when it joined, is rejected before
+the rule is applied.
 """
 
 from __future__ import annotations
@@ -25,23 +26,26 @@ from rayps.federated.remote.join_options import JoinOptions
 from rayps.federated.remote.mailbox import FOLDER, JoinedClient, Mailbox, RoundOrder
 from rayps.federated.remote.signed_orders import OrderFacts
 from rayps.federated.reply_source import Round
-from rayps.federated.view import deadline_of, joining_under
+from rayps.federated.strategy_interface import deadline_of, joining_under
 
 if TYPE_CHECKING:
     from rayps.federated.engine import FederatedEngine
 
 PAUSE = 0.05  # seconds between two polls
-_SHOWN = 5  # most names in a message
-_LISTED = 60  # most clients in a summary
+_SHOWN = 5  # the largest number of names in a message
+_LISTED = 60  # the largest number of clients in a summary
 
 
 class RemoteReplies:
-    """The real clients of a job, as its worker uses them: `round` asks them, `replies` yields their updates."""
+    """The real clients of a job, for its worker: `round` sends an order and waits, `replies` yields the updates."""
 
     rule = "real clients, with data of their own"
 
     def __init__(self, engine: FederatedEngine) -> None:
-        """Open the mailbox. Raises ConfigError: there is no service, or this machine does not have the folder."""
+        """Open the mailbox.
+
+        Raises ConfigError: there is no service, or this machine cannot use the mailbox's folder.
+        """
         self._engine, w = engine, engine.w
         strategy = engine.strategy
         joining = joining_under(strategy)
@@ -51,8 +55,8 @@ class RemoteReplies:
         self._mailbox = mailbox_of(w.plan.mailbox)
         self._members: list[JoinedClient] = self._mailbox.members()
         self._strategy, self._first = strategy, True
-        self._told: list[tuple[str, int]] = []  # the clients in the last event `clients`
-        self.refused: list[tuple[int, str]] = []  # clients whose updates of the round cannot be used, and why
+        self._told: list[tuple[str, int]] = []  # names and samples of the clients in the last event `clients`
+        self.refused: list[tuple[int, str]] = []  # clients whose updates of this round cannot be used, and why
         self._open: RoundOrder | None = None
         self._files: dict[int, Path] = {}  # the files of the updates received, by client
         self._good: list[int] = []  # clients whose updates have the right form
@@ -66,11 +70,11 @@ class RemoteReplies:
         return len(self._members)
 
     def names(self, numbers: Iterable[int]) -> list[str]:
-        """Return the names of clients by number."""
+        """Return the names of the clients with these numbers."""
         return [self._members[number].name for number in numbers]
 
     def _summary(self) -> ClientSummary:
-        """Return a summary in the form of `Clients.summary`; its labels are the ones that the clients reported."""
+        """Return a summary of the clients that have joined, in the form of `Clients.summary`, without labels."""
         sizes = np.asarray([member.samples for member in self._members], dtype=np.int64)
         names = [member.name for member in self._members[:_LISTED]]
         return {
@@ -89,7 +93,7 @@ class RemoteReplies:
     # ---- a round
 
     def round(self, t: int, w_t: Tensor, shared: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Round:
-        """Ask the clients of round `t`, and wait for them.
+        """Send the clients of round `t` their order, and wait until they have replied or the deadline has passed.
 
         Raises:
             TrainingError: too few clients connected within `wait` seconds.
@@ -124,11 +128,11 @@ class RemoteReplies:
         """Yield the usable replies, in the order of clients; only one is in memory at a time."""
         for number in self._good:
             reply = self._read(number)
-            assert not isinstance(reply, str), "it was checked before"
+            assert not isinstance(reply, str), "`_arrived` has checked the update"
             yield number, reply
 
     def judged(self, rejected: list[tuple[int, str]]) -> None:
-        """Write to each rejected client the reason, then delete all updates of the round."""
+        """Write the reason for each rejected client into the mailbox, then delete all updates of the round."""
         if self._open is not None:
             self._mailbox.judge(self._open.serial, dict(rejected))
         self._open, self._files, self._good = None, {}, []
@@ -149,7 +153,7 @@ class RemoteReplies:
         return remote_codec.received(self._files[number].read_bytes(), w_t, self._engine.side.sums, buffers, most)
 
     def _since(self, position: int) -> int:
-        """Return the earliest round to which the job may return: that of the checkpoint before the newest one."""
+        """Return the earliest round to which the job may return: that of the second newest checkpoint."""
         boundary, found = self._engine.w.plan.boundary, 0
         for at in range(position, 0, -1):
             if at in boundary:
@@ -178,11 +182,11 @@ class RemoteReplies:
             said += f"; away: {_listed(away)}" if away else ""
             if time.monotonic() - began > self._joining.wait:
                 raise TrainingError(
-                    f"{said}, and has waited {self._joining.wait:g} s: let clients join with `rayps client`, or raise "
+                    f"{said}; it has waited {self._joining.wait:g} s: let clients join with `rayps client`, or raise "
                     "wait in\nclients=remote(least=...,wait=...), or lower least",
                     waited=self._joining.wait,
                 )
-            self._mailbox.say(f"{said}; it fails after {_seconds(self._joining.wait)} of waiting")
+            self._mailbox.say(f"{said}; the job fails after {_seconds(self._joining.wait)} of waiting")
             self._rest()
 
     def _wait_for(self, order: RoundOrder) -> None:
@@ -196,13 +200,13 @@ class RemoteReplies:
             names = _listed([order.sampled[n] for n in sorted(missing)])
             self._mailbox.say(
                 f"round {order.round} waits for {names}: {len(arrived)} of {len(order.sampled)} have "
-                f"replied; its deadline is {_seconds(order.deadline)} after its start"
+                f"replied; the deadline is {_seconds(order.deadline)} after the round's start"
             )
             self._rest()
 
     def _rest(self) -> None:
         if self._engine.stopped():
-            raise StaleGeneration("the job continues without this worker", peer="driver")
+            raise StaleGeneration("the driver has replaced or ended this worker", peer="driver")
         time.sleep(PAUSE)
 
     def _why_silent(self, number: int) -> str:
@@ -241,9 +245,9 @@ def mailbox_of(folder: str | None) -> Mailbox:
     found = Mailbox(Path(folder))
     if not found.reachable():
         raise ConfigError(
-            f"the worker on {socket.gethostname()} cannot read and write {folder}, where the service stores what "
-            "clients send: run the job on\nthe service's machine, or put the service's state (--state-dir) on a file "
-            "system that all machines share",
+            f"the worker on {socket.gethostname()} cannot read and write {folder}, in which the service stores the "
+            "clients' updates: run the job on\nthe service's machine, or put the service's state (--state-dir) on a "
+            "file system that all machines share",
             field="clients",
         )
     return found
@@ -251,8 +255,9 @@ def mailbox_of(folder: str | None) -> Mailbox:
 
 def _no_service() -> ConfigError:
     return ConfigError(
-        "clients is remote, and real clients reach a job through the job service only: start `rayps serve`, and submit "
-        "it there\n(`rayps submit`, POST /api/v1/jobs); for clients of the data on this machine leave clients out",
+        "clients is remote, but the job was not submitted to a job service, which real clients need to reach it: start "
+        "`rayps serve`, and submit the job there\n(`rayps submit`, POST /api/v1/jobs); to simulate the clients of the "
+        "data on this machine, leave clients out",
         field="clients",
     )
 

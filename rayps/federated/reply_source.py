@@ -1,4 +1,4 @@
-"""The replies of simulated clients: their data is on the workers, which train them."""
+"""Get the replies of simulated clients for the engine: each worker has the data, and trains its part of the clients."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ from rayps.federated.population.cohort import Ints, pack
 from rayps.federated.population.events import clock_at
 from rayps.federated.population.population import Training
 from rayps.federated.simulated_rounds import events_of
-from rayps.federated.view import attackers_of, is_buffered
+from rayps.federated.strategy_interface import attackers_of, is_buffered
 
 if TYPE_CHECKING:
     from rayps.federated.engine import FederatedEngine
 
-_CLOCK = "clock"  # name in `shared` of the virtual clock
-_OLD = "version/"  # prefix, in `shared`, of the parameters of older versions
-_AGAIN = 1_000_003  # difference of the seeds of two trainings of a client from one version
+_CLOCK = "clock"  # name of the virtual clock in `shared`
+_OLD = "version/"  # prefix of the names, in `shared`, of the parameters of older versions
+_AGAIN = 1_000_003  # difference between the seeds of two trainings of one client from the same version
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingTask:
-    """One training: the client, and the round of the parameters at its start."""
+    """One training of a client."""
 
     client: int
-    version: int
-    staleness: int = 0  # rounds since that start
+    version: int  # the training started from the parameters at the start of this round
+    staleness: int = 0  # rounds since then
 
 
 @dataclass(slots=True)
 class Round:
-    """The plan of a round, known before its replies and equal on every worker. Clients are numbers."""
+    """The clients of a round, by number, and what is known of them before their replies; equal on every worker."""
 
     sampled: Sequence[int] | Ints  # clients that were asked
-    dropped: list[tuple[int, str]]  # clients whose replies will not come, or come too late, and why
+    dropped: list[tuple[int, str]]  # asked clients that do not reply, or reply too late, and why
     begin: float  # seconds
-    end: float
-    cohort: list[int] | None = None  # clients that reply, over all workers; None = all that were asked
-    staleness: dict[int, int] | None = None  # number of replies by age in rounds; None = all start in this round
+    end: float  # seconds
+    cohort: list[int] | None = None  # clients that reply, over all workers; None: all that were asked
+    staleness: dict[int, int] | None = None  # number of replies by age in rounds; None: all started in this round
 
 
 class SimulatedReplies:
-    """The simulated clients of a job, which are parts of the data; each worker trains its part of a round's cohort."""
+    """The simulated clients of a job; each worker trains its part of a round's cohort."""
 
     refused: tuple[tuple[int, str], ...] = ()  # no reply is rejected before the aggregation
 
     def __init__(self, engine: FederatedEngine) -> None:
-        """Prepare the population. Raises ConfigError: the options do not fit these clients."""
+        """Prepare the simulation. Raises ConfigError: the strategy's options do not fit these clients."""
         self._engine, w = engine, engine.w
         assert engine.clients is not None, "simulated clients are those of the data"
         self._clients = engine.clients
@@ -68,14 +68,14 @@ class SimulatedReplies:
         self._liars = attack.attackers(w.plan.seed, self.count) if attack is not None and flips else frozenset[int]()
 
     def names(self, numbers: Iterable[int]) -> list[str]:
-        """Return the names of these clients."""
+        """Return the names of the clients with these numbers."""
         return [self._clients.names[k] for k in numbers]
 
     def judged(self, rejected: list[tuple[int, str]]) -> None:
         """Do nothing: a simulated client need not know why its reply was rejected."""
 
     def round(self, t: int, w_t: Tensor, shared: dict[str, Tensor], buffers: Tensors) -> Round:
-        """Return the plan of round `t`, and store which of its trainings this worker runs."""
+        """Plan round `t`, choose the trainings that this worker runs, and return what is known of the round."""
         clock = shared[_CLOCK].cpu().numpy() if _CLOCK in shared and t else clock_at()
         plan, clock = self._events.round(t, clock)
         shared[_CLOCK] = torch.from_numpy(clock.copy())
@@ -99,7 +99,10 @@ class SimulatedReplies:
         )
 
     def _dealt(self, who: Ints) -> list[Ints]:
-        """Return each worker's trainings: assigned by the clients' homes if they have states, else by equal load."""
+        """Return the positions in `who` of each worker's trainings.
+
+        A client that has a state is trained by the worker that stores it; other clients are assigned by equal load.
+        """
         engine, size = self._engine, self._engine.w.size
         if engine.homes is None:
             return pack(self._costs[who], size)
@@ -125,13 +128,13 @@ class SimulatedReplies:
             yield TrainingTask(each.client, each.version, each.staleness), reply
 
     def rows(self, client: int) -> ClientRows:
-        """Return a client's own rows, with wrong labels where its attack needs them."""
+        """Return a client's rows; those of an attacker that flips labels have false labels."""
         data, clients = self._engine.w.batches.data, self._clients
         relabel = self._attack.labels if self._attack is not None and client in self._liars else None
         return ClientRows(clients.rows(client), clients.batch, data.batch_size, getattr(data, "shuffle", True), relabel)
 
 
 def old(shared: dict[str, Tensor], version: int, w_t: Tensor) -> Tensor:
-    """Return the parameters at the start of round `version`."""
+    """Return the parameters at the start of round `version`, from `shared` if they are older than `w_t`."""
     found: Tensor = shared.get(f"{_OLD}{version}", w_t)
     return found

@@ -1,26 +1,26 @@
 """Aggregation rules, one class for each: options, text form, needed replies, tolerated attackers. Add a rule here.
 
-A rule makes one update of a round's replies. f: how many of the replies may come from attackers; n: the replies.
+A rule combines the n replies of a round into one update. Up to f of the replies may come from attackers.
 
     mean                                      weighted by samples; tolerates no attacker
-    krum(f=4)                                 the one reply nearest to its neighbours           2f + 2 < n
-    multi_krum(f=4,m=none)                    the mean of the m nearest (none: n - f)           2f + 2 < n, m <= n - f
+    krum(f=4)                                 the reply nearest to its neighbours               2f + 2 < n
+    multi_krum(f=4,m=none)                    the mean of the m such replies (none: n - f)      2f + 2 < n, m <= n - f
     trimmed_mean(f=4)                         of each coordinate the mean without f largest, f smallest   2f < n
     median                                    of each coordinate the median
-    geometric_median(iterations=100)          the point with the least sum of distances
-    bulyan(f=4)                               a trimmed mean of what Krum chooses               n >= 4f + 3
-    centered_clipping(tau=1,iterations=3)     a mean of clipped distances from the last round's result
+    geometric_median(iterations=100)          the point with the least sum of distances to the replies
+    bulyan(f=4)                               a trimmed mean of the replies that Krum chooses   n >= 4f + 3
+    centered_clipping(tau=1,iterations=3)     the last round's result plus the mean of the clipped differences from it
 
-`bucket=s` for all but mean: means of s replies, drawn from the seed, replace the replies (Karimireddy, He and Jaggi,
-"Byzantine-robust learning on heterogeneous datasets via bucketing", ICLR 2022); n is then ceil(replies / s). All rules
-but mean count each reply once: the number of samples is reported by the client, and an attacker may report any number.
-`rayps.federated.rule_arithmetic` has the arithmetic of the rules, with their papers; `rayps.federated.aggregate`
-applies a rule to a round's replies; `rayps.federated.aggregation` has the options of a strategy, of which the rule is
-one.
+With `bucket=s`, which all rules but mean have, the rule is applied to the means of s replies each, drawn from the seed,
+instead of the replies (Karimireddy, He and Jaggi, "Byzantine-robust learning on heterogeneous datasets via bucketing",
+ICLR 2022); n is then ceil(replies / s). All rules but mean count each reply once, because a client reports its number
+of samples itself, and an attacker may report any number. `rayps.federated.rule_arithmetic` has the arithmetic of the
+rules, with their papers. `rayps.federated.combine_replies` applies a rule to a round's replies. The rule is one of the
+options in `rayps.federated.aggregation_options`.
 
 To add a rule, write a class here: a frozen dataclass derived from `AggregationRule` with a `name`, its options as
-fields, `needs`, `drawback`, and `combine`. numpy is imported only when a rule is applied: the job service parses rules
-without it.
+fields, `needs`, `drawback`, and `combine`. Import numpy only when a rule is applied: the job service parses rules
+without numpy.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
     from rayps.federated.rule_arithmetic import Matrix, Picks, Vector
 
-SKEWED = 0.35  # largest `skew` without a warning; evenly distributed rows stay far below
-_WHOLE = {"f": 0, "m": 1, "bucket": 1, "iterations": 1}  # options with whole numbers, and their least value
+SKEWED = 0.35  # a larger `skew` gives a warning; with evenly distributed rows it is far smaller
+_WHOLE = {"f": 0, "m": 1, "bucket": 1, "iterations": 1}  # options that are whole numbers, with their least values
 RULES: dict[str, type[AggregationRule]] = {}
 
 
@@ -54,16 +54,19 @@ def _kernels() -> ModuleType:
 
 @dataclass(frozen=True)
 class AggregationRule:
-    """The base class of aggregation rules: one rule with its options. Derived classes are found by their `name`."""
+    """The base class of aggregation rules; an object is a rule with its options.
+
+    `rule_of` finds a class by its `name`.
+    """
 
     bucket: int = dataclasses.field(default=1, kw_only=True)
     name: ClassVar[str] = ""
     robust: ClassVar[bool] = True  # whether the rule needs all replies of a round at once, and counts each once
     selects: ClassVar[bool] = False  # whether it chooses some clients by their updates, and ignores the others
-    remembers: ClassVar[bool] = False  # whether it starts with the last round's result
-    by_distance: ClassVar[bool] = False  # whether it measures distances of whole rows, in which counts would dominate
-    guard: ClassVar[str] = "n >= 1"  # the condition of `needs` on n, in symbols
-    drawback: ClassVar[str] = ""  # what the rule does wrong where clients' data differ: the end of a warning's sentence
+    remembers: ClassVar[bool] = False  # whether it starts from the last round's result
+    by_distance: ClassVar[bool] = False  # whether it measures distances between whole rows, which counts would dominate
+    guard: ClassVar[str] = "n >= 1"  # the condition of `needs` on n, as a formula
+    drawback: ClassVar[str] = ""  # the rule's drawback if clients' data differ: the end of "it ..." in a warning
 
     def __init_subclass__(cls) -> None:
         RULES[cls.name] = cls
@@ -92,24 +95,27 @@ class AggregationRule:
         return 1
 
     def attackers_of(self, n: int) -> int:
-        """Return how many attackers among n replies the rule tolerates: fewer than half. n is at least `needs()`."""
+        """Return how many attackers among n replies (after bucketing) the rule tolerates; n is at least `needs()`.
+
+        By default, the largest number below half of n.
+        """
         return (n - 1) // 2
 
     @property
     def least(self) -> int:
-        """The fewest replies of a round for which the rule is defined."""
+        """The least number of replies of a round (before bucketing) for which the rule is defined."""
         return (self.needs() - 1) * self.bucket + 1
 
     def bears(self, replies: int) -> int:
-        """Return how many attackers among this many replies the rule tolerates, bucketing included."""
+        """Return how many attackers among `replies` replies (before bucketing) the rule tolerates."""
         if not self.robust or replies < self.least:
             return 0
         return self.attackers_of(-(-replies // self.bucket))
 
     def lacking(self, replies: int) -> str | None:
-        """Return why a round with this many replies is skipped and leaves the model unchanged.
+        """Return the reason why a round with `replies` replies leaves the model unchanged: the rule needs more.
 
-        None if it is not skipped.
+        None if the replies are enough.
         """
         if replies >= self.least:
             return None
@@ -118,48 +124,48 @@ class AggregationRule:
         return f"{self} needs {self.least} replies ({self._guard()}), received {replies}"
 
     def check(self, cohort: int, attack: AttackSpec | None = None) -> None:
-        """Check the rule against a cohort of this many clients, all of which reply.
+        """Check the rule for rounds of `cohort` clients, assuming that all of them reply.
 
         Raises:
-            ConfigError: the rule needs more replies, or more of the replies may come from attackers than it tolerates.
+            ConfigError: the rule needs more replies, or the simulated `attack` has more attackers than it tolerates.
         """
         if cohort < self.least:
             raise ConfigError(
-                f"{self} needs a round of at least {self.least} replies ({self._guard()}), and a round asks {cohort}\n"
-                f"{'lower f' if self.attackers_of(0) > 0 else 'ask more clients'}, or raise fraction",
+                f"{self} needs a round of at least {self.least} replies ({self._guard()}), but a round asks {cohort} "
+                f"clients:\n{'lower f' if self.attackers_of(0) > 0 else 'ask more clients'}, or raise fraction",
                 field="rule",
                 needed=self.least,
                 cohort=cohort,
             )
         if self.robust and attack is not None and min(attack.clients, cohort) > self.bears(cohort):
             raise ConfigError(
-                f"up to {min(attack.clients, cohort)} of a round's {cohort} replies come from attackers, and {self} "
-                f"tolerates {self.bears(cohort)}",
+                f"up to {min(attack.clients, cohort)} of a round's {cohort} replies come from attackers, but {self} "
+                f"tolerates {self.bears(cohort)}: choose another rule or a larger f, or fewer attackers",
                 field="rule",
                 attackers=attack.clients,
                 bears=self.bears(cohort),
             )
 
     def doubt(self, cohort: int, replies: float) -> str | None:
-        """Return a warning if fewer replies are expected than the rule needs; None otherwise."""
+        """Return a warning if the rule needs more than the `replies` expected of `cohort` clients; None otherwise."""
         if replies >= self.least:
             return None
         return (
             f"of {cohort} clients {replies:.3g} are expected to reply in a round, and {self} needs {self.least} "
-            f"({self._guard()}): rounds with fewer are skipped and leave the model unchanged"
+            f"replies ({self._guard()}): rounds with fewer replies leave the model unchanged"
         )
 
     def warning(self, skew: float | None = None) -> str | None:
-        """Return a warning about the rule's cost where clients' data differ by `skew` (None: not known).
+        """Return a warning about the rule's cost in accuracy if clients' data differ; None if they do not, or for mean.
 
-        The mean has no such warning: the result is None.
+        `skew` is how much the clients' labels differ, from 0 to 1; None: not known.
         """
         if not self.robust or (skew is not None and skew < SKEWED):
             return None
-        told = "where clients' data differ" if skew is None else f"clients' labels differ (by {skew:.2f} of 1), and"
+        told = "if clients' data differ," if skew is None else f"clients' labels differ (by {skew:.2f} of 1), and then"
         return (
             f"{told} {self} costs accuracy even without an attacker: it {self.drawback}; lower f, or try "
-            "centered_clipping or geometric_median, which cost least where that was measured"
+            "centered_clipping or geometric_median, which cost the least accuracy in measurements"
         )
 
     def _guard(self) -> str:
@@ -168,19 +174,23 @@ class AggregationRule:
     # ---- the rule
 
     def combine(self, x: Matrix, before: Vector | None) -> Vector:
-        """Return the rule's result [P], float64, for the rows of x [n, P].
+        """Return the rule's result [P], float64, for the updates x [n, P].
 
-        A rule that `selects` combines only the rows that it chooses. `before` is the last round's result; None = there
-        is none.
+        For a rule that `selects`, x has only the rows that `picks` chose. `before` is the last round's result; None:
+        there is none.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not define how to make one update: define combine")
+        raise NotImplementedError(
+            f"rule {type(self).__name__} does not define how updates are combined: define combine(self, x, before)"
+        )
 
     def picks(self, x: Matrix) -> Picks:
-        """Return the indices of the rows of x that the rule chooses, ascending; only for a rule that `selects`."""
-        raise NotImplementedError(f"{type(self).__name__} selects, and does not define which: define picks")
+        """Return the indices, ascending, of the rows of x that the rule chooses; only for a rule that `selects`."""
+        raise NotImplementedError(
+            f"rule {type(self).__name__} has selects=True, but does not define which rows: define picks(self, x)"
+        )
 
     def beside(self, x: Matrix, before: Vector | None) -> Vector:
-        """Combine the rows of x, which clients sent besides their updates; arguments and result as for `combine`."""
+        """Combine vectors x that clients sent besides their updates; by default as `combine` does."""
         return self.combine(x, before)
 
 
@@ -192,46 +202,46 @@ class Mean(AggregationRule):
     robust: ClassVar[bool] = False
 
     def combine(self, x: Matrix, before: Vector | None) -> Vector:
-        """See AggregationRule. Here each row counts once: the weighted mean is computed by `ExactSum`."""
+        """Return the unweighted mean of the rows; a job's mean is weighted, and computed by `ExactSum` instead."""
         found: Vector = _kernels().mean(x)
         return found
 
 
 @dataclass(frozen=True)
 class Krum(AggregationRule):
-    """The rule Krum: the one reply that is nearest to its neighbours."""
+    """The rule Krum: the result is the one reply that is nearest to its neighbours."""
 
     f: int
     name: ClassVar[str] = "krum"
     selects: ClassVar[bool] = True
     guard: ClassVar[str] = "2f + 2 < n"
     drawback: ClassVar[str] = (
-        "takes over one client's update in each round: with two labels a client it hardly converges "
-        "(buckets help, inside of its parentheses: krum(f=1,bucket=2))"
+        "uses a single client's update in each round, and hardly converges if a client has only two labels "
+        "(buckets help: krum(f=1,bucket=2))"
     )
 
     def needs(self) -> int:
-        """See AggregationRule."""
+        """Return the least n for which 2f + 2 < n."""
         return 2 * self.f + 3
 
     def attackers_of(self, n: int) -> int:
-        """See AggregationRule."""
+        """Return f: the rule tolerates f attackers."""
         return self.f
 
     def picks(self, x: Matrix) -> Picks:
-        """See AggregationRule."""
+        """Return the index of the row that is nearest to its neighbours."""
         found: Picks = _kernels().krum_picks(x, self.f, 1)
         return found
 
     def combine(self, x: Matrix, before: Vector | None) -> Vector:
-        """See AggregationRule."""
+        """Return the mean of the chosen rows; Krum chooses one."""
         found: Vector = _kernels().mean(x)
         return found
 
 
 @dataclass(frozen=True)
 class MultiKrum(Krum):
-    """The rule multi-Krum: the mean of the m replies that are nearest to their neighbours."""
+    """The rule multi-Krum: the result is the mean of the m replies that are nearest to their neighbours."""
 
     m: int | None = None
     name: ClassVar[str] = "multi_krum"
@@ -239,25 +249,25 @@ class MultiKrum(Krum):
     drawback: ClassVar[str] = "drops the clients that differ most, attackers or not"
 
     def needs(self) -> int:
-        """See AggregationRule."""
+        """Return the least n for which 2f + 2 < n and m <= n - f."""
         return max(2 * self.f + 3, self.f + (self.m or 1))
 
     def picks(self, x: Matrix) -> Picks:
-        """See AggregationRule."""
+        """Return the indices of the m rows (None: n - f) that are nearest to their neighbours, ascending."""
         found: Picks = _kernels().krum_picks(x, self.f, len(x) - self.f if self.m is None else self.m)
         return found
 
     def beside(self, x: Matrix, before: Vector | None) -> Vector:
-        """Return a trimmed mean, because a client that was chosen for its update may send false values besides."""
+        """Return a trimmed mean, because a client that was chosen for its update may send a false vector here."""
         found: Vector = _kernels().trimmed_mean(x, min(self.f, (len(x) - 1) // 2))
         return found
 
 
 @dataclass(frozen=True)
 class Bulyan(Krum):
-    """The rule Bulyan: for each coordinate the mean of the values nearest to the median.
+    """The rule Bulyan: Krum chooses n - 2f of the n replies, one after another, of which a trimmed mean is computed.
 
-    The values are those of the n - 2f replies that Krum chooses one after another.
+    The result is, for each coordinate, the mean of the n - 4f values of these replies that are nearest to their median.
     """
 
     name: ClassVar[str] = "bulyan"
@@ -265,84 +275,84 @@ class Bulyan(Krum):
     drawback: ClassVar[str] = "drops the clients that differ most, attackers or not"
 
     def needs(self) -> int:
-        """See AggregationRule."""
+        """Return the least n for which n >= 4f + 3."""
         return 4 * self.f + 3
 
     def picks(self, x: Matrix) -> Picks:
-        """See AggregationRule."""
+        """Return the indices of the n - 2f rows that Krum chooses one after another, ascending."""
         found: Picks = _kernels().bulyan_picks(x, self.f)
         return found
 
     def combine(self, x: Matrix, before: Vector | None) -> Vector:
-        """See AggregationRule: the mean of n - 4f values of each coordinate, out of the n - 2f chosen replies."""
+        """Return for each coordinate the mean of the n - 4f values nearest to the median of the n - 2f chosen rows."""
         found: Vector = _kernels().near_the_median(x, len(x) - 2 * self.f)
         return found
 
 
 @dataclass(frozen=True)
 class TrimmedMean(AggregationRule):
-    """The rule trimmed mean: for each coordinate the mean without the f largest and f smallest values."""
+    """The rule trimmed mean: for each coordinate, the mean of the values without the f largest and f smallest."""
 
     f: int
     name: ClassVar[str] = "trimmed_mean"
     guard: ClassVar[str] = "2f < n"
-    drawback: ClassVar[str] = "drops what few clients know"
+    drawback: ClassVar[str] = "drops what only a few clients have learned"
 
     def needs(self) -> int:
-        """See AggregationRule."""
+        """Return the least n for which 2f < n."""
         return 2 * self.f + 1
 
     def attackers_of(self, n: int) -> int:
-        """See AggregationRule."""
+        """Return f: the rule tolerates f attackers."""
         return self.f
 
     def combine(self, x: Matrix, before: Vector | None) -> Vector:
-        """See AggregationRule."""
+        """Return for each column the mean of its values without the f largest and f smallest."""
         found: Vector = _kernels().trimmed_mean(x, self.f)
         return found
 
 
 @dataclass(frozen=True)
 class Median(AggregationRule):
-    """The rule median: for each coordinate the median."""
+    """The rule median: the result is, for each coordinate, the median of the replies."""
 
     name: ClassVar[str] = "median"
-    drawback: ClassVar[str] = "drops what few clients know: rare labels may never be predicted"
+    drawback: ClassVar[str] = "drops what only a few clients have learned, so that rare labels may never be predicted"
 
     def combine(self, x: Matrix, before: Vector | None) -> Vector:
-        """See AggregationRule."""
+        """Return for each column the median."""
         found: Vector = _kernels().median(x)
         return found
 
 
 @dataclass(frozen=True)
 class GeometricMedian(AggregationRule):
-    """The rule geometric median: the point with the least sum of distances to the replies."""
+    """The rule geometric median: the result is the point with the least sum of distances to the replies."""
 
     iterations: int = 100
     name: ClassVar[str] = "geometric_median"
     by_distance: ClassVar[bool] = True
-    drawback: ClassVar[str] = "gives clients that differ most the least weight"
+    drawback: ClassVar[str] = "gives the least weight to the clients that differ most"
 
     def combine(self, x: Matrix, before: Vector | None) -> Vector:
-        """See AggregationRule."""
+        """Return the point with the least sum of distances to the rows, after at most `iterations` iterations."""
         found: Vector = _kernels().geometric_median(x, self.iterations)
         return found
 
 
 @dataclass(frozen=True)
 class CenteredClipping(AggregationRule):
-    """The rule centered clipping: the last round's result plus the mean of the clipped differences from it."""
+    """The rule centered clipping: the last round's result plus the mean of the replies' clipped differences from it."""
 
     tau: float = 1.0
     iterations: int = 3
     name: ClassVar[str] = "centered_clipping"
     remembers: ClassVar[bool] = True
     by_distance: ClassVar[bool] = True
-    drawback: ClassVar[str] = "converges slowly where its tau is below the updates' norms"
+    drawback: ClassVar[str] = "converges slowly if its tau is below the norms of the updates"
 
     def combine(self, x: Matrix, before: Vector | None) -> Vector:
-        """See AggregationRule."""
+        """Return `before` (None: 0) plus the mean of the differences from it, clipped to the norm tau, repeatedly."""
         found: Vector = _kernels().centered_clipping(x, self.tau, self.iterations, before)
         return found
 
@@ -352,9 +362,9 @@ for _kind in RULES.values():
 
 
 def rule_of(given: Json | AggregationRule) -> AggregationRule:
-    """Parse a rule from its text or wire form. Raises ConfigError: there is no such rule, or an option is invalid.
+    """Parse a rule from its text or wire form; return an AggregationRule unchanged; for None return the mean.
 
-    A rule is returned unchanged; None gives the mean.
+    Raises ConfigError: there is no such rule, or an option is invalid.
     """
     if isinstance(given, AggregationRule):
         return given
@@ -363,8 +373,10 @@ def rule_of(given: Json | AggregationRule) -> AggregationRule:
 
 
 def rule_with(option: str) -> str | None:
-    """Return an example of a rule that has this option, as text; None if no rule has it."""
-    for kind in sorted(RULES.values(), key=lambda kind: kind.selects):  # rules that need few replies first
+    """Return the text form of an example of a rule that has this option; None if no rule has it."""
+    for kind in sorted(
+        RULES.values(), key=lambda kind: kind.selects
+    ):  # rules that choose clients come last, as they need more replies
         own = kind.options()
         if option in own:
             needed: dict[str, float] = {name: 1 for name, each in own.items() if each.default is REQUIRED}

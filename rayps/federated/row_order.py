@@ -1,8 +1,9 @@
-"""The order of a client's rows: a function of seed, client and round, equal on every host.
+"""The order in which a client's rows are used: a function of seed, client and round, equal on every host.
 
-Client k has an endless stream of epochs, each a permutation of its rows, drawn from (seed, epoch, k). A round of E
-epochs takes epochs t E to (t + 1) E of the stream, a round of L steps takes batches t L to (t + 1) L: as if k had taken
-part in every earlier round. So one client alone reads the data as a single worker does in ordinary training.
+Client k has an endless sequence of epochs, each a permutation of its rows, drawn from (seed, epoch, k). Round t of E
+epochs uses epochs t E to (t + 1) E - 1 of the sequence; round t of L steps uses batches t L to (t + 1) L - 1: as if
+client k had taken part in every earlier round. A job with a single client therefore reads the data in the same order as
+one worker does in ordinary training.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ Ints = NDArray[np.int64]
 def parts(
     seed: int, client: int, n: int, batch: int, *, round: int, epochs: int, steps: int | None, shuffle: bool = True
 ) -> Iterator[Ints]:
-    """Yield the positions of a round among the client's n rows: one array for each started epoch.
+    """Yield which of the client's n rows a round uses, in order: one array of positions for each epoch, or part of one.
 
-    The caller cuts an array into batches of `batch`. Every array begins with a whole batch; only the last batch of an
-    epoch may be smaller.
+    The caller cuts each array into batches of `batch` rows. Every array begins at the start of a batch; only the last
+    batch of an epoch may be smaller.
     """
     each = math.ceil(n / batch)
     at = round * (epochs * each if steps is None else steps)

@@ -1,4 +1,4 @@
-"""The arithmetic of the aggregation rules: pure functions of a matrix of updates, one row for each reply.
+"""The arithmetic of the aggregation rules: pure functions of a matrix of updates with one row for each reply.
 
     krum, multi_krum    Blanchard, El Mhamdi, Guerraoui and Stainer, "Machine learning with adversaries: Byzantine
                         tolerant gradient descent", NeurIPS 2017
@@ -13,18 +13,19 @@
                         algorithm 2; the paper clips the clients' momenta, here it is their updates, which hold no
                         momentum of earlier rounds
 
-The rules' classes, where a rule is added, are in `rayps.federated.robust_rules`; they call these functions.
+The classes of the rules in `rayps.federated.robust_rules` call these functions; a new rule is added there.
 
-x [n, P], float32 or float64, must be finite: the caller drops other rows first. Distances are sums of squares of
-differences, in float64, never |a|^2 + |b|^2 - 2ab, which cancels where updates are large and similar. Rows are in
-cohort order, and of equal rows the first wins. numpy alone, on one thread: the bits do not depend on the number
-of threads or workers. Each row counts once, whatever its number of samples.
+The matrix x [n, P] of n replies with P elements is float32 or float64, and must be finite: the caller drops other rows
+first. f is the number of replies that may come from attackers. Distances are computed in float64 as sums of squares of
+differences, never as |a|^2 + |b|^2 - 2ab, which loses all digits if updates are large and similar. Rows are in cohort
+order; of equal rows the first is chosen. All functions use numpy on one thread, so that the bits do not depend on the
+number of threads or workers. Each row counts once, whatever its number of samples.
 
-What clients send besides their updates (buffers, SCAFFOLD's c) goes through `beside`, each as a matrix of its own.
-Krum, multi-Krum and Bulyan choose clients by the updates alone (`picks`), and use these values of the chosen ones only:
-Krum those of its one client; multi-Krum the mean of each column without its f largest and f smallest, because a client
-that was chosen for its update may send false values here; Bulyan as in its second step. The other rules treat all
-matrices equally.
+Vectors that clients send besides their updates (buffers, SCAFFOLD's c) are combined by `beside`, each as a matrix of
+its own. Krum, multi-Krum and Bulyan choose clients by their updates alone (`picks`), and use these vectors of the
+chosen clients only: Krum those of its one client; multi-Krum the mean of each column without its f largest and f
+smallest values, because a client that was chosen for its update may send a false vector here; Bulyan as in its second
+step. The other rules treat these vectors like updates.
 """
 
 from __future__ import annotations
@@ -41,20 +42,20 @@ Matrix = NDArray[np.float64] | NDArray[np.float32]
 Vector = NDArray[np.float64]
 Picks = NDArray[np.int64]
 _BLOCK = 1 << 16  # elements of a block of columns
-_NEAR = 1e-9  # Weiszfeld's iteration ends at a smaller movement; relative to the median distance
-_AT = 1e-12  # a row nearer than this is equal to the point; relative to the median distance
+_NEAR = 1e-9  # Weiszfeld's iteration ends when the point moves less than this, relative to the median distance
+_AT = 1e-12  # a row nearer to the point than this, relative to the median distance, counts as equal to it
 
 
 def aggregate(
     rule: AggregationRule, x: Matrix, before: Vector | None = None, seed: int = 0, *, chosen: Picks | None = None
 ) -> Vector:
-    """Return the result of a rule for the rows of x, [P] in float64.
+    """Return the result of a rule for the updates x: a vector [P] in float64.
 
-    `before` is the last round's result, for a rule that `remembers`; None: zeros. `seed` draws the buckets: give
-    another in each round. `chosen` is the result of `picks` for x, if known.
+    `before` is the last round's result, for a rule that `remembers` it (None: zeros). `seed` determines the buckets:
+    give another one in each round. `chosen` is the result of `picks` for x, if the caller has it.
 
     Raises:
-        ConfigError: the rows are fewer than the rule needs.
+        ConfigError: x has fewer rows than the rule needs.
     """
     lacking = rule.lacking(len(x))
     if lacking is not None:
@@ -68,11 +69,10 @@ def aggregate(
 def beside(
     rule: AggregationRule, x: Matrix, before: Vector | None = None, seed: int = 0, *, chosen: Picks | None = None
 ) -> Vector:
-    """Return the result of a rule for the rows of x, which clients sent besides their updates.
+    """Return the result of a rule for the vectors x that clients sent besides their updates.
 
-    Otherwise as `aggregate`.
-
-    `chosen` is the result of `picks` for the updates, if the rule chooses clients.
+    `chosen` is the result of `picks` for the updates, if the rule chooses clients. The other arguments are those of
+    `aggregate`.
     """
     if chosen is None:
         return aggregate(rule, x, before, seed)
@@ -80,12 +80,12 @@ def beside(
 
 
 def picks(rule: AggregationRule, x: Matrix, seed: int = 0) -> Picks:
-    """Return the indices of the buckets that a rule that `selects` chooses by the updates x, ascending."""
+    """Return the indices, ascending, of the buckets of x that the rule chooses; only for a rule that `selects`."""
     return rule.picks(buckets(x, rule.bucket, seed))
 
 
 def members(rule: AggregationRule, n: int, chosen: Picks, seed: int = 0) -> list[int]:
-    """Return which of the n rows are in the chosen buckets, ascending."""
+    """Return the indices, ascending, of those of the n rows that are in the chosen buckets."""
     dealt = _dealt(n, rule.bucket, seed)
     return sorted(int(row) for bucket in chosen for row in dealt[int(bucket)])
 
@@ -96,7 +96,7 @@ def mean(x: Matrix) -> Vector:
 
 
 def trimmed_mean(x: Matrix, f: int) -> Vector:
-    """Return for each column the mean without its f largest and f smallest."""
+    """Return for each column the mean of its values without the f largest and f smallest."""
     out = np.empty(x.shape[1])
     for part in _blocks(x):
         out[part] = np.sort(x[:, part], axis=0)[f : len(x) - f].mean(axis=0, dtype=np.float64)
@@ -109,13 +109,13 @@ def median(x: Matrix) -> Vector:
 
 
 def geometric_median(x: Matrix, iterations: int = 100) -> Vector:
-    """Return argmin_z sum_i |x_i - z|, by Weiszfeld's iteration from the coordinate-wise median on.
+    """Return argmin_z sum_i |x_i - z|, by Weiszfeld's iteration, which starts at the coordinate-wise median.
 
-    With T = sum_i x_i / |x_i - z| over sum_i 1 / |x_i - z|, r = |sum_i (x_i - z) / |x_i - z||, both over the rows that
-    are not at z, and eta the number of rows at z: z <- z + max(0, 1 - eta / r) (T - z) (Vardi and Zhang 2000). A row is
-    the minimum if and only if r <= eta there. Near a row the iteration is slow: therefore the row nearest to z is
-    tested once, and if its sum of distances is smaller than z's, the iteration continues from it. The iteration ends
-    when z moves by less than 1e-9 of the median distance.
+    A step is z <- z + max(0, 1 - eta / r) (T - z) (Vardi and Zhang 2000), where eta is the number of rows equal to z,
+    and, with sums over the other rows, T = (sum_i x_i / |x_i - z|) / (sum_i 1 / |x_i - z|) and r = |sum_i (x_i - z) /
+    |x_i - z||. A row is the minimum if and only if r <= eta at that row. Near a row the iteration is slow; therefore
+    each row that is the nearest to z is tested once, and if its sum of distances is smaller than that of z, the
+    iteration continues from the row. The iteration ends when z moves by less than 1e-9 of the median distance.
     """
     z, tested = median(x), set[int]()
     for _ in range(iterations):
@@ -141,9 +141,9 @@ def geometric_median(x: Matrix, iterations: int = 100) -> Vector:
 
 
 def _weiszfeld(x: Matrix, z: Vector, apart: Vector) -> tuple[Vector, float]:
-    """Return T, and the share of the step from z to T, which is 0 if z is the minimum.
+    """Return T, and the factor max(0, 1 - eta / r) of the step from z to T, which is 0 if z is the minimum.
 
-    `apart`: the rows' distances to z.
+    `apart` are the rows' distances to z. `geometric_median` defines T, eta and r.
     """
     away = apart > _AT * np.median(apart)
     at = len(x) - int(away.sum())
@@ -157,15 +157,15 @@ def _weiszfeld(x: Matrix, z: Vector, apart: Vector) -> tuple[Vector, float]:
 
 
 def krum_picks(x: Matrix, f: int, count: int) -> Picks:
-    """Return the `count` rows nearest to their neighbours, ascending.
+    """Return the indices, ascending, of the `count` rows that are nearest to their neighbours.
 
-    The measure is the sum of a row's squared distances to its n - f - 2 nearest other rows.
+    The measure is the sum of a row's squared distances to its n - f - 2 nearest other rows, of n rows.
     """
     return np.sort(np.argsort(scores(distances(x), f), kind="stable")[:count])
 
 
 def bulyan_picks(x: Matrix, f: int) -> Picks:
-    """Select n - 2f rows, one at a time, each by Krum."""
+    """Return the indices, ascending, of n - 2f of the n rows, which Krum chooses one after another."""
     n, d = len(x), distances(x)
     left, chosen = list(range(n)), list[int]()
     while len(chosen) < n - 2 * f:
@@ -176,7 +176,7 @@ def bulyan_picks(x: Matrix, f: int) -> Picks:
 
 
 def near_the_median(picked: Matrix, keep: int) -> Vector:
-    """Return for each column the mean of the `keep` values nearest to its median."""
+    """Return for each column the mean of the `keep` values that are nearest to the column's median."""
     out = np.empty(picked.shape[1])
     for part in _blocks(picked):
         column = np.sort(picked[:, part], axis=0).astype(np.float64)
@@ -187,9 +187,9 @@ def near_the_median(picked: Matrix, keep: int) -> Vector:
 
 
 def centered_clipping(x: Matrix, tau: float, iterations: int = 1, before: Vector | None = None) -> Vector:
-    """Return v after `iterations` of v <- v + mean_i (x_i - v) min(1, tau / |x_i - v|).
+    """Return v after `iterations` iterations of v <- v + mean_i (x_i - v) min(1, tau / |x_i - v|).
 
-    v starts at `before`, the last round's result.
+    v starts at `before`, the last round's result; at 0 if that is None.
     """
     v = np.zeros(x.shape[1]) if before is None else before.astype(np.float64)
     for _ in range(iterations):
@@ -200,7 +200,7 @@ def centered_clipping(x: Matrix, tau: float, iterations: int = 1, before: Vector
 
 
 def clip_factor(norm: float, largest: float | None) -> float:
-    """Return the factor that scales an update of norm `norm` to at most the norm `largest`."""
+    """Return the factor that scales an update of norm `norm` down to the norm `largest`; 1 if it is not larger."""
     return 1.0 if largest is None or norm <= largest else largest / norm
 
 
@@ -216,7 +216,10 @@ def distances(x: Matrix) -> NDArray[np.float64]:
 
 
 def scores(d: NDArray[np.float64], f: int) -> Vector:
-    """Return for each row the sum of its n - f - 2 (at least one) smallest squared distances to other rows."""
+    """Return for each of n rows the sum of its n - f - 2 (at least one) smallest distances to other rows.
+
+    `d` [n, n] are the squared distances between rows.
+    """
     n = len(d)
     others = np.sort(d + np.diag(np.full(n, np.inf)), axis=1)
     sums: Vector = others[:, : max(1, n - f - 2)].sum(axis=1)
@@ -224,14 +227,14 @@ def scores(d: NDArray[np.float64], f: int) -> Vector:
 
 
 def buckets(x: Matrix, size: int, seed: int) -> Matrix:
-    """Return the means of buckets of `size` rows; the seed gives the order of rows, the last bucket may be smaller."""
+    """Return the mean of each bucket of `size` rows; the seed determines the buckets, the last one may be smaller."""
     if size == 1:
         return x
     return np.stack([mean(x[rows]) for rows in _dealt(len(x), size, seed)])
 
 
 def _dealt(n: int, size: int, seed: int) -> list[Picks]:
-    """Return the rows of each bucket, in the order drawn by the seed. With size 1 each row is one bucket, in order."""
+    """Return the rows of each bucket of `size` rows, in a random order by the seed; with size 1, in their own order."""
     order = np.arange(n) if size == 1 else np.random.default_rng(seed).permutation(n)
     return [np.sort(order[at : at + size]) for at in range(0, n, size)]
 

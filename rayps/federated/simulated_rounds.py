@@ -1,4 +1,4 @@
-"""Create the virtual-time rounds of a federated strategy's simulated clients from the strategy's options."""
+"""Create the simulation of a federated strategy's clients in virtual time, from the strategy's options."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections.abc import Iterable
 from rayps.federated.population.async_events import AsyncBuffer
 from rayps.federated.population.events import Events, InStep
 from rayps.federated.population.population import Population
-from rayps.federated.view import FederatedView
+from rayps.federated.strategy_interface import FederatedView
 
 
 def events_of(strategy: FederatedView, sizes: Iterable[int], seed: int, batch_size: int) -> Events:
-    """Return the rounds of a federated strategy; `sizes` are the clients' samples, `batch_size` is the data's.
+    """Return the simulation that plans the rounds of a federated strategy.
+
+    `sizes` are the clients' numbers of samples, `batch_size` is the data's.
 
     Raises:
         ConfigError: the strategy's options do not fit this many clients, or a trace cannot be read.

@@ -1,1 +1,1 @@
-"""Models larger than a worker: division, pipeline stages, tensor parallelism."""
+"""Models too large for one worker: their division among several, pipeline stages, tensor parallelism."""

@@ -1,6 +1,8 @@
-"""The elastic server group: servers that several jobs share, and that can be added, removed and lost during training.
+"""The parameter server: servers that hold the parameters of one job or of several, cut into segments.
 
-A *manager* knows which server holds which segment (`manager/`); *hosts*, the servers, hold segments of several jobs'
-*spaces* (`server/`); a worker's *client* keeps a copy of the map (`client/`). What all of them know lies here. Li et
-al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014.
+`manager/` decides which server holds which segment of a job's *space*, and publishes this as a map. `server/` is one
+server, which applies pushes to its segments. `client/` sends a worker's requests to the servers that the map names.
+`tables/` holds sparse tables. `protocol/` defines the messages and values that all of them exchange. Servers can be
+added, removed and lost during training, except where a fixed map replaces the manager. Li et al., "Scaling Distributed
+Machine Learning with the Parameter Server", OSDI 2014.
 """

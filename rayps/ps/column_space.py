@@ -1,9 +1,10 @@
-"""One space of a job on a server group, as the job's driver uses it: filled, fetched for checkpoints, restored.
+"""One space of a job on a server group, as the job's driver uses it: it loads, fetches and restores the space's states.
 
-A job has one space, and where a replica is several workers one for each column. Ranks in it are data ranks.
+A job has one space. If each data-parallel replica of its model is several workers, it has one space for each column of
+the model. The ranks of a space are data ranks.
 
-A server answers a PART request when it closes that round, so the request must arrive before. A request for one round is
-cancelled when another round is wanted.
+Servers answer a request for the states after a round (PART) when they close the round, so the request must arrive
+before that. A request for one round is cancelled when another round is wanted.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from rayps.tensors.snapshot import RetainedParts, Snapshot
 
 log = logging.getLogger(__name__)
 
-AGAIN_SECONDS = 0.2  # seconds from the loss of a connection to the next attempt
-LOAD_BYTES = 64_000_000  # bytes of states that are sent at a time
+AGAIN_SECONDS = 0.2  # seconds from the loss of a connection to the next attempt to connect
+LOAD_BYTES = 64_000_000  # bytes of states after which a LOAD request is sent
 
 
 class ColumnSpace:
-    """An open space. `positions` are the steps of the data ranks when the space was opened."""
+    """An open space. `positions`: for each data rank, the number of its first push to the space."""
 
     def __init__(self, group: ManagerClient, space: Space, positions: list[int], timeout: float) -> None:
         self.space = space
@@ -41,12 +42,12 @@ class ColumnSpace:
         self._collector: Collector | None = None
 
     def rank(self, data: int) -> SpaceRank:
-        """Return a new incarnation of a data rank; servers refuse the earlier ones."""
+        """Return a new incarnation of a data rank; servers refuse the earlier incarnations of the rank."""
         return SpaceRank(self._group.door(), self.space, self._group.join(self.space.number, data))
 
     @contextmanager
     def session(self) -> Iterator[Session]:
-        """Open a session of rank -1, which loads and reads. Raises as `Session.join`."""
+        """Open a session of rank -1, which loads and reads states. Raises as `Session.join`."""
         session = self._session()
         session.join()
         try:
@@ -60,11 +61,17 @@ class ColumnSpace:
     # ---- states
 
     def load(self, part: Snapshot, tables: Mapping[int, Any], segments: Iterable[int] | None = None) -> None:
-        """Send states to segments (all by default): from the snapshot `part`, and for tables from `tables`."""
+        """Send states to `segments` (default: all). `part` has the state of the dense vector.
+
+        `tables` has the states of tables, by segment; a table's segment that `tables` lacks begins empty.
+        """
         self._load({}, part, tables, range(self.space.segments) if segments is None else segments)
 
     def restore(self, part: Snapshot, tables: Mapping[int, Any], segments: list[int], skips: Mapping[int, int]) -> int:
-        """Load lost segments again, without the steps below `skips` by rank; return how many pushes that loses."""
+        """Load lost segments again, as `load` does, and report this to the manager; return how many pushes are lost.
+
+        `skips`: by rank, the step below which no worker retains pushes. Such pushes are lost if the states lack them.
+        """
         missing = self._load(skips, part, tables, segments)
         self._group.restored(self.space.number, segments)
         return missing
@@ -88,7 +95,10 @@ class ColumnSpace:
     # ---- checkpoints
 
     def collect(self) -> None:
-        """Fetch states for checkpoints from now on, for a generation that begins. Does nothing for tables alone."""
+        """Fetch states for checkpoints from now on. Call it when a generation begins.
+
+        Does nothing if the space has tables only.
+        """
         self.stop_collecting()
         if self.space.cuts:
             self._collector = Collector(self._session, list(range(self.space.segments)))
@@ -100,25 +110,25 @@ class ColumnSpace:
             self._collector = None
 
     def want(self, rounds: int) -> None:
-        """Fetch the states after `rounds`."""
+        """Fetch the states after round `rounds`."""
         if self._collector is not None:
             self._collector.want(rounds)
 
     def held(self, slowest: int) -> list[tuple[int, list[int]]]:
-        """See `Collector.held`; empty if nothing is collected."""
+        """Return the progress and the fetched rounds as one pair (`Collector.held`); [] if no states are fetched."""
         return [] if self._collector is None else [self._collector.held(slowest)]
 
     def states(self, rounds: int) -> dict[int, Any] | None:
-        """Return the states after `rounds`, by segment, if they have been fetched."""
+        """Return the states after round `rounds`, by segment; None if they have not been fetched."""
         return None if self._collector is None else self._collector.states(rounds)
 
     def parts(self, rounds: int) -> list[ShardPart | None]:
-        """Return the states of the dense vector's segments after `rounds`; None if they have not been fetched."""
+        """Return the states of the dense vector's segments after round `rounds`; a state not fetched is None."""
         states = self.states(rounds)
         return [None if states is None else part_of(states[i], rounds, lo) for i, (lo, _) in enumerate(self.space.cuts)]
 
     def saved(self, rounds: int) -> None:
-        """Notify the servers that a checkpoint has the state after `rounds`."""
+        """Notify the servers that a checkpoint has the states after round `rounds`."""
         if self._collector is not None:
             self._collector.saved(rounds)
 
@@ -131,10 +141,11 @@ def first_state(
     table: Any = None,
     skips: Mapping[int, int] | None = None,
 ) -> tuple[Any, int]:
-    """Return the first state of a segment, and how many pushes are lost by `skips`.
+    """Return the state with which a segment begins, and how many pushes are lost because of `skips`.
 
-    `skips`: by rank, the step below which missing pushes are given up. A segment of a table begins with the state
-    `table`, or empty at the steps `positions`.
+    A segment of the dense vector begins with its elements of the snapshot `part`. A segment of a table begins with the
+    state `table`; if that is None, without rows and at the steps `positions`. `skips`: by rank, the step below which
+    missing pushes count as applied, because no worker retains them.
     """
     found = space.table_of(index)
     if found is not None:
@@ -149,7 +160,7 @@ def first_state(
 class Collector:
     """The thread that fetches states for the checkpoints of one generation.
 
-    `meet` opens a session of rank -1 with the space; `segments` are the segments to fetch.
+    `meet` creates a session of rank -1 with the space; `segments` are the segments whose states are fetched.
     """
 
     def __init__(self, meet: Callable[[], Session], segments: list[int]) -> None:
@@ -165,7 +176,7 @@ class Collector:
         self._thread.start()
 
     def want(self, rounds: int) -> None:
-        """Fetch the states after `rounds`; cancel an unfinished request for another round."""
+        """Fetch the states after round `rounds`; cancel an unanswered request for another round."""
         with self._news:
             changed = rounds != self._states.wanted
             self._states.wanted = rounds
@@ -175,27 +186,31 @@ class Collector:
             late.hang_up()
 
     def saved(self, rounds: int) -> None:
-        """Notify the servers that a checkpoint has this state."""
+        """Notify the servers that a checkpoint has the states after round `rounds`."""
         with self._news:
             self._saved.append(rounds)
             self._news.notify_all()
 
     def held(self, slowest: int) -> tuple[int, list[int]]:
-        """Return the progress that the driver may assume, and the rounds whose states have been fetched."""
+        """Return the servers' progress in rounds, and the rounds whose states have been fetched.
+
+        The driver waits for the wanted round as long as the progress is not greater. The progress is therefore
+        `slowest`, the position of the slowest worker, but at most the wanted round while its states may still arrive,
+        and more than the wanted round if they were requested too late.
+        """
         with self._news:
             wanted, held = self._states.wanted, sorted(self._states)
             if wanted and wanted not in held:
-                # no worker is past the wanted round while the request for it is open
                 return (max(slowest, wanted + 1) if self._missed == wanted else min(slowest, wanted)), held
             return slowest, held
 
     def states(self, rounds: int) -> dict[int, Any] | None:
-        """Return the states after `rounds`, by segment, if they have been fetched."""
+        """Return the states after round `rounds`, by segment; None if they have not been fetched."""
         with self._news:
             return self._states.get(rounds)
 
     def close(self) -> None:
-        """End the thread and its links."""
+        """End the thread and its connections."""
         with self._news:
             self._ended = True
             talk = self._talk
@@ -208,14 +223,14 @@ class Collector:
         try:
             while self._turn():
                 pass
-        except Exception:  # a bug: the run continues without checkpoints
+        except Exception:  # a bug: the job continues without further checkpoints
             log.exception("the thread that collects checkpoints failed")
         finally:
             if self._talk is not None:
                 self._talk.close()
 
     def _turn(self) -> bool:
-        """Send the next request and await its answer; return False after `close`."""
+        """Wait for work, send the next request and wait for its answer; return False after `close`."""
         with self._news:
             self._news.wait_for(lambda: self._ended or self._saved or self._next())
             if self._ended:
@@ -262,13 +277,13 @@ class Collector:
 
 
 def segment_states(talk: Session, indices: Iterable[int]) -> Iterator[tuple[int, Any]]:
-    """Yield the states of segments as they are now, one after another."""
+    """Yield (segment, its state now) for each of `indices`; states are requested one at a time."""
     for index in indices:
         yield index, talk.exchange(GroupMessage.PART, {index: b""}, step=-1).pieces[index]
 
 
 def tables_by_value(space: Space, talk: Session) -> dict[str, list[Any]]:
-    """Return the states of all segments of each table."""
+    """Return the present states of all segments of each table, by the table's name."""
     return {
         table.name: [bytes(each) for _, each in segment_states(talk, segments)] for table, segments in _tables(space)
     }
@@ -277,7 +292,10 @@ def tables_by_value(space: Space, talk: Session) -> dict[str, list[Any]]:
 def write_tables(
     space: Space, folder: Path, kept: Mapping[int, Any] | None, meet: Callable[[], AbstractContextManager[Session]]
 ) -> list[Path]:
-    """Save the tables, with the states `kept`, or as they are now; return the files."""
+    """Write the tables to `folder`, and return the files.
+
+    `kept` has the states to write, by segment; None: write the present states, read in a session that `meet` opens.
+    """
     if kept is not None:
         for table, segments in _tables(space):
             parquet.write(folder / table.name, table, (kept[index] for index in segments))
@@ -291,10 +309,10 @@ def write_tables(
 def saved_tables(
     space: Space, folder: Path, positions: list[int], same: bool, only: Collection[int] | None = None
 ) -> dict[int, Any]:
-    """Return the states that `write_tables` saved, for this space's segments (or `only` these).
+    """Return the states that `write_tables` wrote to `folder`, by segment of `space`; with `only`, of these segments.
 
-    The number of saved segments may be another. Clocks begin at `positions`; if the numbers of segments and workers are
-    the saved ones (`same`), clocks are as saved.
+    The tables may have been written with another number of segments. `same`: they were written with this number of
+    workers. If both numbers are the same, clocks continue as written; otherwise they begin at `positions`.
     """
     found: dict[int, Any] = {}
     for table, segments in _tables(space):
@@ -307,7 +325,10 @@ def saved_tables(
 
 
 def skip_steps(segment: Any, skips: Mapping[int, int]) -> tuple[Any, int]:
-    """Return a segment's state that waits for no step below `skips`, by rank, and how many pushes are lost thereby."""
+    """Count, in the state of a table's segment, missing pushes of each rank below the step `skips[rank]` as applied.
+
+    Return the new state, and how many pushes are lost thereby.
+    """
     if not skips:
         return segment, 0
     head, arrays = segment_state.unpack(segment)
@@ -317,7 +338,7 @@ def skip_steps(segment: Any, skips: Mapping[int, int]) -> tuple[Any, int]:
 
 
 def carried_tables(old: Space, talk: Session, new: Space) -> dict[int, Any]:
-    """Return the states of the old space's tables, divided into the new space's segments."""
+    """Return the present states of the old space's tables, by segment of the new space. `talk` reads the old space."""
     there = {table.name: segments for table, segments in _tables(new)}
     found: dict[int, Any] = {}
     for table, segments in _tables(old):

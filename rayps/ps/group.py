@@ -25,8 +25,9 @@ from rayps.ps.protocol.space import Quota, Space
 from rayps.ps.tables.delta import Served, read_delta
 from rayps.ps.tables.wire_format import bucket
 
-CALL_SECONDS = 90.0  # for a manager to answer; opening waits for servers
-PAUSE_SECONDS = 0.1
+CALL_SECONDS = 90.0  # seconds for a manager to answer a call: `open` waits until servers are ready
+PAUSE_SECONDS = 0.1  # seconds between two checks of a group, and before a call of a manager that died is repeated
+# calls that are repeated if the manager dies before it answers: to execute one twice does no harm
 _REPEATABLE = frozenset(
     {"door", "space", "map", "facts", "settled", "set_quota", "restored", "join", "resize", "drain"}
 )
@@ -40,12 +41,15 @@ class ManagerClient:
         self._handle, self._cluster = handle, cluster
 
     def door(self) -> dict[str, Any]:
-        """{"address", "secret"}: what a worker needs to connect."""
+        """Return {"address", "secret"}: the manager's address, and the secret with which a worker connects."""
         found: dict[str, Any] = self._call("door")
         return found
 
     def open(self, space: Space) -> Space:
-        """Place a space; return it with its number. Raises ConfigError, Conflict (the name is open), ClusterError."""
+        """Open a space: assign its segments to servers, and return it with its number.
+
+        Raises ConfigError, Conflict (a space of that name is open), ClusterError (no server is ready in time).
+        """
         found: Space = self._call("open", space)
         return found
 
@@ -58,15 +62,17 @@ class ManagerClient:
         strategy: Any = None,
         factory: bytes | None = None,
     ) -> Space:
-        """Create a space that begins with `parent`'s parameters at step 0. Memory is shared until the two differ.
+        """Create the space `name`, which begins at step 0 with the parameters of the space `parent`.
 
-        What is None is as in `parent`. Raises NotFound, Conflict, ConfigError.
+        The two spaces share memory until one of them changes. An argument that is None is as in `parent`.
+
+        Raises NotFound (there is no space `parent`), Conflict (a space `name` is open), ConfigError.
         """
         found: Space = self._call("branch", parent, name, quota, workers, strategy, factory)
         return found
 
     def space(self, name: str) -> Space:
-        """Return an open space. Raises NotFound."""
+        """Return the open space of this name. Raises NotFound: there is none."""
         found: Space = self._call("space", name)
         return found
 
@@ -79,23 +85,26 @@ class ManagerClient:
         self._call("set_quota", name, quota)
 
     def map(self, number: int) -> SpaceMap:
-        """Return the servers that hold a space's segments, as `SpaceMap.to_json`. Raises NotFound."""
+        """Return the map of a space, given by number: the servers that hold its segments. Raises NotFound."""
         return SpaceMap.from_json(self._call("map", number))
 
     def join(self, number: int, rank: int) -> int:
-        """Return an incarnation for a new holder of `rank`, which fences the earlier holders.
+        """Give `rank` of a space, given by number, to a new process; return the number of this incarnation.
 
-        Raises NotFound, ConfigError.
+        Servers refuse the processes that had the rank before. Raises NotFound, ConfigError.
         """
         found: int = self._call("join", number, rank)
         return found
 
     def follow(self, space: str, table: str, timeout: float = 60.0) -> Follower:
-        """Return a copy of a table's rows, which its `update` brings up to date. Raises NotFound, ConfigError."""
+        """Return a copy of a table's rows, which is empty until its `update` is called.
+
+        `timeout`: seconds for servers to answer. Raises NotFound, ConfigError: there is no such space or table.
+        """
         return Follower(self.door, self.space(space), table, timeout)
 
     def restored(self, number: int, segments: list[int]) -> None:
-        """Record that lost segments have been loaded again."""
+        """Report to the manager that lost segments of a space, given by number, have been loaded again."""
         self._call("restored", number, segments)
 
     def resize(self, servers: int) -> None:
@@ -106,7 +115,10 @@ class ManagerClient:
         self._call("resize", servers)
 
     def drain(self, server: str) -> None:
-        """Empty one server, then end it: a resize by one less. Raises NotFound, ConfigError, Conflict."""
+        """Move all segments of one server to the others, then end it. The group then has one server less.
+
+        Raises NotFound, ConfigError (too few servers would be left), Conflict (a resize is in progress).
+        """
         self._call("drain", server)
 
     def facts(self) -> dict[str, Any]:
@@ -115,26 +127,27 @@ class ManagerClient:
         return found
 
     def settled(self) -> bool:
-        """Return whether all segments and backups are where they belong, and all servers are alive."""
+        """Return whether all servers are alive, and have the segments and backups that the manager assigns to them."""
         return bool(self._call("settled"))
 
     def wait_settled(self, timeout: float = 60.0) -> None:
-        """Wait until no segment moves any more. Raises PeerTimeout: that takes longer than `timeout` seconds."""
+        """Wait until the group is `settled()`. Raises PeerTimeout: this takes longer than `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while not self.settled():
             if time.monotonic() > deadline:
                 facts = self.facts()
                 there = sum(server["state"] == "alive" for server in facts["servers"])
                 raise PeerTimeout(
-                    f"server group {self.name!r} is {facts['status']} after {timeout:g} s (the knob is `timeout`): "
-                    f"{there} of {facts['wanted']} servers are there, {len(facts['moves'])} segments move",
+                    f"server group {self.name!r} has not settled within {timeout:g} s (the knob is `timeout`): its "
+                    f"status is {facts['status']}, {there} of {facts['wanted']} servers are alive, and "
+                    f"{len(facts['moves'])} segments are still moving",
                     peer=manager_actor(self.name),
                     seconds=timeout,
                 )
             time.sleep(PAUSE_SECONDS)
 
     def stop(self) -> None:
-        """End the group: its servers, its spaces, its record."""
+        """End the group: its servers, its manager, its spaces and its record."""
         self._call("stop")
         if self._handle is not None:
             (self._cluster or surrounding()).kill(self._handle)
@@ -147,7 +160,7 @@ class ManagerClient:
                 if self._handle is None:
                     self._handle = self._find()
                 return self._handle.call(method, *args).result(timeout)
-            except ActorDied:  # Ray may start the manager again, which continues from its record
+            except ActorDied:  # Ray may restart the manager, which then continues from its record
                 self._handle = None
                 if method not in _REPEATABLE or time.monotonic() > deadline:
                     raise
@@ -163,14 +176,14 @@ class ManagerClient:
         found = (self._cluster or surrounding()).find(manager_actor(self.name))
         if found is None:
             raise ActorDied(
-                f"server group {self.name!r} has no manager: it was stopped, or died; start it again with the folder "
-                "of its record, and it goes on",
+                f"server group {self.name!r} has no manager: the group was stopped, or its manager died. If it died, "
+                "start the group again with the folder of its record: the group then continues",
                 actor=manager_actor(self.name),
             )
         return found
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"name": self.name, "_handle": None, "_cluster": None}  # who gets it finds the manager by its name
+        return {"name": self.name, "_handle": None, "_cluster": None}  # the receiver finds the manager by its name
 
     def __enter__(self) -> ManagerClient:
         return self
@@ -193,22 +206,26 @@ def start(
     silence: float = SILENCE,
     balance: Balance | None = BALANCE,
 ) -> ManagerClient:
-    """Start a group of `servers` that keep `replicas` copies of each segment; returns once all servers are there.
+    """Start a group of `servers` servers with `replicas` backups of each segment; return when all servers are alive.
 
-    With `folder`, the manager's record is kept there: on Ray the manager is made anew when its process dies. A group of
-    that name and folder goes on with the servers that still live. `detached`: it outlives this process. `cpus`: of
-    each server, as the cluster counts them. `hosts`: another cluster for the servers. `silence`: seconds after which a
-    server that says nothing is taken for dead. `balance`: when hot servers shed segments (None = never).
+    `folder`: where the manager writes the group's record. A manager on Ray that has a folder is restarted when its
+    process dies. If the folder has the record of a group of this name, the group continues with those of its servers
+    that still run. `detached`: the group outlives this process. `cpus`: CPUs that the cluster reserves for each server.
+    `hosts`: another cluster, in which the servers run. `silence`: seconds after which a server that sends nothing
+    counts as dead. `balance`: when an overloaded server gives segments to another server (None = never).
 
-    Raises ConfigError, Conflict (the name is taken), PeerTimeout (not all servers are there in time).
+    Raises ConfigError, Conflict (a group of this name runs), PeerTimeout (not all servers are alive in time).
     """
     if not isinstance(name, str) or not name.strip() or "/" in name:
-        raise ConfigError(f"{name!r} cannot name a server group: give some characters, without /", field="name")
+        raise ConfigError(
+            f"{name!r} cannot name a server group: give a text that is not blank, without /", field="name"
+        )
     check_size(name, servers, replicas)
     home, given = _home(cluster, hosts)
     if home.find(manager_actor(name)) is not None:
         raise Conflict(
-            f"there is a server group {name!r} already: give another name, resize it, or stop it first", status=409
+            f"there is a server group {name!r} already: give another name, resize that group, or stop it first",
+            status=409,
         )
     more: dict[str, Any] = {} if given is None else {"cluster": given}
     handle = home.spawn(
@@ -235,20 +252,20 @@ def start(
 
 
 def find(cluster: Cluster, name: str) -> ManagerClient:
-    """Return a running group. Raises ConfigError: there is no group of that name; lists the existing ones."""
+    """Return the running group of this name. Raises ConfigError: there is none; the error lists the running groups."""
     for home in (cluster, surrounding()):
         handle = home.find(manager_actor(name))
         if handle is not None:
             return ManagerClient(name, handle, home)
     known = ", ".join(repr(other) for other in names(cluster)) or "none"
     raise ConfigError(
-        f"there is no server group {name!r}; there are: {known}. Start one with `rayps servers start {name}`",
+        f"there is no server group {name!r}; running groups: {known}. Start one with `rayps servers start {name}`",
         field="server_group",
     )
 
 
 def names(cluster: Cluster) -> list[str]:
-    """Return the names of the groups of a cluster."""
+    """Return the names of the server groups that run in a cluster."""
     homes = (cluster, surrounding())
     return [
         name for name in group_names(rendezvous()) if any(home.find(manager_actor(name)) is not None for home in homes)
@@ -256,10 +273,10 @@ def names(cluster: Cluster) -> list[str]:
 
 
 def _home(cluster: Cluster, hosts: Cluster | None) -> tuple[Cluster, Cluster | None]:
-    """Return the cluster in which the manager runs, and the one that it is given for its servers (None: its own).
+    """Return the cluster in which the manager runs, and the cluster that is passed to it, to start servers in.
 
-    An actor finds its cluster by itself. In a cluster of threads, or of a test's processes, it does not: there the
-    manager runs in this process and is given the cluster.
+    The second is None on Ray, where an actor finds its own cluster. In a cluster of threads, or of a test's processes,
+    an actor cannot find it: the manager then runs in this process, and the cluster is passed to it.
     """
     if isinstance(cluster, LocalCluster):
         return cluster, hosts or cluster
@@ -281,7 +298,7 @@ def _await_servers(group: ManagerClient, timeout: float) -> None:
         if time.monotonic() > deadline:
             said = [event["message"] for event in facts["events"] if event["kind"] == "server_not_started"]
             raise PeerTimeout(
-                f"{len(facts['servers'])} of {facts['wanted']} servers of group {group.name!r} are there after "
+                f"{len(facts['servers'])} of {facts['wanted']} servers of group {group.name!r} have started within "
                 f"{timeout:g} s (the knob is `timeout`){': ' + said[-1] if said else ''}",
                 peer=manager_actor(group.name),
                 seconds=timeout,
@@ -295,7 +312,7 @@ __all__ = ["ManagerClient", "find", "names", "start"]
 class Follower:
     """A copy of the rows of one table of a space, as of the last `update`.
 
-    Raises ConfigError: there is no such table.
+    Raises ConfigError: the space has no such table.
     """
 
     def __init__(self, door: Door, space: Space, table: str, timeout: float) -> None:
@@ -327,7 +344,7 @@ class Follower:
         return sum(len(rows) for rows in segments.values())
 
     def get(self, ids: Iterable[int]) -> Any:
-        """Return the rows [n, dim] with these ids; zeros for an id without a row."""
+        """Return the rows with these ids, [number of ids, dim]; zeros for an id without a row."""
         wanted = np.fromiter(ids, np.int64)
         found, segments = np.zeros((len(wanted), self.table.dim), np.dtype(self.table.dtype)), self._served.rows
         for i, (each, segment) in enumerate(zip(wanted.tolist(), bucket(wanted, self.table.segments), strict=True)):
@@ -337,5 +354,5 @@ class Follower:
         return found
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to the servers."""
         self._talk.close()

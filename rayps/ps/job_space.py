@@ -1,8 +1,9 @@
 """A job's spaces on an elastic server group: the job's driver opens, loads, collects, watches and drops them.
 
-A job has one space; where a replica is several workers, one for each column: `JOB`, `JOB/1`, `JOB/2`... A generation
-that begins from a snapshot opens spaces with new numbers, so that workers of the generation before are refused. Tables
-keep their rows: they are too large to go back to a snapshot, and a push that they have is not applied again.
+A job has one space, with the job's name. If each data-parallel replica of its model is several workers, it has one
+space for each column of the model: `JOB`, `JOB/1`, `JOB/2`... A generation that begins from a snapshot opens spaces
+with new numbers, so that servers refuse workers of the generation before. Sparse tables are too large to be reset to a
+snapshot: the new space begins with their present rows, and a push that the rows contain is not applied again.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class ModelColumns(Protocol):
 
 
 class ServedPhase(Protocol):
-    """The facts about a generation that its servers need."""
+    """What servers must know about a generation of a job."""
 
     @property
     def strategy(self) -> StrategyView:
@@ -70,18 +71,19 @@ class ServedPhase(Protocol):
 
     @property
     def ticks(self) -> Ticks:
-        """The epochs of the phase, for schedules on servers."""
+        """The epoch of each round, for learning-rate schedules on servers."""
 
     @property
     def division(self) -> ModelColumns | None:
-        """The division of the model; None where a replica is one worker."""
+        """The division of the model into columns; None if each replica is one worker."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SpaceTerms:
-    """A job's demands on a group: workers, packed optimizer factory, the model's tables, quota, seconds to wait.
+    """The properties of a job that determine its spaces.
 
-    `scheduled`: the factory has a schedule, which tables follow too.
+    `factory`: the packed optimizer factory. `tables`: the model's sparse tables. `timeout`: seconds for servers to
+    answer. `scheduled`: the factory has a learning-rate schedule, which tables follow too.
     """
 
     workers: int
@@ -92,7 +94,7 @@ class SpaceTerms:
     scheduled: bool
 
     def space(self, name: str, strategy: StrategyView, layout: Layout | None, ticks: Ticks) -> Space:
-        """Return the space of a job whose replicas are one worker each; without a `layout`, for its tables alone."""
+        """Return the space of a job whose replicas are one worker each; with `layout` None, a space of tables only."""
         factory = self.factory if layout is not None or self.scheduled else b""
         cuts = () if layout is None else cut(layout)
         return Space(name, 0, self.workers, strategy, layout, cuts, factory, self.tables, self.quota, ticks=ticks)
@@ -124,10 +126,10 @@ class SpaceTerms:
 
 
 class JobSpace:
-    """A job's spaces on `group`, by the job's name. `own`: the group is this job's alone, and ends with it.
+    """The spaces of the job `name` on `group`. Implements `rayps.runtime.job_servers.JobServers`.
 
-    `factory` is the job's packed optimizer factory, `tables` those of its model; `scheduled`: the factory has a
-    schedule, which tables follow too. Implements `rayps.runtime.job_servers.JobServers`.
+    `own`: the group was started for this job alone, and ends with it. `factory`, `tables`, `timeout` and `scheduled`:
+    see `SpaceTerms`.
     """
 
     def __init__(
@@ -144,14 +146,15 @@ class JobSpace:
         scheduled: bool = False,
     ) -> None:
         self.group, self.name, self.own, self.tables = group, name, own, tables
-        self.reached: dict[int, tuple[int, int]] = {}  # by worker: its position, and since which step it keeps pushes
+        # by worker: its position, and the step below which its replay buffer has evicted pushes
+        self.reached: dict[int, tuple[int, int]] = {}
         self._terms = SpaceTerms(workers, factory, tables, quota or Quota(), timeout, scheduled)
         self._columns: list[ColumnSpace] = []
         self._grid = Grid(workers)
         self._division: ModelColumns | None = None
         self._base: Snapshot | None = None  # the snapshot from which lost segments are loaded
         self._saved_tables: tuple[Path, bool] | None = None
-        self._branched = False  # the space is a branch, which holds its values already
+        self._branched = False  # the open space is a branch, which has its values already
         self._watch = GroupWatch(group, name, lambda: self.spaces, self._restore)
 
     @property
@@ -167,7 +170,7 @@ class JobSpace:
     # ---- a generation
 
     def serves(self, strategy: StrategyView) -> bool:
-        """Return whether a generation under this strategy needs the space."""
+        """Return whether a generation under this strategy needs a space."""
         return servers_of(strategy) is not None or (bool(self.tables) and _of_tables(strategy) is not None)
 
     def take_over(self) -> None:
@@ -177,15 +180,19 @@ class JobSpace:
             self._drop(name)
 
     def branch(self, parent: str, strategy: StrategyView, layout: Layout) -> Snapshot:
-        """Begin as a branch of another job's space, with its parameters and optimizer state as they are.
+        """Open the job's space as a branch of the space `parent`; return the branch's parameters and optimizer state.
 
         Raises:
-            NotFound, Conflict: there is no such space, or this job's is open.
-            CheckpointError: it is of another model.
+            NotFound: there is no space `parent`.
+            Conflict: a space with this job's name is open.
+            ConfigError: `parent` has tables only, or is of another model.
         """
         theirs = self.group.space(parent)
         if theirs.layout is None:
-            raise ConfigError(f"space {parent!r} has tables only: it holds no parameters to begin with", field="branch")
+            raise ConfigError(
+                f"space {parent!r} has sparse tables only, and a branch begins with a dense vector: give another space",
+                field="branch",
+            )
         try:
             Snapshot(theirs.layout, torch.empty(0)).check(layout)
         except CheckpointError as error:
@@ -204,7 +211,7 @@ class JobSpace:
         return Snapshot(layout, torch.cat([part.params for part in parts]), moments)
 
     def begin(self, orders: ServedPhase, snapshot: Snapshot, parts: Sequence[Snapshot]) -> None:
-        """Hold a state in a new generation; `parts` is the same by column."""
+        """Begin a generation: open its spaces and load the state `snapshot`. `parts` is this state by column."""
         strategy = orders.strategy
         dense_too = servers_of(strategy) is not None
         follows = strategy if dense_too else _of_tables(strategy)
@@ -224,14 +231,17 @@ class JobSpace:
         self._watch.start()
 
     def _stays(self, strategy: StrategyView, dense_too: bool) -> bool:
-        """Return whether the open space serves the generation unchanged: it is a branch, or has tables alone."""
+        """Return whether the open space serves a new generation unchanged.
+
+        It does if it has just been branched, or if it has, and needs, tables only and the same strategy.
+        """
         if not self._columns:
             return False
         old = self._columns[0].space
         return self._branched or (not dense_too and old.layout is None and old.strategy == strategy.server_half)
 
     def _open(self, fresh: list[Space], parts: Sequence[Snapshot]) -> None:
-        """Open spaces with the state `parts`, by column, and with the rows of tables as they are."""
+        """Drop the open spaces, open `fresh`, and load the state `parts`, by column, and the present rows of tables."""
         for column in self._columns:
             column.stop_collecting()
         positions = list(parts[0].positions)
@@ -250,12 +260,12 @@ class JobSpace:
             return self.group.open(fresh)
         except ActorDied:
             try:
-                return self.group.space(fresh.name)  # waits for a restarted manager
+                return self.group.space(fresh.name)  # waits until the manager has restarted
             except NotFound:
                 return self.group.open(fresh)
 
     def _drop(self, name: str) -> None:
-        """Drop a space; wait for a manager that restarts. Raises ActorDied: there is no manager in time."""
+        """Drop a space, if it is open. Raises ActorDied: the manager died, and has not restarted in time."""
         deadline = time.monotonic() + DROP_SECONDS
         while True:
             try:
@@ -269,43 +279,43 @@ class JobSpace:
                 time.sleep(0.2)
 
     def seat(self, rank: int) -> SpaceRank | None:
-        """See JobServers."""
+        """Return what worker `rank` needs to join the space of its column, as a new incarnation of its data rank."""
         assert self._columns, "begin() comes first"
         return self._columns[self._grid.column(rank)].rank(self._grid.at(rank).data)
 
     # ---- checkpoints
 
     def poll(self, orders: ServedPhase, wanted: int) -> None:
-        """See JobServers."""
+        """Fetch the states after round `wanted`, if it is not 0."""
         for column in self._columns if wanted else []:
             column.want(wanted)
 
     def held(self, slowest: int) -> list[tuple[int, list[int]]] | None:
-        """See JobServers. Tables alone are no reason to wait."""
+        """Return, for each space with a dense vector, its progress and the fetched rounds (`Collector.held`)."""
         return [each for column in self._columns for each in column.held(slowest)]
 
     def parts(self, rounds: int) -> Callable[[float], list[ShardPart | None]]:
-        """See JobServers."""
+        """Return a function that returns the fetched states after round `rounds`; a state not fetched is None."""
         found = [part for column in self._columns for part in column.parts(rounds)]
         return lambda timeout: found
 
     def of(self, column: int) -> range:
-        """See JobServers."""
+        """Return the indices in `parts` of the parts of a column."""
         before = sum(len(space.cuts) for space in self.spaces[:column])
         return range(before, before + len(self.spaces[column].cuts))
 
     def saved(self, snapshot: Snapshot) -> None:
-        """See JobServers."""
+        """Notify the servers that the driver has saved this state, so that workers need not retain its pushes."""
         self._base = snapshot
-        # without a folder the tables are stored nowhere else: workers retain their pushes, up to their limit
+        # without a folder only the servers have the tables: workers then continue to retain pushes, up to their limit
         if not self.tables or self._saved_tables is not None:
             for column in self._columns:
                 column.saved(snapshot.round)
 
     def write_tables(self, rounds: int) -> Callable[[Path], list[Path]] | None:
-        """Return a function that writes the tables into a folder; None if there are none.
+        """Return a function that writes the tables to a folder and returns the files; None if there are no tables.
 
-        The tables are as after `rounds` if they are held with the dense part, else as they are now.
+        It writes their states after round `rounds` if these were fetched, else their present states.
         """
         column = self._with_tables
         if column is None:
@@ -314,7 +324,7 @@ class JobSpace:
         return lambda folder: write_tables(space, folder, kept, session)
 
     def tables_kept(self, folder: Path) -> None:
-        """Record that `write_tables` wrote the tables into this folder, which stays."""
+        """Record that this checkpoint folder has the tables: lost segments of tables are loaded from it from now on."""
         column = self._with_tables
         if column is None:
             return
@@ -324,11 +334,14 @@ class JobSpace:
                 session.tell(GroupMessage.SAVED, -1)
 
     def load_tables(self, folder: Path, same: bool) -> None:
-        """Load the tables of a checkpoint; `same`: its number of workers is the job's. Raises CheckpointError."""
+        """Let the next generation begin with the tables in the folder of a checkpoint.
+
+        `same`: the checkpoint has the job's number of workers.
+        """
         self._saved_tables = folder, same
 
     def whole_tables(self) -> dict[str, list[Any]]:
-        """Return the states of all segments of each table, as they are now; empty if the tables are large."""
+        """Return the present states of all segments of each table; {} if they exceed WHOLE_BYTES or there are none."""
         column = self._with_tables
         if column is None or self._watch.job().get("bytes", 0) > WHOLE_BYTES:
             return {}
@@ -336,7 +349,7 @@ class JobSpace:
             return tables_by_value(column.space, session)
 
     def _first_tables(self, space: Space, positions: list[int]) -> dict[int, Any]:
-        """Return the first states of the tables: those of the space before, or of a checkpoint."""
+        """Return the states with which tables begin: those of the open space, or of a checkpoint; else {} (no rows)."""
         old = self._with_tables
         if old is not None:
             with old.session() as session:
@@ -351,7 +364,7 @@ class JobSpace:
     def look(self) -> None:
         """Check the group's state, and load lost segments again.
 
-        Any thread may call this; a failure becomes an event.
+        Any thread may call this; a failure is logged, and not raised.
         """
         self._watch.look()
 
@@ -364,7 +377,8 @@ class JobSpace:
     def _restore_column(self, number: int, column: ColumnSpace, base: Snapshot, lost: list[int]) -> None:
         space, grid = column.space, self._grid
         part = base if self._division is None else self._division.cut(base, number)
-        # pushes that no worker retains are given up, with a margin: workers drop more of them while this is done
+        # the step below which missing pushes count as lost: half-way between the step below which the worker has
+        # evicted pushes, and its position, because it may evict more of them before it repeats the rest
         skips = (
             {}
             if space.servers.in_step
@@ -377,24 +391,25 @@ class JobSpace:
         folder, same = self._saved_tables or (None, True)
         tables = saved_tables(space, folder, part.positions, same, lost) if folder else {}
         missing = column.restore(part, tables, lost, skips)
-        rows = "" if folder or not space.tables else "; rows begin anew, for there is no checkpoint of tables"
+        rows = "" if folder or not space.tables else ". Tables start empty, because no checkpoint has their rows"
         self._watch.tell(
             {
                 "kind": "restored",
                 "time": time.time(),
                 "segments": lost,
                 "pushes": missing,
-                "message": f"{len(lost)} segments had no copy and were loaded again from round {base.round}{rows}: "
-                f"workers say again what they have pushed since; {missing} pushes were kept no more, and are lost",
+                "message": f"{len(lost)} segments were lost without a backup, and were loaded again from the snapshot "
+                f"of round {base.round}{rows}. Workers repeat their later pushes; {missing} pushes are lost, because "
+                "they were evicted from the workers' replay buffers (the knob is `replay_mb`)",
             }
         )
 
     def news(self) -> list[dict[str, Any]]:
-        """Return the events of the group since the last call, each with a kind, a message and a time."""
+        """Return the group's events about this job since the last call, each with a kind, a message and a time."""
         return self._watch.events()
 
     def facts(self) -> dict[str, Any]:
-        """Return the state of all spaces together, for `progress.json`."""
+        """Return facts about the group and all of the job's spaces together, for `progress.json`."""
         facts, mine = self._watch.facts, self._watch.job()
         held: dict[str | None, int] = {}
         for segment in mine.get("segments", []):
@@ -419,7 +434,7 @@ class JobSpace:
         }
 
     def close(self) -> None:
-        """Free the spaces; end the group if it is the job's own. A failure becomes an event, and is not raised."""
+        """Drop the spaces; end the group if it is the job's own. A failure is logged, and not raised."""
         self._watch.close()
         for column in self._columns:
             column.stop_collecting()
@@ -431,7 +446,7 @@ class JobSpace:
                 for space in self.spaces:
                     self._drop(space.name)
         except (RaypsError, TimeoutError) as error:
-            log.warning("space %r of group %r could not be freed: %s", self.name, self.group.name, error)
+            log.warning("space %r of group %r could not be dropped: %s", self.name, self.group.name, error)
         self._columns = []
 
 
@@ -441,13 +456,13 @@ def column_name(job: str, column: int) -> str:
 
 
 def is_column_of(space: str, job: str) -> bool:
-    """Return whether a space is of one of the job's columns, other than the first."""
+    """Return whether the space of this name belongs to a column of the job other than the first."""
     name, _, column = space.rpartition("/")
     return name == job and column.isdigit()
 
 
 def shared(quota: Quota, elements: float, requests: float) -> Quota:
-    """Return the part of a job's quota for a space that has these fractions of its elements and of its requests."""
+    """Return a space's share of its job's quota, given its fractions of the job's elements and requests."""
     return Quota(
         None if quota.bytes is None else max(1, int(quota.bytes * elements)),
         None if quota.operations is None else quota.operations * requests,
@@ -455,21 +470,22 @@ def shared(quota: Quota, elements: float, requests: float) -> Quota:
 
 
 def _of_tables(strategy: StrategyView) -> StrategyView | None:
-    """Return the consistency that sparse tables follow under a strategy. None = it cannot train a model with tables."""
+    """Return the strategy of the servers that hold sparse tables; None = a model with tables cannot be trained."""
     return strategy.tables
 
 
-LOOK_SECONDS = 0.5
+LOOK_SECONDS = 0.5  # seconds between two checks of a group
+# kinds of the group's events that become events of the job
 EVENTS = ("server_lost", "server_dead", "segment_lost", "resized", "server_leaving", "server_joined")
-GROWTHS = 2  # checks with more throttled requests before an event is written, so that one burst causes none
+GROWTHS = 2  # checks that find more throttled requests before a warning is written: one burst causes no warning
 FOR_SECONDS = 10.0  # seconds after the last throttled request in which the job counts as throttled
 
 
 class GroupWatch:
-    """A thread that checks the group's facts, from `start` to `close`.
+    """A thread that checks the group's facts at intervals, from `start` to `close`.
 
-    `react` is called with new facts and the facts of the job's spaces, see `spaces_of`; `spaces()` returns the open
-    ones. `lock` is held meanwhile; code that changes the job's spaces must hold it too.
+    Each check calls `react` with the new facts, and holds `lock` meanwhile; code that changes the job's spaces must
+    hold `lock` too. `spaces()` returns the job's open spaces.
     """
 
     def __init__(
@@ -506,7 +522,7 @@ class GroupWatch:
                 return
 
     def look(self) -> None:
-        """Read the group's facts, and react. Any thread may call this; a failure is logged."""
+        """Read the group's facts, and call `react` with them. Any thread may call this; a failure is logged."""
         if self._over.is_set():
             return  # the job's own group has ended
         try:
@@ -517,10 +533,10 @@ class GroupWatch:
                 self._look_at_quota()
                 if not self._over.is_set():
                     self._react(facts)
-        except (RaypsError, TimeoutError) as error:  # a manager that restarts is asked again
+        except (RaypsError, TimeoutError) as error:  # the manager may restart: the next check asks again
             log.info("server group %r does not answer: %s", self._group.name, error)
         except Exception:
-            log.exception("server group %r cannot be followed", self._group.name)
+            log.exception("the check of server group %r failed", self._group.name)
 
     def _take_events(self, facts: Facts) -> None:
         fresh = [event for event in facts["events"] if event["time"] > self._since]
@@ -530,20 +546,21 @@ class GroupWatch:
         self._events += [event for event in fresh if event["kind"] in EVENTS and event.get("space") in names]
 
     def _look_at_quota(self) -> None:
-        """Write a warning, once for each quota, if the quota throttles the job."""
+        """Add a warning, once for each value of the quota, if the quota throttles the job."""
         found = self._throttled.look(self.job(), time.monotonic())
         if found is not None:
             names = [space.name for space in self._spaces()]
             commands = [f"`rayps servers quota {self._group.name} {name} --operations N`" for name in names]
-            verb = "changes it" if len(commands) == 1 else "change it"
-            self.tell({"kind": "warning", "time": time.time(), "message": f"{found}: {' and '.join(commands)} {verb}"})
+            verb = "changes" if len(commands) == 1 else "change"
+            message = f"the job is {found}: {' and '.join(commands)} {verb} the quota"
+            self.tell({"kind": "warning", "time": time.time(), "message": message})
 
     def tell(self, event: Facts) -> None:
-        """Add an event."""
+        """Add an event for `events` to return."""
         self._events.append(event)
 
     def events(self) -> list[Facts]:
-        """Return the events since the last call: each has a kind, a message and a time."""
+        """Return the events that were added since the last call; each has a kind, a message and a time."""
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def job(self) -> Facts:
@@ -557,7 +574,7 @@ class GroupWatch:
 
 
 def spaces_of(facts: Facts, spaces: Sequence[Space]) -> list[Facts]:
-    """Return the facts of each of these spaces; empty for a space that the group does not know."""
+    """Return the group's facts about each of these spaces; {} for a space that the group does not know."""
     known = {found["number"]: found for found in facts.get("spaces", [])}
     return [known.get(space.number, {}) for space in spaces]
 
@@ -589,7 +606,7 @@ class Throttled:
         self._said = False
 
     def look(self, space: dict[str, Any], now: float) -> str | None:
-        """Record a space's "quota" and "throttled"; return the text of a warning, once for each quota."""
+        """Record the job's "quota" and "throttled"; return the text of a warning, once for each value of the quota."""
         limit, throttled = (space.get("quota") or {}).get("operations"), int(space.get("throttled") or 0)
         if limit != self._limit:
             self._limit, self._growths, self._said = limit, 0, False

@@ -1,11 +1,12 @@
-"""A parameter server of one's own, shared by any actors of the user's: on fixed servers, or on an elastic group.
+"""`rayps.ServerGroup`: parameters that the user's own actors share, on fixed servers or on an elastic group.
 
 group = rayps.ServerGroup(params, shards=2, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), workers=4)
 server = group.join(rank)            # in each actor, which was given `group` as an argument
 server.push(grad); params = server.pull()
 
-With `replicas` or `group` the servers are elastic: they may die, and `group.resize(4)` while pushes and pulls continue.
-Else their map is static: one segment for each server, for as long as all of them live.
+With the argument `replicas` or `group` the servers are elastic: one that dies is replaced, and `group.resize(4)`
+changes their number while pushes and pulls continue. Otherwise the servers are fixed: each holds one segment, and none
+is replaced when it dies.
 """
 
 from __future__ import annotations
@@ -42,30 +43,35 @@ from rayps.tensors.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 
-START_SECONDS = 180.0
-PROBE_SECONDS = 1.0  # for a fixed server to accept a connection
+START_SECONDS = 180.0  # seconds for servers to start
+PROBE_SECONDS = 1.0  # seconds for a fixed server to accept a connection
 
 
 class ServerGroup:
-    """Shared parameters on servers. Pass it to your actors; whoever made it ends it with `close()`.
+    """Parameters on servers. Pass the object to the actors that share them; its creator ends it with `close()`.
 
     `params` is a tensor or a state dict of floating tensors. `optimizer` builds a torch optimizer over a list of
-    parameters (default: SGD with lr=1, which subtracts what is pushed). `staleness` is 0 (each round waits for all
-    `workers`), a number of rounds, or None (asynchronous). `timeout` is in seconds.
+    parameters (default: SGD with lr=1, which subtracts each pushed gradient). `staleness` is 0 (each round waits for
+    all `workers`), the number of rounds that a worker may be ahead of the slowest, or None (asynchronous).
+    `compression` is the encoding of pushes, with the values of the strategies' option. `timeout` is in seconds.
 
-    Without `replicas` and `group`, `shards` servers hold a part each, for as long as all of them live. `compression`
-    says how pushes travel, as a strategy's does.
+    Without `replicas` and `group` the servers are fixed: each of `shards` servers holds one part of the parameters, and
+    is not replaced when it dies.
 
-    With `replicas` an elastic group of `shards` servers is started and ended with this one. With replicas=1, every
-    part is on two servers, and a push is acknowledged once both have it (in step: once its round is closed, see
-    `SharedParameters.flush`); a server that dies is replaced, and nothing is lost unless two die within moments. With
-    replicas=0 the death of a server loses its parts, which is said. With `group`, a name or a
-    `rayps.ps.group.ManagerClient`, the parameters are a space named `name` on a group that others use too, within
-    `quota`. `segments` is how many parts there are to move about.
+    With `replicas`, an elastic group of `shards` servers is started, and ends with this object. With replicas=1 each
+    part has a backup on a second server, and a push is acknowledged when both servers have it. With staleness=0 it is
+    acknowledged earlier, because the second server gets it when its round is complete: until then the worker can repeat
+    it (`SharedParameters.flush` waits until both servers have all pushes). A server that dies is replaced; values are
+    lost only if a second server dies before the new backup is complete. With replicas=0 the parts of a server that dies
+    are lost, and pushes and pulls raise PeerLost.
+
+    With `group`, a name or a `rayps.ps.group.ManagerClient`, the parameters become the space `name` on a running group,
+    which other jobs may use too; `quota` limits the space. `segments` is the number of parts into which an elastic
+    group cuts the parameters; each part can move to another server.
 
     Raises:
-        ConfigError, WorkloadError: the arguments cannot work.
-        Conflict: the group has a space of that name.
+        ConfigError, WorkloadError: an argument is not valid, or two arguments exclude each other.
+        Conflict: the group has a space of this name.
 
     Example:
         with rayps.ServerGroup(torch.zeros(4), shards=2, workers=1) as group:
@@ -135,7 +141,7 @@ class ServerGroup:
         self._fixed = self._start(factory, space, snapshot)
 
     def _opened(self, group: str | elastic.ManagerClient | None, space: Space, vector: Tensor) -> OwnSpace:
-        """Return the space on the named group, or on a group that is started for the space."""
+        """Open `space` on the given group, or on a group that is started for it, and load `vector` into it."""
         assert self._cluster is not None
         servers, private = space.servers, group is None
         if group is None:
@@ -177,25 +183,27 @@ class ServerGroup:
             raise
 
     def join(self, rank: int, *, resident: bool = True) -> SharedParameters:
-        """Become worker `rank`; a former holder of the rank is fenced, and the steps it has pushed stay counted.
+        """Become worker `rank`, and return its access to the parameters.
 
-        `resident=False` sends messages also to shards of this host, whose memory would else be shared.
+        Servers refuse a process that had the rank before; the steps that it has pushed stay counted. With
+        `resident=False`, fixed servers on this host get messages too, instead of sharing memory with this process.
 
         Raises:
             ConfigError: there is no such rank.
-            PeerTimeout, PeerLost: a shard does not answer.
+            PeerTimeout, PeerLost: a server does not answer.
         """
         return SharedParameters(self.server(rank, resident=resident), self.layout, self._as_dict)
 
     def server(self, rank: int, *, resident: bool = True) -> GroupServer:
-        """Join as `join` does, and return a server with the parameters as one flat vector."""
+        """Become worker `rank` as `join` does; return a `GroupServer`, which pulls and pushes one flat vector."""
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.workers:
             raise ConfigError(
-                f"rank {rank} is not one of {self.workers} workers (0 to {self.workers - 1})", field="rank"
+                f"rank is {rank!r}, and the group has {self.workers} workers: give 0 to {self.workers - 1}",
+                field="rank",
             )
         if self._own is not None:
             return self._coded(self._own.server(rank))
-        assert self._fixed is not None, "it has one or the other"
+        assert self._fixed is not None, "a ServerGroup has an OwnSpace or a FixedSpace"
         found, space = self._fixed.map, self._fixed.space
         incarnation = take_seat(found, space, rank, self.timeout)
         talk = Session(found, space, rank, incarnation=incarnation, timeout=self.timeout, keep=0, resident=resident)
@@ -206,7 +214,7 @@ class ServerGroup:
             raise
 
     def _coded(self, server: GroupServer) -> GroupServer:
-        """Return the server, with its pushes compressed as `compression` says."""
+        """Return `server`, after its pushes are set to the encoding of the argument `compression`."""
         if self._compression is not None:
             log.info(compress(server, self._compression)["message"])
         return server
@@ -214,29 +222,31 @@ class ServerGroup:
     # ---- elastic
 
     def resize(self, servers: int) -> None:
-        """Have so many servers; parts move while pushes and pulls go on. `wait_settled` waits for it.
+        """Set the number of servers. Segments move in the background, while pushes and pulls continue.
+
+        `wait_settled` waits until all segments have moved.
 
         Raises:
-            ConfigError: none, or too few for the replicas; or the servers are fixed.
-            Conflict: a resize is under way.
+            ConfigError: `servers` is 0, or below replicas + 1; or the servers are fixed.
+            Conflict: a resize is in progress.
         """
         self._elastic("resize").group.resize(servers)
 
     def facts(self) -> dict[str, Any]:
         """Return the state of the servers as plain data: servers, spaces, segments, moves, events.
 
-        Fixed servers have the same keys: each is probed, nothing moves, and their loads are None.
+        The keys are the same for fixed servers: a server is "alive" if it accepts a connection now, and loads are None.
         """
         if self._fixed is not None:
             return self._fixed.facts()
         return self._elastic("facts").facts()
 
     def wait_settled(self, timeout: float | None = None) -> None:
-        """Return once every part has its server and its replicas, and none moves.
+        """Wait until all servers are alive, and have the segments and backups that the manager assigns to them.
 
         Raises:
-            PeerTimeout: that takes longer than `timeout` seconds.
-            PeerLost: a fixed server has died; it will not be replaced.
+            PeerTimeout: this takes longer than `timeout` seconds (None = the `timeout` of this object).
+            PeerLost: a fixed server has died; fixed servers are not replaced.
         """
         if self._fixed is not None:
             self._fixed.check()
@@ -244,10 +254,11 @@ class ServerGroup:
         self._elastic("wait_settled").group.wait_settled(self.timeout if timeout is None else timeout)
 
     def branch(self, name: str | None = None, *, quota: Quota | None = None) -> ServerGroup:
-        """Return another group of parameters on the same servers, which begins with these values.
+        """Return another `ServerGroup` on the same servers, which begins at step 0 with these parameters.
 
-        Memory is shared until the two differ. The branch's steps begin at 0. `close()` of the branch drops it, and
-        leaves this group unchanged. Raises ConfigError, Conflict.
+        The two share memory until one of them changes. `close()` of the branch ends only the branch.
+
+        Raises ConfigError: the servers are fixed. Conflict: a space `name` is open.
         """
         own = self._elastic("branch")
         found = ServerGroup.__new__(ServerGroup)
@@ -262,7 +273,7 @@ class ServerGroup:
 
     @property
     def space(self) -> Space | None:
-        """These parameters' space on the elastic group; None: the servers are fixed."""
+        """The space of the parameters on the elastic group; None: the servers are fixed."""
         return None if self._own is None else self._own.space
 
     def _elastic(self, call: str) -> OwnSpace:
@@ -275,7 +286,10 @@ class ServerGroup:
         return self._own
 
     def close(self) -> None:
-        """End the servers, or drop the space on a group. Does nothing in processes that did not create the group."""
+        """End the servers; with `group=`, drop the space and leave that group running.
+
+        Does nothing in a process that did not create this object.
+        """
         if self._cluster is not None and self._own is not None:
             self._own.close()
         elif self._cluster is not None:
@@ -284,7 +298,7 @@ class ServerGroup:
             self._handles = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_cluster": None, "_handles": []}  # whoever made the group keeps the right to end it
+        return self.__dict__ | {"_cluster": None, "_handles": []}  # only the process that created the group ends it
 
     def __enter__(self) -> ServerGroup:
         return self
@@ -298,10 +312,16 @@ def _refuse_mixtures(
 ) -> None:
     """Check that the arguments fit together. Raises ConfigError: two of them exclude each other."""
     if group is not None and replicas is not None:
-        raise ConfigError("a group that runs has its replicas: leave out `replicas`, or `group`", field="replicas")
+        raise ConfigError(
+            f"replicas is {replicas!r}, and a running group has its own number of replicas: leave out `replicas`, or "
+            "`group`",
+            field="replicas",
+        )
     given = [key for key, value in [("name", name), ("segments", segments), ("quota", quota)] if value is not None]
     if not is_elastic and given:
-        raise ConfigError(f"{given[0]} is for an elastic group: give replicas=1 or group=NAME too", field=given[0])
+        raise ConfigError(
+            f"{given[0]} is for an elastic group: give replicas=1 or group=NAME too, or omit {given[0]}", field=given[0]
+        )
 
 
 def _named(params: Any) -> dict[str, Tensor]:
@@ -313,10 +333,12 @@ def _named(params: Any) -> dict[str, Tensor]:
         )
     kinds = sorted({str(value.dtype).removeprefix("torch.") for value in named.values()})
     if len(kinds) != 1 or not next(iter(named.values())).is_floating_point():
-        found = ", ".join(kinds) or "nothing"
-        raise ConfigError(f"params are of {found}: give tensors of one float dtype, e.g. float32", field="params")
+        found = ", ".join(kinds) or "none, as params is empty"
+        raise ConfigError(
+            f"the dtypes of params are {found}: give tensors of one float dtype, e.g. float32", field="params"
+        )
     if not any(value.numel() for value in named.values()):
-        raise ConfigError("params have no elements: there is nothing to share", field="params")
+        raise ConfigError("params have no elements: give at least one parameter that is not empty", field="params")
     return dict(named)
 
 
@@ -334,7 +356,10 @@ class FixedSpace:
         self.map, self.space, self.places = found, space, list(places)
 
     def facts(self) -> dict[str, Any]:
-        """Return the facts of `rayps.ps.manager.status.facts_of`; unknown loads are None. Probes each server."""
+        """Return facts with the keys of `rayps.ps.manager.status.facts_of`; loads are None.
+
+        Connects to each server, to find out whether it is alive.
+        """
         space, found = self.space, self.map.map
         size = 0 if space.layout is None else space.layout.dtype.itemsize
         alive = {server: self._answers(address) for server, address in found.addresses.items()}
@@ -418,13 +443,13 @@ class FixedSpace:
 
 
 class OwnSpace:
-    """A space on a group, as held by the process that opened it.
+    """The space of a `ServerGroup` on an elastic group, in the process that opened it.
 
-    A pickled copy can join the space, and cannot end it.
+    A pickled copy can join the space, but cannot close it.
     """
 
     def __init__(self, group: ManagerClient, space: Space, timeout: float, *, private: bool, replicas: int) -> None:
-        """Hold an open space. `private`: the group ends with the space."""
+        """`space` must be open. `private`: the group was started for this space alone, and ends with it."""
         self.group, self.space, self.timeout = group, space, timeout
         self._private, self._replicas, self._mine = private, replicas, True
 
@@ -432,7 +457,7 @@ class OwnSpace:
     def open(
         cls, group: ManagerClient, space: Space, vector: Tensor, timeout: float, *, private: bool, marks: Sequence[int]
     ) -> OwnSpace:
-        """Open a space, and give it its first values.
+        """Open a space, and load `vector` into it. `marks`: the first step of each rank. `private`: see `OwnSpace`.
 
         Raises:
             Conflict: a space of that name is open.
@@ -445,7 +470,7 @@ class OwnSpace:
             assert opened.layout is not None
             states = {i: state_of(vector[a:b], opened.layout, a, marks=marks) for i, (a, b) in enumerate(opened.cuts)}
             talk.exchange(GroupMessage.LOAD, states)
-            if gone := found.lost():  # a server died meanwhile
+            if gone := found.lost():  # a server died while the values were loaded
                 talk.exchange(GroupMessage.LOAD, {i: states[i] for i in gone})
                 group.restored(opened.number, gone)
         finally:
@@ -453,9 +478,9 @@ class OwnSpace:
         return found
 
     def server(self, rank: int) -> GroupServer:
-        """Become worker `rank`; a former holder of the rank is fenced. Raises as `GroupServer`."""
+        """Become worker `rank`; servers refuse a process that had the rank before. Raises as `GroupServer`."""
         incarnation = self.group.join(self.space.number, rank)
-        keep = KEEP_BYTES if self._replicas else 0  # without copies nobody could be told them again
+        keep = KEEP_BYTES if self._replicas else 0  # without backups a lost segment does not return: nothing to repeat
         talk = Session(
             self.group.door(),
             self.space,
@@ -472,23 +497,23 @@ class OwnSpace:
             raise
 
     def facts(self) -> dict[str, Any]:
-        """Return the group's facts; `spaces` has this space among others."""
+        """Return the facts of the whole group; their "spaces" include this space."""
         return self.group.facts()
 
     def lost(self) -> list[int]:
-        """Return the segments that no server holds any more."""
+        """Return the segments of this space whose values were lost when servers died."""
         for space in self.facts()["spaces"]:
             if space["number"] == self.space.number:
                 return [each["index"] for each in space["segments"] if each["state"] == "lost"]
         return []
 
     def branch(self, name: str, quota: Quota | None) -> OwnSpace:
-        """Return another space that begins with these values; memory is shared until the two differ."""
+        """Return another space that begins with these values; the two share memory until one of them changes."""
         space = self.group.branch(self.space.name, name, quota)
         return OwnSpace(self.group, space, self.timeout, private=False, replicas=self._replicas)
 
     def close(self) -> None:
-        """Drop the space, and a private group too. Does nothing in processes that did not open the space."""
+        """Drop the space, or stop the group if `private`. Does nothing in a process that did not open the space."""
         if not self._mine:
             return
         self._mine = False
@@ -505,7 +530,10 @@ class OwnSpace:
 
 
 class SharedParameters:
-    """One worker's access to the parameters: pull and push all, a range or rows, as a tensor or a state dict."""
+    """One worker's access to the parameters of a `ServerGroup`: pull and push all of them, a range, or rows.
+
+    All parameters are one tensor or one state dict, as the group was created with.
+    """
 
     def __init__(self, server: GroupServer, layout: Layout, as_dict: bool) -> None:
         self._server, self._layout, self._as_dict = server, layout, as_dict
@@ -525,12 +553,12 @@ class SharedParameters:
         out: Tensor | None = None,
         consistent: bool | None = None,
     ) -> Any:
-        """Return the parameters as they were given; with `lo` and `hi`, the elements lo to hi of the flat vector.
+        """Return the parameters, a tensor or a dict; with `lo` and `hi`, the elements lo to hi of the flat vector.
 
-        `pull(ids)`, with a tensor of whole numbers, gives those rows of a table, [len(ids), width]: a table is a
-        parameter of two or more dimensions, `table` its name where there are several. What is pulled lands in `out`, a
-        contiguous CPU tensor of as many elements, else in new memory. `consistent` reads all servers as of one moment,
-        which is the default unless the group is asynchronous (`staleness=None`).
+        `pull(ids)`, where `ids` is a tensor of whole numbers, returns these rows of a table, [len(ids), width]. A table
+        is a parameter of two or more dimensions; `table` is its name, required if there are several. Values are written
+        to `out` if it is given (a contiguous CPU tensor of as many elements), else to new memory. With `consistent` all
+        values are of one moment; this is the default unless the group is asynchronous (`staleness=None`).
         """
         if isinstance(lo, Tensor):
             return self._server.pull_rows(lo, table, out=out, consistent=consistent)
@@ -549,9 +577,10 @@ class SharedParameters:
     ) -> None:
         """Push a gradient of the parameters' shape, or a flat range of it that begins at element `lo`.
 
-        `push(ids, rows)` pushes the gradient of those rows of a table, [len(ids), width], those of the same id added
-        up: the optimizer steps these rows alone. `weight` is its number of samples: the synchronous mean is weighted
-        by it. Each call is one step.
+        `push(ids, rows)` pushes a gradient of rows of a table: `rows` [len(ids), width] are the gradients of the rows
+        `ids`; gradients of the same id are added. The optimizer then steps only rows that were pushed. `weight` is the
+        gradient's number of samples, by which the mean of a synchronous round is weighted. Each call counts as one
+        step of this worker.
         """
         self._post(value, rows, weight, lo, table)
         self._server.settle()
@@ -565,7 +594,7 @@ class SharedParameters:
         table: str | None = None,
         out: Tensor | None = None,
     ) -> Any:
-        """Push, then pull the same parameters; for all parameters in one request to each server."""
+        """Push, then pull the same parameters or rows. For all parameters this is one request to each server."""
         self._post(value, rows, weight, None, table)
         return self._shaped(self._server.pull(out=out)) if rows is None else self.pull(value, table=table, out=out)
 
@@ -576,25 +605,26 @@ class SharedParameters:
             self._server.push(self._checked(value) if lo is None else value, weight, lo or 0)
 
     def buffer(self) -> Tensor:
-        """Return a flat tensor of zeros, as long as the parameters. A gradient in it is pushed without a copy.
+        """Return a flat tensor, as long as the parameters and zero at first. A gradient in it is pushed without a copy.
 
-        Shards of this host read the tensor's memory: it may be changed again when `push` or `push_pull` has returned.
+        Servers of this host read the tensor's memory: change it only after `push` or `push_pull` has returned.
         """
         return self._server.buffer(self._layout.size, self._layout.dtype)
 
     def read(self) -> Any:
-        """Return the parameters as they are now, outside the clock."""
+        """Return the parameters as they are now, without waiting for other workers."""
         return self._shaped(self._server.read())
 
     def flush(self) -> None:
-        """Return once every push is durable: with the copies of an elastic group, whatever server dies then.
+        """Wait until every push is durable: all backups have it, so the death of one server does not lose it.
 
-        In step that is once the others have pushed as much. Without copies acknowledged is all there is.
+        With staleness=0 this is when the other workers have pushed as many rounds. Without backups a push is lost if
+        its server dies, even after this call.
         """
         self._server.flush()
 
     def close(self) -> None:
-        """Close the connections. The rank's clock stays on the servers."""
+        """Close the connections. The servers retain the number of this rank's steps."""
         self._server.close()
 
     def _checked(self, value: Any) -> Tensor | Gradient:
@@ -602,8 +632,8 @@ class SharedParameters:
             value = self._one_vector(value)
         if not isinstance(value, Gradient) and value.numel() != self._layout.size:
             raise ConfigError(
-                f"a push has {value.numel()} elements and there are {self._layout.size} parameters: "
-                "push all of them, or a range with lo="
+                f"a push has {value.numel()} elements, and the parameters have {self._layout.size}: push all elements, "
+                "or give `lo` to push a range"
             )
         found: Tensor | Gradient = value
         return found
@@ -613,7 +643,12 @@ class SharedParameters:
         for name in sorted(shapes.keys() | named.keys()):
             found = tuple(named[name].shape) if name in named else None
             if found != shapes.get(name):
-                raise ConfigError(f"a push has {name!r} of shape {found}; in the parameters it is {shapes.get(name)}")
+                given = "is missing" if found is None else f"has shape {found}"
+                wanted = f"its shape is {shapes[name]}" if name in shapes else "there is no such parameter"
+                raise ConfigError(
+                    f"in a push, the gradient of parameter {name!r} {given}, and {wanted}: push a dict with one "
+                    "gradient for each parameter, of the parameter's shape"
+                )
         return torch.cat([named[name].detach().reshape(-1).cpu() for name in shapes])
 
     def _shaped(self, vector: Tensor) -> Any:

@@ -10,9 +10,9 @@ from rayps.core.grid import Grid
 
 @dataclass(frozen=True, slots=True)
 class HeldRounds:
-    """The rounds of which another worker holds a worker's state.
+    """The rounds after which a given worker holds the state of some worker.
 
-    `whole`: the states are complete; else they are only the part that the worker's twins lack.
+    `whole`: the states are complete; else they have only the part that the twins of that worker lack.
     """
 
     rounds: tuple[int, ...]
@@ -21,9 +21,10 @@ class HeldRounds:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where the state of a replaced worker is: worker `giver` holds the state of worker `owner`.
+    """Where a replaced worker gets its state from: worker `giver` holds the state of worker `owner`.
 
-    `rest` is the worker that holds the part which a twin's state lacks.
+    A twin is the worker at the same place in another replica. `rest` is the worker that holds the part of the replaced
+    worker's state that a twin lacks; None = no worker has it.
     """
 
     giver: int
@@ -32,10 +33,7 @@ class Source:
 
     @property
     def twin(self) -> bool:
-        """Whether the giver gives its own state, as a twin of the lost worker, and not a stored copy of the lost state.
-
-        A twin is the worker at the same place in another replica.
-        """
+        """Whether the giver is a twin that gives its own state, and does not give a stored copy of the lost state."""
         return self.giver == self.owner
 
 
@@ -48,7 +46,7 @@ class Mending:
 
     @property
     def complete(self) -> bool:
-        """Whether the parts that twins' states lack are available too."""
+        """Whether the part that a twin's state lacks is available too, for each worker that continues from a twin."""
         return all(not source.twin or source.rest is not None for source in self.sources.values())
 
 
@@ -56,8 +54,8 @@ class Mending:
 class Bond:
     """How a worker's state is backed up in one generation, so that its death loses no round."""
 
-    line: int  # see `rayps.recovery.slots.StateSlots`
-    doors: tuple[str, ...]  # all workers' addresses for backups
+    line: int  # the sequence of states since one snapshot: see `rayps.recovery.state_slots.StateSlots`
+    doors: tuple[str, ...]  # by rank: the addresses at which workers receive backups and send them to others
     keeper: int  # the worker that holds this one's backup
     twin: bool  # whether this worker has a twin: a worker at the same place in another replica
     recalls: bool = False  # whether the worker starts from a retained state, not from the snapshot
@@ -67,8 +65,9 @@ class Bond:
 def keepers(grid: Grid, hosts: Sequence[str]) -> list[int | None]:
     """Return, for each rank, the worker that holds its backup.
 
-    It is a twin if there is one, else another worker of the replica. Of these it is the next one, in a circle, on
-    another host; if all are on one host, the next one. None: the job has one worker.
+    The holder is a twin (a worker at the same place in another replica) if there is one, else another worker of the
+    replica: the next one in a circle of ranks on another host, or, if all are on one host, simply the next one. None:
+    the job has one worker.
     """
     return [_keeper(grid, hosts, rank) for rank in range(grid.size)]
 
@@ -84,11 +83,11 @@ def _keeper(grid: Grid, hosts: Sequence[str], rank: int) -> int | None:
 def mending(grid: Grid, holdings: Mapping[int, Mapping[int, HeldRounds]]) -> Mending | None:
     """Return the newest round from which every worker can continue, and the source of each lost worker's state.
 
-    `holdings`: for each survivor, the states that it holds.
+    `holdings` has, for each survivor, the rounds of the states that it holds, by the rank whose states they are.
 
-    If only a twin has a lost worker's newest round, an older round is preferred, because a twin lacks the worker's own
-    buffers and random state. None: there is no common round, because a worker, its twins and its backup were lost
-    together.
+    If only a twin has a lost worker's state of a round, an older round is preferred, because a twin lacks the lost
+    worker's own buffers and random state. None: there is no common round, because a worker, its twins and its backup
+    were lost together.
     """
     lost = [rank for rank in range(grid.size) if rank not in holdings]
     if not holdings:

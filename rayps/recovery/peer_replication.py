@@ -1,8 +1,9 @@
 """Backups of workers' states on other workers.
 
-On one host the other worker holds descriptors of the worker's shared memory: nothing is copied. On another host the
-bytes are sent over a connection of their own during the worker's next step; the worker waits only if the bytes of the
-previous round have not arrived yet. If the worker has a twin, only what the twin lacks is sent.
+On one host the holder of the backup has descriptors of the worker's shared memory: nothing is copied. To another host
+the state is sent over a separate connection during the worker's next step; the worker waits only if the state of the
+previous round has not arrived yet. If the worker has a twin (a worker at the same place in another replica), only the
+part of the state that the twin lacks is sent.
 """
 
 from __future__ import annotations
@@ -23,24 +24,24 @@ from rayps.comm.link import Link, Listener, Message, Prefer, connect
 from rayps.comm.link.shared_memory_link import SharedLink
 from rayps.core.errors import LinkError, PeerLost, PeerTimeout
 from rayps.recovery.backup_assignment import HeldRounds, Source
-from rayps.recovery.slots import OWN, SLOTS, CommittedState, StateSlots, glance, look, pack, parse
+from rayps.recovery.state_slots import OWN, SLOTS, CommittedState, StateSlots, glance, look, pack, parse
 
 log = logging.getLogger(__name__)
 
 SLOTS_ELSEWHERE = 3  # slots of a worker with a backup on another host: one more, as a round may be in transit
-_KEPT_ROUNDS = 3  # rounds that are kept for a worker on another host
+_KEPT_ROUNDS = 3  # newest rounds whose states are stored for a worker on another host
 _LOOK_SECONDS = 1.0
 _DOOR = 0  # the generation number of these connections, which outlive the job's generations
 
 
 class ReplicationMessage(IntEnum):
-    """Messages between a worker and the holder of its backup. `a` is the rank of the state, `b` a round."""
+    """Messages between a worker and the holder of its backup. `a` is the rank of the state's worker, `b` a round."""
 
-    OFFER = 1  # the descriptors sent before are those of `a`'s slots; no payload
-    STATE = 2  # payload: `a`'s state; tag 1 = whole
-    KEPT = 3  # answers STATE: the state is stored
-    ASK = 4  # requests the state of `a` after round `b`, on the line `tag`; weight 1 = only what a twin lacks
-    GIVEN = 5  # answers ASK; no payload: the sender does not have the state
+    OFFER = 1  # the descriptors sent before are those of worker `a`'s slots; no payload
+    STATE = 2  # payload: the state of worker `a`; tag 1 = the complete state, 0 = only what a twin lacks
+    KEPT = 3  # answers OFFER and STATE: the descriptors or the state are stored
+    ASK = 4  # requests the state of worker `a` after round `b`, on the line `tag`; weight 1 = only what a twin lacks
+    GIVEN = 5  # answers ASK; payload: the state; no payload = the sender does not have the state
 
 
 @dataclass(slots=True)
@@ -55,9 +56,9 @@ class _Kept:
 
 
 class PeerReplication:
-    """One worker's own slots, and the backups that it holds of others.
+    """One worker's own state slots, and the backups that it holds of other workers' states.
 
-    A thread answers requests of the job's processes.
+    A thread receives backups from other workers and answers their requests for states.
     """
 
     def __init__(self, rank: int, secret: bytes, host: str = "127.0.0.1") -> None:
@@ -74,7 +75,10 @@ class PeerReplication:
         self._thread.start()
 
     def own(self, slots: int) -> StateSlots:
-        """Return this worker's slots, `slots` of them; if fewer exist, they are replaced. Raises LinkError."""
+        """Return this worker's state slots, at least `slots` of them; if there are fewer, new empty ones replace them.
+
+        Raises LinkError.
+        """
         if self._vault is None or len(self._vault.descriptors) < slots:
             if self._vault is not None:
                 self._vault.close()
@@ -87,7 +91,7 @@ class PeerReplication:
             self._vault.shut()
 
     def holdings(self, line: int) -> dict[int, HeldRounds]:
-        """Return, for each worker, the rounds of its states on `line` that are held here."""
+        """Return, for each worker, the rounds of its states on `line` that this worker holds."""
         found: dict[int, HeldRounds] = {}
         with self._lock:
             for owner, kept in self._kept.items():
@@ -106,7 +110,7 @@ class PeerReplication:
                 kept.blobs = {at: held for at, held in kept.blobs.items() if at[0] == line and at[1] <= upto}
 
     def state(self, owner: int, line: int, rounds: int) -> CommittedState | None:
-        """Return a copy of the state of `owner` after `rounds` rounds; None if it is not held here."""
+        """Return a copy of the state of worker `owner` after `rounds` rounds; None if this worker does not hold it."""
         if owner == self.rank:
             state = None if self._vault is None else self._vault.read(rounds)
             return state if state is not None and state.line == line else None
@@ -119,7 +123,7 @@ class PeerReplication:
         return None if held is None else parse(bytes(held[0]))
 
     def close(self) -> None:
-        """Release everything. Safe to call twice."""
+        """Stop the thread, and release this worker's slots and all backups. Safe to call twice."""
         if not self._closed:
             self._closed = True
             with contextlib.suppress(OSError):
@@ -136,7 +140,7 @@ class PeerReplication:
                 for key in self._stirred():
                     self._attend(key)
         except Exception:  # a bug of rayps: the run continues, but this worker holds no more backups
-            log.exception("keeper-%d failed", self.rank)
+            log.exception("worker-%d holds no backups any more, because its replication thread failed", self.rank)
         finally:
             self._listener.close()
             for link in self._links.values():
@@ -163,7 +167,7 @@ class PeerReplication:
         try:
             for message in link.feed():
                 self._hear(link, message)
-        except LinkError:  # the peer died: its backup stays, as it is needed now
+        except LinkError:  # the peer died: its backup is not dropped, as recovery needs it now
             del self._links[fd]
             link.close()
 
@@ -196,11 +200,11 @@ class PeerReplication:
 def fetch(
     source: Source, addresses: list[str], secret: bytes, line: int, rounds: int, timeout: float
 ) -> CommittedState:
-    """Return the state of a dead worker, from its twin or from the holder of its backup.
+    """Return the state of a dead worker after `rounds` rounds, from its twin or from the holder of its backup.
 
-    `addresses` are those of all workers.
+    `addresses` are the backup addresses of all workers, by rank.
 
-    Raises PeerTimeout, PeerLost (the giver has died too), LinkError (the giver does not have the state any more).
+    Raises PeerTimeout, LinkError, PeerLost (the giver has died too, or no longer has the state).
     """
     state = _asked(addresses[source.giver], source.owner, secret, (line, rounds), timeout)
     if state is None:
@@ -235,7 +239,7 @@ def _asked(
 
 
 class Mirror:
-    """A worker's connection to the holder of its backup."""
+    """A worker's connection to the worker that holds its backup."""
 
     def __init__(
         self,
@@ -289,7 +293,10 @@ class Mirror:
             self._due.notify_all()
             arrived = self._due.wait_for(lambda: self._kept >= before or self._over is not None, timeout=self._timeout)
             if not arrived:
-                self._over = PeerTimeout(f"{self._link.peer} did not store round {before}", peer=self._link.peer)
+                self._over = PeerTimeout(
+                    f"{self._link.peer} did not confirm the backup of round {before} within {self._timeout:g} s",
+                    peer=self._link.peer,
+                )
         self.seconds_waiting += time.perf_counter() - began
         if self._over is not None:
             log.warning("worker-%d has no backup any more: %s", self.rank, self._over)
@@ -300,7 +307,7 @@ class Mirror:
         return "" if self._over is None else str(self._over)
 
     def close(self) -> None:
-        """Close the connection; the holder keeps the states that it has. Safe to call twice."""
+        """Close the connection; the holder keeps the states that it has received. Safe to call twice."""
         with self._due:
             self._over = self._over or LinkError(
                 "the backup's connection was closed on this side", peer=self._link.peer
@@ -333,7 +340,7 @@ class Mirror:
                 self._due.notify_all()
 
     def _committed_rounds(self) -> Iterator[int]:
-        """Return each committed round in order: recovery may need either of the newest two to find a common round."""
+        """Yield every committed round in order: to find a common round, recovery may need either of the newest two."""
         while True:
             with self._due:
                 while not self._due.wait_for(lambda: bool(self._rounds) or self._over is not None, timeout=60.0):

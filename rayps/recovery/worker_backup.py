@@ -25,17 +25,17 @@ from rayps.core.records import Point
 from rayps.core.values import JsonObject
 from rayps.recovery.backup_assignment import Bond, HeldRounds
 from rayps.recovery.peer_replication import Mirror, PeerReplication, fetch, fetch_rest
-from rayps.recovery.slots import CommittedState, StateFacts, tensors_of
+from rayps.recovery.state_slots import CommittedState, StateFacts, tensors_of
 from rayps.tensors.flat import FlatModel
 from rayps.tensors.optim import with_edits
 from rayps.tensors.snapshot import Snapshot
-from rayps.workload.part import ModelPart
+from rayps.workload.model_part import ModelPart
 
 log = logging.getLogger(__name__)
 
 
 class CommittedWorker(Protocol):
-    """A worker, as far as its backup uses it: its state between two rounds."""
+    """A worker between two rounds: the state that its backup reads."""
 
     @property
     def position(self) -> int:
@@ -58,19 +58,20 @@ class CommittedWorker(Protocol):
 class CommitCost:
     """Cost of one worker's backup: bytes and seconds per round, and the share of the round that this takes."""
 
-    kept: int = 0  # bytes copied into memory of this host
+    kept: int = 0  # bytes copied into shared memory of this host
     sent: int = 0  # bytes sent to another host
     seconds: float = 0.0
     share: float = 0.0
 
     @classmethod
     def most(cls, costs: Iterable[CommitCost]) -> CommitCost | None:
-        """Return the largest of these costs; None if there is none."""
+        """Return the cost with the largest share of a round; None if there are no costs."""
         return max(costs, key=lambda cost: (cost.share, cost.kept), default=None)
 
     def __str__(self) -> str:
         travel = f" and send {amount(self.sent)} to another host" if self.sent else ""
-        return f"copy {amount(self.kept)}{travel}, {self.seconds * 1e3:.2f} ms, {self.share:.1%} of a round"
+        took = f"{self.seconds * 1e3:.2f} ms, {self.share:.1%} of the round"
+        return f"copy {amount(self.kept)}{travel} per round ({took})"
 
     def to_dict(self) -> JsonObject:
         """Return the cost as JSON-ready facts."""
@@ -78,10 +79,10 @@ class CommitCost:
 
 
 class Committer:
-    """The commits of one worker's state, after each round of one generation."""
+    """Commits one worker's state after each round of one generation, and measures the cost."""
 
     def __init__(self, mirror: Mirror, writer: int, points: Callable[[], list[Point]]) -> None:
-        """Prepare the commits; `writer` is the generation that may commit."""
+        """Prepare the commits of generation `writer`; `points` returns the points to be stored with each state."""
         self._mirror, self._writer, self._points = mirror, writer, points
         self._frozen: set[str] | None = None  # names of the parameters that need no gradient: they never change
         self._rounds = 0
@@ -101,7 +102,9 @@ class Committer:
         except (LinkError, TypeError, ValueError) as error:
             self._over = True
             self._mirror.vault.shut()
-            log.warning("a failure from now on means a return to the snapshot: %s", error)
+            log.warning(
+                "this worker has no backup any more, so a failure returns all workers to the snapshot: %s", error
+            )
         failpoint.passing("vault: after a commit")
         ended = time.perf_counter()
         if self._rounds == 0:
@@ -115,7 +118,7 @@ class Committer:
         if self._frozen is None:
             self._frozen = {name for name, p in worker.part.module.named_parameters() if not p.requires_grad}
         optimizer = worker.optimizer
-        assert optimizer is not None, "a worker whose state is kept steps by itself"
+        assert optimizer is not None, "a worker whose state is committed has an optimizer"
         named = zip(worker.flat.layout.entries, worker.flat.parameters, strict=True)
         moments = {entry.name: optimizer.state.get(p, {}) for entry, p in named}
         moments = with_edits(moments, optimizer, worker.flat.layout, worker.flat.parameters)
@@ -124,7 +127,7 @@ class Committer:
 
     @property
     def cost(self) -> CommitCost | None:
-        """Return the cost so far; None before the first round has ended."""
+        """The cost so far; None before the first round has ended."""
         rounds = self._rounds - 1
         if rounds < 1:
             return None
@@ -134,14 +137,14 @@ class Committer:
         )
 
     def close(self) -> None:
-        """Close the connection to the worker that holds the backup, which keeps the states that it has."""
+        """Close the connection to the worker that holds the backup; that worker keeps the states it has received."""
         self._mirror.close()
 
 
 def overlaid(snapshot: Snapshot, rank: int, state: CommittedState, rest: CommittedState | None = None) -> Snapshot:
     """Return a column's snapshot in which the state of worker `rank` is replaced by its newer `state`.
 
-    `rest` is the part that a twin's state lacks.
+    If `state` is that of a twin, `rest` is the part of the worker's own state that the twin lacks.
     """
     rng = rest.rng if rest is not None else state.rng
     return replace(
@@ -154,7 +157,7 @@ def overlaid(snapshot: Snapshot, rank: int, state: CommittedState, rest: Committ
     )
 
 
-MOST_SAID = 200  # points of a worker that are stored with its state; a busy driver may not have polled more
+MOST_SAID = 200  # most points that are stored with a worker's state because the driver may not have received them
 _HEARD_LATE = ("round", "evaluation")  # kinds of points that are stored
 
 
@@ -183,7 +186,7 @@ class BackedPlan(Protocol):
 
 
 class WorkerBackup:
-    """The backups of one worker's process, through all generations."""
+    """One worker's part of recovery, through all generations: its backup, and the backups of others that it holds."""
 
     def __init__(self, rank: int, secret: bytes, host: str) -> None:
         self._rank, self._secret, self._host = rank, secret, host
@@ -195,14 +198,14 @@ class WorkerBackup:
         self._given = 0  # how many of these were in the answer to the driver's latest poll
 
     def door(self) -> str:
-        """Return the address for requests of states held here; "" if the system has no shared memory."""
+        """Return the address at which other workers store and request states; "" if there is no shared memory."""
         with self._lock:
             if self._keeper is None and memory.AVAILABLE and not self._closed:
                 self._keeper = PeerReplication(self._rank, self._secret, self._host)
             return "" if self._keeper is None else self._keeper.address
 
     def said(self, point: Point) -> None:
-        """Record a point that was returned to the driver, which may not receive it."""
+        """Record a point for the driver, until it is known that the driver has received it."""
         if point["kind"] in _HEARD_LATE:
             dropped = max(0, len(self._said) + 1 - MOST_SAID)
             self._said = [*self._said[dropped:], point]
@@ -216,14 +219,14 @@ class WorkerBackup:
     def unheard(self, before: int) -> list[Point]:
         """Return the points that the driver may not have received, to be sent again.
 
-        They are those of rounds before `before`, from which a generation continues.
+        A generation continues from round `before`: points of that round and later ones are dropped.
         """
         self._said = [point for point in self._said if point["round"] < before]
         self._given = 0
         return [point | {"again": True} for point in self._said]
 
     def inherit(self, points: list[Point], before: int) -> list[Point]:
-        """Take over another worker's points; return those that the next answer to a poll must contain.
+        """Take over the points of the worker that this one replaces; return those that the next poll must receive.
 
         No poll may be answered between this call and that answer: the points would count as received without having
         been sent.
@@ -241,10 +244,11 @@ class WorkerBackup:
         return {} if self._keeper is None else self._keeper.holdings(line)
 
     def recall(self, plan: BackedPlan, snapshot: Snapshot) -> tuple[Snapshot, list[Point] | None]:
-        """Return the snapshot from which this worker continues: with its own retained state, or the replaced worker's.
+        """Return the snapshot from which this worker continues, updated with the newer state of its rank.
 
-        The second value is the points that the replaced worker had reported, to be taken over by `inherit` (None: the
-        state is this worker's own). Raises LinkError: no worker holds the replaced worker's state any more.
+        That state is this worker's own, or that of the worker that it replaces. The second value is the points that the
+        replaced worker had reported, for `inherit`; None if the state is this worker's own. Raises LinkError: no worker
+        holds the state any more.
         """
         bond, rest, missed = plan.bond, None, None
         if bond is None or not bond.recalls:
@@ -262,7 +266,7 @@ class WorkerBackup:
         return overlaid(snapshot, plan.rank, state, rest), missed
 
     def begin(self, plan: BackedPlan) -> Committer | None:
-        """Start to commit the worker's state, if the plan asks for backups; None if it does not. Raises LinkError."""
+        """Return the committer of the worker's state; None if the plan asks for no backups. Raises LinkError."""
         bond = plan.bond
         if bond is None or self._keeper is None:
             return None
@@ -274,7 +278,7 @@ class WorkerBackup:
 
     @property
     def cost(self) -> CommitCost | None:
-        """Return the cost in the current generation, so far."""
+        """The cost of this worker's commits in the current generation so far; None if there are none."""
         return None if self._upkeep is None else self._upkeep.cost
 
     def part(self) -> None:

@@ -1,7 +1,7 @@
 """Report what a step costs, by formula and as measured.
 
-The formula uses one small batch, before workers start. The measurement uses a phase's points, and is reported as one
-event at the end of the phase.
+The costs by formula are computed from one small batch. The measured costs are computed from a phase's points, and
+reported as one event at the end of the phase, beside those by formula.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 from torch import nn
 
 from rayps.core.costs import Costs, amount, costs
-from rayps.core.families import learns_by_client
 from rayps.core.grid import Grid
 from rayps.core.pipeline.schedule import table
 from rayps.core.pipeline.simulate import simulate
 from rayps.core.records import Event, Point
 from rayps.core.replica import pipeline_of
 from rayps.core.strategy import StrategyView
+from rayps.core.strategy_families import learns_by_client
 from rayps.core.topology import replica_of, replicas_in
 from rayps.core.traffic import Sizes
 from rayps.core.user_code import user_code
@@ -67,19 +67,19 @@ class MeasuredCosts(TypedDict, total=False):
 
 
 class CostReport:
-    """A collection of a phase's points of single workers; `event()` reports the costs of the phase's steps."""
+    """Collects a phase's points of single workers; `event()` reports the costs of the phase's steps."""
 
     def __init__(self, strategy: StrategyView, workers: int, formula: Callable[[], Costs]) -> None:
-        """Prepare; `formula` returns the costs by formula, and is called once, at the end."""
+        """Prepare the report; `formula` returns the costs by formula, and is called once, at the end of the phase."""
         self._strategy, self._grid, self._formula = strategy.name, strategy.grid(workers), formula
         self._turn = "round" if learns_by_client(strategy) else "step"
         self._replica = pipeline_of(replica_of(strategy))
-        self._spans: dict[int, list[Span]] = {}  # engine's timeline of one step, by rank
+        self._spans: dict[int, list[Span]] = {}  # by rank: the timeline of one step of the pipeline
         self._points: dict[int, list[Point]] = defaultdict(list)
         self._seen: dict[int, int] = defaultdict(int)
 
     def hear(self, points: list[Point]) -> list[Event]:
-        """Add points of single ranks, before they are merged; return events to be written."""
+        """Add points of single ranks, before they are merged; return the events that the journal must write."""
         for point in points:
             if point["kind"] == "round":
                 if point.get("spans"):
@@ -94,7 +94,10 @@ class CostReport:
         return self._drawn()
 
     def _drawn(self) -> list[Event]:
-        """Return, once, an event with the measured timeline of a step of the first replica and that of the schedule."""
+        """Return one event with the measured timeline of a step of the first replica, beside that of the schedule.
+
+        Empty before a timeline was measured, and after the event was returned.
+        """
         grid, replica = self._grid, self._replica
         ranks = [grid.rank(0, stage) for stage in range(grid.stage)]
         if replica is None or not self._spans.keys() >= set(ranks):
@@ -104,8 +107,8 @@ class CostReport:
         self._replica = None
         whole = max((float(span[2]) for row in rows for span in row), default=0.0)
         message = (
-            f"a step under {replica.schedule} took {1000 * whole:.3g} ms; by its table {float(theory.idle):.1%} of the "
-            "time is waiting"
+            f"a step under {replica.schedule} took {1000 * whole:.3g} ms; according to the schedule's table, stages "
+            f"wait {float(theory.idle):.1%} of the time"
         )
         drawn = [[[str(action), start, end] for action, start, end in row] for row in theory.rows]
         return [{"kind": "schedule", "message": message, "theory": drawn, "measured": rows}]
@@ -128,11 +131,12 @@ class CostReport:
 def measured(points: dict[int, list[Point]], grid: Grid) -> MeasuredCosts:
     """Return the measured costs of a step, from the points of each rank.
 
-    bytes: sent by all workers; stage_bytes, messages: sent between stages. idle: the share of the engines' time spent
-    waiting, in total and by stage. activations: the most held at once, by stage. compute: each worker's seconds;
-    imbalance: by how much the longest exceeds the mean. exposed: the share of a step that communication and waiting add
-    to the compute. hidden: the share of the seconds of communication, waiting included, during which the worker
-    computed; not known for stages. A value that is not known is left out.
+    bytes: sent by all workers; stage_bytes, messages: sent between stages. idle, idles: the share of the stages' time
+    spent waiting, in total and by stage. activations: the most held at once, by stage. compute: each worker's seconds;
+    imbalance: by how much the longest compute exceeds the mean, and `slowest` is its rank. exposed: the share of the
+    workers' time in which they do not compute, but communicate or wait. hidden: the share of the seconds of
+    communication, waiting included, during which the worker computed; not known for stages. A value that is not known
+    is left out.
     """
     ranks = sorted(rank for rank in points if points[rank])
     if not ranks:
@@ -198,7 +202,7 @@ def aligned(stages: list[list[Span]]) -> list[list[DrawnSpan]]:
 
 
 def words(costs: Costs, found: MeasuredCosts, turn: str = "step") -> str:
-    """Return one sentence with the measured costs, and the formula's value beside each."""
+    """Return one sentence with each measured cost, and in parentheses its value by formula."""
     said = []
     if "bytes" in found:
         heads = ", headers of messages included" if costs.grid.columns > 1 else ""
@@ -216,7 +220,7 @@ def words(costs: Costs, found: MeasuredCosts, turn: str = "step") -> str:
         )
     if "activations" in found:
         wanted = f" ({'/'.join(map(str, costs.peaks))} by formula)" if costs.peaks else ""
-        said.append(f"they hold {'/'.join(map(str, found['activations']))} activations at most{wanted}")
+        said.append(f"stages hold {'/'.join(map(str, found['activations']))} activations at most{wanted}")
     if len(found.get("compute", ())) > 1:
         said.append(f"worker-{found['slowest']} computes {found['imbalance']:.0%} longer than the mean")
     if "hidden" in found:
@@ -229,7 +233,7 @@ def _beside(formula: _Cost | None, write: Callable[[_Cost], str]) -> str:
 
 
 def _total(heard: list[list[Point]], key: str) -> float | None:
-    """Return the sum over ranks of each rank's mean of `key` per step; None if a point does not have it."""
+    """Return the sum over ranks of each rank's mean of `key` per step; None if a point lacks `key`."""
     if not all(key in point for points in heard for point in points):
         return None
     return sum(fmean(point[key] for point in points) for points in heard)
@@ -260,10 +264,9 @@ def expected(
 ) -> Costs:
     """Return the costs of a step by formula.
 
-    `batch` is the number of a replica's rows in a step; by default the workload's batch size.
-
-    `activations`: include the activations of a model on one worker, which takes a forward pass. If the user's code
-    fails on a few rows, the values that need it are left out, and no error is raised.
+    `batch` is the number of rows of a replica's batch; by default the workload's batch size. `activations`: include the
+    activations of a model on one worker, which takes a forward pass. If the user's code fails on a few rows, the values
+    that depend on it are left out, and no error is raised.
     """
     found = sizes(workload, strategy, workers, division, batch)
     if activations and division is None and not tables_of(blank(workload)):
@@ -275,21 +278,21 @@ def expected(
 def tally_of(
     workload: Workload, strategy: StrategyView, workers: int, division: Division | None, layout: Layout
 ) -> CostReport:
-    """Return the CostReport of a phase. The model is not run again if it is on one worker."""
+    """Return the CostReport of a phase. For the formula, the model is run once more only if it is divided."""
 
     def formula() -> Costs:
         if division is not None:
             try:
                 return expected(workload, strategy, workers, division)
             except Exception:  # the user's model is run once more: a successful run must not fail here
-                log.exception("the cost of a step by formula is known in part only")
+                log.exception("the costs of a step by formula are only partly known")
         return costs(strategy, workers, Sizes(layout.size, layout.dtype.itemsize))
 
     return CostReport(strategy, workers, formula)
 
 
 def seconds(workload: Workload, division: Division, replicas: int, micro_batches: int) -> list[float]:
-    """Measure, for each chunk, forward and backward of a micro-batch in this process.
+    """Return the seconds that each chunk's forward and backward of a micro-batch take, measured in this process.
 
     Raises DataError, WorkloadError.
     """
@@ -303,7 +306,10 @@ def seconds(workload: Workload, division: Division, replicas: int, micro_batches
 def sizes(
     workload: Workload, strategy: StrategyView, workers: int, division: Division | None = None, batch: int | None = None
 ) -> Sizes:
-    """Return the sizes on which costs depend; see `expected`."""
+    """Return the sizes of the model and of a replica's batch on which costs depend. The arguments are as in `expected`.
+
+    Sizes that need the user's code are left out if it fails.
+    """
     with apart():
         model = blank(workload)
         layout = Layout.of((name, p) for name, p in model.named_parameters() if p.requires_grad)

@@ -16,7 +16,7 @@ LINE_SECONDS = 5.0
 
 
 class Display:
-    """A display of progress and events on a stream (stderr, so that results can be piped)."""
+    """Shows progress and events on a stream; by default on stderr, so that stdout can be piped."""
 
     def __init__(self, stream: TextIO | None = None, *, bar: bool = True) -> None:
         """Prepare the display; `bar`: on a terminal, show the progress as a bar."""
@@ -90,6 +90,6 @@ def _facts(progress: ProgressRecord) -> str:
         found.append(f"evaluation: {' '.join(measured)}")
     if progress.get("samples_per_second"):
         found.append(f"{progress['samples_per_second']:,.0f} samples/s")
-    if progress.get("eta_seconds") is not None:
+    if progress.get("eta_seconds") is not None and str(progress["status"]) == "RUNNING":
         found.append(f"{progress['eta_seconds']:.0f} s left")
     return "  ".join(found)

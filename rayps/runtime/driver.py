@@ -1,4 +1,4 @@
-"""Run one job to its end: one loop over the states of `rayps.runtime.decide`.
+"""Run one job to its end: one loop over the states of `rayps.runtime.decide_recovery`.
 
     while not state.terminal:
         state = next_state(state, <result of the state's effect>)
@@ -20,18 +20,29 @@ from pathlib import Path
 from typing import assert_never
 
 from rayps.cluster.local import Cluster
-from rayps.core.calendar import Calendar
 from rayps.core.errors import RaypsError
-from rayps.core.families import RestartAll, has_remote_clients, learns_by_client, recovery_now
 from rayps.core.job_status import Status
+from rayps.core.phase_rounds import Calendar
 from rayps.core.records import ProgressRecord
 from rayps.core.strategy import Phase
+from rayps.core.strategy_families import RestartAll, has_remote_clients, learns_by_client, recovery_now
 from rayps.core.topology import runs_in_step
 from rayps.core.user_code import awaited
 from rayps.core.user_module import pack
 from rayps.federated.remote_replies import prepared
-from rayps.runtime import decide as states
-from rayps.runtime.decide import Continue, Fail, Findings, Finish, Mend, Replace, Restart, RunFacts, decide, next_state
+from rayps.runtime import decide_recovery as states
+from rayps.runtime.decide_recovery import (
+    Continue,
+    Fail,
+    Findings,
+    Finish,
+    Mend,
+    Replace,
+    Restart,
+    RunFacts,
+    decide,
+    next_state,
+)
 from rayps.runtime.job_servers import space_of
 from rayps.runtime.journal import Journal
 from rayps.runtime.mending import Mender
@@ -73,8 +84,8 @@ class Driver:
     ) -> None:
         """Prepare a driver; `name` is the name of the job, and of its space on a server group.
 
-        `again`: an earlier driver of the job has died. `tries`: try one batch in a child process while workers start,
-        see `rayps.runtime.preflight`.
+        `again`: whether an earlier driver of the job has died. `tries`: whether to try one batch in a child process
+        while workers start (see `rayps.runtime.preflight`).
         """
         self.workload, self.spec, self.journal = workload, spec.check(), journal
         self.trial = Trial()
@@ -92,7 +103,7 @@ class Driver:
         self._requested = (0, 0.0)  # the last checkpoint after a stop: it must be newer than this round; its deadline
 
     def stop(self) -> None:
-        """Request the end of the run, with a last checkpoint if there is a folder for it."""
+        """Request the end of the run; a last checkpoint is saved first if there is a folder for it."""
         self._stop.set()
 
     @property
@@ -109,7 +120,7 @@ class Driver:
         """Check data, model and optimizer before any worker starts; return False if a stop was requested meanwhile.
 
         Raises:
-            DataError, WorkloadError, ConfigError: the user's code or an option is wrong; says how to fix it.
+            DataError, WorkloadError, ConfigError: the user's code or an option is wrong; the text says how to fix it.
         """
         remote = any(has_remote_clients(phase.strategy) for phase in self._phases)
         mailbox = prepared(self.journal.folder) if remote else None
@@ -130,7 +141,7 @@ class Driver:
         return True
 
     def close(self) -> None:
-        """End the processes that the preflight started, if no run follows."""
+        """End the child process that the preflight may have started; `run` calls this too."""
         self.trial.close()
 
     def run(self, cluster: Cluster) -> Outcome:
@@ -231,7 +242,7 @@ class Driver:
         phase.enter(snapshot, self.spec.workers)
         phase.tell(self.journal, snapshot.round)
         self.journal.tally = phase.tally(self.workload, self.spec.workers, snapshot.layout)
-        if runs_in_step(phase.phase.strategy):  # the same after a phase without an evaluation
+        if runs_in_step(phase.phase.strategy):  # workers in step start from one position
             snapshot.align()
         return Findings(phases=count)
 
@@ -319,7 +330,7 @@ class Driver:
         return Findings(saving=True)
 
     def _await_checkpoint(self, phase: PhaseRun) -> Findings:
-        """Check once for the requested checkpoint; after the deadline the run ends with the previous one."""
+        """Check once for the requested checkpoint; after the deadline the run ends with the previous checkpoint."""
         before, deadline = self._requested
         self._poll()
         facts = self._facts(phase)

@@ -1,8 +1,8 @@
 """A job's driver as an actor of its own, which the service starts, stops, and finds again after a restart.
 
-The job starts in the actor's constructor, in a thread of its own: its creator may die at any moment after that.
-`driver.json` in the job's folder holds the number of the attempt that has started, and its process. The actor ends
-itself when the run has ended, so the end needs no service either.
+The actor's constructor starts the job in a thread, so the service may die at any moment after that. `driver.json` in
+the job's folder holds the number of the attempt that has started, and its process. The actor ends itself when the run
+has ended, so that no service is needed for that either.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rayps.workload.base import load
 
 log = logging.getLogger(__name__)
 
-# {"attempt", "pid", "started" (ticks since boot), "protocol", "crash" (an error without an outcome)}
+# {"attempt", "pid", "started" (ticks since boot), "protocol", "crash" (the error, if the driver wrote no outcome)}
 BEGUN = "driver.json"
 
 
@@ -55,9 +55,9 @@ class DriverActor:
             self._driver.stop()
 
     def run(self) -> str:
-        """Wait for the end of the run, which the constructor started.
+        """Wait until the run, which the constructor has started, ends; return its status.
 
-        Raises the error with which the run ended, if it wrote no outcome.
+        Raises the error with which the driver ended, if it wrote no outcome.
         """
         self._thread.join()
         if self._crash is not None:
@@ -104,7 +104,7 @@ class DriverActor:
             resume = newest or (Path(spec.resume) if spec.resume else None)
             if self._attempt > 1 and resume is None:
                 journal.event(
-                    "began_again", f"attempt {self._attempt} has no checkpoint to continue from: starts at round 0"
+                    "began_again", f"attempt {self._attempt} has no checkpoint to continue from: it starts at round 0"
                 )
             workload, cluster = load(spec.workload, spec.working_dir), surrounding()
             self._driver = Driver(
@@ -129,7 +129,7 @@ class DriverActor:
             journal.close()
 
     def _leave(self) -> None:
-        """End this actor, because an idle actor would keep a process."""
+        """End this actor, because an idle actor would occupy a process."""
         try:
             cluster = surrounding()
             handle = cluster.find(f"driver-{self._folder.name}")

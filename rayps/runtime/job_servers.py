@@ -37,7 +37,7 @@ class JobServers(Protocol):
         """Poll all servers, without waiting; each server retains its part of round `wanted`."""
 
     def held(self, slowest: int) -> list[tuple[int, list[int]]] | None:
-        """Return each server's progress, and the rounds whose parts it has; None while these are not known.
+        """Return each server's progress and the rounds whose parts it retains; None until all servers have reported.
 
         `slowest` is the position of the slowest worker.
         """
@@ -49,10 +49,10 @@ class JobServers(Protocol):
         """
 
     def of(self, column: int) -> range:
-        """Return the indices in `parts` of the parts of a column."""
+        """Return the indices of a column's parts in the list of `parts`."""
 
     def saved(self, snapshot: Snapshot) -> None:
-        """Tell the servers that the driver has saved this state."""
+        """Tell the servers that the driver has saved this state, so that its pushes need not be retained."""
 
     def close(self) -> None:
         """End the servers if they belong to the job."""
@@ -70,12 +70,12 @@ class FixedServers:
         self._orders: Orders | None = None
         self._spaces: list[Space] = []  # the space of each column
         self._maps: list[StaticMap] = []
-        self._incarnations: Counter[tuple[int, int]] = Counter()  # by column and data rank: how often it has begun
+        self._incarnations: Counter[tuple[int, int]] = Counter()  # starts of each worker, by column and data rank
 
     def prepare(self, wanted: int) -> list[GroupMember]:
-        """Ensure that `wanted` shards are alive, and end surplus ones.
+        """Start shards until `wanted` shards are alive, and end surplus ones.
 
-        Return new shards that have not reported an address.
+        Return the new shards, which have not reported an address yet.
         """
         kept = self.members[:wanted]
         for member in [*self.members[wanted:], *(m for m in kept if m.dead)]:
@@ -84,9 +84,9 @@ class FixedServers:
         return [member for member in self.members if member.place is None]
 
     def begin(self, orders: Orders, parts: Sequence[Snapshot], shared: Sequence[Snapshot]) -> None:
-        """Load a state in a new generation; call it after `prepare`.
+        """Start a generation with a state; call `prepare` before.
 
-        `parts` are the state's parts by column; `shared` are the same parts, stored for the calls of actors.
+        `parts` are the state's parts by column; `shared` are the same parts as `Cluster.share` returned them.
         """
         self._orders = orders
         counts = shares(len(self.members), [part.layout.size for part in parts]) if self.members else []
@@ -118,7 +118,7 @@ class FixedServers:
             if index < len(space.cuts):
                 return column, index
             index -= len(space.cuts)
-        raise IndexError(f"there are only {len(self.members)} shards")
+        raise IndexError(f"the index is too large: the job has {len(self.members)} shards")
 
     def of(self, column: int) -> range:
         """Return the indices of a column's shards."""
@@ -126,11 +126,11 @@ class FixedServers:
         return range(before, before + (len(self._spaces[column].cuts) if self._spaces else 0))
 
     def serves(self, strategy: StrategyView) -> bool:
-        """See JobServers."""
+        """Return whether the strategy's dense parameters are on servers."""
         return servers_of(strategy) is not None
 
     def seat(self, column: int, rank: int) -> SpaceRank | None:
-        """Return a worker's new place with the servers of a column; `rank` is its data rank."""
+        """Return a worker's new place with the servers of a column; None without servers. `rank` is its data rank."""
         if not self._spaces:
             return None
         self._incarnations[column, rank] += 1
@@ -154,26 +154,26 @@ class FixedServers:
         return found
 
     def poll(self, orders: Orders, wanted: int) -> None:
-        """See JobServers."""
+        """Poll all shards, without waiting; each retains its part of round `wanted`."""
         for member in self.members:
             member.ask(wanted, orders.timeout)
 
     def held(self, slowest: int) -> list[tuple[int, list[int]]] | None:
-        """See JobServers."""
+        """Return each shard's progress and the rounds whose parts it retains; None until all shards have reported."""
         facts = [member.facts for member in self.members]
         return [(f.reached, f.snapshots) for f in facts] if all(isinstance(f, ShardFacts) for f in facts) else None
 
     def parts(self, rounds: int) -> Callable[[float], list[ShardPart | None]]:
-        """See JobServers."""
+        """Request all shards' parts after `rounds`; return a function that waits for them, for the given seconds."""
         return _waiting([member.handle.call("part", rounds) for member in self.members])
 
     def saved(self, snapshot: Snapshot) -> None:
-        """See JobServers."""
+        """Tell the shards that the driver has saved this state."""
         for member in [member for member in self.members if not member.dead]:
             member.handle.call("saved", snapshot.round)  # if this call is lost, workers retain their pushes for longer
 
     def close(self) -> None:
-        """See JobServers."""
+        """End all shards."""
         for member in self.members:
             self._cluster.kill(member.handle)
         self.members = []

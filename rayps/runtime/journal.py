@@ -1,7 +1,7 @@
 """The record of a run: events, metric points, log lines, progress, and at the end a sealed outcome.
 
-With a folder, everything is written there (the driver is its only writer); points and events are also kept in memory
-for `Result`. Lines are appended whole, and the outcome is written once, by rename.
+With a folder, everything is written there, by the driver only; points and events are also stored in memory, for
+`Result`. Only complete lines are appended to a file, and the outcome is written once, by rename.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Journal:
         self.folder = folder
         self.points: list[Point] = []
         self.events: list[Event] = []
-        self.tally: CostReport | None = None  # of the current phase
+        self.tally: CostReport | None = None  # the costs of the current phase
         self._on_progress, self._on_event = on_progress, on_event
         self._files: dict[str, IO[str]] = {}
         self._progress_at = 0.0
@@ -75,7 +75,7 @@ class Journal:
         return left
 
     def reckon(self) -> None:
-        """Write the costs of a phase, if any of its steps were reported."""
+        """Write the costs of the current phase as an event, if a worker has reported a step."""
         event = self.tally.event() if self.tally is not None else None
         if event is not None:
             self.event(**event)
@@ -103,7 +103,7 @@ class Journal:
             self._on_progress(progress)
 
     def seal(self, outcome: OutcomeRecord) -> None:
-        """Write the end of the run, once."""
+        """Write the outcome of the run, unless it is written already."""
         self.flush()
         if self.folder is not None and not (self.folder / "outcome.json").exists():
             _replace(self.folder / "outcome.json", outcome)

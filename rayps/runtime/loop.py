@@ -61,7 +61,7 @@ class Said:
 
 
 class LoopWatch:
-    """A collector of the lines that the workers of a `run` print, and of the reason why a worker died.
+    """Collects the lines that the workers of a `run` print, and the reason why a worker died.
 
     For each worker one thread calls `said`, which waits in the worker until there is a line. So a line arrives before
     the process can end, except lines that are printed in the last moment before a kill. `show` receives the lines, from
@@ -93,7 +93,8 @@ class LoopWatch:
             at = f" after {steps} optimizer step{'s'[: steps != 1]}"
         return ActorDied(
             f"worker-{rank} of the run died{at} ({reason}):\n"
-            "rayps.run replaces no worker: save checkpoints in your loop, start from the newest, and call run again\n"
+            "rayps.run does not replace a worker: save checkpoints in your loop, and call run again to start from the "
+            "newest one\n"
             f"find the cause in the last output of worker-{rank}, or in its memory (`rayps doctor`); rayps.train "
             "replaces workers and continues after a failure",
             **error.data | {"rank": rank, "steps": steps},
@@ -172,7 +173,10 @@ def world() -> World:
     try:
         return _world.get()
     except LookupError:
-        raise ConfigError("there is no world here: start your loop by rayps.run(train_fn, workers=4)") from None
+        raise ConfigError(
+            "rayps.world() and rayps.wrap() work only in a function that rayps.run calls: start your loop by "
+            "rayps.run(train_fn, workers=4)"
+        ) from None
 
 
 def run(
@@ -186,9 +190,9 @@ def run(
 ) -> list[_Result]:
     """Call `train_fn()` on `workers` Ray actors at once, and return their results, by rank.
 
-    Inside it, `rayps.world()` has rank and size, and `rayps.wrap` gives model and optimizer a strategy. Lines that
-    workers print are shown on stderr at once, each after the worker's name. A worker that dies is not replaced, and
-    ends the run. `address` is the Ray cluster to join, as for `rayps.train`.
+    Inside `train_fn`, `rayps.world()` returns rank and size, and `rayps.wrap` gives model and optimizer a strategy.
+    Lines that workers print are shown on stderr at once, each after the worker's name. A worker that dies is not
+    replaced: the run ends. `address` is the Ray cluster to join, as for `rayps.train`.
 
     Raises:
         ConfigError, ClusterError, NoResources: the workers cannot be started.
@@ -215,7 +219,7 @@ def run(
                 "rayps.runtime.loop:LoopActor",
                 packed,
                 World(rank, workers, name, timeout),
-                capture=not isinstance(opened, LocalCluster),  # threads print here already
+                capture=not isinstance(opened, LocalCluster),  # workers that are threads print to this stderr already
                 cpus=wanted["cpu"],
                 gpus=wanted.get("gpu", 0.0),
                 gang=gang,
@@ -274,14 +278,14 @@ def _open(address: str | None, workers: int, wanted: dict[str, float]) -> Cluste
 
 
 class _Nowhere:
-    """A file that stores nothing."""
+    """A file that discards what is written to it."""
 
     def write(self, data: Buffer) -> int:
         return len(data)
 
 
 def _sendable(result: Any) -> None:
-    """Refuse a result that cannot be sent to the caller's process. Raises WorkloadError."""
+    """Raise WorkloadError if the result of `train_fn` cannot be sent to the caller's process."""
     try:
         cloudpickle.Pickler(_Nowhere()).dump(result)
     except Exception as error:  # the user's objects may raise anything
@@ -349,24 +353,24 @@ def wrap(
     """Make `optimizer.step()` one round of a strategy; all workers start with rank 0's parameters.
 
     The loop is written as in plain torch: zero_grad, loss, backward, step. Nothing is sent before `step`, so that
-    several backward passes may add up first. Set `optimizer.samples` to the number of samples in the batch (default 1),
-    by which means are weighted.
+    several backward passes may add up first. Set `optimizer.samples` to the number of samples in the batch (default 1):
+    it is this worker's weight in means over the workers.
 
-    `schedule` is as `Workload.schedule`, stepped once a step, under every strategy: e.g. `rayps.wrap(model, optimizer,
-    strategy, schedule=lambda optimizer: CosineAnnealingLR(optimizer, T_max=1000))`. A scheduler in the loop works too
-    where the worker's optimizer steps. Under a parameter server the shards run the optimizer's rule: a change of the
-    optimizer's groups on the worker is then an error at the next step.
+    `schedule` is a function such as `Workload.schedule`, and its result is stepped once a step, under every strategy:
+    `rayps.wrap(model, optimizer, schedule=lambda optimizer: CosineAnnealingLR(optimizer, T_max=1000))`. A scheduler in
+    the loop works too if the worker's optimizer takes the steps. Under a parameter server the shards take them: a
+    change of the optimizer's groups on the worker is then an error at the next step.
 
     `optimizer.clip_grad_norm_(max_norm)`, between the last backward and `step`, is
-    `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)` of the mean gradient over all workers. It exchanges
-    once per step, and `step` does not exchange again. All workers must call it with the same arguments; it returns the
+    `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)` of the mean gradient over all workers. It computes
+    this mean, and `step` does not compute it again. All workers must call it with the same arguments; it returns the
     norm, equal on all. If gradients are pushed to servers, it clips this worker's push, and returns the push's norm.
     torch's own function would see one worker's gradient, so a `.grad` that was changed between backward and `step` is
     an error; zero_grad, several backward passes, and gradients that no backward computed are as in plain torch.
 
     Raises:
-        ConfigError: outside a `run`, a strategy that changes during the run or is for `train` alone, or a model with
-            sparse tables.
+        ConfigError: it is called outside a `run`, the strategy changes during the run or works only in `train`, or the
+            model has sparse tables.
 
     Example:
         def train_fn():
@@ -453,7 +457,7 @@ def _leave(turns: _Turns, ring: Ring, server: GroupServer | None, group: ServerG
 
 
 def _share(name: str, here: World, make: Callable[[], ServerGroup]) -> ServerGroup:
-    """Create the group on rank 0; return it on the other ranks when it is there."""
+    """Create the server group on rank 0; on the other ranks, wait until rank 0 has created it. Return the group."""
     values, key = rendezvous(), f"rayps/group/{name}"
     if here.rank == 0:
         group = make()
@@ -461,7 +465,7 @@ def _share(name: str, here: World, make: Callable[[], ServerGroup]) -> ServerGro
         return group
     if not until(lambda: values.get(key) is not None, here.timeout):
         raise PeerTimeout(
-            f"worker-0 did not start its shards within {here.timeout:g} s: raise timeout",
+            f"worker-0 did not start the run's shards within {here.timeout:g} s: raise timeout",
             peer="worker-0",
             seconds=here.timeout,
         )
@@ -492,12 +496,14 @@ def _same_kind(optimizer: Optimizer, flat: FlatModel) -> Callable[[list[nn.Param
 def _norm(given: Json) -> float:
     """Check a norm to clip to. Raises ConfigError."""
     if isinstance(given, bool) or not isinstance(given, (int, float)) or not given > 0:
-        raise ConfigError(f"max_norm is {given!r}: give a number above 0 (inf = only measure)", field="max_norm")
+        raise ConfigError(
+            f"max_norm is {given!r}: give a number above 0 (inf = only measure, do not clip)", field="max_norm"
+        )
     return float(given)
 
 
 class _Wrapped(Protocol):
-    """The user's optimizer, once it is wrapped."""
+    """The user's optimizer after `wrap`."""
 
     samples: int
     param_groups: list[Group]
@@ -508,9 +514,9 @@ class _Ended(Exception):
 
 
 class _Stepper:
-    """The step of the user's optimizer: taken here with its schedule, or on servers.
+    """Takes the steps of the user's optimizer, with its schedule.
 
-    Then its groups must not change.
+    If servers take the steps (`remote`), it only checks that the optimizer's groups have not changed.
     """
 
     def __init__(self, optimizer: Optimizer, pace: Pace | None, remote: bool) -> None:
@@ -525,22 +531,25 @@ class _Stepper:
         self._step()
 
     def check(self) -> None:
-        """Raise ConfigError if the optimizer's groups were changed: the servers would not know."""
+        """Raise ConfigError if servers take the steps and the optimizer's groups were changed on this worker."""
         for begun, group in zip(self._begun, self._optimizer.param_groups, strict=False):
             now = plain_values(group)
             for key, value in begun.items():
                 if now.get(key) != value:
                     raise ConfigError(
-                        f"{key} of the optimizer was changed from {value!r} to {now.get(key)!r}, and under a parameter "
-                        "server the shards step, by the groups at the start: give the schedule as rayps.wrap(..., "
-                        "schedule=lambda optimizer: SomeLR(optimizer, ...)), and step no scheduler in the loop; or use "
-                        "all_reduce",
+                        f"{key} of the optimizer was changed from {value!r} to {now.get(key)!r}, but under a parameter "
+                        "server the shards take the steps, with the groups as they were at wrap: give the schedule as "
+                        "rayps.wrap(..., schedule=lambda optimizer: SomeLR(optimizer, ...)), and step no scheduler in "
+                        "the loop; or use all_reduce",
                         field="schedule",
                     )
 
 
 class _Turns:
-    """The worker that a strategy's round uses; the user's loop provides its batches and gradients."""
+    """A worker for a strategy's rounds, whose batches and gradients come from the user's loop.
+
+    The rounds run in a thread, in turn with the user's thread.
+    """
 
     def __init__(
         self,
@@ -561,20 +570,20 @@ class _Turns:
         self._error: BaseException | None = None
         self._ending = False
         self._watch = GradWatch(flat)
-        # of the user's step: "" = not started, "asked" = stop once the mean is there, "held" = it is in `.grad`,
-        # "dropped" = the loop has another gradient already
+        # clip_grad_norm_ in the current step: "" = not called, "asked" = waits for the mean gradient, "held" = the mean
+        # is in `.grad`, "dropped" = the loop did not step and has computed another gradient
         self._clip = ""
         self._thread = threading.Thread(target=self._run, name="rayps-round", daemon=True)
 
     # ---- the user's side
 
     def start(self) -> None:
-        """Start the first round; return when the round asks for a batch."""
+        """Start the strategy's first round; return when the round asks for a batch."""
         self._thread.start()
         self._wait()
 
     def step(self, closure: Callable[[], float] | None, samples: int) -> float | None:
-        """Pass the gradient in `.grad` to the round; return when the next round asks for a batch."""
+        """Pass the gradient in `.grad` to the strategy's round; return when the next round asks for a batch."""
         self._own_step.check()
         loss = closure() if closure is not None else None
         if self._holds():
@@ -586,9 +595,9 @@ class _Turns:
         return loss
 
     def clip(self, max_norm: float, samples: int, params: list[nn.Parameter]) -> Tensor:
-        """Exchange the gradient, if this step has not done so; clip the gradient that the optimizer will use.
+        """Clip the gradient that the optimizer will use, and return its norm.
 
-        Return its norm.
+        The mean gradient is computed first, unless this step has done so already.
         """
         if self.server is not None:
             self._must_be_unchanged()
@@ -623,20 +632,20 @@ class _Turns:
         if name is not None:
             raise ConfigError(
                 f"the gradient of {name!r} was changed between {'clip_grad_norm_' if held else 'backward'} and "
-                "optimizer.step(), by something else than this optimizer:\nit is one worker's until step() makes "
-                "the mean over all workers; to clip that, call optimizer.clip_grad_norm_(max_norm) on the wrapped "
-                "optimizer, after the last backward; to scale it, scale the loss",
+                "optimizer.step(), not by the wrapped optimizer:\nuntil step() averages the gradients of all workers, "
+                "`.grad` is this worker's own; to clip the mean, call optimizer.clip_grad_norm_(max_norm) on the "
+                "wrapped optimizer after the last backward; to scale the gradient, scale the loss",
                 parameter=name,
             )
 
     def _offer(self, samples: int) -> None:
-        """Pass the gradient in `.grad` to the round."""
+        """Pass the gradient in `.grad` to the strategy's round, and let the round run."""
         self._used, self._unused = [p.grad is not None for p in self._flat.parameters], []
         self._gradient = Gradient(self._flat.collect_grad(), samples)
         self._rounds.release()
 
     def close(self) -> None:
-        """End the round that is waiting for a batch."""
+        """End the thread of the rounds, whose round is waiting for a batch."""
         self._ending = True
         self._watch.close()
         self._rounds.release()

@@ -1,4 +1,4 @@
-"""Recover a run from the failure of a member, by the decision of `rayps.runtime.decide`.
+"""Recover a run from the failure of a member, by the decision of `rayps.runtime.decide_recovery`.
 
 Three ways, the cheapest first. *Replace*: a new process for the lost worker or shard, the others keep training.
 *Rebuild*: a new process gets the lost worker's state from its twin in another replica, or from the neighbour that holds
@@ -20,7 +20,7 @@ from rayps.core.user_code import START_SECONDS
 from rayps.core.values import JsonObject
 from rayps.recovery.backup_assignment import Bond, HeldRounds, Mending, keepers, mending
 from rayps.recovery.worker_backup import CommitCost
-from rayps.runtime.decide import Mend, Replace, Restart
+from rayps.runtime.decide_recovery import Mend, Replace, Restart
 from rayps.runtime.journal import Journal
 from rayps.tensors.snapshot import Snapshot
 from rayps.worker.plan import WorkerFacts
@@ -40,12 +40,12 @@ class PeerStates:
     """
 
     line: int = 0  # the number of the last generation that started from a snapshot
-    bonds: list[Bond | None] = field(default_factory=list)  # bond of each worker in this generation
+    bonds: list[Bond | None] = field(default_factory=list)  # by rank: how the state is backed up in this generation
 
     def begin(self, grid: Grid, workers: list[GroupMember], mended: Mending | None) -> None:
         """Choose which worker holds whose state in a new generation; a worker that does not answer counts as dead.
 
-        `mended`: the generation continues from states of peers, else it starts a line from a snapshot.
+        `mended` is how the generation continues from workers' states; None = it starts from a snapshot.
         """
         doors = _answers(workers, [worker.handle.call("door") for worker in workers], START_SECONDS)
         if any(worker.dead for worker in workers) or not all(doors.values()):
@@ -94,7 +94,7 @@ class _Loss:
 
 @dataclass(slots=True)
 class Mender:
-    """The executor of restarts, rebuilds and replacements: it counts failures, and reports the cost of each."""
+    """Carries out restarts, rebuilds and replacements, counts failures, and reports each recovery as an event."""
 
     journal: Journal
     failures: int = 0  # failures of the whole job, under all its drivers
@@ -103,11 +103,11 @@ class Mender:
     _broken: float | None = None  # the first error of a worker in this generation
     _loss: _Loss | None = None
     _filed: CommitCost | None = None
-    # replicas that start again: ranks, lost workers, time of the failure
+    # replicas that are starting again: their ranks, their lost workers, the time of the failure
     _rejoining: list[tuple[list[int], list[str], float]] = field(default_factory=list)
 
     def begin(self) -> None:
-        """Start a generation, without failures."""
+        """Forget the workers' errors so far, at the start of a generation or of a replacement."""
         self._broken = None
 
     def saw(self, *, errors: bool, dead: bool) -> None:
@@ -126,7 +126,7 @@ class Mender:
     def may_replace(self, group: WorkerGroup) -> bool:
         """Return whether one replica may start again alone although workers run in step.
 
-        False if that has just failed.
+        False while a replica that started again has not completed a round.
         """
         return group.rejoins and not self._rejoining
 
@@ -164,8 +164,8 @@ class Mender:
         self._loss = _Loss(reason, lost, Mending(found.round, sources), seen)
         self.journal.event(
             "mending",
-            f"{decision.reason}: {_sources(found) or 'every worker has its state'}, "
-            f"continuing from round {found.round}",
+            f"{decision.reason}: {_sources(found) or 'every worker has its own state'}; "
+            f"all workers continue from round {found.round}",
             lost=list(decision.lost),
             round=found.round,
             generation=generation,
@@ -173,7 +173,7 @@ class Mender:
         return found
 
     def restarted(self, decision: Restart | Mend, what: str, begin: int, generation: int) -> None:
-        """Report that all workers start again from a snapshot, which is of round `begin`."""
+        """Report that all workers start again from the snapshot of round `begin`; `what` says what they do then."""
         self.journal.event(
             "restarted",
             f"{decision.reason}: all workers {what}",
@@ -183,9 +183,9 @@ class Mender:
         )
 
     def replace(self, group: WorkerGroup, decision: Replace, snapshot: Snapshot) -> None:
-        """Start new processes for the lost members, whose replicas start again from the servers.
+        """Start new processes for the lost members; the other members continue.
 
-        Other workers continue.
+        The replica of a lost worker starts again from the servers' parameters.
         """
         numbers = [(name.partition("-")[0], int(name.partition("-")[2])) for name in decision.lost]
         seen, self._seen = self._seen or time.monotonic(), None
@@ -197,7 +197,7 @@ class Mender:
         for ranks in replicas_of(group.grid, gone):
             group.replace_workers(ranks, snapshot)
             lost = [f"worker-{rank}" for rank in ranks if rank in gone]
-            message = f"{' and '.join(lost)} was replaced"
+            message = f"{' and '.join(lost)} {'was' if len(lost) == 1 else 'were'} replaced"
             if len(ranks) > 1:
                 message += f", and worker-{ranks[0]} to worker-{ranks[-1]}, its replica, started again from the servers"
                 self._rejoining = [each for each in self._rejoining if each[0] != ranks] + [(ranks, lost, seen)]
@@ -216,8 +216,8 @@ class Mender:
                 at, seconds = min(f.position for f in facts) - 1, time.monotonic() - seen
                 self.journal.event(
                     "rejoined",
-                    f"the replica of {' and '.join(lost)} trains again, from round {at} on, "
-                    f"{seconds:.2f} s after the failure was detected",
+                    f"the replica that lost {' and '.join(lost)} resumed training at round {at}, {seconds:.2f} s after "
+                    "the failure was detected",
                     lost=lost,
                     round=at,
                     seconds=seconds,
@@ -242,7 +242,7 @@ class Mender:
         origin = f"{_sources(loss.mending)}; " if loss.mending.sources else ""
         self.journal.event(
             "mended",
-            f"{loss.reason}: {origin}all workers continued from round {loss.mending.round}, "
+            f"{loss.reason}: {origin}all workers continued from round {loss.mending.round}; this was "
             f"{seconds:.2f} s after the failure was detected",
             lost=loss.lost,
             round=loss.mending.round,
@@ -259,7 +259,7 @@ class Mender:
             self._filed = self.cost
             self.journal.event(
                 "upkeep",
-                f"backups, by which a failure costs at most one round: workers {self.cost}",
+                f"backups of the workers' states, so that a failure repeats at most one round: workers {self.cost}",
                 **self.cost.to_dict(),
             )
 
@@ -275,6 +275,6 @@ def replicas_of(grid: Grid, ranks: list[int]) -> list[list[int]]:
 def _sources(mending: Mending) -> str:
     words = []
     for rank, source in sorted(mending.sources.items()):
-        kind = "its twin" if source.twin else "its mirror on"
+        kind = "its twin" if source.twin else "its backup on"
         words.append(f"worker-{rank} has the state of {kind} worker-{source.giver}")
     return ", ".join(words)

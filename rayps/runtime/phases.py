@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rayps.core.calendar import Boundary, Calendar, PhaseSpan
-from rayps.core.families import has_remote_clients, learns_by_client
 from rayps.core.grid import Grid
+from rayps.core.phase_rounds import Boundary, Calendar, PhaseSpan
 from rayps.core.strategy import Phase
+from rayps.core.strategy_families import has_remote_clients, learns_by_client
 from rayps.parallel.division.divide import words
 from rayps.parallel.division.division import Division
 from rayps.ps.protocol.space import SparseTable
@@ -21,7 +21,7 @@ from rayps.tensors.snapshot import Snapshot
 from rayps.worker.plan import Orders
 from rayps.workload.base import Workload
 
-FEDERATED_EPOCHS = 10  # epochs between snapshots, unless the job sets this: an epoch of federated clients is one round
+FEDERATED_EPOCHS = 10  # default epochs between snapshots of federated strategies, whose epoch is only one round
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class RunPlan:
         return PhaseRun(self.phases[number], self.calendar.spans[number], self.divisions[number])
 
     def widest(self, workers: int) -> Grid:
-        """The grid of the phase whose replicas have the most workers."""
+        """Return the grid of the phase whose replicas have the most workers."""
         return max((phase.grid(workers) for phase in self.phases), key=lambda grid: grid.columns)
 
 
@@ -63,7 +63,7 @@ class PhaseRun:
         return self.phase.name
 
     def enter(self, snapshot: Snapshot, workers: int) -> None:
-        """Change a state so that it continues in this phase."""
+        """Adapt a snapshot to this phase's layout of workers and strategy."""
         snapshot.enter(self.span)
         snapshot.under(self.name, workers)
 
@@ -74,18 +74,19 @@ class PhaseRun:
 
     def tell(self, journal: Journal, now: int) -> None:
         """Report that the phase starts after round `now`."""
-        journal.event("phase", f"{self.name} until round {self.end}", round=now, end=self.end, strategy=self.name)
+        message = f"training with {self.name} until round {self.end}"
+        journal.event("phase", message, round=now, end=self.end, strategy=self.name)
         if self.division is not None:
             journal.event("divided", words(self.division), columns=self.division.facts())
 
     def tally(self, workload: Workload, workers: int, layout: Layout) -> CostReport | None:
-        """Return the CostReport of the phase's rounds; None if one worker waits for real clients."""
+        """Return the CostReport of the phase's rounds; None if its clients are real processes."""
         if has_remote_clients(self.phase.strategy):
             return None
         return tally_of(workload, self.phase.strategy, workers, self.division, layout)
 
     def orders(self, spec: JobSpec, generation: int, evaluated: int, mailbox: str | None = None) -> Orders:
-        """Return the orders of a generation; the evaluation after round `evaluated` is in the journal."""
+        """Return the orders of a generation; `evaluated` is the last round whose evaluation is in the journal."""
         every, begin = spec.checkpoint_every, self.span.begin
         if every is None:
             strategy = self.phase.strategy

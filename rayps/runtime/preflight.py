@@ -28,17 +28,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rayps.core.errors import ConfigError, RaypsError, WorkloadError
-from rayps.core.families import has_remote_clients
 from rayps.core.grid import Grid
 from rayps.core.replica import Pipeline
 from rayps.core.strategy import Phase, StrategyView
+from rayps.core.strategy_families import has_remote_clients
 from rayps.core.topology import JobFacts, replica_of, servers_of
 from rayps.core.user_code import user_code
 from rayps.core.user_module import unpack
 from rayps.data.base import Batch, Data, Nested, map_tensors
 from rayps.data.unsupported import is_ray_data, ray_data_way
 from rayps.federated.check import federated
-from rayps.federated.view import FederatedView
+from rayps.federated.strategy_interface import FederatedView
 from rayps.parallel.division.divide import divide, sample_of
 from rayps.parallel.division.division import Division
 from rayps.parallel.pipeline.loss_proxy import parts
@@ -53,9 +53,10 @@ from rayps.tensors import optim
 from rayps.tensors.flat import Layout
 from rayps.tensors.learning_rate import Recipe, Ticks, rates_of, recipe_of
 from rayps.tensors.optim import made
+from rayps.tensors.user_loss import checked_loss
 from rayps.workload.base import Workload, check_clip_norm, misspelt
 from rayps.workload.model import apart, has_tables, model_of
-from rayps.workload.part import Whole, number
+from rayps.workload.model_part import Whole, number
 
 
 class PreflightFindings(NamedTuple):
@@ -73,10 +74,10 @@ class PreflightFindings(NamedTuple):
 
 
 def preflight(workload: Workload, phases: list[Phase], spec: JobSpec) -> PreflightFindings:
-    """Try data, model and optimizer.
+    """Check a workload's data, model, optimizer and schedule with the job's strategies, without training.
 
     Raises:
-        DataError, WorkloadError, ConfigError: the user's code or an option is wrong; says how to fix it.
+        DataError, WorkloadError, ConfigError: the user's code or an option is wrong; the text says how to fix it.
     """
     check_clip_norm(workload)
     data = _data(workload, all(has_remote_clients(phase.strategy) for phase in phases))
@@ -140,7 +141,7 @@ def _check_topologies(
     if spec.server_group is not None and not tables and not any(servers_of(phase.strategy) for phase in phases):
         raise ConfigError(
             f"server_group is {spec.server_group!r}, and {names[0]} without sparse tables needs no "
-            "servers: leave it out, or use parameter_server",
+            "servers: leave out server_group, or use parameter_server",
             field="server_group",
         )
 
@@ -172,8 +173,8 @@ def _refuse_closure(optimizer: Optimizer) -> None:
     if needed:
         name = type(optimizer).__name__
         raise WorkloadError(
-            f"optimizer(params) returned {name}, whose step() needs {', '.join(needed)}: a round has one gradient "
-            "for the closure, under every strategy\n"
+            f"optimizer(params) returned {name}, whose step() needs {', '.join(needed)}: under every strategy a round "
+            "computes one gradient, and a closure could not compute another\n"
             "use an optimizer whose step() needs no closure, such as SGD, Adam or Adagrad"
         )
 
@@ -213,7 +214,10 @@ class TrialRequest:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of the child process. `error`: the job fails with it. `skipped`: why there is no result."""
+    """The result of the child process: the `error` with which the job fails, or why no batch was tried (`skipped`).
+
+    Both are None if the batch was tried without an error.
+    """
 
     error: RaypsError | None = None
     skipped: str | None = None
@@ -245,7 +249,7 @@ def _leave_with_parent() -> None:
 
 
 def judged(request: TrialRequest) -> Verdict:
-    """Try the request's first batch. Never raises."""
+    """Try the request's first batch and return the verdict. Never raises."""
     try:
         return Verdict(skipped=_tried(unpack(request.packed), request))
     except RaypsError as error:
@@ -270,7 +274,9 @@ def _of_ray(error: BaseException | None) -> bool:
 
 
 def _tried(workload: Workload, request: TrialRequest) -> str | None:
-    """Try a batch with the calls of a worker, in their order; return why no batch could be tried, or None.
+    """Call the user's methods with one batch, in the order in which a worker calls them.
+
+    Return why no batch could be tried; None if one was tried.
 
     Raises WorkloadError, DataError.
     """
@@ -282,7 +288,7 @@ def _tried(workload: Workload, request: TrialRequest) -> str | None:
         made(workload.optimizer, held.parameters)
         with user_code("evaluation_data"):
             evaluation = workload.evaluation_data()
-    except RaypsError as error:  # the model and data could be created in the driver
+    except RaypsError as error:  # not an error of the job: the driver's process could create the model and the data
         return error.message.splitlines()[0]
     batch = _first(data, request)
     if batch is None:
@@ -307,7 +313,7 @@ def _first(data: Data, request: TrialRequest) -> Batch | None:
 
 
 def _with_few(batch: Batch, run: Callable[[Batch], None]) -> None:
-    """Run on a few rows first: an error with these rows would occur with the whole batch too."""
+    """Call `run` with a few rows of the batch; if that fails, with the whole batch, whose error is raised."""
     few = batch
     if batch.size > FEW_ROWS:
         with contextlib.suppress(WorkloadError):  # the batch cannot be cut
@@ -334,13 +340,8 @@ def _evaluate(held: Whole, batch: Batch) -> None:
 
 
 def scalar(loss: Nested) -> float:
-    """Return a loss as a number. Raises WorkloadError: the loss is not a tensor with one number."""
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise WorkloadError(
-            f"loss(model, batch) returned {shape}: return one number as a tensor, the mean over the batch"
-        )
-    return float(loss.item())
+    """Return a training loss as a number. Raises WorkloadError: as `checked_loss`."""
+    return float(checked_loss(loss).item())
 
 
 @contextlib.contextmanager
@@ -385,7 +386,7 @@ class TrialFacts(NamedTuple):
 
 
 def untried(facts: TrialFacts) -> str | None:
-    """Return why no batch is tried before the workers start; None if one is tried."""
+    """Return why no batch is tried before the workers start; None if a batch is tried."""
     if facts.remote:
         return "the clients have the data"
     if facts.divided:
@@ -395,7 +396,7 @@ def untried(facts: TrialFacts) -> str | None:
     sizes = {"model": facts.model, "workload": facts.packed, "data in memory": facts.data}
     for what, size in sizes.items():
         if size > MOST_BYTES:
-            return f"the {what} takes {size / 2**20:.0f} MiB, and up to {MOST_BYTES >> 20} MiB are tried"
+            return f"the {what} takes {size / 2**20:.0f} MiB, and the limit for a trial is {MOST_BYTES >> 20} MiB"
     return None
 
 
@@ -463,9 +464,9 @@ class Trial:
             self._thread.join(seconds)
 
     def end(self, journal: Journal) -> None:
-        """End the child process, because the workers have started. Raises as `check`.
+        """End the child process, because the workers have started; if no batch was tried, write the reason as an event.
 
-        If no batch was tried, the reason is written as an event.
+        Raises the WorkloadError or DataError that the process found.
         """
         self.check()
         verdict, begun = self.verdict, self._process is not None
@@ -493,9 +494,9 @@ class Trial:
 
 
 def _answer(process: subprocess.Popen[bytes], given: IO[bytes], taken: IO[bytes], request: TrialRequest) -> Verdict:
-    """Send the request and return the verdict.
+    """Send the request to the child process and return its verdict.
 
-    Stdin stays open until then, so that the process ends with its parent.
+    The child's stdin stays open until then, because the child ends itself when its stdin is closed.
     """
     with contextlib.suppress(OSError), given, taken:
         try:
@@ -505,4 +506,4 @@ def _answer(process: subprocess.Popen[bytes], given: IO[bytes], taken: IO[bytes]
             return found
         except (OSError, EOFError, pickle.UnpicklingError):
             pass
-    return Verdict(skipped=f"its process ended with exit code {process.wait()}")
+    return Verdict(skipped=f"the child process ended with exit code {process.wait()}")

@@ -1,8 +1,8 @@
-"""The states of a run: the first state, when the next is taken, how its parts are assembled, where it is saved.
+"""The states of a run: the first state, the round of the next one, how its parts are assembled, where it is saved.
 
-A round may take a millisecond and a poll a hundred: members that retain only their newest parts would seldom have a
-round in common. So the driver chooses a round that no member has reached yet, and doubles the distance if a member had
-passed that round already.
+A round may take one millisecond and the time between polls a hundred, so members that retain only their newest parts
+would seldom have parts of the same round. Therefore the driver chooses a round that no member has reached yet, and
+doubles the distance to that round if a member had passed it before the request arrived.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rayps.core.calendar import Boundary
+from rayps.core.phase_rounds import Boundary
 from rayps.parallel.division.division import Division
 from rayps.ps.server.dense_segment import ShardPart
 from rayps.runtime.journal import Journal
@@ -71,7 +71,8 @@ class Checkpointer:
             if self._spec.branch is not None and group.space is not None:
                 drawn, strategy = found, plan.phases[0].strategy
                 found = group.space.branch(self._spec.branch, strategy, drawn.layout)
-                self._journal.event("branched", f"starts with the current parameters of space {self._spec.branch!r}")
+                message = f"the job starts with the current parameters of space {self._spec.branch!r}"
+                self._journal.event("branched", message)
                 found.buffers = drawn.buffers
             found.enter(plan.calendar.spans[0])
         self.newest = found
@@ -87,7 +88,8 @@ class Checkpointer:
         if was != now:
             self._journal.event(
                 "warning",
-                f"{path} was saved with the schedule at {was}, and this run's is at {now}: it continues with its own",
+                f"{path} was saved with the schedule {was}, and this run has the schedule {now}: the run continues "
+                "with its own",
             )
         before = len(saved.positions)
         saved.resume(plan.calendar)
@@ -101,7 +103,7 @@ class Checkpointer:
             self._journal.event(
                 "warning",
                 f"the checkpoint is of round {saved.round} and the run ends at round {plan.calendar.rounds}: "
-                "it is evaluated, and no training is left; give more epochs or steps",
+                "it is only evaluated, as no training is left; give more epochs or steps to train further",
             )
         return saved
 
@@ -130,7 +132,7 @@ class Checkpointer:
         group.saved(newer)
 
     def kept(self, at: int) -> str:
-        """Describe the checkpoint that exists of a run that was stopped at round `at`."""
+        """Describe which checkpoint remains of a run that was stopped at round `at`."""
         if self.folder is None or self.saved is None:
             return "nothing was kept"
         return f"{self.saved} is kept" + (f", of round {self.round}" if self.round < at else "")
@@ -147,7 +149,7 @@ def of_another(meta: Meta, spec: JobSpec) -> list[str]:
 
 
 class SnapshotSchedule:
-    """The round of the next snapshot: at the generation's boundaries, or (after `hurry`) as soon as possible."""
+    """Chooses the round of the next snapshot: at the generation's boundaries or, after `hurry`, as soon as possible."""
 
     def __init__(self, boundary: Boundary) -> None:
         self.round = 0  # 0 = no round was chosen yet
@@ -160,10 +162,10 @@ class SnapshotSchedule:
         self._hurry, self.round = True, 0
 
     def look(self, members: list[tuple[int, list[int]]], collected: int) -> int:
-        """Return the round whose parts members are to retain.
+        """Choose the round whose parts all members must retain, and return it.
 
-        `members` are (progress, retained rounds) of the members that must give parts of one round. `collected` is the
-        round of the newest state that the driver has.
+        `members` are (progress, retained rounds) of these members. `collected` is the round of the newest state that
+        the driver has.
         """
         if self.round > collected:
             if not any(reached > self.round and self.round not in held for reached, held in members):
@@ -182,9 +184,9 @@ def columns_of(snapshot: Snapshot, division: Division | None) -> list[Snapshot]:
 
 
 def assemble(base: Snapshot, workers: dict[int, WorkerPart | None], shards: list[ShardPart]) -> Snapshot:
-    """Return one snapshot from all members' parts of the same round; `workers` is by rank.
+    """Return one snapshot from all members' parts of the same round; `workers` are the workers' parts by rank.
 
-    A worker that is out of step may have no part yet.
+    If workers do not run in step, a worker may have no part yet (None).
     """
     from_shards, lead = bool(shards), next(iter(workers.values()))
     there = [part for part in workers.values() if part is not None]
@@ -225,9 +227,10 @@ def in_columns(
     of: list[list[int]],
     held: list[ShardPart],
 ) -> Snapshot:
-    """Assemble as `assemble` does, for replicas of several workers.
+    """Return one snapshot as `assemble` does, for replicas of several workers.
 
-    `columns` is each worker's column, `of` has the indices of each column's shards.
+    `given` are the workers' parts and `columns` their columns, by rank; `held` are the shards' parts, and `of` has the
+    indices of each column's shards in `held`.
     """
     parts = []
     for i, column in enumerate(division.columns):

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rayps.cluster.members import GroupMember
-from rayps.core.calendar import Calendar
 from rayps.core.grid import Grid
 from rayps.core.job_status import Status
 from rayps.core.metrics import Rounds, Throughput
+from rayps.core.phase_rounds import Calendar
 from rayps.core.records import Event, OutcomeRecord, Point, ProgressRecord, ShardLine, WorkerLine
 from rayps.ps.server.dense_segment import ShardFacts
 from rayps.runtime.journal import Journal
@@ -21,7 +21,7 @@ from rayps.tensors.snapshot import Snapshot
 from rayps.worker.plan import WorkerFacts
 
 POINTS_PER_RANK = 50  # newest points of each rank from which rates are computed
-AFTER_SECONDS = 3.0  # seconds after a server's death, after which no worker waits for the server any more
+AFTER_SECONDS = 3.0  # seconds from the report of a server's death until no worker waits for the server any more
 BEFORE_SECONDS = 2.0  # most seconds between a death and its report
 
 
@@ -53,7 +53,7 @@ class RunRecord:
     """The run's status and progress; it writes the results of polls (points, events, log lines) to the journal."""
 
     def __init__(self, journal: Journal, workers: int, where: Callable[[], tuple[int, ProgressRecord]]) -> None:
-        """Prepare; `where` returns the round of the newest snapshot, and further facts of the progress."""
+        """Prepare the record; `where` returns the round of the newest snapshot, and further facts of the progress."""
         self.status = Status.STARTING
         self.evaluated = 0  # the last round whose evaluation is in the journal
         self._message = ""
@@ -66,7 +66,7 @@ class RunRecord:
         self._report.calendar = calendar
 
     def say(self, status: Status, message: str) -> None:
-        """Change the status and show it at once."""
+        """Change the status and its message, and show them at once."""
         self.status, self._message = status, message
         self.show(now=True)
 
@@ -77,9 +77,9 @@ class RunRecord:
         self._journal.progress(progress, now=now)
 
     def generation(self, number: int, strategy: str, *, mended: bool) -> None:
-        """Start a generation.
+        """Start the generation with this number.
 
-        `mended`: it continues the rounds of the last generation; else rounds are counted anew.
+        `mended`: it continues the rounds of the last generation, whose points are retained; else they are dropped.
         """
         if not mended:
             self._rounds = Rounds(self._workers, number, strategy)
@@ -94,7 +94,7 @@ class RunRecord:
         self._report.begin_again()
 
     def flush(self) -> None:
-        """Write the rounds that some rank never reported."""
+        """Write the points of the rounds that not all ranks have reported."""
         self.file(self._rounds.flush())
 
     def take_in(self, group: WorkerGroup, found: list[Point]) -> None:
@@ -119,7 +119,7 @@ class RunRecord:
                 self._journal.event(**event)
 
     def file(self, merged: list[Point]) -> None:
-        """Write points of the whole group."""
+        """Write merged points of the whole group to the journal."""
         calendar = self._report.calendar
         for point in merged:
             if calendar is not None:
@@ -129,7 +129,7 @@ class RunRecord:
             if point.get("missing"):
                 lost = ", ".join(f"worker-{rank}" for rank in point["missing"])
                 which = f"the evaluation after round {point['round']}"
-                self._journal.event("warning", f"{which} lacks the rows of {lost}, which died before it reported them")
+                self._journal.event("warning", f"{which} lacks the rows of {lost}, which died before reporting them")
         self._report.file(merged)
         self._journal.add(merged)
 
@@ -170,7 +170,7 @@ class ProgressReport:
                 histogram[lead] = histogram.get(lead, 0) + count
 
     def look(self, group: WorkerGroup, strategy: str) -> None:
-        """Record the members' current facts."""
+        """Record the members' current facts (status, round, rates, servers) for the progress."""
         self._facts["strategy"] = strategy
         workers = [self._worker(rank, member) for rank, member in enumerate(group.workers)]
         self._facts["workers"] = in_replicas(workers, group.grid)
@@ -266,7 +266,10 @@ def _shard(index: int, member: GroupMember) -> ShardLine:
 
 
 class ServerEvents:
-    """The server group's events and the workers' rounds, whose waits are added to the event of a server's death."""
+    """Adds to the event of a server's death how long workers waited because of it.
+
+    For this it collects the server group's events, and the waiting time of each worker's rounds.
+    """
 
     def __init__(self) -> None:
         self._waits: deque[tuple[float, float]] = deque(
@@ -280,9 +283,10 @@ class ServerEvents:
         self._waits.extend((now, point["wait"]) for point in points if point["kind"] == "round")
 
     def tell(self, events: list[Event], over: bool = False) -> list[Event]:
-        """Return the events that are complete.
+        """Return the events that can be written now.
 
-        The event of a server's death is complete when it is known how long workers waited, or when the run is `over`.
+        The event of a server's death is returned `AFTER_SECONDS` later, when it is known how long workers waited, or
+        when the run is `over`.
         """
         now = time.monotonic()
         told = [event for event in events if event["kind"] != "server_lost"]

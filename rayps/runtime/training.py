@@ -105,31 +105,31 @@ def train(
 
     `workload` is a Workload or its name ("digits.py:Digits"). `strategy` is a Strategy, its name
     ("parameter_server:staleness=3,shards=2", or for your own class in the current folder "easgd.py:EASGD:rho=0.1"), or
-    a list of (epochs, strategy) to change it during the run. If its `replica` is several workers, `workers` must be a
-    multiple of their number, and each worker holds its part of the model; the initial parameters are drawn in this
-    process. Without `epochs` or `steps` (batches per worker) the run trains one epoch.
+    a list of (epochs, strategy) to change the strategy during the run. If the strategy's `replica` is several workers,
+    `workers` must be a multiple of their number, and each worker holds a part of the model; the initial parameters are
+    then drawn in this process. Without `epochs` or `steps` (batches per worker) the run trains one epoch.
 
     A worker or shard that dies is replaced, up to `max_failures` times. A peer that does not answer for `timeout`
     seconds counts as dead, and so does a worker in which one call of your code takes longer (three minutes for a
     method's first call). If your code exits or raises, the run ends with the method, the worker and the round.
 
-    `checkpoint` is a folder: a state is saved there after every epoch (of federated clients, every tenth), or every
+    `checkpoint` is a folder: a state is saved there after every epoch (every tenth with federated clients), or every
     `checkpoint_every` rounds (a round that ends while a state is being saved is skipped). `resume=True` continues from
     the newest checkpoint that is complete and finite; a path continues from that checkpoint.
 
     `address` is the Ray cluster to join: "host:port" of its head, or "auto" for the one that RAY_ADDRESS names or that
     runs on this machine. Without it the Ray that the process has joined is used, or else a private one is started on
-    this machine, with as many logical CPUs as are needed, and ended without leaving files. A process can be in one Ray:
-    to join `address`, the process leaves a Ray that rayps started or joined, unless a run uses it; it keeps a Ray of
-    your own ray.init(), and the address is refused.
+    this machine, with as many logical CPUs as are needed, and ended without leaving files. A process can be in only one
+    Ray: to join `address`, the process leaves a Ray that rayps started or joined, unless a run uses that Ray. If your
+    own code called ray.init(), the process stays in that Ray, and `address` is refused.
 
-    `resources` are those of one worker: {"cpu": 1, "gpu": 1}. On a Ray of the run's own, or at an address, one batch is
-    tried in a child process while workers start, so that a mistake in shapes, labels or dtypes is reported first.
-    `progress` is shown on stderr, or passed to your function.
+    `resources` are those of one worker: {"cpu": 1, "gpu": 1}. Unless `cluster` is given, one batch is tried in a child
+    process while workers start, so that a mistake in shapes, labels or dtypes is reported first. `progress` is shown on
+    stderr, or passed to your function.
 
     `server_group` names a server group of the cluster at `address` (`rayps servers start`), on which the job has a
     space called `name`, within `quota`: {"bytes": ..., "operations": per second}. `branch` is the name of another space
-    there: the job starts with its parameters.
+    of the group, with whose parameters the job starts.
 
     Raises:
         UserError: invalid input (ConfigError, WorkloadError, DataError, CheckpointError).
@@ -164,8 +164,7 @@ def train(
     ).check()
     if server_group is not None and cluster is None and address is None:
         raise ConfigError(
-            f"server_group is {server_group!r}: give the address of the cluster on which the group runs too",
-            field="address",
+            f"server_group is {server_group!r}: give also address, the cluster on which the group runs", field="address"
         )
     workload = _workload(workload)
     folder = Path(checkpoint) if checkpoint is not None else None
@@ -213,7 +212,10 @@ def _workload(given: Workload | str) -> Workload:
 
 
 def _run(driver: Driver, cluster: Cluster | None, address: str | None) -> Outcome:
-    """Run the driver on the cluster, or on one that is opened and closed for it. Ctrl-C reports what was saved."""
+    """Run the driver on `cluster`, or on a cluster that is opened and closed for this run.
+
+    Raises KeyboardInterrupt after Ctrl-C, with what was saved as text.
+    """
     opened = None
     try:
         driver.preflight()  # report invalid input before Ray starts, which takes seconds
@@ -244,15 +246,16 @@ def _open(address: str | None, spec: JobSpec, journal: Journal) -> Cluster:
     cores = os.cpu_count() or 1
     if cpus > (most := max(LOCAL_CPUS, cores)):
         raise ConfigError(
-            f"the job needs {cpus} CPUs ({spec.workers} workers x {spec.resources['cpu']:g}) and a Ray of its own on "
-            f"this machine has {most}:\nuse fewer workers, or less CPU for each (--cpus-per-worker, resources) if the "
-            "memory holds so many processes, or join a cluster with address=",
+            f"the job needs {cpus} CPUs ({spec.workers} workers x {spec.resources['cpu']:g}), and a private Ray on "
+            f"this machine has at most {most}:\nuse fewer workers, or less CPU for each (--cpus-per-worker, resources) "
+            "if the memory suffices for so many processes, or join a cluster with address=",
             field="workers",
             code="too_large",
         )
     if cpus > cores:
         journal.event(
-            "warning", f"{spec.workers} workers share {cores} cores: enough to try things out, slow for training"
+            "warning",
+            f"{spec.workers} workers share {cores} cores: enough to try the job, but too slow for real training",
         )
     gpus = math.ceil(spec.workers * spec.resources.get("gpu", 0)) or None
     return RayCluster.local(max(cpus, 1), None if gpus else 0)
@@ -263,7 +266,7 @@ def _must_take_checkpoints(folder: Path, resumed: Path | None) -> None:
     if resumed is None and folder.is_dir() and (held := checkpoints.newest(folder)) is not None:
         raise CheckpointError(
             f"{folder} holds the checkpoints of an earlier run ({held.name}), which a new run would replace:\n"
-            "give resume=True (--resume) to continue from them, or another folder"
+            "give resume=True (--resume) to continue from the newest, or another folder"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -276,7 +279,7 @@ def _must_take_checkpoints(folder: Path, resumed: Path | None) -> None:
 
 
 def _resume(resume: bool | str | Path, folder: Path | None) -> tuple[Path | None, list[str]]:
-    """Return the checkpoint from which to resume, and a note for each newer checkpoint that cannot be used."""
+    """Return the checkpoint from which to resume, and a warning for each newer checkpoint that cannot be used."""
     if resume is False:
         return None, []
     if resume is not True:
@@ -296,9 +299,9 @@ def _resume(resume: bool | str | Path, folder: Path | None) -> tuple[Path | None
 
 @contextlib.contextmanager
 def stops(driver: Driver, say: Callable[[str], None]) -> Iterator[list[int]]:
-    """Handle Ctrl-C during a run: the first one stops the run in good order, the second one ends it at once.
+    """Handle Ctrl-C during a run: the first stops the run after a last checkpoint, the second ends it at once.
 
-    Yield the list of the SIGINTs received. Only the main thread can handle them; other threads ignore Ctrl-C.
+    Yield the list of the SIGINTs received so far. In a thread other than the main thread, nothing is handled.
     """
     came: list[int] = []
 
@@ -308,7 +311,7 @@ def stops(driver: Driver, say: Callable[[str], None]) -> Iterator[list[int]]:
             raise KeyboardInterrupt
         driver.stop()
         if driver.saves:
-            say("a checkpoint is saved first; Ctrl-C again ends at once")
+            say("a checkpoint is saved first; press Ctrl-C again to end the run at once")
 
     if threading.current_thread() is not threading.main_thread():
         yield came

@@ -29,8 +29,8 @@ from rayps.recovery.backup_assignment import HeldRounds
 from rayps.recovery.worker_backup import WorkerBackup
 from rayps.tensors.local_state import LocalState
 from rayps.tensors.snapshot import Snapshot
-from rayps.worker.families import load
 from rayps.worker.loop import Companions
+from rayps.worker.loop_of_family import load
 from rayps.worker.plan import WorkerFacts, WorkerPart, WorkerPlan
 from rayps.worker.run import GenerationRun
 from rayps.workload.base import Workload
@@ -49,7 +49,7 @@ class OpenCalls:
 
 
 class WorkerActor:
-    """One worker's process: holds the workload, and runs one generation's plan after another."""
+    """One worker's process: it holds the workload, and runs the plans of successive generations."""
 
     def __init__(
         self,
@@ -100,12 +100,15 @@ class WorkerActor:
         return ActorHost(socket.gethostname(), os.getpid(), self._listener.address)
 
     def door(self) -> str:
-        """Return the address at which other workers request the states that are held here; "" if there is none."""
+        """Return the address at which other workers store and request states; "" if there is no shared memory."""
         with self._ending:
             return self._made_backup().door()
 
     def halt(self, line: int) -> dict[int, HeldRounds]:
-        """End the running plan now; return, by rank, the rounds of the states held here, this worker's own included."""
+        """End the running plan now; return, by rank, the rounds of the states that this worker holds, its own included.
+
+        Only states on `line` are returned: see `rayps.recovery.state_slots.StateSlots`.
+        """
         with self._ending:
             if self._backup is not None:
                 self._backup.shut()
@@ -122,7 +125,7 @@ class WorkerActor:
             raise
 
     def begin(self, plan: WorkerPlan, snapshot: Snapshot, own: LocalState | None = None) -> None:
-        """End the running plan, and start `plan`; return at once. `own` is the state that only this worker has.
+        """End the running plan, and start `plan`; return at once. `own` is this worker's separate state, if any.
 
         Raises PeerLost: this worker has been closed.
         """
@@ -154,31 +157,31 @@ class WorkerActor:
         return answer
 
     def _ended_threads(self, ends: list[str]) -> list[Point]:
-        """Return events of the threads that ended since the last call, at most some of many."""
+        """Return events for the threads that ended since the last call, at most `MOST_ENDS`."""
         told = self._ends_told - self._ends
         new, self._ends_told = ends[told : told + MOST_ENDS], self._ends + len(ends)
         words = f"in worker-{self._rank}"
         return [{"kind": "event", "event": {"kind": "warning", "message": f"{words}: {text}"}} for text in new]
 
     def calls(self) -> OpenCalls:
-        """Return the running calls of the user's code in this worker, also while it evaluates for the driver."""
+        """Return the running calls of the user's code in this worker: of its plan, and of the driver's evaluation."""
         found = [under_way(self._evaluating), None if self._current is None else self._current.call]
         return OpenCalls(tuple(call for call in found if call is not None), ended_threads(self._ends))
 
     def part(self, rounds: int | None) -> WorkerPart | None:
-        """Return this worker's part of the checkpoint after `rounds`, or the newest part (None).
+        """Return this worker's part of the checkpoint after `rounds` rounds; None if it is not retained.
 
-        None if it has none.
+        `rounds` None: return the newest part.
         """
         return None if self._current is None else self._current.part(rounds)
 
     def rewire(self, found: SpaceMap) -> None:
-        """Use the map in which a shard is replaced, and send again this worker's pushes that the new shard lacks."""
+        """Use `found`, the map in which a shard is replaced, and push again to the new shard the pushes it lacks."""
         if self._current is not None:
             self._current.rewire(found)
 
     def evaluate(self, vector: Tensor | None, buffers: dict[str, Tensor]) -> dict[str, tuple[float, int]]:
-        """Return sums and sample counts of every metric over this worker's share, with the given parameters."""
+        """Return sum and number of samples of every metric over this worker's share, at the given parameters."""
         assert self._current is not None, "evaluate is called after a plan has run"
         self._evaluating = threading.get_ident()
         try:

@@ -14,14 +14,14 @@ from rayps.cluster.local import ActorReply, Bundle, Cluster, until
 from rayps.cluster.members import GroupMember, place, settle
 from rayps.cluster.reservation import WorkerResources, reserve
 from rayps.core.errors import ActorDied, ClusterError, LinkError
-from rayps.core.families import learns_by_client, rebuilds
 from rayps.core.grid import Grid
 from rayps.core.metrics import means
 from rayps.core.records import Point
+from rayps.core.strategy_families import learns_by_client, rebuilds
 from rayps.core.topology import runs_in_step, servers_of
 from rayps.core.user_code import START_SECONDS, overdue
 from rayps.federated.client_states_backup import ClientStatesBackup
-from rayps.federated.view import keeper_of
+from rayps.federated.strategy_interface import keeper_of
 from rayps.ps.client.session import Session
 from rayps.ps.protocol.space import SpaceRank
 from rayps.ps.server.dense_segment import ShardPart
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class WorkerLauncher:
-    """A launcher of workers' processes, in resources that are reserved for all workers at once."""
+    """Starts and ends workers' processes, in resources that are reserved for all workers at once."""
 
     cluster: Cluster
     packed: bytes  # the packed workload
@@ -49,7 +49,10 @@ class WorkerLauncher:
     _reserved: WorkerResources = field(default_factory=WorkerResources)
 
     def reserve(self, grid: Grid, timeout: float) -> str | None:
-        """Reserve resources for all workers or none; return where replicas are placed. Raises NoResources."""
+        """Reserve resources for all workers, or for none; return text on where replicas are placed.
+
+        Raises NoResources.
+        """
         self._reserved = reserve(self.cluster, self.resources, grid, timeout)
         return self._reserved.message
 
@@ -97,7 +100,7 @@ class WorkerGroup:
         capture: bool = True,
         space: JobSpace | None = None,
     ) -> None:
-        """Prepare; `packed` is the packed workload, `resources` are those of one worker."""
+        """Prepare the group without starting it; `packed` is the packed workload, `resources` are one worker's."""
         self.cluster, self.size, self.space = cluster, size, space
         self.secret = secrets.token_bytes(32)
         self.workers: list[GroupMember] = []
@@ -124,7 +127,7 @@ class WorkerGroup:
 
     @property
     def holds_tables(self) -> bool:
-        """Whether the parameters are in one space with tables, which is too large to return to a snapshot."""
+        """Whether servers hold the parameters in one space with sparse tables, which is too large for a snapshot."""
         return (
             self._orders is not None
             and servers_of(self._orders.strategy) is not None
@@ -135,9 +138,10 @@ class WorkerGroup:
     # ---- start and end
 
     def start(self, timeout: float, grid: Grid | None = None, check: Callable[[], None] = lambda: None) -> str | None:
-        """Reserve the workers' resources together and start them, or leave nothing behind; return where replicas are.
+        """Reserve the workers' resources together and start all workers; return text on where replicas are placed.
 
-        `check` is called while the workers start; an exception that it raises ends the start.
+        `check` is called while the workers start. If it raises an exception or a worker does not start, all workers are
+        ended and the resources released.
 
         Raises:
             NoResources: the cluster lacks the resources.
@@ -238,7 +242,7 @@ class WorkerGroup:
         settle(replies, self.workers)
 
     def reader(self) -> Session:
-        """Return a session that reads the parameters on servers, outside the clock; the caller closes it.
+        """Return a session that reads the parameters on servers without regard to staleness; the caller closes it.
 
         The model must fit on one worker.
         """
@@ -247,9 +251,9 @@ class WorkerGroup:
         return Session(seat.door, seat.space, -1, timeout=self._known().timeout, name="reader", resident=False)
 
     def _seat(self, rank: int) -> SpaceRank | None:
-        """Return a worker's new place with the servers, which refuses the earlier holder's.
+        """Return a worker's new place with the servers, which then refuse requests under its earlier place.
 
-        None if it needs no place.
+        None if the worker needs no servers.
         """
         if self.space is not None and self._spaced:
             return self.space.seat(rank)
@@ -321,7 +325,7 @@ class WorkerGroup:
 
     @property
     def _spaced(self) -> bool:
-        """Return whether this generation needs the job's space, for its parameters, its tables, or both."""
+        """Whether this generation needs the job's space, for its parameters, its tables, or both."""
         return self.space is not None and self.space.serves(self._known().strategy)
 
     def _servers(self) -> list[JobServers]:
@@ -333,7 +337,7 @@ class WorkerGroup:
 
     @property
     def met(self) -> str | None:
-        """Why the strategy's stop rule ended the phase, if all workers report that; else None."""
+        """Why the strategy's stop rule ended the phase; None unless all workers report that it did."""
         facts = [worker.facts for worker in self.workers]
         reasons = [f.met for f in facts if isinstance(f, WorkerFacts) and f.generation == self._known().generation]
         return reasons[0] if len(reasons) == self.size and None not in reasons else None
@@ -455,9 +459,9 @@ class WorkerGroup:
 
 
 class _HeardPoints:
-    """The points of each rank that the driver has.
+    """The newest point of each rank that the driver has received, by which repeated points are dropped.
 
-    A worker repeats points that may have been lost with another worker.
+    After a recovery a worker sends again the points that the driver may not have received.
     """
 
     def __init__(self, size: int) -> None:
@@ -465,13 +469,13 @@ class _HeardPoints:
         self._newest: dict[tuple[int, str], int] = {}  # the newest point of each rank, by kind
 
     def begin(self, evaluated: int) -> None:
-        """Start a generation; the evaluation after round `evaluated` is in the journal."""
+        """Start a generation; `evaluated` is the last round whose evaluation is in the journal."""
         self.evaluated = [evaluated] * len(self.evaluated)
 
     def go_back(self, round: int | None) -> None:
-        """Continue from `round`: points of later rounds will arrive again and are new.
+        """Accept points of `round` and later rounds again, because workers continue from `round`.
 
-        None: continue from a snapshot.
+        None: accept all points, because workers continue from a snapshot.
         """
         if round is None:
             self._newest = {}
@@ -495,7 +499,7 @@ class _HeardPoints:
 
 
 def _servers(orders: Orders) -> int:
-    """Return how many fixed servers a generation needs: at least one per column."""
+    """Return how many servers of its own a job needs in a generation: at least one per column, or 0 without servers."""
     columns = 1 if orders.division is None else len(orders.division.columns)
     servers = servers_of(orders.strategy)
     return 0 if servers is None else servers.shards(columns)

@@ -1,12 +1,13 @@
 """Restore jobs that the store lost (a database moved away, a deleted WAL, an old backup) from their folders.
 
 A job's folder holds `job.json` from its submission on, and the files that its driver wrote: `driver.json` (the attempt
-that has started), `progress.json`, `outcome.json`. Each start of the service compares the folders with the store:
+that has started), `progress.json`, `outcome.json`. At each start the service compares the folders with the store:
 
-- a folder with `job.json` and without a row, or with a row of an earlier attempt: the row is written from the folder.
-  The scheduler then finds the driver, records the outcome, or starts the job again from its newest checkpoint;
-- a folder without `job.json`: the folder is named in the log and left alone; the job's driver, if it is alive, is
-killed.
+- a folder with a valid `job.json` whose job has no row, or has the row of an earlier attempt: the service writes the
+  row from the folder. The scheduler then finds the job's driver, records the outcome, or starts the job again from its
+  newest checkpoint;
+- a folder without a valid `job.json` whose job has no row: the service names the folder in the log and does not change
+  it. It kills the job's driver if the driver is alive.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class FolderRow:
-    """The content of a job's folder: the job's row, its last started attempt (0: none), its outcome if it has ended."""
+    """The facts in a job's folder: the job's row, the number of its last attempt (0: none), its outcome if it ended."""
 
     row: JobRow | None
     attempt: int = 0
@@ -65,7 +66,7 @@ class FolderDifferences:
 
 
 def trace(folder: Path) -> FolderRow:
-    """Read the job's row, last started attempt and outcome from the job's folder."""
+    """Read the job's row, the number of the last attempt that was started, and the outcome from the job's folder."""
     attempts = [job_folders.read_attempt(folder / name).get("attempt") for name in ("driver.json", "launch.json")]
     begun = any((folder / name).exists() for name in ("events.jsonl", "progress.json", "outcome.json"))
     attempt = max([each for each in attempts if isinstance(each, int)], default=int(begun))
@@ -79,7 +80,7 @@ def trace(folder: Path) -> FolderRow:
 
 
 def find(jobs_dir: Path, rows: Mapping[str, StoreRow]) -> tuple[FolderDifferences, dict[str, FolderRow]]:
-    """Compare folders and rows; return the differences and the content of the folders read.
+    """Compare the job folders with the store's rows; return the differences, and the facts of the folders read.
 
     Only the folders of jobs that have not ended or have no row are read.
     """
@@ -103,10 +104,10 @@ def compare(rows: Mapping[str, StoreRow], traces: Mapping[str, FolderRow]) -> Fo
 
 
 def filed(found: FolderRow) -> JobRow:
-    """Return the columns of a row that is restored from a folder.
+    """Return the columns that a restored row takes from the folder: status, attempt, failures and the outcome's.
 
-    The status is the outcome's if there is one, QUEUED if no attempt has started, else UNKNOWN until the driver is
-    found.
+    The status is the outcome's status if there is an outcome, QUEUED if no attempt has started, and otherwise UNKNOWN
+    until the driver is found.
     """
     if found.outcome is not None:
         end = plan([OpenJob("", status=Status.UNKNOWN, outcome=found.outcome)], None, None, None)[0]
@@ -145,7 +146,7 @@ async def adopt(store: Store, jobs_dir: Path) -> FolderDifferences:
         await asyncio.to_thread(_end_driver, jobs_dir / job_id)
     if findings.nameless:
         log.warning(
-            "%d job folders in %s have no row in the store and no %s: they are left alone: %s",
+            "%d job folders in %s have no row in the store and no valid %s, and are not changed: %s",
             len(findings.nameless),
             jobs_dir,
             job_folders.SPEC,
@@ -155,7 +156,7 @@ async def adopt(store: Store, jobs_dir: Path) -> FolderDifferences:
 
 
 def named(job_ids: list[str] | tuple[str, ...]) -> str:
-    """Return the first few ids as text, and the number of the others."""
+    """Return a text with the first few ids and the number of the ids that it omits."""
     more = f" and {len(job_ids) - _SHOWN} more" if len(job_ids) > _SHOWN else ""
     return ", ".join(job_ids[:_SHOWN]) + more
 
@@ -166,7 +167,8 @@ def _end_driver(folder: Path) -> None:
     pid, since = begun.get("pid"), begun.get("started")
     if isinstance(pid, int) and isinstance(since, int) and processes.alive(pid, since):
         log.warning(
-            "the driver of job %s (process %d) is killed: the store has no row for the job, and its folder has no %s",
+            "the driver of job %s (process %d) is killed: the store has no row for the job, and the job's folder has "
+            "no valid %s",
             folder.name,
             pid,
             job_folders.SPEC,

@@ -2,8 +2,8 @@
 
 The store is copied first, by SQLite's online backup: the copy is the store as of one moment. The folders of jobs and
 server groups are copied next, so a job's folder may be newer than its row; `rayps.service.adoption` updates such rows
-when a service starts on the copy. Not copied: what belongs to running processes (Ray's token and address, locks, the
-service's address). To restore, copy the backup to the place of the lost state directory.
+when a service starts on the copy. Files that belong to running processes are not copied: Ray's token and address,
+locks, the service's address. To restore, copy the backup to the path of the lost state directory.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from rayps.service.settings import Settings, private_write
 MANIFEST = "backup.json"
 _APART = re.compile(
     r"(ray[._]|service\.|rayps\.db|\.|lost\+found|backup\.json).*"
-)  # belongs to running processes, or is the store
+)  # not copied by `_files`: files of running processes, and the store, which `_copy_store` copies
 _CHECKPOINTS = "checkpoints"
 
 
 @dataclass(frozen=True, slots=True)
 class Backup:
-    """What a backup contains: the copied directory, and the numbers of jobs, files and bytes."""
+    """The manifest of a backup: the path of the copied state directory, and the numbers of jobs, files and bytes."""
 
     made_at: float
     version: str
@@ -45,7 +45,8 @@ class Backup:
 def backup(settings: Settings, target: Path, *, checkpoints: bool = True) -> Backup:
     """Copy the state directory to `target`, which must be new or empty.
 
-    Without `checkpoints` no checkpoint is copied: jobs that had not ended start again at round 0.
+    Without `checkpoints` no checkpoint is copied: a service that is started on the copy starts jobs that had not ended
+    again at round 0.
 
     Raises:
         ConfigError: there is no store, the target is not empty or inside the state directory, or the store is damaged.
@@ -73,7 +74,7 @@ def backup(settings: Settings, target: Path, *, checkpoints: bool = True) -> Bac
         files, size = files + (copied is not None), size + (copied or 0)
     _drop_torn(source, target)
     made = Backup(time.time(), rayps.__version__, str(source), jobs, files, size, checkpoints)
-    private_write(target / MANIFEST, json.dumps(asdict(made)))  # written last: a checkpoint without it is incomplete
+    private_write(target / MANIFEST, json.dumps(asdict(made)))  # written last: a backup without it is incomplete
     return made
 
 
@@ -98,7 +99,7 @@ def _copy_store(database: Path, target: Path) -> int:
 
 
 def _files(source: Path, checkpoints: bool) -> Iterator[Path]:
-    """Return the files to copy, without links and without temporary files that are about to be renamed."""
+    """Yield the files to copy: no symbolic links, and no temporary files, which a process is about to rename."""
     for folder, folders, names in os.walk(source):
         here = Path(folder)
         if here == source:
@@ -115,7 +116,10 @@ def _files(source: Path, checkpoints: bool) -> Iterator[Path]:
 
 
 def _copy(path: Path, target: Path) -> int | None:
-    """Copy a file, readable by its owner only. Return None if it was deleted meanwhile, as old checkpoints are."""
+    """Copy a file, readable by its owner only; return its bytes, or None if the service has just deleted the file.
+
+    The service deletes old checkpoints while it runs.
+    """
     _make(target.parent)
     try:
         with path.open("rb") as read, os.fdopen(_private(target), "wb") as write:
@@ -136,7 +140,7 @@ def _make(folder: Path) -> None:
 
 
 def _drop_torn(source: Path, target: Path) -> None:
-    """Delete from the copy the checkpoints that were deleted in the source while they were copied; newer ones exist."""
+    """Delete from the copy each checkpoint that the service deleted while it was copied; newer checkpoints exist."""
     for copy in target.glob(f"jobs/*/{_CHECKPOINTS}/*"):
         if not (source / copy.relative_to(target)).exists():
             shutil.rmtree(copy, ignore_errors=True)

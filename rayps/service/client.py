@@ -25,8 +25,8 @@ from rayps.core.errors import ConfigError, Conflict, NotFound, RaypsError, Servi
 from rayps.core.job_status import Status
 from rayps.core.records import Event, Point
 from rayps.core.values import Json, is_json
-from rayps.service.answers import ClusterAnswer, GroupRow, JobAnswer
 from rayps.service.remote_group import RemoteGroup
+from rayps.service.rest_answers import ClusterAnswer, GroupRow, JobAnswer
 from rayps.service.settings import Settings
 from rayps.strategies.catalogue import StrategySpec, sendable
 
@@ -85,10 +85,10 @@ class Client:
         """Submit a job and return at once; `rayps.strategies.job.JobSpec` lists the fields of `spec`.
 
         `strategy` is as in `rayps.train`: a text with options, a dict, an object, or a list of phases. `working_dir` is
-        the directory on the service's machine from which the workload is imported, and a strategy of your own.
+        the directory on the service's machine from which the workload, and a strategy class of your own, are imported.
 
         Raises:
-            ConfigError: the service refused the job, or the class of a strategy object is in no file.
+            ConfigError: the service refused the job, or the class of a strategy object is not defined in a file.
             Unreachable, Unauthorized.
         """
         body: dict[str, Json] = {key: value for key, value in spec.items() if value is not None}
@@ -110,7 +110,7 @@ class Client:
         return Job(self, self.call("GET", f"/api/v1/jobs/{_part(job_id)}"))
 
     def jobs(self, *, status: Status | str | None = None, limit: int = 50) -> list[Job]:
-        """List the newest jobs, newest first."""
+        """List the newest `limit` jobs, newest first; with `status`, only the jobs that have this status."""
         found: list[Job] = []
         cursor: str | None = None
         while len(found) < limit:
@@ -128,6 +128,7 @@ class Client:
         """Start a server group and return at once; `.wait()` waits until its servers are ready.
 
         A server that sends nothing for `silence` seconds (default 10) is replaced. A server whose process has ended is
+        replaced at once.
 
         Raises:
             ConfigError: the group is larger than the service allows.
@@ -144,7 +145,7 @@ class Client:
         return RemoteGroup(self.call, {"name": name}).refresh()
 
     def server_groups(self) -> list[GroupRow]:
-        """List the server groups, a dict each."""
+        """List the server groups, one dict for each."""
         found: list[GroupRow] = self.call("GET", "/api/v1/server-groups")["groups"]
         return found
 
@@ -167,7 +168,8 @@ class Client:
 
         Raises:
             Unreachable, Unauthorized, NotFound, Conflict, ConfigError, ServiceError.
-            ConfigError also if `json` holds a value that JSON cannot (NaN, infinity, an object); nothing is sent.
+            ConfigError also if the argument `json` has a value that JSON cannot hold (NaN, infinity, an object); then
+                nothing is sent.
         """
         harmless = method == "GET" or "Idempotency-Key" in kwargs.get("headers", {})
         for field, value in (kwargs.get("json") or {}).items():
@@ -189,6 +191,8 @@ class Client:
 
     def stream(self, job_id: str, topics: str, cursor: str = "") -> Iterator[StreamEvent]:
         """Yield (event, data) as events happen, until the job has ended; survives lost connections.
+
+        `topics` is a text such as "job,logs,metrics,events". `cursor` is the position after which to start.
 
         Raises:
             Unreachable: the service did not answer for a minute.
@@ -221,8 +225,8 @@ class Client:
     def _checked(self, answer: httpx2.Response) -> Any:
         if answer.status_code == 401 and not self._token:
             raise Unauthorized(
-                f"there is no token in {self._state_dir}: give the service's state directory in RAYPS_STATE_DIR (what "
-                "`rayps serve`\nwas given as --state-dir), or its token in RAYPS_TOKEN",
+                f"there is no token in {self._state_dir}: set RAYPS_STATE_DIR to the service's state directory (the "
+                "--state-dir of `rayps serve`),\nor RAYPS_TOKEN to the service's token",
                 status=401,
             )
         return checked(answer)
@@ -237,7 +241,7 @@ class Client:
 
 
 def _json_only(field: str, value: Json) -> None:
-    """Check that JSON can hold a value. Raises ConfigError: names the field and the value."""
+    """Check that JSON can hold a value. Raises ConfigError, which names the field and the value."""
     if not is_json(value):
         raise ConfigError(
             f"{field} is {value!r}, which JSON cannot hold: give finite numbers, text, lists and dicts of them",
@@ -246,7 +250,7 @@ def _json_only(field: str, value: Json) -> None:
 
 
 class Job:
-    """A job of a service; `data` is the newest answer of the service about the job, a dict."""
+    """A job of a service. `data` is a dict: the service's newest answer about the job."""
 
     def __init__(self, client: Client, data: JobAnswer) -> None:
         self._client = client
@@ -273,7 +277,7 @@ class Job:
         return dict(self.data.get("metrics") or {})
 
     def refresh(self) -> Self:
-        """Read the job's state from the service."""
+        """Read the service's newest answer about the job into `data`."""
         self.data = self._client.call("GET", f"/api/v1/jobs/{self.id}")
         return self
 
@@ -373,7 +377,7 @@ def _events(lines: Iterator[str]) -> Iterator[tuple[str, Any, str]]:
 
 
 def checked(answer: httpx2.Response) -> Any:
-    """Return the JSON of a response, or raise the error that its status stands for."""
+    """Return the JSON of a response, or raise the error that belongs to the response's HTTP status."""
     if answer.is_success:
         return answer.json() if answer.content else None
     try:

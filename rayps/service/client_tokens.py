@@ -49,7 +49,7 @@ class Grant:
 
 
 class ClientTokens:
-    """The tokens of clients in the store."""
+    """Create, list and revoke the tokens of federated clients; `key` is the service's key pair."""
 
     def __init__(self, store: Store, key: Key) -> None:
         self._store, self.key = store, key
@@ -92,7 +92,7 @@ class ClientTokens:
         return found[0] if found else None
 
     async def all(self, job: str | None = None) -> list[Grant]:
-        """List all tokens, newest first, or those that are valid for one job."""
+        """List the tokens, newest first: all of them, or with `job` those that are valid for this job."""
         mine = () if job is None else (sa.or_(_table.c.job_id == job, _table.c.job_id.is_(None)),)
         return await self._find(*mine)
 
@@ -111,7 +111,7 @@ class ClientTokens:
         return await self.get(token_id)
 
     async def get(self, token_id: str) -> Grant:
-        """Return the grant of a token's id. Raises NotFound."""
+        """Return the grant of the token with this id. Raises NotFound: there is no such token."""
         found = await self._find(_table.c.id == token_id)
         if not found:
             raise NotFound(f"there is no token {token_id[:100]!r}: `rayps token ls` lists them", status=404)

@@ -37,15 +37,15 @@ _ASK_SECONDS = 5.0  # seconds between two requests to stop
 
 
 class RayHome(Protocol):
-    """The Ray in which drivers run: one that rayps owns, or one that it joined. Called from one thread."""
+    """The Ray cluster in which drivers run: one that rayps owns, or one that it joined. Called from one thread."""
 
     @property
     def owned(self) -> bool:
-        """Whether rayps owns the Ray."""
+        """Whether rayps owns the Ray cluster, that is, starts and stops it."""
 
     @property
     def address(self) -> str | None:
-        """The address host:port of the Ray; None before it is known."""
+        """The address host:port of the Ray cluster; None before it is known."""
 
     def capacity(self) -> Bundle | None:
         """Return the total resources if they are known before Ray has started; None otherwise."""
@@ -62,7 +62,7 @@ class RayHome(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DriverView:
-    """The drivers that are alive, and the free and total resources, as of one moment."""
+    """The ids of the jobs whose driver is alive, and the cluster's free and total resources, as of one moment."""
 
     drivers: frozenset[str]
     free: Bundle
@@ -70,10 +70,10 @@ class DriverView:
 
 
 class Drivers:
-    """The drivers of the jobs in `jobs_dir`, in the cluster of `place`."""
+    """Find, start, stop and kill the drivers of the jobs in `jobs_dir`, in the Ray cluster `place`."""
 
     def __init__(self, place: RayHome, jobs_dir: Path) -> None:
-        self.cluster: Actors | None = None  # as of the last view
+        self.cluster: Actors | None = None  # the cluster that the last `view` joined
         self.joined = 0  # number of times that a cluster was joined
         self._place = place
         self._jobs_dir = jobs_dir
@@ -83,13 +83,14 @@ class Drivers:
         self._killed: dict[str, tuple[int, str]] = {}
 
     def view(self, watched: list[str]) -> DriverView:
-        """Return which of the watched jobs have a living driver, and the resources.
+        """Return which of the watched jobs have a living driver, and the cluster's resources.
 
-        Raises ClusterError: Ray does not answer.
+        Raises:
+            ClusterError: Ray does not answer.
         """
         self._place.renew_lease()
         cluster = self._place.cluster()
-        if cluster is not self.cluster:  # the cluster is another one: handles of actors of the last one are invalid
+        if cluster is not self.cluster:  # a new connection: handles that an earlier connection returned are invalid
             self.cluster = cluster
             self.joined += 1
             self._handles.clear()
@@ -103,7 +104,7 @@ class Drivers:
         return DriverView(frozenset(living), cluster.free(), cluster.total())
 
     def start(self, job: JobRecord, start: Start) -> None:
-        """Start the driver of an attempt; kill what is left of the previous attempt first.
+        """Start the driver of an attempt; first kill the previous attempt's process if it is still alive.
 
         Raises:
             ClusterError: the driver could not be started, or it is unknown whether it was.
@@ -128,7 +129,7 @@ class Drivers:
             private_write(folder / LAUNCHED, json.dumps({"attempt": start.attempt, "protocol": PROTOCOL}))
 
     def ask(self, job_id: str) -> None:
-        """Request a driver to stop, at most every few seconds. The driver answers with the job's outcome."""
+        """Request a driver to stop, at most every few seconds. The driver stops and writes the job's outcome."""
         handle = self._handles.get(job_id)
         if handle is None or time.monotonic() - self._asked.get(job_id, -1e9) < _ASK_SECONDS:
             return
@@ -148,15 +149,15 @@ class Drivers:
         passing("kill: done")
 
     def ended(self, job_id: str) -> None:
-        """Note that a job has ended: its driver is killed if it does not end by itself."""
+        """Record that a job has ended: if its driver does not end by itself, a later `view` kills the driver."""
         self._asked.pop(job_id, None)
         self._killed.pop(job_id, None)
         self._ended[job_id] = time.monotonic()
 
     def crash(self, job: JobRecord, begun: AttemptRecord) -> str | None:
-        """Return why the driver of the current attempt ended without an outcome or was killed.
+        """Return why the driver of the current attempt was killed or ended without an outcome.
 
-        None if neither happened.
+        None if it was not killed and reported no crash. `begun` is the content of `driver.json`.
         """
         attempt, reason = self._killed.get(job.id, (0, None))
         if attempt == job.attempt:
@@ -166,7 +167,7 @@ class Drivers:
 
     def _there(self) -> Actors:
         if self.cluster is None:
-            raise ClusterError("no Ray was joined yet")
+            raise ClusterError("the service has not joined a Ray cluster yet")
         return self.cluster
 
     def _dismiss(self, cluster: Actors) -> None:
@@ -185,7 +186,7 @@ def _name(job_id: str) -> str:
 
 
 def foreign(attempt: int, begun: AttemptRecord, launched: AttemptRecord) -> str | None:
-    """Return why no method of this attempt's driver may be called; None if it may, or if the protocol is not known yet.
+    """Return why the service must not call this attempt's driver; None if it may, or if the protocol is not known yet.
 
     `begun` is the content of `driver.json`, `launched` that of `launch.json`.
     """
@@ -195,14 +196,14 @@ def foreign(attempt: int, begun: AttemptRecord, launched: AttemptRecord) -> str 
             if protocol == PROTOCOL:
                 return None
             return (
-                f"another version of rayps started the driver, which has protocol {protocol!r:.20}: this service has "
-                f"{PROTOCOL} and cannot ask it to stop"
+                f"another version of rayps started the driver: the driver has protocol {protocol!r:.20} and this "
+                f"service has protocol {PROTOCOL}, so the service cannot ask the driver to stop"
             )
     return None
 
 
 def end_process(folder: Path) -> None:
-    """Kill the process that `driver.json` names if it is alive. Ray may have lost a process that still runs."""
+    """Kill the process that `driver.json` names if it is alive: a process can still run although Ray has lost it."""
     found = read_attempt(folder / BEGUN)
     pid, since = found.get("pid"), found.get("started")
     if isinstance(pid, int) and isinstance(since, int) and pid != os.getpid() and processes.alive(pid, since):

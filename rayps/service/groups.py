@@ -1,8 +1,8 @@
 """Start, find, watch and stop the server groups of this service, one idempotent tick at a time.
 
 A group runs in the Ray cluster: a detached actor named `rayps-servers-NAME` (its manager) and the servers that the
-manager starts. The wanted state of a group is a small file in the group's folder, beside the manager's record: a
-restarted service finds its groups by name, and restarts a manager that is gone from its record.
+manager starts. The wanted state of a group is a small file in the group's folder, beside the manager's record. A
+restarted service finds the managers by name. If a manager has ended, the service starts a new one from the record.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from rayps.cluster.local import FIRST_PROTOCOL, PROTOCOL, ActorHandle, Actors
-from rayps.core.errors import ActorDied, ClusterError, ConfigError, Conflict, NotFound, RaypsError
+from rayps.core.errors import ActorDied, ClusterError, ConfigError, Conflict, NotFound, RaypsError, first_line
 from rayps.core.records import GroupFacts, read_json
 from rayps.core.values import Json
 from rayps.service.scheduler import Scheduler
@@ -32,14 +32,14 @@ log = logging.getLogger(__name__)
 MANAGER = "rayps.ps.manager.manager:ManagerActor"
 NAME = r"^[A-Za-z0-9]([A-Za-z0-9_-]{0,38}[A-Za-z0-9])?$"
 MOST_SERVERS, MOST_REPLICAS = 1000, 8
-SILENCE, LEAST_SILENCE, MOST_SILENCE = 10.0, 0.5, 3600.0  # seconds; a dead process is seen at once, by its connection
-_WATCHED_SECONDS, _QUIET_SECONDS = 0.5, 3.0  # between two ticks: while the facts are read, and while they are not
-_ATTENTION = 10.0  # seconds after a read of the facts during which they count as being read
+SILENCE, LEAST_SILENCE, MOST_SILENCE = 10.0, 0.5, 3600.0  # seconds: the default, least and largest `silence`
+_WATCHED_SECONDS, _QUIET_SECONDS = 0.5, 3.0  # seconds between two ticks: while clients read the facts, and otherwise
+_ATTENTION = 10.0  # seconds after a client's last read of the facts in which ticks are _WATCHED_SECONDS apart
 _FRESH_SECONDS = 15.0  # seconds; older facts are not shown
 _ANSWER_SECONDS = 10.0
 _CHECK_SECONDS = 1.0  # seconds that a tick waits for the threads that it has started
 _END_SECONDS = 30.0
-_MOST_PAUSE = 30.0  # seconds between two attempts to start a manager that does not come up
+_MOST_PAUSE = 30.0  # seconds: the longest pause between two attempts to start a manager that does not answer
 
 
 def actor(name: str) -> str:
@@ -62,12 +62,13 @@ class Wanted:
 
     @property
     def foreign(self) -> str | None:
-        """Why no method of the group's manager may be called; None if it may: its protocol is this service's."""
+        """Why the service must not call the group's manager: their protocols differ. None if they are the same."""
         if not self.launched or self.protocol == PROTOCOL:
             return None
         return (
-            f"another version of rayps started the manager, which has protocol {self.protocol!r:.20}: this service has "
-            f"{PROTOCOL}. Its jobs continue; when they have ended, stop the group and start it again"
+            f"another version of rayps started the manager: the manager has protocol {self.protocol!r:.20} and this "
+            f"service has protocol {PROTOCOL}. Jobs that use the group continue; when they have ended, stop the group "
+            "and start it again"
         )
 
     def write(self, folder: Path) -> None:
@@ -84,7 +85,7 @@ class GroupView:
     at: float = -1e9
     handle: ActorHandle | None = None
     reason: str | None = None
-    changes: int = 0  # changes requested so far: facts that were read before the newest change are not shown
+    changes: int = 0  # number of changes requested so far: facts read before the newest change are not shown
     failures: int = 0
     retry_at: float = 0.0
 
@@ -93,7 +94,7 @@ class GroupView:
 class _Entry:
     wanted: Wanted
     view: GroupView = field(default_factory=GroupView)
-    written: bool = True  # the wanted state is on disk; nothing is started before
+    written: bool = True  # the wanted state is on disk; the manager is not started before that
     joined: int = 0  # number of the connection to Ray to which the view's handle belongs
     checking: asyncio.Future[None] | None = None
     # each group has threads of its own: a manager that does not answer delays no other group
@@ -123,10 +124,10 @@ class Groups:
         return [self.get(name) for name in sorted(self._entries)]
 
     def get(self, name: str) -> GroupFacts:
-        """Describe a group: the manager's facts if they are fresh, else the wanted state and why there are no facts.
+        """Describe a group: the manager's facts if they are fresh, else the wanted state and why no facts are fresh.
 
         Raises:
-            NotFound: no such group; lists the existing ones.
+            NotFound: there is no such group; the error lists the existing groups.
         """
         self._attention = time.monotonic()
         entry = self._find(name)
@@ -167,9 +168,11 @@ class Groups:
         return [str(each.get("name")) for each in view.facts.get("spaces", [])]
 
     def space(self, name: str, text: str) -> str:
-        """Return the full name of a space from its beginning (at least 4 letters, in any case).
+        """Return the full name of the space whose name begins with `text` (at least 4 letters, in any case).
 
-        Raises NotFound: no space begins so. Raises ConfigError: several do.
+        Raises:
+            NotFound: no space's name begins with `text`.
+            ConfigError: the names of several spaces begin with `text`.
         """
         there = self.spaces(name)
         found = (
@@ -177,7 +180,8 @@ class Groups:
             if there is None or text in there
             else [each for each in there if len(text) >= FEWEST_LETTERS and each.upper().startswith(text.upper())]
         )
-        found = [each for each in found if each == text or each.rpartition("/")[0] not in found]  # columns of a job
+        # JOB/COLUMN is a further space of the job whose space JOB was found too: it does not make `text` ambiguous
+        found = [each for each in found if each == text or each.rpartition("/")[0] not in found]
         if len(found) > 1:
             raise ConfigError(
                 f"several spaces begin with {text!r}: {', '.join(found)}: give more of the name",
@@ -193,7 +197,7 @@ class Groups:
         """Check that a group exists, for a job that names it.
 
         Raises:
-            ConfigError: the group does not exist; lists the existing ones.
+            ConfigError: the group does not exist; the error lists the existing groups.
         """
         if name not in self.names:
             raise ConfigError(
@@ -204,7 +208,7 @@ class Groups:
         """Return why a job can never continue, because its server group was stopped; None otherwise."""
         if spec.server_group is None or spec.server_group in self.names:
             return None
-        return f"the server group {spec.server_group!r} was stopped (--force)"
+        return f"the server group {spec.server_group!r} was stopped with --force"
 
     def wait_reason(self, spec: JobSpec) -> str | None:
         """Return why a job has to wait for its server group; None if it need not."""
@@ -219,9 +223,9 @@ class Groups:
         return f"waits for server group {name!r}: {group['reason'] or 'none of its servers is ready yet'}"
 
     async def start(self, name: str, servers: int, replicas: int, silence: float = SILENCE) -> None:
-        """Request a new group; the next tick starts it. `silence`: see `Wanted`.
+        """Request a new group; the next tick starts it. A server that is silent for `silence` seconds is replaced.
 
-        A group that is larger than a joined cluster waits, as a job does, because the cluster may grow.
+        A group that is larger than a joined cluster waits, because the cluster may grow.
 
         Raises:
             ConfigError: the sizes are not valid; with code too_large, the group is larger than this service's Ray.
@@ -232,8 +236,8 @@ class Groups:
         _check_size(servers, replicas)
         if name in self._entries:
             raise Conflict(
-                f"there is a server group {name!r} already: give another name, `rayps servers resize "
-                f"{name} {servers}`, or `rayps servers stop {name}` first",
+                f"there is a server group {name!r} already: give another name, resize this group with `rayps servers "
+                f"resize {name} {servers}`, or stop it first with `rayps servers stop {name}`",
                 status=409,
             )
         if self._scheduler.place.owned:
@@ -250,7 +254,7 @@ class Groups:
         self.wake()
 
     async def resize(self, name: str, servers: int) -> None:
-        """Grow or shrink a group. Segments still move after this has returned.
+        """Grow or shrink a group. This method returns before the segments have migrated.
 
         Raises:
             NotFound: there is no such group.
@@ -264,7 +268,7 @@ class Groups:
         await self._call_manager(entry, "resize", servers)
 
     async def drain(self, name: str, server: str) -> None:
-        """Move all segments off a server, then stop it.
+        """Migrate all segments from a server to the other servers, then stop the server.
 
         Raises:
             NotFound: there is no such group or server.
@@ -279,7 +283,7 @@ class Groups:
         await self._call_manager(entry, "drain", server)
 
     async def limit(self, name: str, space: str, quota: dict[str, float | None]) -> None:
-        """Set a space's quota: {"bytes": ..., "operations": per second}; None = no limit.
+        """Set a space's quota: {"bytes": ..., "operations": operations per second}; None = no limit.
 
         Raises the errors of `drain`.
         """
@@ -318,8 +322,8 @@ class Groups:
     async def tick(self) -> None:
         """Check every group, start what is missing, stop what is not wanted.
 
-        Each group is checked in its own thread. A tick waits for a long check once; the next ticks leave that
-        group out until it has returned.
+        Each group is checked in its own thread. A tick waits at most `_CHECK_SECONDS` for the checks; the next ticks
+        skip a group until its check has returned.
         """
         loop = asyncio.get_running_loop()
         started = []
@@ -338,7 +342,7 @@ class Groups:
             entry.threads.shutdown(wait=False, cancel_futures=True)
 
     def _refuse_too_large(self, name: str, servers: int) -> None:
-        """Refuse more servers than the cluster has CPUs: a server is a process that needs a CPU of its own."""
+        """Raise ConfigError if the groups would have more servers than the cluster has CPUs: each server needs one."""
         too_many = self._too_many(name, servers)
         if too_many is not None:
             owned = self._scheduler.place.owned
@@ -360,9 +364,7 @@ class Groups:
         return f"group {name!r} needs a CPU for each of {servers} servers{beside}, and {has} has {total:g}"
 
     def _check(self, name: str, entry: _Entry, cluster: Actors | None) -> None:
-        if (
-            entry.joined != self._scheduler.joined
-        ):  # the cluster is another one: handles of actors of the last one are invalid
+        if entry.joined != self._scheduler.joined:  # a new connection: the handle of an earlier connection is invalid
             entry.joined, entry.view.handle = self._scheduler.joined, None
         try:
             if entry.wanted.stopping:
@@ -426,7 +428,7 @@ class Groups:
 
     def _end(self, name: str, entry: _Entry, cluster: Actors | None) -> None:
         if cluster is None and entry.wanted.launched:
-            entry.view.reason = f"ends when Ray answers: {self._scheduler.view.reason}"
+            entry.view.reason = f"the group ends when Ray answers: {self._scheduler.view.reason}"
             return
         handle = None if cluster is None else cluster.find(actor(name))
         if handle is not None and cluster is not None:
@@ -443,12 +445,13 @@ class Groups:
         log.info("server group %s has ended", name)
 
     async def _call_manager(self, entry: _Entry, method: str, *args: Json) -> None:
-        """Call a method of a group's manager that returns at once. Raises the manager's error."""
+        """Call a method of a group's manager that only starts the change. Raises the manager's error, or Conflict."""
         name, handle = entry.wanted.name, entry.view.handle
         if entry.wanted.stopping or handle is None:
             why = "it is stopping" if entry.wanted.stopping else self.get(name)["reason"]
             raise Conflict(
-                f"server group {name!r} cannot {method} now: {why};\n`rayps servers show {name}` says when it is ready",
+                f"server group {name!r} cannot {method.replace('_', ' ')} now: {why};\n"
+                f"`rayps servers show {name}` shows when the group is ready",
                 status=409,
             )
 
@@ -461,10 +464,17 @@ class Groups:
 
         try:
             await asyncio.get_running_loop().run_in_executor(entry.threads, ask)
-        except (ActorDied, ClusterError, TimeoutError) as error:
+        except TimeoutError as error:
             raise Conflict(
-                f"server group {name!r} cannot {method} now: {str(error).splitlines()[0]}\nthe manager is being "
-                "restarted; repeat the request in some seconds",
+                f"server group {name!r} did not {method.replace('_', ' ')} yet: its manager has not answered within "
+                f"{_ANSWER_SECONDS:g} s\n`rayps servers show {name}` says when it answers; then repeat the request if "
+                "it had no effect",
+                status=409,
+            ) from error
+        except (ActorDied, ClusterError) as error:
+            raise Conflict(
+                f"server group {name!r} cannot {method.replace('_', ' ')} now: {first_line(error)}\n"
+                "the group's manager is being restarted; repeat the request in some seconds",
                 status=409,
             ) from error
 
@@ -476,7 +486,7 @@ class Groups:
     def _known(self) -> str:
         if not self.names:
             return "there is none yet; start one with `rayps servers start NAME --servers 3 --replicas 1`"
-        return f"there is {', '.join(self.names)}; `rayps servers start` starts another"
+        return f"give one of {', '.join(self.names)}, or start another with `rayps servers start`"
 
 
 def _check_size(servers: int, replicas: int) -> None:

@@ -1,7 +1,7 @@
 """Read a job from a YAML file, strictly.
 
-Refused are files that are not regular or larger than `MOST_BYTES`, tags, anchors, repeated keys, and scalars that YAML
-1.1 and 1.2 read differently.
+`read` refuses a file that is not regular or has more than `MOST_BYTES`, and YAML with tags, anchors, repeated keys, or
+scalars that YAML 1.1 and 1.2 read differently.
 """
 
 from __future__ import annotations
@@ -86,10 +86,10 @@ def _text(path: Path) -> str:
 
 
 def load(text: str, where: str) -> Any:
-    """Parse YAML into plain data: the core schema of YAML 1.2, where it agrees with 1.1.
+    """Parse YAML into plain data, by the part of YAML 1.2's core schema that YAML 1.1 reads in the same way.
 
-    Refused are plain scalars that the two versions read differently: `1:30` (90 in base 60), `010` (8 in base 8),
-    `yes`, `no`, `on`, `off` (booleans), dates. `1e-3` is a number, as in 1.2.
+    A plain scalar that YAML 1.1 reads differently is refused: `1:30` (90 in base 60), `010` (8 in base 8), `yes`, `no`,
+    `on`, `off` (booleans), dates. The exception is `1e-3`, which is a number as in YAML 1.2.
 
     Raises:
         ConfigError: the text is not valid YAML, or has a refused scalar; names the line.
@@ -101,7 +101,7 @@ def load(text: str, where: str) -> Any:
         line = "" if mark is None else f", line {mark.line + 1}"
         raise ConfigError(f"{where}{line}: {getattr(error, 'problem', None) or error}") from error
     except RecursionError as error:
-        raise ConfigError(f"{where}: nested too deeply") from error
+        raise ConfigError(f"{where}: the YAML is nested too deeply") from error
 
 
 def _change(data: Keywords, change: str) -> None:
@@ -112,7 +112,7 @@ def _change(data: Keywords, change: str) -> None:
     for part in path:
         inner = data.setdefault(part, {})
         if not isinstance(inner, dict):
-            raise ConfigError(f"--set {change!r}: {part!r} has no fields of its own", field="set")
+            raise ConfigError(f"--set {change!r}: {part!r} is one value and has no fields to set", field="set")
         data = inner
     data[last] = load(text, f"--set {key}")
 

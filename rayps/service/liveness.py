@@ -1,7 +1,7 @@
 """Measure how long a watched value has not changed, in seconds during which this process itself ran.
 
-A long gap between two observations means that this process was suspended, stopped or starved, and probably the process
-that it watches too; such a gap counts as one short step. The system's wall clock is not used.
+A long gap between two observations means that this process was suspended, stopped or starved, and that probably the
+watched process was too; such a gap counts as `MOST_STEP` seconds. The system's wall clock is not used.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Hashable
 
-MOST_STEP = 5.0  # seconds: the most that a gap between two observations counts
+MOST_STEP = 5.0  # seconds that a gap between two observations counts at most
 
 
 class QuietTime:
@@ -46,5 +46,5 @@ class QuietTimes:
         return held.observe(sign)
 
     def keep(self, keys: Collection[Hashable]) -> None:
-        """Remove all keys but these."""
+        """Remove every key that is not in `keys`."""
         self._held = {key: held for key, held in self._held.items() if key in keys}

@@ -1,7 +1,7 @@
-"""The jobs that have not ended, cached in memory: only rows that changed are read from the store.
+"""Cache in memory the jobs that have not ended: only rows that changed are read from the store.
 
-The service is the only writer of its store, and the store records which rows each transaction changed. At the start
-and after an error all rows of jobs that have not ended are read.
+The service is the only writer of its store, and the store records which rows each transaction changed. At the first
+refresh, and after an error, the rows of all jobs that have not ended are read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rayps.service.waiting import Waiting, WaitingJobs
 
 
 class OpenJobs:
-    """The jobs that have not ended: those that wait for their start, and the records of those that were started."""
+    """The jobs that have not ended: the QUEUED ones in `waiting`, the records of the others, by id, in `started`."""
 
     def __init__(self, store: Store) -> None:
         self.waiting = WaitingJobs()

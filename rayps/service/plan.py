@@ -16,17 +16,17 @@ from rayps.strategies.job import JobSpec
 Bundle = dict[str, float]
 
 PATIENCE = 30.0  # seconds without a view of the drivers until their jobs become UNKNOWN
-STOP_SECONDS = 60.0  # seconds that a driver has to stop by itself
+STOP_SECONDS = 60.0  # seconds after a request to stop in which a driver may stop by itself; then it is killed
 SIGN_SECONDS = 900.0  # seconds that a STARTING or RECOVERING job may show no progress; `Settings.stall` sets it
 
 
 @dataclass(frozen=True, slots=True)
 class Dependencies:
-    """The state of what a job needs besides its driver: its server group, and its clients if they are real."""
+    """Why a job cannot continue although its driver could: because of its server group, or of its remote clients."""
 
-    group: str | None = None  # why the server group cannot serve the job yet; None: it can, or there is none
-    group_ended: str | None = None  # why the server group never will serve the job: the group was stopped
-    clients: str | None = None  # why the job waits for clients; None: it does not
+    group: str | None = None  # why the server group cannot serve the job yet; None: it can, or the job uses no group
+    group_ended: str | None = None  # why the server group will never serve the job: the group was stopped
+    clients: str | None = None  # why the job waits for federated clients outside of the cluster; None: it does not
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Show:
     job: str
     status: Status
     reason: str | None = None
-    has_event: bool = False  # an event says so already
+    has_event: bool = False  # the driver has written an event about it: the store needs none
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +106,14 @@ class Seal:
     metrics: dict[str, float] | None = None
     checkpoint: str | None = None
     finished_at: float | None = None
-    has_event: bool = False  # an event says so already
+    has_event: bool = False  # the driver has written an event about it: the store needs none
 
 
 Action = Start | AskToStop | Kill | Show | Wait | Seal
 
 
 def needs(spec: JobSpec) -> Bundle:
-    """Return the resources that a running job takes: those of all workers; driver and servers take none."""
+    """Return the resources that a running job takes: those of all its workers; the driver and the servers take none."""
     return {kind: spec.workers * spec.resources.get(kind, 0.0) for kind in ("cpu", "gpu")}
 
 
@@ -128,10 +128,10 @@ def plan(
 ) -> list[Action]:
     """Decide what the scheduler does next; return the actions.
 
-    `jobs` have not ended, oldest first. `drivers` are the ids of the jobs whose driver is alive. It is None
-    if the drivers have not been seen for `unseen` seconds, because of `why`.
-    Jobs start first in, first out: a large job at the head is not overtaken. The exception is a job that is larger
-    than the whole cluster: it is overtaken.
+    `jobs` are the jobs that have not ended, oldest first. `drivers` are the ids of the jobs whose driver is alive;
+    `drivers` is None if Ray has not listed them for `unseen` seconds, and then `why` is the reason.
+    Jobs start first in, first out: no job overtakes a large job that waits for resources. Jobs overtake only a job that
+    is larger than the whole cluster, or whose server group is not ready.
     """
     actions: list[Action] = []
     for job in jobs:
@@ -153,7 +153,7 @@ def _running(job: OpenJob, drivers: Collection[str] | None, unseen: float, why: 
     if drivers is None:
         return _unseen(job, unseen, why)
     if job.id not in drivers:
-        # a new driver would fail for want of its server group, whose manager may be starting again too
+        # without its server group, whose manager may be restarting too, a new driver would fail
         return [_lost(job)] if job.outside.group is None or job.stopping is not None else _wait(job, job.outside.group)
     if job.crash is not None:
         return [Kill(job.id, job.crash)]
@@ -163,8 +163,8 @@ def _running(job: OpenJob, drivers: Collection[str] | None, unseen: float, why: 
         return [
             Kill(
                 job.id,
-                f"no sign of progress for {job.deadline:g} s while {job.status}: the job's timeout and "
-                "RAYPS_STALL set how long it may take",
+                f"no sign of progress for {job.deadline:g} s while {job.status}: the limit is RAYPS_STALL, or 5 times "
+                "the job's timeout if that is longer",
             )
         ]
     return _mirrored(job)
@@ -176,8 +176,8 @@ def _unseen(job: OpenJob, unseen: float, why: str) -> list[Action]:
             Seal(
                 job.id,
                 Status.STOPPED,
-                f"stopped: the job's driver could not be reached for {job.deadline:g} s ({why}), "
-                "and is killed if it is found again",
+                f"stopped: the job's driver could not be reached for {job.deadline:g} s ({why}); "
+                "if the driver is found again, it is killed",
             )
         ]
     if unseen < PATIENCE or job.status is Status.UNKNOWN:
@@ -239,7 +239,7 @@ def _stopping(job: OpenJob, seconds: float) -> list[Action]:
     shown: list[Action] = []
     if may_move(job.status, Status.STOPPING):
         shown = [Show(job.id, Status.STOPPING, "stop requested", has_event=True)]
-    return [*shown, AskToStop(job.id)] if job.launched else shown  # before the launch its version is unknown
+    return [*shown, AskToStop(job.id)] if job.launched else shown  # before the launch, the driver's version is unknown
 
 
 def _mirrored(job: OpenJob) -> list[Action]:
@@ -284,8 +284,8 @@ def _wait(job: OpenJob, reason: str) -> list[Action]:
 
 
 def _room(jobs: Sequence[OpenJob], free: Bundle, total: Bundle) -> Bundle:
-    # what is free now, less what drivers that are starting have yet to take; and never more than the total
-    # less what all living jobs may come to hold, since a recovering one takes again
+    # the free resources less those that starting drivers will take; at most the total less the needs of all started
+    # jobs, because a recovering job takes its resources again
     room = {}
     for kind, amount in total.items():
         held = sum(job.needs.get(kind, 0.0) for job in jobs if job.status is not Status.QUEUED)

@@ -2,10 +2,10 @@
 
     python -P -m rayps.service.ray_child --pipe FD --cluster MODULE:CLASS --address HOST:PORT
 
-When Ray's gcs or raylet is lost, Ray's client can hang forever in C++ or end its process: only this process is
-affected. Each request runs in a thread of its own. This process ends with the service (the pipe closes), and when it
-gets no request for `--dead-man` seconds: a timer of `faulthandler`, which needs no interpreter lock, writes the stack
-of every thread and exits.
+When Ray's gcs or raylet is lost, Ray's client can hang forever in C++ or end its process. Only this child process is
+affected then, not the service. Each request runs in its own thread. The child ends when the service ends, because the
+pipe closes. It also ends when it gets no request for `--dead-man` seconds: a timer of `faulthandler`, which needs no
+interpreter lock, writes the stack of every thread and exits.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from rayps.cluster.local import FIRST_PROTOCOL, PROTOCOL, Actors, Bundle, resolv
 from rayps.core.errors import ClusterError, RaypsError
 from rayps.core.values import Keywords
 
-CALL_SECONDS = 60.0  # limit of an actor's method; the service's own deadline is shorter
+CALL_SECONDS = 60.0  # seconds that an actor's method may take; the service's own deadline is shorter
 _DEAD_MAN = 600.0  # seconds without a request after which this process exits
 
 
 class Child:
-    """The server of requests from a pipe; a request is (number, operation, arguments, named arguments)."""
+    """Run the requests that arrive on a pipe; a request is (number, operation, arguments, named arguments)."""
 
     def __init__(self, pipe: Connection, cluster: Actors, dead_man: float = _DEAD_MAN) -> None:
         self._pipe = pipe
@@ -38,7 +38,7 @@ class Child:
         self._sending = threading.Lock()
 
     def serve(self) -> None:
-        """Serve until the pipe closes."""
+        """Run requests until the pipe closes."""
         while True:
             faulthandler.dump_traceback_later(self._dead_man, exit=True)
             try:
@@ -102,8 +102,8 @@ class Child:
 
 
 def main() -> None:
-    """Join the cluster and serve requests; answer number 0 says whether it could be joined."""
-    parser = argparse.ArgumentParser(description="calls Ray for a rayps service")
+    """Join the cluster and serve requests; answer number 0 tells the service whether the cluster could be joined."""
+    parser = argparse.ArgumentParser(description="call Ray for a rayps service")
     parser.add_argument("--pipe", type=int, required=True)
     parser.add_argument("--cluster", required=True)
     parser.add_argument("--address", required=True)

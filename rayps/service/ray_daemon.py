@@ -1,14 +1,15 @@
-"""The process that runs the Ray that rayps owns, beside the service, and removes all of it at the end. Imports no ray.
+"""The process, beside the service, that runs the Ray that rayps owns and removes all of it at the end. Imports no ray.
 
     python -m rayps.service.ray_daemon --state-dir DIR --cpus 16 --idle 600
 
-The process holds `ray.lock`, starts `ray start --head --block` on loopback with token authentication in a temporary
-directory of its own, writes the address into `ray.json`, and watches. It stops Ray and deletes the directory
+The process locks `ray.lock`, starts `ray start --head --block` on loopback, with token authentication, in a new
+temporary directory, writes Ray's address into `ray.json`, and watches Ray. It stops Ray and deletes the directory
 
-- on SIGTERM, and when `ray.json` is gone; - when Ray or one of its two required processes (gcs, raylet) has ended; -
-when neither the service nor a job has shown activity for `--idle` seconds (suspended time does not count). The process
-does
-  not stop Ray while a driver's process is alive, and waits some minutes longer for a service that holds its lock.
+- on SIGTERM, and when `ray.json` was deleted;
+- when Ray or one of Ray's two required processes (gcs, raylet) has ended;
+- when neither the service nor a job has shown activity for `--idle` seconds (suspended time does not count). But it
+  does not stop Ray while a driver's process is alive, and it waits some minutes longer while a service holds the
+  service's lock.
 """
 
 from __future__ import annotations
@@ -41,14 +42,17 @@ RECORD, LOCK, HEARTBEAT, TOKEN, LOG = "ray.json", "ray.lock", "ray_heartbeat", "
 _START_SECONDS = 120.0
 _POLL_SECONDS = 0.25
 _ASK_SECONDS = 2.0  # between two checks of jobs and processes while there is no activity
-_GRACE_SECONDS = 300.0  # beyond `--idle` for a service that is alive without activity: it may have been suspended
+_GRACE_SECONDS = 300.0  # beyond `--idle`, for a service that is alive without activity: it may have been suspended
 _REQUIRED_PROCESSES = ("gcs_server", "raylet")  # program names
 _DRIVER_TITLE = "DriverActor"  # in the title of a driver's process
 
 
 @dataclass(frozen=True, slots=True)
 class RayRecord:
-    """The content of `ray.json`: process, address and state (starting, ready, stopping, failed) of the own Ray."""
+    """The content of `ray.json`: the daemon's process, and Ray's address and state.
+
+    The state is "starting", "ready", "stopping" or "failed".
+    """
 
     state: str
     pid: int
@@ -78,7 +82,7 @@ def read_record(state_dir: Path) -> RayRecord | None:
 
 
 def environment(state_dir: Path) -> dict[str, str]:
-    """Return the environment variables with which a process starts or joins the own Ray."""
+    """Return the environment variables with which a process starts or joins the Ray that rayps owns."""
     return {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(state_dir / TOKEN),
@@ -92,7 +96,7 @@ def environment(state_dir: Path) -> dict[str, str]:
 
 
 def make_token(state_dir: Path) -> None:
-    """Create the token of the own Ray, readable by its owner only (Ray would create a file that all can read)."""
+    """Create Ray's token file, readable by its owner only; Ray itself would create a file that all users can read."""
     path = state_dir / TOKEN
     if not path.exists() or not path.read_text().strip():
         private_write(path, secrets.token_hex(32))
@@ -108,7 +112,7 @@ def sweep(record: RayRecord) -> None:
 
 
 class Daemon:
-    """Start, watch and stop one own Ray."""
+    """Start, watch and stop the Ray of one state directory."""
 
     def __init__(self, state_dir: Path, cpus: int, idle: float) -> None:
         self._state_dir = state_dir
@@ -234,7 +238,7 @@ class Daemon:
 
 
 class Lease:
-    """A lease on the own Ray, renewed by each change of the service's heartbeat and of a job's progress.
+    """A lease on Ray, renewed by each change of the service's heartbeat file and of a job's progress file.
 
     Seconds are counted by this process (see `QuietTime`); the system's wall clock is not used.
     """
@@ -247,7 +251,7 @@ class Lease:
         clock: Callable[[], float] = time.monotonic,
         drivers: Callable[[], bool] | None = None,
     ) -> None:
-        """Start the lease. `idle`: its length in seconds; `drivers` returns whether a driver's process is alive."""
+        """Start a lease of `idle` seconds. `drivers` returns whether a driver's process is alive."""
         self._state_dir = state_dir
         self._idle = idle
         self._silence = QuietTime(clock)
@@ -259,7 +263,7 @@ class Lease:
     def expired(self) -> bool:
         """Check for activity; return whether the lease has expired.
 
-        Jobs and processes are read only if it could have.
+        Job files and processes are read only after `idle` seconds without a heartbeat, because reading them takes long.
         """
         silent = self._silence.observe((_changed(self._state_dir / HEARTBEAT), self._jobs))
         if silent <= self._idle or 0.0 <= self._clock() - self._asked < _ASK_SECONDS:
@@ -281,7 +285,7 @@ def is_expired(silent: float, idle: float, *, service: bool, drivers: bool) -> b
 
 
 def service_lives(state_dir: Path) -> bool:
-    """Return whether a service of this state directory holds its lock; read from /proc/locks, without locking."""
+    """Return whether a service holds the lock of this state directory, by reading /proc/locks: this locks nothing."""
     try:
         inode = str((state_dir / SERVICE_LOCK).stat().st_ino)
         held = [line.split() for line in Path("/proc/locks").read_text().splitlines() if " FLOCK " in line]
@@ -321,7 +325,10 @@ def _object_store_bytes() -> int:
 
 
 def _lock(state_dir: Path, seconds: float = 60.0) -> int | None:
-    """Take the daemon's lock, which is held until this process ends; wait for a daemon that is stopping."""
+    """Lock `ray.lock` until this process ends; wait while another daemon stops.
+
+    Return the lock's descriptor, or None if another daemon is running.
+    """
     descriptor = os.open(state_dir / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     deadline = time.monotonic() + seconds
     while True:
@@ -338,7 +345,7 @@ def _lock(state_dir: Path, seconds: float = 60.0) -> int | None:
 
 def main() -> int:
     """Run the daemon."""
-    parser = argparse.ArgumentParser(description="runs the Ray of a rayps service")
+    parser = argparse.ArgumentParser(description="run the Ray of a rayps service")
     parser.add_argument("--state-dir", type=Path, required=True)
     parser.add_argument("--cpus", type=int, required=True)
     parser.add_argument("--idle", type=float, required=True)

@@ -32,18 +32,18 @@ _START_SECONDS = 150.0
 _RETRY_SECONDS = 15.0
 _END_SECONDS = 30.0
 _LEAVING = "the service is stopping"
-_UNRESPONSIVE_SECONDS = 180.0  # seconds without an answer of Ray and without a job's progress, until Ray is restarted
+_UNRESPONSIVE_SECONDS = 180.0  # Ray is restarted after these seconds without an answer of Ray and a job's progress
 
 
 def place(settings: Settings) -> OwnRay | JoinedRay:
-    """Return the Ray that the settings name."""
+    """Return the Ray for drivers: the cluster at `settings.address`, or without an address a Ray that rayps owns."""
     return OwnRay(settings) if settings.address is None else JoinedRay(settings.address)
 
 
 class OwnRay:
     """A Ray on this machine that belongs to one state directory.
 
-    This Ray is restarted when it has ended, and when for `unresponsive_seconds` it has not answered and no job has
+    This Ray is restarted when it has ended, and when for `unresponsive_seconds` Ray has not answered and no job has
     written its progress.
     """
 
@@ -112,9 +112,9 @@ class OwnRay:
                 self._busy.release()
 
     def _give_up_reason(self) -> str | None:
-        """Return why the joined Ray will not answer any more; None if it may.
+        """Return why the service should not wait for Ray's answer any longer; None if it should wait.
 
-        Called repeatedly while an answer is awaited.
+        `ClusterProcess` calls this several times a second while it waits for an answer.
         """
         if self._leaving.is_set():
             return _LEAVING
@@ -210,7 +210,7 @@ class OwnRay:
 
 
 class JoinedRay:
-    """A cluster that rayps joins and never stops."""
+    """A running Ray cluster that rayps joins and never stops."""
 
     owned = False
 
@@ -226,7 +226,7 @@ class JoinedRay:
         return None
 
     def cluster(self) -> Actors:
-        """Return the joined cluster; join it again if its head has not answered.
+        """Return the joined cluster; join it at the first call, and again after the connection was lost.
 
         Raises:
             ClusterError: no cluster answers at the address.
@@ -270,7 +270,7 @@ class JoinedRay:
 
 
 class _UnresponsiveTime:
-    """The time in which Ray has not answered and no job has made progress, with a limit."""
+    """Measure how long Ray has not answered and no job has made progress; report when that exceeds `seconds`."""
 
     def __init__(self, jobs_dir: Path, seconds: float) -> None:
         self.seconds = seconds
@@ -280,7 +280,7 @@ class _UnresponsiveTime:
         self._progress = self._newest()
 
     def observe(self, answers: int) -> bool:
-        """Record the number of answers so far; return whether the limit is exceeded."""
+        """Record how many answers Ray has given so far; return whether the limit is exceeded."""
         if self._quiet.observe((answers, self._progress)) > self.seconds:
             newest = self._newest()  # called only here, because it reads many files
             self._over = newest == self._progress
@@ -292,7 +292,7 @@ class _UnresponsiveTime:
         return self._over
 
     def reset(self) -> None:
-        """Start again at zero: Ray was restarted."""
+        """Start again at zero, after a restart of Ray."""
         self._quiet, self._over = QuietTime(), False
 
     def _newest(self) -> int:

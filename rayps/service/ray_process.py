@@ -36,14 +36,14 @@ JOIN_SECONDS = 120.0  # seconds to import ray and join the cluster, on a slow ma
 ANSWER_SECONDS = 30.0  # seconds for an operation that normally takes milliseconds
 _POLL_SECONDS = 0.25
 _LEAVE_SECONDS = 5.0
-_REFUSED = 2  # exit code
+_REFUSED = 2  # exit code of a child that refuses this service's protocol
 _TAIL = 2000  # bytes of the child's last output that an error shows
 
 Answer: TypeAlias = Future[Any]  # the result of a request: what a method of an actor, or of the cluster, returned
 
 
 class NamedActor:
-    """The handle of a named actor."""
+    """The handle of a named actor, whose methods are called through the child process."""
 
     def __init__(self, name: str, process: ClusterProcess) -> None:
         self.name = name
@@ -113,7 +113,7 @@ class ClusterProcess:
         self._waiting[0] = joined
         threading.Thread(target=self._read, name="rayps-ray", daemon=True).start()
         try:
-            self._await(joined, "be joined", join_seconds)
+            self._await(joined, "join", join_seconds)
         except BaseException:
             self._fail("the cluster was not joined")
             raise
@@ -142,7 +142,7 @@ class ClusterProcess:
         restarts: int = 0,
         **kwargs: Any,
     ) -> NamedActor:
-        """See Cluster. The actor must have a name, be detached, and be in no gang."""
+        """Start an actor, as `Actors.spawn` does. It must have a name, be detached, and be in no reserved bundle."""
         assert name is not None and detached and gang is None, "the actor must outlive the child"
         self._do(
             "spawn",
@@ -159,37 +159,37 @@ class ClusterProcess:
         return NamedActor(name, self)
 
     def find(self, name: str) -> NamedActor | None:
-        """See Cluster."""
+        """Return the living actor of that name; None if there is none."""
         return NamedActor(name, self) if self._do("find", name) else None
 
     def free(self) -> Bundle:
-        """See Cluster."""
+        """Return the cluster's free resources: {"cpu": ..., "gpu": ...}."""
         found: Bundle = self._do("free")
         return found
 
     def total(self) -> Bundle:
-        """See Cluster."""
+        """Return all resources of the cluster."""
         found: Bundle = self._do("total")
         self.totals += 1
         return found
 
     def hosts(self, free: bool = True) -> dict[str, Bundle]:
-        """See Cluster."""
+        """Return the resources of each host: the free ones, or all."""
         found: dict[str, Bundle] = self._do("hosts", free)
         return found
 
     def kill(self, handle: ActorHandle) -> None:
-        """See Cluster."""
+        """End an actor at once."""
         self._do("kill", handle.name)
 
     def close(self, *, graceful: bool = True) -> None:
-        """Kill the child; with `graceful` it disconnects from the cluster first, for a few seconds at most."""
+        """Kill the child; with `graceful`, first let it disconnect from the cluster, for a few seconds at most."""
         if graceful and self.alive:
             try:
                 self.request("close").result(timeout=_LEAVE_SECONDS)
             except (RaypsError, TimeoutError, OSError, RuntimeError) as error:
-                log.info("the cluster could not be left in order: %s", error)
-        self._fail("it was closed", log_exit=False)
+                log.info("the child process did not disconnect from the cluster and is killed: %s", error)
+        self._fail("the service has closed the connection", log_exit=False)
 
     def request(self, operation: str, *args: Any, **named: Any) -> Answer:
         """Send a request to the child; the future fails with ClusterError when the child has ended."""
@@ -220,11 +220,11 @@ class ClusterProcess:
             except TimeoutError as error:
                 if reply.done():
                     if isinstance(reply.exception(), TimeoutError):
-                        raise ClusterError(f"Ray did not {what}: {error}") from error
+                        raise ClusterError(f"Ray did not complete the request {what!r}: {error}") from error
                     continue  # the answer has just arrived
                 why = self._give_up_reason()
                 if why is None and time.monotonic() > deadline:
-                    why = f"Ray did not {what} within {seconds:g} s"
+                    why = f"Ray did not answer the request {what!r} within {seconds:g} s"
                 if why is not None:
                     self._fail(why)
                     raise ClusterError(why) from None
@@ -239,9 +239,7 @@ class ClusterProcess:
                     reply.set_exception(error) if error is not None else reply.set_result(value)
         except (EOFError, OSError):
             self._fail("the process that calls Ray has ended")
-        except (
-            Exception
-        ) as error:  # e.g. an object of a class that does not exist here: later answers cannot be trusted
+        except Exception as error:  # e.g. an object of a class unknown here: later answers cannot be trusted
             self._fail(f"an answer cannot be read: {error}")
 
     def _fail(self, why: str, *, log_exit: bool = True) -> None:

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from rayps.core.errors import Conflict, NotFound, Unreachable
-from rayps.service.answers import GroupAnswer
+from rayps.service.rest_answers import GroupAnswer
 
 
 class RemoteGroup:
-    """One server group of a service, as `Client.start_servers` and `Client.servers` return it.
+    """One server group of a service; `Client.start_servers` and `Client.servers` return it.
 
-    `data` is the newest answer of the service: servers, spaces, moves, events, jobs.
+    `data` is the service's newest answer about the group: servers, spaces, moves, events, jobs.
     """
 
     def __init__(self, call: Callable[..., Any], data: GroupAnswer) -> None:
@@ -34,7 +34,7 @@ class RemoteGroup:
         return f"/api/v1/server-groups/{urllib.parse.quote(self.name, safe='')}"
 
     def refresh(self) -> Self:
-        """Read `data` again. Raises NotFound after the group has ended."""
+        """Read the service's newest answer into `data`. Raises NotFound after the group has ended."""
         self.data = self._call("GET", self._path)
         return self
 
@@ -49,12 +49,12 @@ class RemoteGroup:
         return self
 
     def drain(self, server: str) -> Self:
-        """Move all segments off one server, then stop it. Raises NotFound, ConfigError, Conflict."""
+        """Migrate all segments from one server to the others, then stop it. Raises NotFound, ConfigError, Conflict."""
         self.data = self._call("POST", f"{self._path}/drain", json={"server": server})
         return self
 
     def set_quota(self, space: str, *, bytes: int | None = None, operations: float | None = None) -> Self:
-        """Limit a space to `bytes` and `operations` per second; None = no limit. Raises NotFound, Conflict."""
+        """Limit a space to `bytes` of data and `operations` per second; None = no limit. Raises NotFound, Conflict."""
         path = f"{self._path}/spaces/{urllib.parse.quote(space, safe='')}"
         self.data = self._call("PATCH", path, json={"bytes": bytes, "operations": operations})
         return self
@@ -70,10 +70,10 @@ class RemoteGroup:
         return self
 
     def wait(self, timeout: float = 300.0, pause: float = 0.5) -> Self:
-        """Wait until all servers and replicas are ready and no segment moves; after `stop`, until the group has ended.
+        """Wait until all servers and backups are ready and no segment migrates; after `stop`, until the group is gone.
 
         Raises:
-            TimeoutError: the group was not ready (or had not ended) within `timeout` seconds; says what is missing.
+            TimeoutError: the group was not ready, or had not ended, within `timeout` seconds; the text has its status.
             Conflict: another client is stopping the group.
             NotFound: the group has ended.
         """

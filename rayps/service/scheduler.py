@@ -1,7 +1,8 @@
 """Run the store's jobs, one idempotent tick at a time. `rayps.service.plan` decides what to do.
 
 The scheduler is the only writer of a job's status. A tick reads the list of drivers first and the job folders second: a
-driver writes its outcome before it ends, so a driver that is missing in the list has its outcome in the folder.
+driver writes the job's outcome before it ends. If a driver that ended by itself is missing from the list, the folder
+therefore has the outcome.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rayps.cluster.local import Actors, Bundle
-from rayps.core.errors import ClusterError, ConfigError, Conflict, NotFound, RaypsError
+from rayps.core.errors import ClusterError, ConfigError, Conflict, NotFound, RaypsError, first_line
 from rayps.core.failpoint import passing
 from rayps.core.job_status import Status, may_move
 from rayps.core.records import AttemptRecord, ProgressRecord, read_json
@@ -58,7 +59,7 @@ _TIMEOUTS = 5.0  # a job may show no progress for 5 times its `timeout`, if that
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The newest view of the cluster."""
+    """The newest known state of the Ray cluster: whether it answers, the reason if not, and its resources."""
 
     ready: bool = False
     reason: str | None = "Ray is starting"
@@ -83,8 +84,8 @@ class Scheduler:
         self.view = View()
         self.group_wait_reason: Callable[[JobSpec], str | None] = lambda _: (
             None
-        )  # why a job must wait for its server group
-        self.group_ended: Callable[[JobSpec], str | None] = lambda _: None  # why a job can never use it again
+        )  # returns why a job must wait for its server group
+        self.group_ended: Callable[[JobSpec], str | None] = lambda _: None  # returns why the group is gone forever
         self._store = store
         self._jobs_dir = jobs_dir
         self._interval = interval
@@ -133,7 +134,7 @@ class Scheduler:
     async def close(self, *, end: bool) -> int:
         """Disconnect from Ray; return the number of jobs that were running.
 
-        With `end`, stop an own Ray and the drivers in it; the next service restarts these jobs.
+        With `end`, also stop Ray and the drivers in it, if rayps owns this Ray; the next service restarts these jobs.
         """
         await self._open_jobs.refresh()
         held = len(self._open_jobs.started)
@@ -144,10 +145,10 @@ class Scheduler:
         return held
 
     def refuse_too_large(self, spec: JobSpec) -> None:
-        """Refuse a job that is larger than the own Ray. A joined cluster may grow: there such a job waits.
+        """Refuse a job that is larger than the Ray that rayps owns. In a joined cluster, which may grow, the job waits.
 
         Raises:
-            ConfigError: with code too_large.
+            ConfigError: the job is too large (code too_large).
         """
         if not self.place.owned:
             return
@@ -166,7 +167,7 @@ class Scheduler:
     async def tick(self) -> list[Action]:
         """View the cluster, decide, act; return the actions."""
         await self._open_jobs.refresh()
-        done = await self._act([*self._open_jobs.waiting.stopped()], {})  # needs no answer of Ray
+        done = await self._act([*self._open_jobs.waiting.stopped()], {})  # these actions need no answer of Ray
         records = list(self._open_jobs.started.values())
         seen = await self._view_drivers([r.id for r in records])
         facts = await asyncio.to_thread(lambda: [self._facts(r, seen) for r in records])
@@ -207,7 +208,7 @@ class Scheduler:
         return actions
 
     def reason(self, job: JobRecord) -> str | None:
-        """Return why a job has its status. The reason of a waiting job is computed here and not stored."""
+        """Return why a job has its status. For a waiting job the reason is computed here, because it is not stored."""
         waits = job.status is Status.QUEUED and job.id in self._open_jobs.waiting
         return (self._open_jobs.waiting.reason(job.id) or job.reason) if waits else job.reason
 
@@ -231,7 +232,7 @@ class Scheduler:
             return None
         except (RaypsError, OSError, RuntimeError) as error:
             self._pending_view = None
-            reason = str(error).splitlines()[0]
+            reason = first_line(error)
             if reason != self.view.reason:
                 log.warning("Ray cannot be viewed: %s", error)
             self.view = View(False, reason, self.view.total, None)
@@ -241,7 +242,7 @@ class Scheduler:
         return seen
 
     async def _wait_for(self, view: asyncio.Future[DriverView]) -> None:
-        """Wait for a view of the cluster; meanwhile end the jobs that are stopped before they started."""
+        """Wait for a view of the cluster; during the wait, end each queued job as soon as its stop is requested."""
         deadline = time.monotonic() + self._look_seconds
         while not view.done() and (left := deadline - time.monotonic()) > 0:
             woken: asyncio.Task[bool] = asyncio.create_task(self._wake.wait())
@@ -288,11 +289,11 @@ class Scheduler:
         progress: ProgressRecord | None = read_json(folder / "progress.json")
         if progress is not None:
             old = progress.get("time", 0) < (record.attempt_at or 0) and begun.get("attempt") != record.attempt
-            progress = None if old else progress  # old: of the previous attempt
+            progress = None if old else progress  # old: an earlier attempt wrote it
         return progress
 
     def _silent(self, record: JobRecord) -> float:
-        """Return the seconds since the folder of a starting or recovering job last changed."""
+        """Return the seconds since the folder of a starting or recovering job last changed; 0 for other jobs."""
         if record.status not in (Status.STARTING, Status.RECOVERING):
             return 0.0
         stamps = [_stamp(self._jobs_dir / record.id / name) for name in _SIGNS]
@@ -371,7 +372,7 @@ class Scheduler:
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-    """Return a value that changes with the file."""
+    """Return a file's modification time and size, which change when the file is written; (0, 0) without a file."""
     try:
         found = path.stat()
     except OSError:

@@ -34,10 +34,10 @@ class Settings:
     host: str = "127.0.0.1"
     port: int = 8420
     address: str | None = None  # the address of a Ray cluster to join; None: rayps runs its own Ray
-    cpus: int = field(default_factory=lambda: max(LOCAL_CPUS, os.cpu_count() or 1))  # logical CPUs of the own Ray
-    idle: float = 600.0  # seconds without activity of service and jobs after which the own Ray stops
+    cpus: int = field(default_factory=lambda: max(LOCAL_CPUS, os.cpu_count() or 1))  # logical CPUs of rayps's own Ray
+    idle: float = 600.0  # seconds without activity of service and jobs, after which rayps's own Ray stops
     stall: float = SIGN_SECONDS  # seconds that a starting or recovering job may show no progress
-    allowed_hosts: tuple[str, ...] = ()  # accepted Host names besides the loopback ones
+    allowed_hosts: tuple[str, ...] = ()  # host names that a request's Host header may have, besides loopback names
     url: str | None = None  # the service's address, for clients
     token: str | None = None  # the bearer token, for clients
 
@@ -95,7 +95,7 @@ class Settings:
         return self.state_dir / "service.json"
 
     def prepare(self) -> Self:
-        """Create the state directory, accessible by its owner only. A directory of another user or program is refused.
+        """Create the state directory, accessible by its owner only; refuse a directory of another user or program.
 
         Raises:
             ConfigError: the directory cannot be written, belongs to another user, or has files of another program.
@@ -121,7 +121,9 @@ class Settings:
         foreign = sorted(path.name for path in self.state_dir.iterdir() if not _OURS.fullmatch(path.name))
         if foreign:
             more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
-            raise self._unusable(f"is not empty and not of a rayps service: it has {', '.join(foreign[:3])}{more}")
+            raise self._unusable(
+                f"is not empty, and no rayps service made it: it contains {', '.join(foreign[:3])}{more}"
+            )
 
     def _unusable(self, why: str) -> ConfigError:
         return ConfigError(
@@ -184,7 +186,7 @@ def _folder(name: str, text: str) -> Path:
 
 def _word(name: str, text: str) -> str:
     if any(c.isspace() or not c.isprintable() for c in text):
-        raise ConfigError(f"{name} is {text!r}: give an address without blanks", field=name)
+        raise ConfigError(f"{name} is {text!r}: give a text without blanks and control characters", field=name)
     return text
 
 

@@ -13,14 +13,14 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 LEAST_FREE = 4 << 20  # bytes; with less free space a job cannot write its events
-_REMEMBERED = 10.0  # seconds after a failed write in which the disk counts as full: an exceeded quota shows only there
+_REMEMBERED = 10.0  # seconds after a failed write in which the disk counts as full: free space does not show a quota
 _LOG_SECONDS = 60.0  # seconds between two messages in the log
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _SQLITE_FULL = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE}
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Return whether an error or one of its causes is a full disk or an exceeded quota."""
+    """Return whether an error, or one of its causes, reports a full disk or an exceeded disk quota."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _FULL:
             return True
@@ -31,7 +31,7 @@ def is_full(error: BaseException | None) -> bool:
 
 
 class StateDisk:
-    """The state of the disk below one folder: whether it can be written."""
+    """Track whether the disk below one folder can be written."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder = folder

@@ -23,7 +23,7 @@ from alembic import command
 from alembic.config import Config
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
-from rayps.core.errors import ConfigError, Conflict, NotFound
+from rayps.core.errors import ConfigError, Conflict, NotFound, first_line
 from rayps.core.failpoint import passing
 from rayps.core.job_status import Status, may_move
 from rayps.core.values import Keywords
@@ -32,11 +32,11 @@ from rayps.service.state_disk import StateDisk, is_full
 from rayps.strategies.job import JobSpec
 
 ID_LETTERS = 26
-FEWEST_LETTERS = 4  # an abbreviated id must have at least so many letters
+FEWEST_LETTERS = 4  # the least number of letters of an abbreviated id
 _ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"  # Crockford's base 32, as in ULID: sorts like the number
 _LIVE = [s.value for s in Status if not s.terminal]
 _CODE_SECONDS = 300.0
-_MOST_IDS = 500  # ids in one SQL statement
+_MOST_IDS = 500  # the most ids in one SQL statement
 _SESSION_SECONDS = 30 * 86400.0
 
 _meta = sa.MetaData()
@@ -155,7 +155,7 @@ class Store:
         self._writer = writer
         self._reader = reader
         self.disk = disk
-        self.version = 0  # grows with every write, so that a reader sees cheaply whether anything changed
+        self.version = 0  # number of writes so far: a reader compares it to see whether anything changed
         self._changed: set[str] = set()
 
     @classmethod
@@ -177,7 +177,7 @@ class Store:
             if is_full(error):
                 raise ConfigError(f"the store {path} cannot be opened: {disk.full()}", field="state_dir") from error
             raise ConfigError(
-                f"the store {path} cannot be opened: {str(error).splitlines()[0]}\n"
+                f"the store {path} cannot be opened: {first_line(error)}\n"
                 "Move it away, or give another directory with --state-dir or RAYPS_STATE_DIR."
             ) from error
         return store
@@ -189,7 +189,7 @@ class Store:
 
     @asynccontextmanager
     async def writing(self, *jobs: str) -> AsyncIterator[AsyncConnection]:
-        """Open the only write transaction; `jobs` are the ids of the rows that it changes."""
+        """Open a write transaction, one at a time; `jobs` are the ids of the jobs whose rows it changes."""
         try:
             async with self._writer.begin() as tx:
                 yield tx
@@ -207,7 +207,7 @@ class Store:
         return taken
 
     def reading(self) -> AsyncConnection:
-        """Return a connection that reads, for `async with`."""
+        """Return a connection for reading, to be used with `async with`."""
         return self._reader.connect()
 
     # jobs
@@ -281,7 +281,7 @@ class Store:
                 found = [_record(row) for row in await tx.execute(query)]
         if not found:
             few = 0 < len(start) < FEWEST_LETTERS
-            short = f"; give at least {FEWEST_LETTERS} letters of one's id" if few else ""
+            short = f"; give at least {FEWEST_LETTERS} letters of a job's id" if few else ""
             raise NotFound(f"there is no job {text[:100]!r}: `rayps ls` lists them{short}", job=text[:100], status=404)
         if len(found) > 1:
             names = " and ".join(f"{job.id} ({job.name})" for job in found[:2]) + (", ..." if len(found) > 2 else "")
@@ -334,12 +334,13 @@ class Store:
         now: float | None = None,
         **facts: Unpack[RowFacts],
     ) -> JobRecord:
-        """Move a job's status and write an event with `message`, in one transaction.
+        """Change a job's status and write an event with `message`, in one transaction.
 
-        `old` is the status that the caller expects; `facts` are columns that change with it. No message: no event.
+        `old` is the status that the caller expects now; `facts` are columns that change with the status. Without a
+        `message` no event is written.
 
         Raises:
-            Conflict: the status is not `old` any more, or the move is not legal; nothing is changed.
+            Conflict: the status is not `old` any more, or may not become `new`; nothing is changed.
             NotFound: there is no such job.
         """
         now = time.time() if now is None else now
@@ -371,7 +372,7 @@ class Store:
         now: float | None = None,
         **facts: Unpack[AttemptFacts],
     ) -> JobRecord:
-        """Record a new attempt of a job whose driver was lost; the status stays.
+        """Record a new attempt of a job whose driver was lost; the status does not change.
 
         Raises:
             Conflict: the job has ended, or that attempt has begun already.
@@ -466,7 +467,10 @@ class Store:
             return [(row.id, Status(row.status), row.attempt) for row in await tx.execute(query)]
 
     async def restore(self, rows: Sequence[tuple[JobRow, str]], now: float | None = None) -> None:
-        """Write rows that were lost or are outdated, all or none. `rows`: pairs of columns and the event's message."""
+        """Write rows that were lost or are outdated, all or none, and an event for each.
+
+        `rows`: pairs of a row and the event's message.
+        """
         now = time.time() if now is None else now
         async with self.writing(*(row["id"] for row, _ in rows)) as tx:
             for row, message in rows:
@@ -487,9 +491,9 @@ class Store:
                 await _note(tx, row["id"], "adopted", message, facts["attempt"], now)
 
     async def interrupt(self) -> int:
-        """Mark every job that has a driver as interrupted, because its Ray is stopped on purpose.
+        """Mark every started job as interrupted, because the service stops Ray on purpose; return their number.
 
-        Return their number.
+        An interruption does not count as a failure of the job.
         """
         held = [s for s in _LIVE if s != Status.QUEUED.value]
         async with self.writing() as tx:

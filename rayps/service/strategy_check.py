@@ -1,4 +1,4 @@
-"""Read a user's own strategies in a child process with a deadline: the user's files never run in the service."""
+"""Read a user's own strategies in a child process with a deadline: the service never runs the user's files itself."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CheckRequest(TypedDict):
     """A request to the child: check `strategy` for `workers`; or, with `list`, list the strategies of the folder."""
 
     working_dir: str
-    seconds: float  # after which the child ends itself
+    seconds: float  # seconds after which the child ends itself
     strategy: NotRequired[StrategySpec]
     workers: NotRequired[int]
     list: NotRequired[bool]
@@ -44,7 +44,7 @@ class BrokenFile(TypedDict):
 
 
 class CheckError(TypedDict):
-    """The error for which a strategy is refused, and the field of the job that caused it."""
+    """The reason why a strategy is refused, and the field of the job that caused the refusal."""
 
     message: str
     field: str
@@ -70,7 +70,7 @@ class CheckAnswer(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class PhaseFacts:
-    """The facts about a phase's strategy that the service needs."""
+    """The facts about the strategy of one phase of a job that the service needs."""
 
     name: str
     servers: bool  # the strategy keeps parameters on servers
@@ -145,12 +145,12 @@ def _ask(request: CheckRequest) -> CheckAnswer:
         said, _ = child.communicate(json.dumps(request).encode(), timeout=seconds)
     except subprocess.TimeoutExpired:
         raise ConfigError(
-            f"strategy: a file in {request['working_dir']} has not been imported within {seconds:g} s: look for "
-            "what it waits for, and do such things in round(), not when the file is imported",
+            f"strategy: a file in {request['working_dir']} has not been imported within {seconds:g} s: find the slow "
+            "code at the file's top level, and move it into round()",
             field="strategy",
         ) from None
     finally:
-        with contextlib.suppress(ProcessLookupError):  # the group has the processes that the user's file started
+        with contextlib.suppress(ProcessLookupError):  # the process group: the user's file may have started processes
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
     try:

@@ -2,10 +2,11 @@
 
     python -P -m rayps.service.strategy_child < request.json > answer.json
 
-The request is an object with `working_dir`, and `strategy` and `workers` of a job to check, or `list`: true. The answer
-is an object with `strategy` (in wire form) and `phases`, or `found` and `broken`, or `error` (message and field). The
-parent process (`rayps.service.strategy_check`) kills this one at a deadline; without a parent it ends itself after
-`seconds`.
+The request is an object with `working_dir`, `seconds`, and either `strategy` and `workers` of a job to check, or
+`list`: true to list the folder's strategies. The answer to a check has `strategy` (in wire form) and `phases`, the
+answer to a list has `found` and `broken`; after an error it has only `error` (message and field). The parent process
+(`rayps.service.strategy_check`) kills this process at a deadline; if the parent has ended, this process ends itself
+after `seconds`.
 """
 
 from __future__ import annotations
@@ -55,14 +56,14 @@ def checked(request: CheckRequest) -> CheckAnswer:
             raise
         except (Exception, SystemExit) as error:
             raise ConfigError(
-                f"strategy {strategy.name} declares what cannot be read ({type(error).__name__}: {error}): look at its "
-                "topology, rows, recovery and loop",
+                f"strategy {strategy.name}: its topology, rows, recovery or loop cannot be read "
+                f"({type(error).__name__}: {error}): correct the attribute that raises this error",
                 field="strategy",
             ) from error
         if declared[1].remote and type(strategy).__module__.partition(".")[0] != "rayps":
             raise ConfigError(
-                f"{strategy.name} has clients outside of the cluster, which do not have its file: use a built-in "
-                "federated strategy, or simulated clients",
+                f"strategy {strategy.name} trains on clients outside of the cluster, and these clients do not have the "
+                "file that defines it: use a built-in federated strategy, or simulated clients",
                 field="strategy",
             )
     found = strategy_check.checked(phases)

@@ -21,7 +21,7 @@ from rayps.service.settings import private_write
 from rayps.service.store import Store
 
 LOCAL = "local"  # accepted in place of the id of the service's own token
-_ID = 12
+_ID = 12  # letters of a token's hash that are its id
 _OWN, _USER, _SESSION = "bearer", "user", "session"  # the kinds of tokens in the store's table
 _table = sa.Table(
     "tokens",
@@ -60,7 +60,7 @@ class UserToken:
 
 
 class UserTokens:
-    """The tokens of users in the store."""
+    """Create, list, rotate and revoke the tokens of users, whose records are in the store."""
 
     def __init__(self, store: Store, file: Path) -> None:
         self._store, self._file = store, file
@@ -68,8 +68,7 @@ class UserTokens:
     async def own(self) -> tuple[str, bool]:
         """Return the service's own token, and whether it was created now because the file was missing or invalid.
 
-        A new token revokes every earlier token of the service. To replace a leaked token, delete the file and restart
-        the service.
+        Every earlier own token is revoked. To replace a leaked token, delete the file and restart the service.
         """
         text = self._file.read_text(encoding="utf-8").strip() if self._file.exists() else ""
         made = not (text and await self._store.accepts(text))
@@ -110,7 +109,7 @@ class UserTokens:
         return [found for _, found in await self._rows()]
 
     async def find(self, token_id: str) -> UserToken:
-        """Return the token with this id; `local` is the service's own.
+        """Return the token with this id; the id `local` is that of the service's own token.
 
         Raises:
             NotFound: there is no token with this id.

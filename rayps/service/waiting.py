@@ -2,7 +2,7 @@
 
 Jobs with the same resources and the same server group have the same shape. Whether the cluster is large enough, and
 whether the group is ready, is decided once per shape. Of each shape that could start, only the oldest job is examined:
-it starts, or it becomes the head, behind which every later job waits. The reason why a job waits is computed on
+the job starts, or it becomes the head, behind which every later job waits. The reason why a job waits is computed on
 request.
 """
 
@@ -32,7 +32,7 @@ class Waiting:
 
     @property
     def shape(self) -> Shape:
-        """The job's resources and server group, which decide, besides its age, whether it can start."""
+        """The job's resources and server group: with the job's age, they decide whether it can start."""
         return tuple(sorted(self.needs.items())), self.group
 
 
@@ -75,7 +75,7 @@ class WaitingJobs:
         self._counts[job.shape] = self._counts.get(job.shape, 0) + 1
 
     def drop(self, job_id: str) -> None:
-        """Remove a job if it is there."""
+        """Remove a job; do nothing if it is not in the queue."""
         job = self._jobs.pop(job_id, None)
         if job is None:
             return
@@ -92,7 +92,7 @@ class WaitingJobs:
             self.drop(job_id)
 
     def stopped(self) -> list[Seal]:
-        """Return the actions that end the queued jobs whose stop was requested; needs no view of the cluster."""
+        """Return the actions that end the queued jobs whose stop was requested; no view of the cluster is needed."""
         return [Seal(job_id, Status.STOPPED, "stopped before it started") for job_id in sorted(self._stopping)]
 
     def decide(self, room: Bundle | None, total: Bundle | None, groups: GroupReasons, why: str) -> list[Start | Seal]:
@@ -158,7 +158,7 @@ class WaitingJobs:
             heapq.heappop(self._oldest[shape])
             if (following := self._first(shape)) is not None:
                 heapq.heappush(queue, (following, shape))
-        for job in taken:  # they stay queued until the store says that they have started
+        for job in taken:  # these jobs stay in the queue until the store says that they have started
             heapq.heappush(self._oldest[job.shape], job.id)
         return starts
 

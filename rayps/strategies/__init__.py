@@ -1,1 +1,1 @@
-"""Strategies: one file per paper, found by name in `rayps.strategies.catalogue`."""
+"""Strategies: one file per paper's algorithm. `rayps.strategies.catalogue` finds a strategy by its name."""

@@ -17,24 +17,25 @@ At an average, with alpha = `relaxation` (the paper's problem with f_i and the p
     v_i <- alpha x_i + (1 - alpha) z + u_i
     z <- prox_{g / penalty}(sum_i (n_i / n) v_i);  u_i <- v_i - z
 
-The job saves and evaluates z; x_i and u_i belong to worker i, and are saved by rank. Residuals: primal r^2 = N sum_i
-(n_i / n) |x_i - z|^2, dual s^2 = N penalty^2 |z - z_old|^2.
+Checkpoints and evaluations use z; x_i and u_i belong to worker i, and checkpoints save them by rank. Residuals: primal
+r^2 = N sum_i (n_i / n) |x_i - z|^2, dual s^2 = N penalty^2 |z - z_old|^2, with N workers.
 
-- `balance`: if r > 10 s, penalty * 2 and u_i / 2; if s > 10 r, the reverse. The optimizer's rate must suit the
-  curvature of f_i plus `penalty`; when balancing has raised the penalty by d, each group of the optimizer steps at the
-  rate lr / (1 + lr d), which still suits it. That scales the weight decay too: with SGD (any momentum) or Adam with L2,
-  whose decay is part of the gradient, weight_decay = c has the solution of `l2(weight=c)`, balanced or not. A decoupled
-  decay (AdamW) has another solution than l2, as in torch.
-- `eps_abs`, `eps_rel`: both none = no stop rule; else training ends once r and s are within the bounds of section 3.3.
-- `participation` p: a worker takes part in a period with this probability, drawn from the seed; an absent worker keeps
-  x_i, and its last v_i is used (a randomised ADMM: Iutzeler et al., CDC 2013).
-- `momentum` (keep, reset, average): the effect of an average on the optimizers' state.
-- `buffers` (average, keep): the effect on buffers such as BatchNorm's statistics, which have no multipliers.
+- `balance`: if r > 10 s, the penalty is doubled and u_i halved; if s > 10 r, the reverse. Choose the optimizer's rate
+  for the curvature of f_i plus `penalty`. When balancing has raised the penalty by d, each group of the optimizer steps
+  at the rate lr / (1 + lr d), which is stable for the higher penalty. This scales the weight decay too: with SGD (any
+  momentum) or Adam with L2, whose decay is part of the gradient, weight_decay = c has the solution of `l2(weight=c)`,
+  balanced or not. A decoupled decay (AdamW) has another solution than l2, as in torch.
+- `eps_abs`, `eps_rel`: if both are none, there is no stop rule; otherwise training ends once r and s are within the
+  bounds of section 3.3.
+- `participation` p: a worker takes part in a period with probability p, drawn from the seed; the x_i of an absent
+  worker does not change, and its last v_i is used (a randomised ADMM: Iutzeler et al., CDC 2013).
+- `momentum`: what an average does to the states of the workers' optimizers: keep, reset or average them.
+- `buffers`: what it does to buffers such as BatchNorm's statistics, which have no multipliers: average or keep them.
 
-An optimizer with `maximize` ascends f_i(x) - penalty/2 |x - z + u_i|^2; all its groups must then have it. A workload's
-`clip_norm` clips the gradient of a local step, the penalty's gradient included. Batches smaller than a worker's rows
-make the method stochastic: z then converges to a neighbourhood of the solution whose size grows with the rate, and to
-the solution only with a rate that falls to 0.
+An optimizer with `maximize` ascends f_i(x) - penalty/2 |x - z + u_i|^2; all its groups must then have `maximize`. A
+workload's `clip_norm` clips the gradient of a local step, including the penalty's gradient. If a batch has fewer rows
+than the worker, the method is stochastic: z then converges to a neighbourhood of the solution whose size grows with the
+rate, and to the solution only if the rate falls to 0.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rayps.core import options, traffic
-from rayps.core.attendance import attends
-from rayps.core.direction import direction
-from rayps.core.families import LOCAL_UPDATES, Fixed, Rows
+from rayps.core.draw_participants import attends
 from rayps.core.grid import Grid
+from rayps.core.maximize import direction
 from rayps.core.proximal import canonical, prox
 from rayps.core.strategy import Vector, WorkerView
+from rayps.core.strategy_families import LOCAL_UPDATES, Fixed, Rows
 from rayps.core.traffic import Sizes, TrafficCost
 from rayps.strategies.averaging import check_meetings
 from rayps.strategies.base import Strategy
@@ -56,7 +57,7 @@ from rayps.strategies.base import Strategy
 
 @dataclass(frozen=True)
 class ADMM(Strategy):
-    """Workers that keep fixed rows, average seldom, and still reach the optimum over all rows, for convex models.
+    """Workers that have fixed rows and average seldom; for a convex model they still reach the optimum over all rows.
 
     Example:
         rayps.train(work, strategy=rayps.ADMM(penalty=1.0, local_steps=2), workers=2)
@@ -92,14 +93,14 @@ class ADMM(Strategy):
         return traffic.periodic_mean(grid, sizes, None, self.local_steps, moments=self.momentum == "average")
 
     def begin(self, w: WorkerView) -> None:
-        """Start with z = x_i and u_i = 0."""
+        """Start with z = the initial parameters, equal on all workers, and the multipliers u_i = 0."""
         if "z" not in w.shared:
             w.shared |= {"z": w.params.clone(), "penalty": w.params.new_tensor(self.penalty).double()}
         if "u" not in w.memory:
             w.memory |= {"u": w.params * 0, "calm": w.params.new_tensor(0.0)}
 
     def consensus(self, w: WorkerView) -> Vector | None:
-        """Return z."""
+        """Return z, the parameters on which the workers agree."""
         return w.shared["z"]
 
     def round(self, w: WorkerView) -> None:
@@ -114,10 +115,13 @@ class ADMM(Strategy):
             self._meet(w, here)
 
     def _meet(self, w: WorkerView, here: bool) -> None:
-        """Update v_i, z and u_i, then the residuals, the stop rule and the penalty; `here`: this worker takes part."""
+        """Update v_i, z and u_i, compute the residuals, apply the stop rule, and balance the penalty.
+
+        `here`: whether this worker takes part in the period.
+        """
         x, u, z_old, penalty = w.params, w.memory["u"], w.shared["z"], float(w.shared["penalty"])
         share = w.rows / w.all_rows
-        alpha = self.relaxation if here else 0.0  # 0 for an absent worker: then v = z + u, which is its last v
+        alpha = self.relaxation if here else 0.0  # for an absent worker v = z + u, which is its last v
         v = u.add_(x, alpha=alpha).add_(z_old, alpha=1 - alpha)
         z = w.shared["z"] = prox(self.regularizer, w.mean(v, w.rows, exact=True), 1 / penalty)
         u = v.sub_(z)
@@ -137,7 +141,7 @@ class ADMM(Strategy):
         if has_rule:
             stops = primal <= primal_stop and dual <= dual_stop
             w.memory["calm"].fill_(stops and calm)
-            if stops and norms[3] == w.size:  # every worker has taken part since r and s are within their bounds
+            if stops and norms[3] == w.size:  # every worker has taken part since r and s came within their bounds
                 w.done = True
                 w.reason = f"primal residual {primal:.3g} <= {primal_stop:.3g} and dual {dual:.3g} <= {dual_stop:.3g}"
                 return
@@ -148,7 +152,7 @@ class ADMM(Strategy):
 
 
 def _step(w: WorkerView, g: Vector, risen: float) -> None:
-    """Step at the rate lr / (1 + lr risen) of each group; balancing has raised the penalty by `risen`."""
+    """Step by `g`, with each group's rate lr / (1 + lr risen), as balancing has raised the penalty by `risen`."""
     groups = [group for group in w.optimizer.param_groups if "lr" in group and risen > 0]
     rates = [group["lr"] for group in groups]
     for group, rate in zip(groups, rates, strict=True):

@@ -3,11 +3,12 @@
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009.
 Every worker holds all parameters w and its own optimizer. In round t, worker i computes g_i on its
 batch of n_i samples; the ring computes g = sum(n_i g_i) / sum(n_i) on every worker; all take the same step.
-Gradients are sent in buckets of `bucket_mb` (10^6 bytes; 0 = all at once, none = chosen) while backward continues.
+Gradients are sent in buckets of `bucket_mb` (10^6 bytes) while backward continues; with 0, in one piece after backward;
+with none, rayps chooses the size.
 A workload's `clip_norm` clips g, the mean.
 `compression` (fp16, bf16, int8, top_k, top_k:FRACTION, auto) encodes the g_i, with error feedback.
-With a `replica` of several workers i counts replicas, and each worker averages its part of the model with the workers
-that hold the same part; a part's gradient is sent at once, uncompressed.
+With a `replica` of several workers, i numbers the replicas, and each worker averages the gradient of its part of the
+model with the workers of the other replicas that have the same part; that gradient is sent in one piece, uncompressed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from rayps.strategies.base import Strategy
 
 @dataclass(frozen=True)
 class AllReduce(Strategy):
-    """Equal workers in step: exact, and the fastest when all machines are equally fast.
+    """Workers that take each step together, by their mean gradient: the fastest if all machines are equally fast.
 
     Example:
         rayps.train(work, strategy=rayps.AllReduce(bucket_mb=4), workers=2)
@@ -38,7 +39,7 @@ class AllReduce(Strategy):
 
     @property
     def topology(self) -> Peers:
-        """Workers average gradients around the ring of their column."""
+        """Workers that have the same part of the model average its gradient around a ring."""
         return Peers(self.replica, self.compression, self.bucket_mb)
 
     def __post_init__(self) -> None:
@@ -47,11 +48,11 @@ class AllReduce(Strategy):
         mb = self.bucket_mb
         if mb is not None and (isinstance(mb, bool) or not isinstance(mb, (int, float)) or not 0 <= mb < float("inf")):
             raise ConfigError(
-                f"bucket_mb is {mb!r}: give megabytes such as 4, 0 (one bucket after backward) or none (chosen)",
+                f"bucket_mb is {mb!r}: give megabytes such as 4, 0 (all at once, after backward) or none (automatic)",
                 field="bucket_mb",
             )
         must_go_with(self.replica, compression=self.compression, bucket_mb=mb)
 
     def round(self, w: WorkerView) -> None:
-        """Compute g <- mean over workers; w <- w - step(g)."""
+        """Do one round: g <- mean of the workers' gradients; w <- w - step(g)."""
         w.step(w.mean_grad(w.batch()))

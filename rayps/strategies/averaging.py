@@ -33,12 +33,12 @@ def have_met(w: WorkerView, **facts: float) -> None:
 
 
 def done(w: WorkerView) -> int:
-    """Return the number of rounds of this phase, with the current one if its batch has been taken."""
+    """Return the number of rounds of this phase that are done; the current one counts once its batch has been taken."""
     return w.position - int(w.plan.origin[0])
 
 
 def check_meetings(strategy: StrategyView) -> None:
-    """Check the options `momentum`, `buffers` and `compression`. Raises ConfigError."""
+    """Check a strategy's options `momentum`, `buffers` and `compression`. Raises ConfigError."""
     options.choice(strategy, "momentum", ("keep", "reset", "average"))
     options.choice(strategy, "buffers", ("keep", "average"))
     compression = strategy.topology.compression

@@ -1,16 +1,20 @@
-"""The base class of strategies: what one declares, and the paper's algorithm. No torch, no message, no retry.
+"""The base class of strategies: a strategy declares how it communicates, and contains the paper's algorithm.
 
-A strategy declares values of `rayps.core`: its `topology` (what is exchanged between which processes), `rows` (how rows
-are distributed), `recovery` (what follows a failure) and `loop` (which of the worker's loops runs it); values that it
-does not declare follow from its topology. The paper's algorithm is in methods: `round` on each worker, `on_push` and
-`on_round` on servers.
+It declares values of `rayps.core`: its `topology` (what is exchanged between which processes), `rows` (how rows are
+distributed), `recovery` (what follows a failure) and `loop` (which of the worker's loops runs it). `recovery` and
+`loop` follow from the topology if they are not declared. The algorithm is in methods: `round` on each worker, `on_push`
+and `on_round` on servers. A strategy sends no messages and handles no failures itself. The module does not import
+torch.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex
 
-from rayps.core.families import (
+from rayps.core.grid import Grid
+from rayps.core.nested_options import wire_of
+from rayps.core.strategy import RingView, ServerHalf, ShardView, Vector, WorkerView
+from rayps.core.strategy_families import (
     SERVER_STEPS,
     SHARED_VECTOR,
     SYNC_GRADIENTS,
@@ -20,9 +24,6 @@ from rayps.core.families import (
     loop_of,
     recovery_of,
 )
-from rayps.core.grid import Grid
-from rayps.core.nested_options import wire_of
-from rayps.core.strategy import RingView, ServerHalf, ShardView, Vector, WorkerView
 from rayps.core.topology import Peers, Topology, servers_of
 from rayps.core.traffic import Sizes, TrafficCost, undeclared
 from rayps.core.user_module import by_value
@@ -34,7 +35,7 @@ if TYPE_CHECKING:  # the annotations need torch, the module does not
 
 
 class Strategy:
-    """How workers learn together: the worker half and the server half of one paper.
+    """How workers learn together: what each worker does in a round, and what the servers do with its pushes.
 
     Example:
         class Mean(rayps.Strategy):  # the mean gradient, as all_reduce
@@ -52,7 +53,7 @@ class Strategy:
         old_flags.adopt(cls)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
-        """Pickle a user's class by value, so that other processes, such as a group's servers, do not need its file."""
+        """Pickle a user's class together with the object, so that other processes (servers) do not need its file."""
         if type(self).__module__.partition(".")[0] == "rayps":
             return super().__reduce_ex__(protocol)
         return by_value(self, int(protocol))
@@ -74,18 +75,18 @@ class Strategy:
 
     @property
     def loop(self) -> str:
-        """The worker's loop that runs the strategy: a key of `rayps.worker.families`, or "module:Class" of your own."""
+        """The loop that runs the rounds on a worker: a key of `rayps.worker.loop_of_family`, or your "module:Class"."""
         return loop_of(self.topology)
 
     @property
     def tables(self) -> Strategy | None:
-        """The strategy of the servers of sparse tables; None = a model with tables cannot be trained."""
+        """The strategy whose servers hold the model's sparse tables; None: a model with tables cannot be trained."""
         servers = servers_of(self)
         return self if servers is not None and servers.tables else None
 
     @property
     def server_half(self) -> ServerHalf:
-        """The value that servers receive in place of the strategy: by default the strategy itself."""
+        """The object whose `on_push` and `on_round` the servers call: by default the strategy itself."""
         return self
 
     def to_wire(self) -> JsonObject:
@@ -93,29 +94,36 @@ class Strategy:
         return wire_of(self)
 
     def grid(self, workers: int) -> Grid:
-        """Return the layout of `workers`. Raises ConfigError: `workers` is not a whole number of replicas."""
+        """Return how `workers` workers are arranged in replicas.
+
+        Raises ConfigError: `workers` is not a multiple of a replica's number of workers.
+        """
         return self.topology.grid(workers)
 
     def cost(self, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
         """Return the traffic of a step between replicas and with servers, by formula.
 
-        By default that of the topology, where gradients are exchanged in each step; otherwise it is not known.
+        By default, this is the topology's formula if gradients are exchanged in each step; otherwise the traffic is
+        reported as unknown.
         """
         each_step = self.loop in (SYNC_GRADIENTS, SERVER_STEPS, SHARED_VECTOR)
         return self.topology.cost(grid, sizes) if each_step else [undeclared(grid)]
 
     def scale_warning(self, workers: int) -> str | None:
-        """Return a warning if the optimizer's step size does not depend on the gradient's scale; None otherwise."""
+        """Return the warning for an optimizer whose step size does not depend on the gradient's scale, such as AdamW.
+
+        Return None if this strategy does not scale gradients.
+        """
         servers = servers_of(self)
         return None if servers is None else servers.scale_warning(workers)
 
     def split(self, model: Module, ring: RingView | None) -> Module:
-        """Return the part of `model` that this worker holds; by default the whole model."""
+        """Return the part of `model` that this worker trains; by default the whole model."""
         return model
 
     def round(self, w: WorkerView) -> None:
         """Run one round on the worker."""
-        raise TypeError(f"{type(self).__name__} does not define what a worker does: define round(self, w)")
+        raise TypeError(f"strategy {type(self).__name__} does not define what a worker does: define round(self, w)")
 
     def begin(self, w: WorkerView) -> None:
         """Prepare the worker before its first round."""
@@ -124,18 +132,18 @@ class Strategy:
         """Run on the worker after its last round."""
 
     def consensus(self, w: WorkerView) -> Vector | None:
-        """Return the vector on which all workers would agree if training ended now; None = `w.params`.
+        """Return the parameters that would be the result if training ended now; None: they are `w.params`.
 
-        A collective: all workers call it for checkpoints, for evaluations, and after `finish`, when the vector becomes
-        the parameters of all workers. It must not change the state of the training.
+        All workers call this method together, for checkpoints, for evaluations, and after `finish`, when the returned
+        vector becomes the parameters of all workers. It must not change the state of the training.
         """
         return None
 
     def on_push(self, shard: ShardView, value: Vector, weight: float) -> None:
-        """Handle one push on a server, on arrival: under `PerPush`, and `PerRound(listens=True)`."""
+        """Handle one push on a server, when it arrives; called if `update` is `PerPush` or `PerRound(listens=True)`."""
 
     def on_round(self, shard: ShardView, values: list[Vector], weights: list[float]) -> None:
-        """Handle the pushes of one round on a server; called under `PerRound`, when all of them have arrived.
+        """Handle the pushes of one round on a server; called if `update` is `PerRound`, when all of them have arrived.
 
-        `values` and `weights` are in the order of ranks.
+        `values` and `weights` have one entry per worker, in the order of ranks.
         """

@@ -1,10 +1,10 @@
-"""The catalogue of strategies: find a strategy by name, parse it from text, YAML or JSON, write it as JSON or text.
+"""The catalogue of strategies: find a strategy by name, parse it from text, YAML or JSON, and write it as JSON.
 
-A user's own strategy is named as a workload is, "module:Class" or "path/file.py:Class", followed by its options:
-"easgd:EASGD:rho=0.1". Parsing such a name runs the user's file, so `parse` does that only if it is given the folder to
-search; `own_names` finds such names without running a file.
+A user's own strategy is named like a workload, "module:Class" or "path/file.py:Class", followed by its options:
+"easgd:EASGD:rho=0.1". To parse such a name, the user's file must run, so `parse` accepts one only together with the
+folder of the file; `own_names` finds such names without running a file.
 
-The module does not import torch, so that the job service can check a strategy without importing torch.
+The module does not import torch, so that the job service can check strategies without torch.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NotRequired, TypeAlias, TypedDict, TypeGuard, TypeVar
 
-from rayps.core.calendar import phase_ends
 from rayps.core.errors import ConfigError, WorkloadError
-from rayps.core.families import SERVER_STEPS, SYNC_GRADIENTS
 from rayps.core.nested_options import Option, options_of
+from rayps.core.phase_rounds import phase_ends
 from rayps.core.replica import Pipeline, Replica, TensorParallel
 from rayps.core.spelling import near
 from rayps.core.strategy import Phase, ShardView, StrategyView, WorkerView
+from rayps.core.strategy_families import SERVER_STEPS, SYNC_GRADIENTS
 from rayps.core.text import form, scalar
 from rayps.core.topology import servers_of
 from rayps.core.user_module import Finder, broken
@@ -87,7 +87,8 @@ CATALOGUE: dict[str, type[Strategy]] = {
     )
 }
 REPLICAS: dict[str, type[Replica]] = {kind.name: kind for kind in (Pipeline, TensorParallel)}
-_NESTED: dict[str, tuple[str, ...]] = {"replica": tuple(REPLICAS), "stage": (TensorParallel.name,)}  # by option
+# the kinds of replicas that an option takes, by the option's name
+_NESTED: dict[str, tuple[str, ...]] = {"replica": tuple(REPLICAS), "stage": (TensorParallel.name,)}
 _Kind = TypeVar("_Kind", Strategy, Replica)
 # a strategy as a user writes it: see `parse`
 StrategySpec: TypeAlias = Strategy | Replica | Json | Sequence["StrategySpec"] | Mapping[str, "StrategySpec"]
@@ -96,7 +97,7 @@ FINDER = Finder("strategy", "strategies", "rayps.Strategy")
 
 
 class OptionDescription(TypedDict):
-    """An option of a strategy, JSON-ready; `of` has the names of the replicas that the option takes."""
+    """An option of a strategy, as JSON-ready data; `of` lists the kinds of replicas that the option takes, if any."""
 
     name: str
     type: str
@@ -105,7 +106,7 @@ class OptionDescription(TypedDict):
 
 
 class StrategyDescription(TypedDict):
-    """A strategy, JSON-ready, for help texts and the dashboard."""
+    """A strategy's name, summary and options, as JSON-ready data, for help texts and the dashboard."""
 
     name: str
     summary: str
@@ -113,13 +114,13 @@ class StrategyDescription(TypedDict):
 
 
 def parse(given: StrategySpec, folder: str | Path | None = None) -> list[Phase]:
-    """Parse what a user wrote into the phases of a run. `folder` holds the files of the user's own strategies.
+    """Parse a strategy as a user wrote it, into the phases of a run. User's own strategies are searched in `folder`.
 
-    Accepts a Strategy, the text form `parameter_server:staleness=3,shards=2` (several joined by ` > ` with their epochs
-    in front: `2*parameter_server:staleness=none > all_reduce`), the wire form `{"name": ..., option: ...}`, and lists
-    of (epochs, strategy) or `{"epochs": n, "strategy": ...}`. A replica of several workers is an option of each
-    strategy: `all_reduce:replica=pipeline(stages=4,micro_batches=8)`, `{"name": "all_reduce", "replica": {"name":
-    "pipeline", "stages": 4}}`; a replica alone means all_reduce.
+    Accepted are a Strategy; the text form `parameter_server:staleness=3,shards=2`, or several such texts joined by ` >
+    ` with their epochs in front (`2*parameter_server:staleness=none > all_reduce`); the wire form `{"name": ...,
+    option: ...}`; and lists of (epochs, strategy) or `{"epochs": n, "strategy": ...}`. A replica of several workers is
+    an option of a strategy: `all_reduce:replica=pipeline(stages=4,micro_batches=8)`, `{"name": "all_reduce", "replica":
+    {"name": "pipeline", "stages": 4}}`. A replica without a strategy means all_reduce with that replica.
 
     Raises:
         ConfigError: there is no such strategy or option, or `given` names a user's own strategy and `folder` is None.
@@ -137,7 +138,7 @@ def parse(given: StrategySpec, folder: str | Path | None = None) -> list[Phase]:
 
 
 def own_names(given: StrategySpec) -> list[str]:
-    """Return the names of the user's own strategies in `given`, without reading or running a file of the user's.
+    """Return the names ("module:Class") of the user's own strategies in `given`, without reading their files.
 
     Raises:
         ConfigError: `given` is not a strategy in any form.
@@ -147,7 +148,7 @@ def own_names(given: StrategySpec) -> list[str]:
 
 
 def _items(given: StrategySpec) -> list[StrategySpec]:
-    """Yield the phases that a user wrote."""
+    """Return the phases as the user wrote them, not parsed yet."""
     if isinstance(given, str) and ">" in given:
         whole, given = given, [part.strip() for part in given.split(">")]
         if "" in given:
@@ -164,34 +165,40 @@ def _items(given: StrategySpec) -> list[StrategySpec]:
 
 
 def for_a_loop(given: StrategySpec) -> StrategyView:
-    """Return the strategy of a user's own training loop, parsed as by `parse`.
+    """Parse the strategy of a training loop that a user wrote (`rayps.wrap`).
 
     Raises:
-        ConfigError: `given` cannot be parsed, changes the strategy during the run, or needs a worker's own loop.
+        ConfigError: `given` cannot be parsed, changes the strategy during the run, or works only in a loop of rayps.
     """
     phases = parse(given, Path.cwd())
     if len(phases) > 1:
-        raise ConfigError("wrap takes one strategy: a loop of your own changes it by wrapping again", field="strategy")
+        raise ConfigError(
+            f"wrap takes one strategy, and {len(phases)} were given: to change it, call wrap again in your loop",
+            field="strategy",
+        )
     chosen = phases[0].strategy
     topology, servers = chosen.topology, servers_of(chosen)
     own = servers is not None and servers.own_copies
     if topology.replica is not None or own or chosen.loop not in (SYNC_GRADIENTS, SERVER_STEPS):
         what = chosen.name if topology.replica is None else f"{chosen.name} with a replica of several workers"
-        raise ConfigError(f"wrap cannot run {what}: use rayps.train, which has its own loop", field="strategy")
+        raise ConfigError(
+            f"wrap cannot run {what}: use rayps.train, which runs the training loop itself", field="strategy"
+        )
     return chosen
 
 
 def wire(phases: list[Phase]) -> Json:
-    """Return the phases as JSON-ready data; a single phase without epochs becomes the data of its strategy."""
+    """Return the phases as JSON-ready data; if there is one phase without epochs, only its strategy's data."""
     if len(phases) == 1 and phases[0].epochs is None:
         return _wire(phases[0].strategy)
     return [{"epochs": phase.epochs, "strategy": _wire(phase.strategy)} for phase in phases]
 
 
 def sendable(given: StrategySpec, folder: str | Path | None = None) -> Json:
-    """Return a strategy, in any form that `parse` takes, in a form that JSON holds.
+    """Convert a strategy, in any form that `parse` accepts, to JSON-ready data that can be sent to the service.
 
-    Texts and dicts are returned as they are. The classes of a user's own objects must be importable in `folder`.
+    Texts, dicts and lists of them are returned unchanged. The class of a user's own strategy object must be in a file
+    that can be imported from `folder`.
 
     Raises:
         ConfigError: `given` is not a strategy, or an object's class is defined in the running program or in a function.
@@ -203,7 +210,7 @@ def sendable(given: StrategySpec, folder: str | Path | None = None) -> Json:
         kind = type(phase.strategy)
         if kind.__module__.partition(".")[0] != "rayps" and not _is_own(_named(phase.strategy)):
             raise ConfigError(
-                f"strategy is an object of {kind.__name__}, which no file holds that the service could import: put the "
+                f"strategy is an object of class {kind.__name__}, which the service cannot import from a file: put the "
                 f"class into a file of working_dir and give its name, as in 'file.py:{kind.__name__}'",
                 field="strategy",
             )
@@ -211,7 +218,7 @@ def sendable(given: StrategySpec, folder: str | Path | None = None) -> Json:
 
 
 def described(name: str, kind: type[Strategy] | type[Replica]) -> StrategyDescription:
-    """Return a strategy's name, summary and options, JSON-ready."""
+    """Return a strategy's name, summary and options as JSON-ready data."""
     return {
         "name": name,
         "summary": ((kind.__doc__ or "").strip().splitlines() or [""])[0],
@@ -220,7 +227,7 @@ def described(name: str, kind: type[Strategy] | type[Replica]) -> StrategyDescri
 
 
 def _option(field: Option) -> OptionDescription:
-    kind = "Any" if "Json" in str(field.type) else str(field.type)  # whatever JSON holds: the option reads it itself
+    kind = "Any" if "Json" in str(field.type) else str(field.type)  # any JSON value: the strategy checks it itself
     found: OptionDescription = {"name": field.name, "type": kind, "default": _default(field)}
     if field.name in _NESTED:
         found["of"] = list(_NESTED[field.name])
@@ -228,10 +235,10 @@ def _option(field: Option) -> OptionDescription:
 
 
 def catalogue() -> list[StrategyDescription]:
-    """Return every strategy by name, with its summary and its options, for help texts and the dashboard.
+    """Return the name, summary and options of every strategy, for help texts and the dashboard.
 
-    The list ends with the kinds of replicas of several workers: such a name alone means all_reduce with that replica.
-    An option that takes a replica lists the kinds in `of`.
+    The list ends with the kinds of replicas of several workers: given as a strategy, such a name means all_reduce with
+    that replica. The description of an option that takes a replica lists the possible kinds in `of`.
     """
     kinds: dict[str, type[Strategy] | type[Replica]] = {**CATALOGUE, **REPLICAS}
     return [described(name, kind) for name, kind in kinds.items()]
@@ -240,19 +247,21 @@ def catalogue() -> list[StrategyDescription]:
 def _phase(item: StrategySpec, folder: str | Path | None) -> Phase:
     epochs, item = _parted(item)
     if epochs is not None and (isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1):
-        raise ConfigError(f"a phase has epochs {epochs!r}: give a whole number of at least 1", field="strategy")
+        raise ConfigError(
+            f"a phase has {epochs!r} as its number of epochs: give a whole number of at least 1", field="strategy"
+        )
     return Phase(epochs, _strategy(item, folder))
 
 
 def _parted(item: StrategySpec) -> tuple[StrategySpec, StrategySpec]:
-    """Return the epochs of a phase, None if there are none, and its strategy as written."""
+    """Return the number of epochs of a phase (None if none is given), and its strategy as the user wrote it."""
     if isinstance(item, tuple) and len(item) == 2:
         return item[0], item[1]
     if isinstance(item, dict) and "strategy" in item:
         unknown = set(item) - {"epochs", "strategy"}
         if unknown:
             raise ConfigError(
-                f"a phase has no field {sorted(unknown)[0]!r}: write epochs and strategy", field="strategy"
+                f"a phase has no field {sorted(unknown)[0]!r}: its fields are epochs and strategy", field="strategy"
             )
         return item.get("epochs"), item["strategy"]
     if isinstance(item, str) and "*" in item.partition("(")[0].partition(":")[0]:
@@ -262,7 +271,7 @@ def _parted(item: StrategySpec) -> tuple[StrategySpec, StrategySpec]:
 
 
 def _form(item: StrategySpec) -> StrategySpec:
-    """Return a strategy's text in wire form; anything else unchanged."""
+    """Convert a strategy's text form to the wire form; return anything else unchanged."""
     if not isinstance(item, str):
         return item
     own = _OWN.match(item.strip())
@@ -300,20 +309,24 @@ def _strategy(item: StrategySpec, folder: str | Path | None) -> Strategy:
         return _own(item, folder)
     if name not in CATALOGUE:
         raise ConfigError(
-            f"there is no strategy {item['name']!r}{near(name, [*CATALOGUE, *REPLICAS])}: there are "
-            f"{', '.join(CATALOGUE)}, and for models larger than a worker {', '.join(REPLICAS)}; one of your own is "
-            "written module:Class or file.py:Class",
+            f"there is no strategy {item['name']!r}{near(name, [*CATALOGUE, *REPLICAS])}: the strategies are "
+            f"{', '.join(CATALOGUE)}, and for models too large for one worker {', '.join(REPLICAS)}; your own strategy "
+            "is written module:Class or file.py:Class",
             field="strategy",
         )
     return _build("strategy", CATALOGUE[name], item)
 
 
 def _own(item: Mapping[str, StrategySpec], folder: str | Path | None) -> Strategy:
-    """Return a user's own strategy. Raises ConfigError: its class cannot be found, or its file or its options fail."""
+    """Import and construct a user's own strategy.
+
+    Raises:
+        ConfigError: the class cannot be found, its file fails, or it refuses its options.
+    """
     target = str(item["name"])
     if folder is None:
         raise ConfigError(
-            f"strategy {target!r} is a class of your own, and no working directory was given to find it in",
+            f"strategy {target!r} is a class in your own file, but no working directory was given to find it in",
             field="strategy",
         )
     try:
@@ -335,9 +348,9 @@ def _build(what: str, kind: type[_Kind], item: Mapping[str, StrategySpec]) -> _K
     given = {key: value for key, value in item.items() if key != "name"}
     for key in given:
         if key not in known:
-            has = f"its options are {', '.join(known)}" if known else "it has none"
+            has = f"its options are {', '.join(known)}" if known else "it has no options"
             if not dataclasses.is_dataclass(kind):
-                has = "it has none: only fields of a @dataclass(frozen=True) are options"
+                has = "it has no options: only the fields of a @dataclass(frozen=True) are options"
             has += _elsewhere(str(key), known)
             raise ConfigError(
                 f"{what} {kind.name} has no option {key!r}{near(str(key), known)}: {has}", field="strategy"
@@ -347,19 +360,19 @@ def _build(what: str, kind: type[_Kind], item: Mapping[str, StrategySpec]) -> _K
 
 
 def _elsewhere(key: str, known: list[str]) -> str:
-    """Return a hint where the unknown option `key` belongs; "" if no strategy or replica has it."""
+    """Return a hint which strategy or replica has the option `key`, to end an error with; "" if none has."""
     if "replica" in known and any(key == f.name for replica in REPLICAS.values() for f in options_of(replica)):
-        return "; a replica's options are written in parentheses, as in replica=pipeline(stages=4,micro_batches=8)"
+        return f"; {key} is an option of replica, written in parentheses: replica=pipeline(stages=4,micro_batches=8)"
     if "rule" in known:
         for option, found in (("rule", rule_with(key)), ("attack", attack_with(key))):
             if found is not None:
-                return f"; {key} is written in parentheses, as in {option}={found}"
+                return f"; {key} is an option of {option}, written in parentheses: {option}={found}"
     takers = [name for name, kind in CATALOGUE.items() if key in [f.name for f in options_of(kind)]]
     return f"; {key} is an option of {', '.join(takers)}" if takers else ""
 
 
 def _replica(option: str, item: StrategySpec) -> Replica | None:
-    """Parse an option that takes a replica: given as None, the object itself, its text or its wire form."""
+    """Parse the value of an option that takes a replica: None, a Replica, its text form or its wire form."""
     if item is None or isinstance(item, Replica):
         return item
     if isinstance(item, str):
@@ -373,8 +386,10 @@ def _replica(option: str, item: StrategySpec) -> Replica | None:
         )
     name = item["name"].replace("-", "_")
     if name not in known:
-        is_a = " is a strategy" if name in CATALOGUE else f" is none{near(name, known)}"
-        raise ConfigError(f"{option} {item['name']!r}{is_a}: a {option} is one of {', '.join(known)}", field="strategy")
+        is_a = ", which is a strategy" if name in CATALOGUE else near(name, known)
+        raise ConfigError(
+            f"{option} is {item['name']!r}{is_a}: give one of {', '.join(known)} with its options", field="strategy"
+        )
     return _build("replica", REPLICAS[name], item)
 
 
@@ -383,9 +398,9 @@ def _wire(given: StrategyView) -> JsonObject:
 
 
 def _named(given: StrategyView) -> str:
-    """Return the name by which `parse` finds the class again.
+    """Return the name by which `parse` finds the strategy's class again.
 
-    For a class that no file holds, the strategy's own name.
+    For a class that no file defines, return the strategy's `name`, which `parse` does not find.
     """
     module = type(given).__module__
     if module == "__main__" or module.partition(".")[0] == "rayps" or "<locals>" in type(given).__qualname__:
@@ -394,7 +409,7 @@ def _named(given: StrategyView) -> str:
 
 
 def _default(field: Option) -> Json:
-    """Return an option's default value; as text if JSON cannot hold it."""
+    """Return an option's default value, converted to text if JSON has no such type."""
     if field.default is dataclasses.MISSING:
         return None
     default = field.default

@@ -7,19 +7,20 @@ optimizer (the paper's AdamW) from theta to theta_k; then
     D <- sum(n_k (theta - theta_k)) / sum(n_k), n_k the samples of worker k in the period: the outer gradient
     v <- mu v + D;  theta <- theta - lr (D + mu v), lr = `outer_lr`, mu = `outer_momentum` (Nesterov)
 
-and all workers continue from theta. A period ends at the end of a phase. lr = 1 and mu = 0 is local SGD. Between outer
-steps the mean of the workers is evaluated and saved, with all that is needed to resume within a period.
+and all workers continue from theta. The last period ends with the phase. lr = 1 and mu = 0 is local SGD. Between outer
+steps, evaluations and checkpoints use the mean of the workers' parameters; a checkpoint also has each worker's state,
+so that a job can resume within a period.
 
-- `overlap` S: D is sent while the next S steps (fewer than H) run; then each worker takes theta, plus its change since:
-  w_k <- theta + (w_k - theta_k) (similar to Wang et al., "Overlap local-SGD", ICASSP 2020; the outer step is late by
-  S). 0, the default, waits for D.
+- `overlap` S: D is sent while the next S steps (fewer than H) run; then each worker continues from the new theta plus
+  its change since it sent D: w_k <- theta + (w_k - theta_k) (similar to Wang et al., "Overlap local-SGD", ICASSP 2020;
+  the outer step is S steps late). With 0, the default, workers wait for D.
 - `compression` (fp16, bf16, int8, top_k, top_k:FRACTION, auto): encodes theta - theta_k, with error feedback.
 - `buckets`: the number of parts in which theta - theta_k is sent, one after another; the result is the same.
-- `momentum` (keep, reset, average): the effect of an outer step on the inner optimizers' states; the paper keeps them.
-- `buffers` (average, keep): the effect on floating point buffers.
+- `momentum`: what an outer step does to the inner optimizers' states: keep (as the paper), reset or average them.
+- `buffers`: what it does to floating point buffers: average or keep them.
 
-A workload's `clip_norm` clips the gradients of inner steps, not D. Sends 1/H of all_reduce's bytes; a worker holds two
-vectors more (theta, v), with overlap four.
+A workload's `clip_norm` clips the gradients of inner steps, not D. A worker sends 1/H of the bytes of all_reduce. It
+stores two more vectors of the model's size (theta, v), with overlap four.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from typing import ClassVar
 
 from rayps.core import options, traffic
 from rayps.core.errors import ConfigError
-from rayps.core.families import LOCAL_UPDATES
 from rayps.core.grid import Grid
 from rayps.core.strategy import Vector, WorkerView
+from rayps.core.strategy_families import LOCAL_UPDATES
 from rayps.core.topology import Peers
 from rayps.core.traffic import Sizes, TrafficCost
 from rayps.strategies.averaging import check_meetings, done, have_met, local_step, rounds, samples
@@ -41,7 +42,7 @@ from rayps.strategies.base import Strategy
 
 @dataclass(frozen=True)
 class DiLoCo(Strategy):
-    """Distant workers that take some hundred steps between two exchanges, with an outer optimizer.
+    """Distant workers that take hundreds of local steps, then one step of an outer optimizer by their mean change.
 
     Example:
         rayps.train(work, strategy=rayps.DiLoCo(period=8, outer_lr=0.7), workers=2)
@@ -63,8 +64,8 @@ class DiLoCo(Strategy):
             options.whole(self, field, least)
         if self.overlap >= self.period:
             raise ConfigError(
-                f"overlap is {self.overlap} and period is {self.period}: a sum must arrive before the next "
-                "one is sent; give a smaller overlap",
+                f"overlap is {self.overlap} and period is {self.period}: one mean must arrive before the next "
+                "one is sent; give an overlap below the period",
                 field="overlap",
             )
         options.number(self, "outer_lr", above=0, expected="a rate above 0")
@@ -73,7 +74,7 @@ class DiLoCo(Strategy):
 
     @property
     def topology(self) -> Peers:
-        """Workers average parameters around the ring, at each outer step."""
+        """Workers average their change of the parameters around the ring, at each outer step."""
         return Peers(compression=self.compression)
 
     def cost(self, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
@@ -97,7 +98,7 @@ class DiLoCo(Strategy):
                 self._arrive(w)
 
     def _leave(self, w: WorkerView) -> None:
-        """Start the mean of theta - theta_k; average moments and buffers at once."""
+        """Start sending theta - theta_k for its mean D, and average the moments and buffers without waiting for D."""
         n, apart = samples(w), w.shared["theta"] - w.params
         w.memory |= {f"D{i}": w.mean_later(apart[cut], n, slot=i) for i, cut in enumerate(self._cuts(w))}
         w.memory["theta_k"] = w.params.clone()
@@ -105,7 +106,7 @@ class DiLoCo(Strategy):
         have_met(w)
 
     def _arrive(self, w: WorkerView) -> None:
-        """Apply v <- mu v + D;  theta <- theta - lr (D + mu v);  w_k <- theta + (w_k - theta_k)."""
+        """Wait for D, then v <- mu v + D;  theta <- theta - lr (D + mu v);  w_k <- theta + (w_k - theta_k)."""
         theta, v = w.shared["theta"], w.shared["v"]
         for i, cut in enumerate(self._cuts(w)):
             d = w.arrived(w.memory.pop(f"D{i}"))
@@ -115,7 +116,7 @@ class DiLoCo(Strategy):
         w.params = theta + since if rounds(w) else theta
 
     def _cuts(self, w: WorkerView) -> list[slice]:
-        """Return the buckets' bounds in the vector."""
+        """Return the slices of the vector that are sent one after another."""
         size = len(w.params)
         ends = [size * i // self.buckets for i in range(self.buckets + 1)]
         return [slice(lo, hi) for lo, hi in pairwise(ends) if lo < hi]

@@ -1,12 +1,12 @@
-"""Ditto: each client also trains a personal model, kept near the global one.
+"""Ditto: each client also trains a personal model, with a penalty on its distance from the global model.
 
 Li, Hu, Beirami, Smith, "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021, algorithm 1.
 w is trained as in FedAvg. Client k, whenever it takes part, also trains v_k on the same batches:
     v_k <- v_k - eta (grad(v_k; b) + lam (v_k - w_t))
-v_k starts as the w_t of the first round of k, and its buffers as the model's; from then on the BatchNorm statistics of
-v_k are its own. lam = 0 trains v_k on its own data alone; the larger lam, the nearer v_k stays to w (eta * lam must be
-below 2). Metrics `personal_*` are those of v_k on client k's rows of the evaluation data; of w if k has not taken part
-yet. All v_k are stored on disk.
+v_k starts as the w_t of the first round in which client k takes part, with the model's buffers; later, v_k has
+BatchNorm statistics of its own. With lam = 0, v_k is trained on the client's data alone; the larger lam, the nearer v_k
+stays to w (eta * lam must be below 2). The metrics `personal_*` evaluate v_k on client k's rows of the evaluation data,
+or w if client k has not taken part yet. All v_k are stored on disk.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, init=False)
 class Ditto(FedAvg):
-    """A personal model for each client beside the global one, for clients with different data.
+    """FedAvg in which each client also trains a personal model: for clients with different data.
 
     Example:
         rayps.train(clients, strategy=rayps.Ditto(lam=0.1), workers=2)
@@ -40,7 +40,8 @@ class Ditto(FedAvg):
         options.number(self, "lam", least=0)
         if self.finetune is not None:
             raise ConfigError(
-                f"finetune is {self.finetune!r}, and each client of ditto has a model of its own: leave out finetune",
+                f"finetune is {self.finetune!r}, but each client of ditto already trains a personal model: leave out "
+                "finetune",
                 field="finetune",
             )
 

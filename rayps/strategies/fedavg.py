@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, init=False)
 class FedAvg(Federated):
-    """Clients train separately from the same model; the server's new model is their mean, weighted by samples.
+    """Clients train separately, from the same model; the mean of their models, by samples, is the next model.
 
     Example:
         rayps.train(clients, strategy=rayps.FedAvg(fraction=0.5, local_epochs=2), workers=2)  # data with clients
@@ -31,11 +31,11 @@ class FedAvg(Federated):
     name: ClassVar[str] = "fedavg"
 
     def client(self, c: ClientTurn) -> None:
-        """Train the client by local SGD."""
+        """Train the client on its own batches, by its own optimizer."""
         for b in c.batches():
             c.step(c.grad(b))
 
     def server(self, s: FederatedServer) -> None:
-        """Set w <- the mean of the replies."""
-        assert s.mean is not None, "rounds in step have a mean"
+        """Set w to the mean of the clients' models."""
+        assert s.mean is not None, "a synchronous round has a mean"
         s.w.copy_(s.mean)

@@ -1,16 +1,17 @@
 """FedBuff: buffered, asynchronous federated learning, which does not wait for slow clients.
 
 Nguyen, Malik, Zhan, Yousefpour, Rabbat, Malek, Huba, "Federated Learning with Buffered Asynchronous Aggregation",
-AISTATS 2022, algorithm 1. M clients (`concurrency`) train at any time, each from the parameters at its start. An update
-D that arrives tau versions later has the weight s(tau) = (1 + tau)^-1/2. After K updates (`buffer`),
+AISTATS 2022, algorithm 1. M clients (`concurrency`) train at any time, each from the server's parameters at its start.
+An update D that arrives when the server has made tau steps since then has the weight s(tau) = (1 + tau)^-1/2. After K
+updates (`buffer`),
 
     server:   w <- w + server_lr * (sum of s(tau) D) / K
 
-and that is one round. An update of more than `max_staleness` versions is dropped and counted. Training is real and time
-is virtual: the end of each training is drawn from speed and availability (`rayps.federated.population.async_events`),
-so a run has the same bits under any load, and with any number of workers. Old parameters are stored as long as a client
-trains from them. `decay` is the exponent 1/2 of s; 0 gives all updates equal weight. With K = M = all clients it is
-FedAvg with equal weights for all clients, whatever their samples.
+which is one round. An update whose tau is above `max_staleness` is dropped and counted. Clients really train, but in
+virtual time: when a client's training ends is drawn from its speed and availability
+(`rayps.federated.population.async_events`), so a run has the same bits under any load, and with any number of workers.
+Old parameters are stored as long as a client trains from them. `decay` is the exponent (1/2 above); with 0 all updates
+have equal weight. With K = M = all clients, the method is FedAvg with equal weights for all clients.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from typing import TYPE_CHECKING, ClassVar
 
 from rayps.core import options
 from rayps.core.errors import ConfigError
-from rayps.federated.view import Buffered
+from rayps.federated.strategy_interface import Buffered
 from rayps.strategies.federated import Federated
 
 if TYPE_CHECKING:
     from rayps.federated.engine import FederatedServer
 
-_LEAST = 2.0**-1000  # the least weight of a reply, so that it is above 0 for any decay
+_LEAST = 2.0**-1000  # the least weight of a reply, so that weights are above 0 for any decay
 
 
 @dataclass(frozen=True, init=False)
 class FedBuff(Federated):
-    """Clients train without waiting, from parameters of different age; every K updates make a step.
+    """Clients train without waiting for each other; the server makes a step after every K updates that arrive.
 
     Example:
         rayps.train(clients, strategy=rayps.FedBuff(buffer=2), workers=2)
@@ -55,18 +56,18 @@ class FedBuff(Federated):
             value = getattr(self.aggregation, option.name)
             if option.name != "clip" and value != option.default:
                 raise ConfigError(
-                    f"{option.name} is {value!r}: a buffer of fedbuff always waits for {self.buffer} updates "
-                    f"and sums them by their age; leave out {option.name}, or use fedavg",
+                    f"{option.name} is {value!r}, which fedbuff does not support: it always waits for {self.buffer} "
+                    f"updates and adds them, weighted by their age; leave out {option.name}, or use fedavg",
                     field=option.name,
                 )
 
     @property
     def buffered(self) -> Buffered:
-        """A buffer of updates: a round ends after `buffer` of them."""
+        """The options of the asynchronous buffer: a round ends after `buffer` updates."""
         return Buffered(self.buffer, self.concurrency, self.max_staleness)
 
     def weight(self, n: int, staleness: int) -> float:
-        """Return s(tau), the weight of an update that arrives `staleness` versions after its start."""
+        """Return s(tau), the weight of an update during whose training the server has made `staleness` steps."""
         return max(float((1.0 + staleness) ** -self.decay), _LEAST)
 
     def server(self, s: FederatedServer) -> None:

@@ -1,25 +1,31 @@
 """The base class of federated strategies: many clients with their own data, few workers.
 
 McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017, algorithm 1.
-There are N clients; client k has n_k samples. In round t
+There are N clients; client k has n_k samples. In round t:
 
-    a cohort of max(1, fraction * N) clients is drawn from the seed; clients that drop out or are late do not count
-    each trains from w_t on its own data, `local_epochs` (E) or `local_steps` (L) of `batch_size` (B): hook `client`
-    updates that are not finite are dropped and named; `clip` clips updates; `rule` makes one update of all w_k - w_t
-    the server applies it: hook `server`, which every worker computes with the same result, so nothing is sent for it
+    a cohort of max(1, fraction * N) clients is drawn from the seed; clients that drop out or are late do not count;
+    each client trains from w_t on its own data, for `local_epochs` (E) or `local_steps` (L) with batches of
+      `batch_size` (B): method `client`;
+    updates that are not finite are dropped and reported; `clip` clips updates; `rule` computes one update from all
+      w_k - w_t;
+    the server applies that update: method `server`. Every worker computes it with the same result, so that the new
+      parameters need not be sent.
 
-A client is not a process: each worker holds one model, trains its part of the cohort in turn, and the workers exchange
-once a round. Sums are exact, so a run has the same bits for any number of workers and any order of replies; a single
-reply is used unchanged. With fewer than `min_replies` the model is unchanged. An epoch of such a job is one round. The
-workload's optimizer is the client's; each client starts a round with a fresh one, at the workload's rate.
+A client is not a process: each worker has one model and trains its part of the cohort, one client after another; the
+workers exchange their results once a round. Sums are exact, so a run has the same bits for any number of workers and
+any order of replies; a single reply is used unchanged. With fewer than `min_replies` replies the model does not change.
+An epoch of such a job is one round. Clients use the workload's optimizer; each client starts a round with a new one, at
+the workload's rate.
 
-For speed, availability, `deadline` and the other options of simulated clients see `rayps.federated.population.options`:
-time is virtual. A workload's `clip_norm` clips the gradient of each step of a client; option `clip` clips its update.
+`rayps.federated.population.options` describes the options of simulated clients (speed, availability, `deadline` and
+others), whose time is virtual. A workload's `clip_norm` clips the gradient of each step of a client; the option `clip`
+clips its update.
 
-`buffers`: BatchNorm statistics are averaged like parameters ("mean"; a robust `rule` is applied to them too, see
-`rayps.federated.aggregate`), or stay with each client ("keep"), whose next training starts with them; they are then
-evaluated for that client only. `finetune`: at each evaluation every client with rows in the evaluation data trains a
-copy of w for this number of epochs, and is evaluated on its own rows: metrics `personal_*`.
+`buffers`: with "mean", BatchNorm statistics are averaged like parameters (a robust `rule` is applied to them too, see
+`rayps.federated.combine_replies`). With "keep", each client has its own statistics, with which its next training
+starts, and which are evaluated for that client only. `finetune`: at each evaluation, every client with rows in the
+evaluation data trains a copy of w for this number of epochs, and the copy is evaluated on the client's rows: metrics
+`personal_*`.
 """
 
 from __future__ import annotations
@@ -29,17 +35,17 @@ from typing import TYPE_CHECKING, ClassVar
 
 from rayps.core import options, traffic
 from rayps.core.errors import ConfigError
-from rayps.core.families import FEDERATED_ROUNDS, ByClient, Rows
 from rayps.core.grid import Grid
 from rayps.core.nested_options import NESTED, FlatOptions
 from rayps.core.strategy import WorkerView
+from rayps.core.strategy_families import FEDERATED_ROUNDS, ByClient, Rows
 from rayps.core.traffic import Sizes, TrafficCost
 from rayps.core.values import Json
-from rayps.federated.aggregation import Aggregation
+from rayps.federated.aggregation_options import Aggregation
 from rayps.federated.local_training import LocalTraining
 from rayps.federated.population.options import PopulationSpec, check_fraction
 from rayps.federated.remote.join_options import joining_of
-from rayps.federated.view import Buffered, ClientSide
+from rayps.federated.strategy_interface import Buffered, ClientSide
 from rayps.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -51,7 +57,8 @@ if TYPE_CHECKING:
 class Federated(FlatOptions, Strategy):
     """Clients with their own data train separately; a server combines their updates.
 
-    Options of the nested values are given flat: `FedAvg(local_epochs=2, rule="median", dropout=0.1)`.
+    The options of `local`, `aggregation` and `population` are given as this strategy's own:
+    `FedAvg(local_epochs=2, rule="median", dropout=0.1)`.
     """
 
     fraction: float = 1.0
@@ -63,10 +70,11 @@ class Federated(FlatOptions, Strategy):
     finetune: int | None = None
     clients: Json = None
     loop: ClassVar[str] = FEDERATED_ROUNDS
-    sums: ClassVar[tuple[str, ...]] = ()  # names of vectors in `c.reply`, each as long as w, that are summed unweighted
+    # names of vectors in `c.reply`, each as long as w, which are summed over clients without weights
+    sums: ClassVar[tuple[str, ...]] = ()
     state: ClassVar[tuple[str, ...]] = ()  # names of vectors in `c.state`, which are stored for each client
-    personal: ClassVar[str | None] = None  # the name in `state` of the client's own model, if it has one
-    plain: ClassVar[bool] = False  # the client's optimizer must be SGD without momentum or weight decay
+    personal: ClassVar[str | None] = None  # the name in `state` of the client's personal model, if it has one
+    plain: ClassVar[bool] = False  # whether the client's optimizer must be SGD without momentum and weight decay
 
     def __post_init__(self) -> None:
         check_fraction(self.fraction)
@@ -74,7 +82,8 @@ class Federated(FlatOptions, Strategy):
         options.whole(self, "evaluate_every")
         if self.buffers not in ("mean", "keep"):
             raise ConfigError(
-                f"buffers is {self.buffers!r}: give mean (averaged by samples) or keep (they stay with each client)",
+                f"buffers is {self.buffers!r}: give mean (averaged over clients, by samples) or keep (each client has "
+                "its own)",
                 field="buffers",
             )
         if joining_of(self.clients) is not None:
@@ -89,19 +98,19 @@ class Federated(FlatOptions, Strategy):
         ):
             if value != unset:
                 raise ConfigError(
-                    f"{name} is {value!r}, and clients is remote: {name} describes simulated clients; leave it out",
+                    f"{name} is {value!r}, but clients is remote: {name} is only for simulated clients; leave it out",
                     field=name,
                 )
         if self.buffered is not None:
             raise ConfigError(
-                f"clients is remote, and {self.name} is asynchronous: real clients take part in rounds; use fedavg, "
-                "fedprox, scaffold, ditto or a server optimizer",
+                f"clients is remote, but {self.name} is asynchronous, and remote clients need synchronous rounds: use "
+                "fedavg, fedprox, scaffold, ditto or a server optimizer (fedavgm, fedadam, ...)",
                 field="clients",
             )
 
     @property
     def buffered(self) -> Buffered | None:
-        """The buffer of updates, if replies may have started from older parameters; None = rounds are in step."""
+        """The options of an asynchronous buffer of updates; None: rounds are synchronous."""
         return None
 
     @property
@@ -115,20 +124,20 @@ class Federated(FlatOptions, Strategy):
         return ByClient(self.remote)
 
     def grid(self, workers: int) -> Grid:
-        """Return the layout of `workers`.
+        """Return how `workers` workers are arranged in replicas.
 
         Raises:
             ConfigError: the clients are remote and there is more than one worker.
         """
         if self.remote and workers > 1:
             raise ConfigError(
-                f"workers is {workers}, and the clients are remote: one worker sums their replies; give 1",
+                f"workers is {workers}, but the clients are remote, and one worker sums their replies: give workers=1",
                 field="workers",
             )
         return super().grid(workers)
 
     def cost(self, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
-        """Return the cost of a round's exchange: of sums of the clients' replies, or of all replies."""
+        """Return the cost of a round's exchange between workers: of sums of replies, or, with a robust rule, of all."""
         if grid.data == 1 or self.remote:
             return [TrafficCost("replies between workers", "0: there is one worker", 0, 0, 0)]
         if self.aggregation.rule != "mean":
@@ -138,7 +147,7 @@ class Federated(FlatOptions, Strategy):
 
     @property
     def client_side(self) -> ClientSide:
-        """The names of the vectors that a client stores, and of those that it sends besides its update."""
+        """What the client needs to know of the strategy: which vectors it stores, which it sends besides its update."""
         keeps = self.buffers == "keep"
         return ClientSide(self.sums, self.state, self.personal, keeps, self.finetune, self.plain)
 
@@ -148,18 +157,15 @@ class Federated(FlatOptions, Strategy):
             c.step(c.grad(batch))
 
     def beside(self, c: ClientTurn) -> None:
-        """Run the client's own work after its reply.
-
-        By then the server does not read `c.w` and the buffers any more.
-        """
+        """Do work for the client itself, after its reply has been computed; `c.w` and the buffers may be changed."""
 
     def weight(self, n: int, staleness: int) -> float:
-        """Return the weight in `s.delta` of one reply of `n` samples, whose client started `staleness` rounds ago."""
+        """Return the weight in `s.delta` of a reply of `n` samples, whose client started `staleness` rounds ago."""
         return n
 
     def server(self, s: FederatedServer) -> None:
-        """Update the server by the clients' replies: change `s.w` from w_t to w_(t+1)."""
-        raise TypeError(f"{type(self).__name__} does not define what the server does: define server(self, s)")
+        """Change the server's parameters `s.w` from w_t to w_(t+1), by the combined replies."""
+        raise TypeError(f"strategy {type(self).__name__} does not define what the server does: define server(self, s)")
 
     def round(self, w: WorkerView) -> None:
         """Train this worker's part of the cohort, then combine the replies."""

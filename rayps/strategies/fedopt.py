@@ -8,8 +8,8 @@ Classification", 2019. Clients train as in FedAvg. With D = sum_S n_k (w_k - w) 
     FedAdagrad:  v <- v + D^2
     FedAdam:     v <- beta2 v + (1 - beta2) D^2
     FedYogi:     v <- v - (1 - beta2) D^2 sign(v - D^2)
-m starts as 0, v as tau^2; as in the paper there is no bias correction. D is weighted by samples, as in FedAvg; the
-paper's algorithm weights all clients of a cohort equally.
+m starts as 0, v as tau^2 (as 0 in FedAvgM). As in the paper there is no bias correction. D is weighted by samples, as
+in FedAvg; the paper's algorithm gives all clients of a cohort equal weight.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, init=False)
 class FedAvgM(FedAvg):
-    """FedAvg with momentum on the server.
+    """FedAvg with momentum on the server: each round steps by a running sum of the mean updates.
 
     Example:
         rayps.train(clients, strategy=rayps.FedAvgM(beta=0.9, server_lr=0.3), workers=2)
@@ -97,13 +97,13 @@ class FedAdam(FedAdagrad):
         options.number(self, "beta2", least=0, below=1)
 
     def second(self, v: Vector | float, d2: Vector) -> Vector:
-        """Return beta2 v + (1 - beta2) D^2."""
+        """Return the next second moment, beta2 v + (1 - beta2) D^2."""
         return self.beta2 * v + (1 - self.beta2) * d2
 
 
 @dataclass(frozen=True, init=False)
 class FedYogi(FedAdam):
-    """FedAdam with a second moment v that shrinks slowly.
+    """FedAdam whose second moment v changes by at most (1 - beta2) D^2 a round, so that it decreases slowly.
 
     Example:
         rayps.train(clients, strategy=rayps.FedYogi(server_lr=0.1), workers=2)
@@ -112,5 +112,5 @@ class FedYogi(FedAdam):
     name: ClassVar[str] = "fedyogi"
 
     def second(self, v: Vector | float, d2: Vector) -> Vector:
-        """Return v - (1 - beta2) D^2 sign(v - D^2)."""
+        """Return the next second moment, v - (1 - beta2) D^2 sign(v - D^2)."""
         return v - (1 - self.beta2) * d2 * (v - d2).sign()

@@ -1,11 +1,12 @@
-"""FedProx: a proximal term keeps clients near the model of the round's start.
+"""FedProx: a proximal term keeps the clients' models near the model with which the round starts.
 
 Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated Optimization in Heterogeneous Networks", MLSys 2020,
 algorithm 2.
 Client k minimizes its own loss plus (mu/2) ||w - w_t||^2:
     w_k <- w_k - eta (grad(w_k; b) + mu (w_k - w_t))
-and the server averages as in FedAvg (by samples; the paper draws clients by their samples and averages evenly, which is
-the same in expectation). mu = 0 is FedAvg; the larger mu, the less a client can move. eta * mu must stay below 2.
+and the server averages as in FedAvg, weighted by samples. (The paper draws clients with probabilities in proportion to
+their samples and averages with equal weights, which is the same in expectation.) mu = 0 is FedAvg; the larger mu, the
+less a client's model can change. eta * mu must stay below 2.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, init=False)
 class FedProx(FedAvg):
-    """FedAvg with a proximal term towards the round's first model, for unequal clients and amounts of work.
+    """FedAvg with a penalty on a client's distance from the round's model: for clients with different data or speed.
 
     Example:
         rayps.train(clients, strategy=rayps.FedProx(mu=0.01), workers=2)
@@ -36,6 +37,6 @@ class FedProx(FedAvg):
         options.number(self, "mu", least=0)
 
     def client(self, c: ClientTurn) -> None:
-        """Run local SGD with the proximal term."""
+        """Train the client on its own batches, with mu (w_k - w_t) added to each gradient."""
         for b in c.batches():
             c.step(c.grad(b) + c.sign * self.mu * (c.w - c.w_t))

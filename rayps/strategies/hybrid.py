@@ -1,16 +1,17 @@
-"""Hybrid: the dense part by all-reduce, the sparse tables on servers.
+"""Hybrid: the model's dense part is trained by all-reduce, its sparse tables are on servers.
 
 Lian et al., "Persia: an open, hybrid system scaling deep learning-based recommenders up to 100 trillion parameters",
-KDD 2022. A batch touches few rows of a table, so gradients of rows seldom overlap and may be applied late; every batch
-touches the whole dense part, which is kept in step. Each round a worker looks up its rows; the ring computes g =
-sum(n_i g_i) / sum(n_i) of the dense part on all workers, which take the same step; the rows' gradients are pushed to
-`servers` servers, which apply them: with `staleness` none on arrival, with s on arrival while no worker is ahead by
-more than s rounds, with 0 after all have arrived, by their mean.
+KDD 2022. A batch touches few rows of a table, so two workers' gradients of rows seldom overlap and may be applied late;
+every batch touches the whole dense part, which is therefore trained synchronously. In each round a worker pulls the
+rows of its batch; the ring computes g = sum(n_i g_i) / sum(n_i) of the dense part, by which all workers take the same
+step; the rows' gradients are pushed to `servers` servers. With `staleness` none, these apply each push on arrival; with
+s > 0 also, but no worker may be more than s rounds ahead; with 0, they wait for the pushes of all workers and apply the
+mean.
 
-A workload's `clip_norm` is refused with tables: no worker has the mean gradient of their rows. `prefetch`: where the
-workload has `lookups`, the next batch's rows are pulled while this one is computed, and lack this worker's newest push
-(with staleness 0 they do not). `replicas` are backups of each segment on other servers; `compression` and `bucket_mb`
-are those of all_reduce.
+A workload with tables cannot have `clip_norm`, because no worker has the mean gradient of the tables' rows. `prefetch`:
+if the workload defines `lookups`, the rows of the next batch are pulled while the current one is computed; they lack
+this worker's newest push, except with staleness 0. `replicas` is the number of backups of each segment on other
+servers. `compression` and `bucket_mb` are those of all_reduce.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from rayps.strategies.parameter_server import ParameterServer
 
 @dataclass(frozen=True)
 class Hybrid(Strategy):
-    """All-reduce for the dense part, servers for sparse tables: for recommenders.
+    """All-reduce for the dense part of the model, servers for its sparse tables: for recommenders.
 
     Example:
         rayps.train(ratings, strategy=rayps.Hybrid(servers=2), workers=2)  # a workload with sparse tables
@@ -46,7 +47,7 @@ class Hybrid(Strategy):
     name: ClassVar[str] = "hybrid"
 
     def __post_init__(self, dense: AllReduce | None, sparse: ParameterServer | None) -> None:
-        """Accept `dense` and `sparse` as strategies: Hybrid(sparse=ParameterServer(staleness=3), servers=4).
+        """Take options also from strategies: Hybrid(sparse=ParameterServer(staleness=3)) is Hybrid(staleness=3).
 
         Raises:
             ConfigError: an option has an invalid value.
@@ -63,7 +64,7 @@ class Hybrid(Strategy):
         if part is None:
             return
         if not isinstance(part, kind):
-            raise ConfigError(f"{name} is {type(part).__name__}: hybrid takes {kind.__name__}(...)", field=name)
+            raise ConfigError(f"{name} is {type(part).__name__}: give hybrid {name}={kind.__name__}(...)", field=name)
         for field in fields:
             given = getattr(part, field)
             if given is not None or field == "staleness":
@@ -71,20 +72,20 @@ class Hybrid(Strategy):
 
     @property
     def ring(self) -> AllReduce:
-        """The strategy of the dense part."""
+        """The strategy that trains the dense part."""
         return AllReduce(compression=self.compression, bucket_mb=self.bucket_mb)
 
     @property
     def topology(self) -> Peers:
-        """The dense part is averaged around the ring; the tables are on servers."""
+        """The gradient of the dense part is averaged around the ring; the tables are on servers."""
         tables = self.tables.topology
         return Peers(None, self.compression, self.bucket_mb, tables, self.prefetch)
 
     @property
     def tables(self) -> ParameterServer:
-        """The strategy of the tables' servers."""
+        """The strategy whose servers hold the tables."""
         return ParameterServer(shards=self.servers, staleness=self.staleness, replicas=self.replicas)
 
     def round(self, w: WorkerView) -> None:
-        """Compute g <- mean over workers; w <- w - step(g); then push the gradients of the rows."""
+        """Compute g <- mean over workers; w <- w - step(g). The worker then pushes the gradients of the rows."""
         self.ring.round(w)

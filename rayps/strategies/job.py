@@ -1,4 +1,4 @@
-"""The specification of a job, and its check, which parses the strategy. Pure data; no I/O."""
+"""The specification of a job, and its check, which also parses the strategy. No I/O."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ class JobSpec:
     timeout: float = 60.0
     resume: str | None = None
     name: str | None = None
-    server_group: str | None = None  # a server group of the cluster; None = the job has its own servers
-    branch: str | None = None  # another space on that group, with whose parameters the job starts
-    quota: dict[str, float] | None = None  # on that group: "bytes", and "operations" per second
+    server_group: str | None = None  # name of a server group of the cluster; None: the job starts its own servers
+    branch: str | None = None  # name of another job's space on that group, with whose parameters this job starts
+    quota: dict[str, float] | None = None  # the job's limits on that group: "bytes", and "operations" per second
 
     def check(self) -> Self:
         """Refuse a job that can never run.
 
         Raises:
-            ConfigError: a field is invalid; names the field, its value and what is expected.
+            ConfigError: a field is invalid; the error names the field, its value and what is expected.
         """
         _positive("workers", self.workers)
         for field_name in ("epochs", "steps", "checkpoint_every"):
@@ -48,7 +48,9 @@ class JobSpec:
             if value is not None:
                 _positive(field_name, value)
         if self.epochs is not None and self.steps is not None:
-            raise ConfigError("epochs and steps were both given: give one of them", field="epochs")
+            raise ConfigError(
+                f"epochs is {self.epochs} and steps is {self.steps}: give only one of them", field="epochs"
+            )
         if not isinstance(self.workload, str) or ":" not in self.workload:
             raise ConfigError(
                 f"workload {self.workload!r} should name a module or file and a class: 'digits:Digits' "
@@ -72,7 +74,7 @@ class JobSpec:
         try:
             phases = parse(self.strategy)
         except ConfigError:
-            return  # a user's own strategy is not loaded here; it is checked before the run
+            return  # a user's own strategy is not imported here; it is checked before the run
         for number, phase in enumerate(phases, 1):
             try:
                 phase.strategy.grid(self.workers)
@@ -87,15 +89,18 @@ class JobSpec:
                 raise ConfigError(f"{name} is {value!r}: give a name, or none", field=name)
         for name in ("branch", "quota"):
             if getattr(self, name) is not None and self.server_group is None:
-                raise ConfigError(f"{name} applies to a space on a server group: give server_group too", field=name)
+                raise ConfigError(
+                    f"{name} was given without server_group: it is only for jobs on a server group; give both",
+                    field=name,
+                )
         quota = {} if self.quota is None else self.quota
         if not isinstance(quota, dict) or any(
             key not in ("bytes", "operations") or not _number(amount) or not 0 < amount < math.inf
             for key, amount in quota.items()
         ):
             raise ConfigError(
-                f'quota is {self.quota!r}: give {{"bytes": ..., "operations": ...}}, of which one may be left out, '
-                "each above 0",
+                f'quota is {self.quota!r}: give {{"bytes": ..., "operations": ...}} or one of the two, with numbers '
+                "above 0",
                 field="quota",
             )
 

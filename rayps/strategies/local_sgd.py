@@ -1,23 +1,25 @@
 """Local SGD: workers train separately and average their parameters every H steps.
 
 Stich, "Local SGD converges fast and communicates little", ICLR 2019, algorithm 1; Lin, Stich, Patel, Jaggi, "Don't use
-large mini-batches, use local SGD", ICLR 2020 (post-local SGD). Worker k of N does, in its step t of a phase:
+large mini-batches, use local SGD", ICLR 2020 (post-local SGD). In step t of a phase, worker k of N does:
 
     w_k <- w_k - step(g_k), g_k the gradient of its own next batch
     every H = `period` steps, and at the phase's end: w_k <- sum(n_k w_k) / sum(n_k)
 
-n_k are the samples of worker k since the last average; a worker that ran out of rows has the weight 0. The mean of the
-workers is evaluated and saved; each worker's own state is saved with it.
+n_k is the number of samples that worker k has used since the last average; a worker that ran out of rows has weight 0.
+Evaluations use the mean of the workers' parameters; checkpoints save it with each worker's own state.
 
-- `warmup` T: the first T steps are in step, as under all_reduce, and periods are counted from there (post-local SGD).
-- `momentum`: the effect of an average on each optimizer's state: keep (each its own, the default), reset (to empty),
-  average (as the parameters).
-- `buffers`: floating point buffers, such as BatchNorm's statistics, are averaged (the default) or kept.
+- `warmup` T: the first T steps are synchronous, as under all_reduce, and the first period starts after them (post-local
+  SGD).
+- `momentum`: what an average does to each worker's optimizer state: keep (unchanged, the default), reset (empty it),
+  average (like the parameters).
+- `buffers`: floating point buffers, such as BatchNorm's statistics: average (the default), or keep each worker's own.
 - `compression` (fp16, bf16, int8, top_k, top_k:FRACTION, auto): encodes each worker's change since the last average,
-  with error feedback; the warm-up's gradients, moments and buffers are sent uncompressed.
+  with error feedback; gradients of the warm-up, moments and buffers are sent uncompressed.
 
-A workload's `clip_norm` clips each g_k, not the average. Sends 1/H of all_reduce's bytes; average momentum adds those
-of the optimizer's state. H = 1 with plain SGD is all_reduce; H = the steps of the phase is one average at the end.
+A workload's `clip_norm` clips each g_k, not the average. A worker sends 1/H of the bytes of all_reduce;
+momentum=average adds those of the optimizer's state. H = 1 with plain SGD is all_reduce; if H is the number of steps of
+the phase, there is one average, at the end.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rayps.core import options, traffic
-from rayps.core.families import LOCAL_UPDATES
 from rayps.core.grid import Grid
 from rayps.core.strategy import Vector, WorkerView
+from rayps.core.strategy_families import LOCAL_UPDATES
 from rayps.core.topology import Peers
 from rayps.core.traffic import Sizes, TrafficCost
 from rayps.strategies.averaging import check_meetings, done, have_met, local_step, rounds, samples
@@ -58,7 +60,7 @@ class LocalSGD(Strategy):
 
     @property
     def topology(self) -> Peers:
-        """Workers average parameters around the ring, at the end of each period."""
+        """Workers average their parameters around the ring, at the end of each period."""
         return Peers(compression=self.compression)
 
     def cost(self, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
@@ -66,7 +68,7 @@ class LocalSGD(Strategy):
         return traffic.periodic_mean(grid, sizes, self.compression, self.period, moments=self.momentum == "average")
 
     def round(self, w: WorkerView) -> None:
-        """Apply w_k <- w_k - step(g_k); average at the end of a period."""
+        """Apply w_k <- w_k - step(g_k); at the end of a period, average the parameters."""
         t = done(w)
         if t < self.warmup:
             w.step(w.mean_grad(w.batch()))
@@ -78,7 +80,7 @@ class LocalSGD(Strategy):
             self._meet(w)
 
     def _meet(self, w: WorkerView) -> None:
-        """Apply w_k <- x + mean(w_k - x), x = the last average; uncompressed, this is mean(w_k)."""
+        """Apply w_k <- mean(w_k); with compression w_k <- x + mean(w_k - x), where x is the last average."""
         n, x = samples(w), w.shared.get("x")
         if self.compression is None or x is None:
             w.params = w.mean(w.params, n, exact=True)

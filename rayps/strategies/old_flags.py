@@ -1,7 +1,7 @@
-"""Strategies written for rayps 0.1, which declared flags (`shards = 2`, `apart = True`) in place of values.
+"""Support strategies written for rayps 0.1, which set flags (`shards = 2`, `apart = True`) instead of a `topology`.
 
-For one release such a class warns once, when it is defined, and its flags become the equivalent values of `rayps.core`.
-This file will be removed with the flags.
+For one release, such a class gets the `topology`, `loop` and `rows` that its flags mean, and a warning when it is
+defined. The next release removes the flags and this file.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import warnings
 from dataclasses import replace
 from typing import Any
 
-from rayps.core.families import FEDERATED_ROUNDS, LOCAL_UPDATES, Fixed, Reshuffled
+from rayps.core.strategy_families import FEDERATED_ROUNDS, LOCAL_UPDATES, Fixed, Reshuffled
 from rayps.core.topology import Peers, PerPush, PerRound, Servers, SharedVector, Topology, consistency_of
 
 _TOPOLOGY = {
@@ -37,10 +37,10 @@ _OTHERS = {
 
 
 def adopt(cls: type[Any]) -> None:
-    """Give a class that sets old flags the equivalent values, and warn.
+    """Give a strategy class that sets old flags the equivalent `topology`, `loop` and `rows`, and warn.
 
-    A flag that is a dataclass field of a base class is not an old flag, but an option of that strategy. A class that
-    declares a topology has no old flags.
+    An attribute that is a dataclass field of a base class is an option of that strategy, not an old flag. In a class
+    that declares a topology, no attribute is an old flag.
     """
     fields = getattr(cls, "__dataclass_fields__", {})
     own = [name for name in (*_TOPOLOGY, *_OTHERS) if name in cls.__dict__ and name not in fields]
@@ -48,8 +48,8 @@ def adopt(cls: type[Any]) -> None:
         return
     ways = "; ".join(f"{name}: {(_TOPOLOGY | _OTHERS)[name]}" for name in own)
     warnings.warn(
-        f"{cls.__name__} declares {', '.join(own)}, as strategies of rayps 0.1 did: declare values of rayps.core in "
-        f"place of them ({ways}). The old flags are removed in the next release",
+        f"strategy {cls.__name__} declares {', '.join(own)}, a form of rayps 0.1 that the next release removes; "
+        f"declare instead {ways}",
         DeprecationWarning,
         stacklevel=4,
     )
@@ -57,7 +57,7 @@ def adopt(cls: type[Any]) -> None:
         inherited: Any = super(cls, cls)
 
         def topology(self: Any) -> Topology:
-            before: Any = inherited.topology  # the base's: a property, or a value
+            before: Any = inherited.topology  # of the base class: a property, or a value
             return _topology(self, before.__get__(self) if isinstance(before, property) else before)
 
         cls.topology = property(topology)
@@ -68,7 +68,7 @@ def adopt(cls: type[Any]) -> None:
 
 
 def _topology(given: Any, before: Topology) -> Topology:
-    """Return the topology that a strategy's flags mean; values without a flag are taken from `before`."""
+    """Return the topology that a strategy's flags mean; for values without a flag, those of the topology `before`."""
     if getattr(given, "in_place", False):
         return SharedVector()
     servers = before if isinstance(before, Servers) else Servers(count=0, update=PerRound(borrows=False))
@@ -98,5 +98,5 @@ def _topology(given: Any, before: Topology) -> Topology:
 
 
 def _listens(given: Any) -> bool:
-    """Return whether a class of the chain below `Strategy` defines `on_push`."""
+    """Return whether the strategy's class, or a base class below `Strategy`, defines `on_push`."""
     return any("on_push" in kind.__dict__ for kind in type(given).__mro__ if kind.__name__ != "Strategy")

@@ -1,4 +1,4 @@
-"""Parallel SGD: train separately, merge, repeat from the result.
+"""Parallel SGD: workers train separately, merge their parameters, and repeat from the result.
 
 Zinkevich, Weimer, Smola, Li, "Parallelized stochastic gradient descent", NIPS 2010, algorithm 3 (one average at the
 end: `rounds` = 1); with more rounds, as in McDonald, Hall, Mann, "Distributed training strategies for the structured
@@ -7,17 +7,19 @@ perceptron", NAACL 2010 (iterative parameter mixing). A phase of T steps is `rou
     each worker k: SGD on its own rows, from the common parameters
     at the end of a part, all workers take w <- merge(w_1 ... w_N)
 
-- `merge`: mean, weighted by the samples of the part; or best, the w_k with the lowest loss on all of the evaluation
-  data, which each worker evaluates for itself (on a tie the lowest rank).
-- `shuffle`: true, rows are distributed again each epoch (the paper draws each worker's rows at random); false, a worker
-  has the same rows for the whole run: those of the first epoch, or, where the data has clients, a range of whole
-  clients, such as label-sorted shards. `data` in the history is the seconds to get batches, distribution included.
-- `momentum` (keep, reset, average) and `buffers` (keep, average): see `local_sgd`; under best, average takes those of
-  the best worker.
-- `compression`: encodes the differences of mean; it cannot be combined with best.
+- `merge`: mean is the mean of the w_k, weighted by the samples that each worker used in the part; best is the w_k with
+  the lowest loss on all of the evaluation data, which each worker evaluates for its own w_k (on a tie, the lowest
+  rank).
+- `shuffle`: with true, rows are distributed to workers anew each epoch (the paper draws each worker's rows at random);
+  with false, a worker has the same rows for the whole run: those of the first epoch, or, if the data has clients, the
+  rows of some clients, such as label-sorted shards. `data` in the history is the seconds spent on getting batches,
+  including this distribution.
+- `momentum` (keep, reset, average) and `buffers` (keep, average): as in `local_sgd`; with merge=best, average takes the
+  state or buffers of the best worker.
+- `compression`: encodes each worker's change since the last merge; it cannot be combined with merge=best.
 
-A workload's `clip_norm` clips each worker's gradients, not the merged parameters. Sends R times a vector's bytes around
-the ring in total.
+A workload's `clip_norm` clips each worker's gradients, not the merged parameters. In total, the parameters are sent
+around the ring R times.
 """
 
 from __future__ import annotations
@@ -27,9 +29,9 @@ from typing import ClassVar
 
 from rayps.core import options, traffic
 from rayps.core.errors import ConfigError
-from rayps.core.families import LOCAL_UPDATES, Fixed, Reshuffled, Rows
 from rayps.core.grid import Grid
 from rayps.core.strategy import Vector, WorkerView
+from rayps.core.strategy_families import LOCAL_UPDATES, Fixed, Reshuffled, Rows
 from rayps.core.topology import Peers
 from rayps.core.traffic import Sizes, TrafficCost
 from rayps.strategies.averaging import check_meetings, done, have_met, local_step, rounds, samples
@@ -38,7 +40,7 @@ from rayps.strategies.base import Strategy
 
 @dataclass(frozen=True)
 class ParallelSGD(Strategy):
-    """Workers that train separately and merge their parameters once or a few times: almost no traffic.
+    """Workers that train separately and merge their parameters once or a few times in a run: almost no traffic.
 
     Example:
         rayps.train(work, strategy=rayps.ParallelSGD(rounds=2), workers=2)
@@ -60,19 +62,19 @@ class ParallelSGD(Strategy):
         options.flag(self, "shuffle")
         if self.merge == "best" and self.compression is not None:
             raise ConfigError(
-                f"compression is {self.compression!r}, and merge is best: one worker's parameters are sent "
-                "uncompressed; leave out compression, or give merge mean",
+                f"compression is {self.compression!r} and merge is best, which sends the best worker's parameters "
+                "uncompressed: leave out compression, or give merge=mean",
                 field="compression",
             )
 
     @property
     def rows(self) -> Rows:
-        """How rows are distributed to workers: reshuffled, or, without `shuffle`, fixed."""
+        """How rows are distributed to workers: reshuffled each epoch, or, with shuffle=False, fixed."""
         return Reshuffled() if self.shuffle else Fixed()
 
     @property
     def topology(self) -> Peers:
-        """Workers merge parameters around the ring, at the end of each part."""
+        """Workers merge their parameters around the ring, at the end of each part."""
         return Peers(compression=self.compression)
 
     def cost(self, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
@@ -80,7 +82,7 @@ class ParallelSGD(Strategy):
         return traffic.periodic_mean(grid, sizes, self.compression, None, moments=self.momentum == "average")
 
     def round(self, w: WorkerView) -> None:
-        """Take a step on this worker alone; merge at the end of a part."""
+        """Take a step on this worker alone; at the end of a part, merge the parameters."""
         t, steps = done(w), int(w.plan.end - w.plan.origin[0])
         if self.compression is not None and rounds(w) == 0:
             w.shared["x"] = w.params.clone()
@@ -89,7 +91,7 @@ class ParallelSGD(Strategy):
             self._meet(w)
 
     def _meet(self, w: WorkerView) -> None:
-        """Apply w_k <- merge(w_1 ... w_N)."""
+        """Merge the parameters of all workers, by the option `merge`; every worker continues from the result."""
         weight, facts = self._weight(w)
         x = w.shared.get("x")
         if self.compression is None or x is None:
@@ -100,11 +102,11 @@ class ParallelSGD(Strategy):
         have_met(w, **facts)
 
     def consensus(self, w: WorkerView) -> Vector | None:
-        """Return the result that a merge would have now."""
+        """Return the parameters that a merge would give now; None: `w.params`, if no step was taken since the last."""
         return w.mean(w.params, self._weight(w)[0], exact=True) if rounds(w) else None
 
     def _weight(self, w: WorkerView) -> tuple[float, dict[str, float]]:
-        """Return this worker's weight in the merge, and the facts of the best worker for the report."""
+        """Return this worker's weight in the merge, and, with merge=best, the best worker's rank for the report."""
         if self.merge == "mean":
             return samples(w), {}
         losses = w.ring.all_gather(w.params.new_empty(1).double().fill_(w.own_loss())).flatten()

@@ -4,26 +4,29 @@ Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSD
 Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013. The servers hold the parameters in
 `shards` slices and run the optimizer. A worker pulls, computes, pushes.
 
+`staleness` s decides when pushes are applied, with N workers:
+
 - s = 0: the servers wait for all N pushes and step once by their mean, weighted by samples.
 - s > 0: each push is applied on arrival, scaled by 1/N; a pull waits while its worker is more than s rounds ahead.
-- s = None: the same without the wait.
+- s = None: each push is applied on arrival, scaled by 1/N; no pull waits.
 
-What a server's death can lose: with s = 0 no push; all workers return to the last snapshot and repeat the rounds since.
-With s != 0 only pushes that no replay buffer holds: a worker retains its newest pushes until a snapshot has them, up to
-`replay_mb` (10^6 bytes; none = 256), and sends them again to a restored server. With `replay_mb` 0 all pushes since the
-snapshot are lost. With `replicas` (none = fixed servers) the servers are a group of `shards` servers that holds each
-slice 1 + replicas times: one of them may die without a restart.
+What a server's death can lose: with s = 0, no push: all workers return to the last snapshot and repeat the rounds since
+then. With s != 0, only pushes that are in no replay buffer: a worker retains its newest pushes until a snapshot has
+them, up to `replay_mb` (10^6 bytes; none = 256), and sends them again to a restored server. With replay_mb=0, all
+pushes since the snapshot are lost. With `replicas` (none: servers without backups), each slice has that many backups on
+other servers: one server may die without a restart.
 
-For s > 0 and none pushes have equal weight, whatever their samples (0: no weight). A push of 1/N also decays the
-parameters by 1/N of the optimizer's weight decay (SGD, Adagrad, Adam), so that N pushes have the regularised optimum of
-one step; rows of tables likewise for each push that touches them. Where the decay is decoupled and the step ignores the
-gradient's scale (AdamW), rate and decay are not scaled: each push is a whole step of the optimizer, with a warning.
+With s > 0 or None, all pushes have equal weight, whatever their number of samples (a push of 0 samples has none). A
+push scaled by 1/N also applies 1/N of the optimizer's weight decay (SGD, Adagrad, Adam), so that N pushes have the same
+regularised optimum as one step; the same holds for the rows of tables that a push touches. If the decay is decoupled
+and the step ignores the gradient's scale (AdamW), rate and decay are not scaled: each push is a full step of the
+optimizer, and the job reports a warning.
 
 - `compression` (fp16, bf16, int8, top_k, top_k:FRACTION, auto): encodes the pushes, with error feedback.
-- `replica` of several workers: each of its workers pulls and pushes its part of the model, which has shards of its own
-  (`shards` in total, at least one for each part).
+- `replica` of several workers: each worker of a replica pulls and pushes its part of the model. Each part has its own
+  shards (`shards` in total, at least one for each part).
 
-A workload's `clip_norm` clips what each worker pushes, the dense part and rows of tables together, before N pushes are
+A workload's `clip_norm` clips each worker's push (dense part and rows of tables together) before the N pushes are
 averaged.
 """
 
@@ -41,7 +44,7 @@ from rayps.strategies.base import Strategy
 
 @dataclass(frozen=True)
 class ParameterServer(Strategy):
-    """Servers hold the parameters; workers may have different speeds, and with staleness need not wait for each other.
+    """Servers hold the parameters and run the optimizer; with staleness, fast workers need not wait for slow ones.
 
     Example:
         rayps.train(work, strategy=rayps.ParameterServer(shards=2, staleness=3), workers=2)
@@ -60,27 +63,30 @@ class ParameterServer(Strategy):
 
     @property
     def topology(self) -> Servers:
-        """Servers hold the dense part; sparse tables follow the same clock.
+        """Servers hold the dense part and the sparse tables, both with the same staleness bound.
 
-        Only in step do servers wait for all pushes.
+        With staleness 0, the servers wait for all pushes of a round; otherwise they apply each push on arrival.
         """
         return plain_servers(self.shards, self.staleness, self.compression, self.replicas, self.replay_mb, self.replica)
 
     @property
     def server_half(self) -> ServerHalf:
-        """The strategy's server half, for which servers need no worker code; a derived class is its own server half."""
+        """A plain description of what the servers do, for which they need no worker code.
+
+        For a class derived from this one, it is the strategy itself, which may override `on_push` and `on_round`.
+        """
         return PlainServers(self.topology) if type(self) is ParameterServer else self
 
     def round(self, w: WorkerView) -> None:
-        """Pull w; push g(w)."""
+        """Pull the parameters w, compute the gradient g of the next batch at w, and push g."""
         w.params = w.server.pull()
         w.server.push(w.grad(w.batch()))
 
     def on_push(self, shard: ShardView, value: Vector, weight: float) -> None:
-        """Apply, if s != 0, w <- w - step(g_i / N) on arrival."""
+        """Apply w <- w - step(g_i / N) when a push arrives, unless staleness is 0."""
         if self.staleness != 0:
             apply_push(shard, value, weight)
 
     def on_round(self, shard: ShardView, values: list[Vector], weights: list[float]) -> None:
-        """Apply, if s = 0, w <- w - step(sum(n_i g_i) / sum(n_i))."""
+        """Apply w <- w - step(sum(n_i g_i) / sum(n_i)) when all pushes of a round have arrived, with staleness 0."""
         apply_mean(shard, values, weights)

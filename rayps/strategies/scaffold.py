@@ -1,15 +1,16 @@
-"""SCAFFOLD: each client corrects its steps by the difference of its gradients from the mean.
+"""SCAFFOLD: each client corrects its steps by the difference between its own gradients and the mean over clients.
 
 Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning",
-ICML 2020, algorithm 1, option II. The server keeps w and c, client i of N stores c_i; all c start as 0. In round t
+ICML 2020, algorithm 1, option II. The server stores w and c, client i of N stores c_i; c and all c_i start as 0. In
+round t, with the cohort S:
     client i: y <- w;  L times:  y <- y - eta (grad(y; b) - c_i + c)
               c_i+ <- c_i - c + (w - y) / (L eta);   replies y - w and c_i+ - c_i
     server:   w <- w + server_lr * mean_S(y_i - w);   c <- c + (1/N) sum_S (c_i+ - c_i)
-The factor is 1/N, not 1/|S|: so c stays the mean of all c_i when only some take part. Under a robust `rule` the sum
-over S is |S| times the rule's result of the c_i+ - c_i, so that c is an estimate of that mean which attackers cannot
-move beyond the rule's bound. As in the paper all clients have equal weight, whatever their samples. The clients'
-optimizer must be plain SGD with the rate eta: if it is 0, c_i does not change; with `maximize` y moves the other way,
-and c_i+ is c_i - c + (y - w) / (L eta). All c_i are stored on disk.
+The factor is 1/N, not 1/|S|, so that c is the mean of all c_i also when only some clients take part. With a robust
+`rule`, the sum over S is replaced by |S| times the rule's result for the c_i+ - c_i; attackers can then change c only
+within the rule's bound. As in the paper, all clients have equal weight, whatever their samples. The clients' optimizer
+must be plain SGD with the rate eta: if eta is 0, c_i does not change; with `maximize`, the steps have the opposite
+sign, and c_i+ is c_i - c + (y - w) / (L eta). All c_i are stored on disk.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, init=False)
 class Scaffold(Federated):
-    """Control variates against the drift of clients with different data; each client has a state.
+    """FedAvg with a correction of each client's gradients: for clients with different data, whose models drift apart.
 
     Example:
         rayps.train(clients, strategy=rayps.Scaffold(fraction=0.5), workers=2)
@@ -44,11 +45,11 @@ class Scaffold(Federated):
         options.number(self, "server_lr", above=0)
 
     def weight(self, n: int, staleness: int) -> float:
-        """Return 1: clients have equal weight."""
+        """Return 1: all clients have equal weight."""
         return 1
 
     def client(self, c: ClientTurn) -> None:
-        """Take corrected steps, then compute the client's new control variate."""
+        """Train the client with corrected gradients, then compute its new control variate c_i."""
         c_i, c_t = c.state.get("c", 0.0), c.shared.get("c", 0.0)
         for b in c.batches():
             c.step(c.grad(b) - c_i + c_t)
@@ -59,6 +60,6 @@ class Scaffold(Federated):
         c.reply["c"] = c.state["c"] - c_i
 
     def server(self, s: FederatedServer) -> None:
-        """Move w by the mean of the replies' y_i - w, and c by the sum of their c_i+ - c_i, divided by N."""
+        """Add server_lr times the mean of the y_i - w to w, and 1/N of the sum of the c_i+ - c_i to c."""
         s.w.add_(s.delta, alpha=self.server_lr)
         s.memory["c"] = s.memory.get("c", 0.0) + s.sums["c"] / s.clients

@@ -1,19 +1,20 @@
-"""A run's state on disk: tensors as safetensors, facts as JSON, never pickle. This module does not interpret keys.
+"""A run's state on disk: tensors as safetensors, facts as JSON, never pickle. The tensors' names have no meaning here.
 
     step-00000171/
         model.safetensors  optim.safetensors ...   one file for each prefix of the keys
         tables/NAME/rows-00000.parquet ...         sparse tables, if any: see `rayps.ps.tables.parquet`
     manifest.json                              last: sizes, SHA-256, shapes, dtypes, meta, its own hash
 
-A checkpoint is written beside its place and renamed into it: a name without ".tmp-" was whole at that time.
+A checkpoint is written under a temporary name with ".tmp-" and then renamed, so a folder without ".tmp-" is complete.
 
 Parameters, optimizer moments, rows of tables and the strategies' own tensors are finite in every checkpoint; the
-manifest's entry "finite" says that this was checked when it was written. If the entry is missing (older versions), they
-are checked when the checkpoint is read. Buffers may hold infinities.
+manifest's entry "finite" says that this was checked before the checkpoint was written. If the entry is missing (older
+versions), they are checked when the checkpoint is read. Buffers may hold infinities.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -64,7 +65,7 @@ class _TensorFacts(TypedDict):
 
 
 class _FileFacts(TypedDict):
-    """A manifest's entry for one file; `tensors` for safetensors files."""
+    """A manifest's entry for one file; only safetensors files have `tensors`."""
 
     size: int
     sha256: str
@@ -136,7 +137,7 @@ def _write(draft: Path, step: int, state: SavedState, more: list[Path]) -> None:
     try:
         meta = json.loads(json.dumps(state.meta))  # meta as it will be read again: with text keys, without tuples
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"the checkpoint's meta is not JSON: {error}") from error
+        raise CheckpointError(f"the checkpoint's `meta` cannot be written as JSON: {error}") from error
     body: _Manifest = {
         "format": FORMAT,
         "version": VERSION,
@@ -164,7 +165,9 @@ def _by_prefix(tensors: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Te
     for key, value in tensors.items():
         prefix = key.partition("/")[0]
         if not _PREFIX.fullmatch(prefix):
-            raise CheckpointError(f"tensor {key!r} has no usable prefix: name it as in 'model/0.weight'", key=key)
+            raise CheckpointError(
+                f"the name of tensor {key!r} has no prefix for its file: name it as in 'model/0.weight'", key=key
+            )
         groups.setdefault(prefix, {})[key] = value
     return groups
 
@@ -184,9 +187,9 @@ def _plain(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _prune(folder: Path, step: int, keep: int) -> None:
-    """Remove drafts, checkpoints of later steps, and all but the last `keep`.
+    """Remove incomplete checkpoints, those of later steps, and the older ones except the last `keep`.
 
-    A failure to remove one is only logged.
+    If one cannot be removed, a warning is logged.
     """
     own = [path for path in _steps(folder) if _number(path) <= step]
     old = own[max(keep, 1) :] + [path for path in _steps(folder) if _number(path) > step]
@@ -209,20 +212,38 @@ def _sync(path: Path) -> None:
 
 
 def load(path: str | Path) -> SavedState:
-    """Return the state of one checkpoint, after a check of its hashes.
+    """Verify the hashes of one checkpoint and return its state.
 
     Raises:
-        CheckpointError: the checkpoint is missing, damaged, changed, of a newer format, or not one of rayps.
+        CheckpointError: the checkpoint is missing, damaged, changed, of a newer format, or not one of rayps. The text
+            names the newest earlier checkpoint in the same folder that is valid.
     """
     path = Path(path)
-    manifest = _manifest(path)
-    _verify_beside(path, manifest)
-    for name, facts in _files(path, manifest):
-        _verify(path, name, facts)
-    state = _state(path, manifest)
-    if manifest.get("finite") is not True:
-        _verify_finite(path, manifest, state)
+    try:
+        manifest = _manifest(path)
+        _verify_beside(path, manifest)
+        for name, facts in _files(path, manifest):
+            _verify(path, name, facts)
+        state = _state(path, manifest)
+        if manifest.get("finite") is not True:
+            _verify_finite(path, manifest, state)
+    except CheckpointError as error:
+        earlier = _valid_before(path) if "reason" in error.data else None
+        if earlier is None:
+            raise
+        first = error.message.splitlines()[0]
+        raise CheckpointError(f"{first}\nan earlier checkpoint is valid: {earlier}", **error.data) from error
     return state
+
+
+def _valid_before(path: Path) -> Path | None:
+    """Return the newest valid checkpoint of an earlier step in the same folder."""
+    for other in _steps(path.parent) if _STEP.fullmatch(path.name) else []:
+        if _number(other) < _number(path):
+            with contextlib.suppress(CheckpointError):
+                verify(other)
+                return other
+    return None
 
 
 def _state(path: Path, manifest: _Manifest) -> SavedState:
@@ -238,7 +259,7 @@ def verify(path: str | Path) -> None:
     The tensors of a checkpoint of an older version are also checked to be finite.
 
     Raises:
-        CheckpointError: as `load` does.
+        CheckpointError: the checkpoint is missing, damaged, changed, of a newer format, or not one of rayps.
     """
     path = Path(path)
     manifest = _manifest(path)
@@ -283,13 +304,13 @@ def newest(folder: str | Path) -> Path | None:
 
 
 def usable(folder: str | Path) -> tuple[Path | None, list[str]]:
-    """Return the newest complete and finite checkpoint, and a warning for each newer one, as text for events."""
+    """Return the newest complete and finite checkpoint, and a warning for each newer one that was skipped."""
     found, torn = scan(folder)
     return found, [f"skipped the checkpoint {path}: {reason}" for path, reason in torn.items()]
 
 
 def scan(folder: str | Path) -> tuple[Path | None, dict[Path, str]]:
-    """Return the newest complete and finite checkpoint, and the newer checkpoints, each with the reason against it."""
+    """Return the newest complete and finite checkpoint, and for each newer one the reason why it cannot be used."""
     torn: dict[Path, str] = {}
     for path in _steps(Path(folder)):
         try:
@@ -348,7 +369,9 @@ def _complete(manifest: JsonObject) -> TypeGuard[_Manifest]:
 def _unreadable(path: Path, error: Exception) -> CheckpointError:
     inside = _steps(path)
     if inside:
-        return CheckpointError(f"{path} is a folder of checkpoints: give one of them, e.g. {inside[0]}", path=str(path))
+        return CheckpointError(
+            f"{path} is a folder of several checkpoints: give one of them, e.g. {inside[0]}", path=str(path)
+        )
     if not path.exists():
         return CheckpointError(f"no checkpoint at {path}: give a folder such as .../step-00000171", path=str(path))
     return _torn(path, f"its {MANIFEST} cannot be read: {getattr(error, 'strerror', None) or error}")
@@ -356,21 +379,21 @@ def _unreadable(path: Path, error: Exception) -> CheckpointError:
 
 def _torn(path: Path, reason: str) -> CheckpointError:
     return CheckpointError(
-        f"the checkpoint {path} is not valid: {reason}\ngive an earlier one", path=str(path), reason=reason
+        f"the checkpoint {path} is not valid: {reason}\ngive an earlier checkpoint", path=str(path), reason=reason
     )
 
 
 def _files(path: Path, manifest: _Manifest) -> Iterator[tuple[str, _FileFacts]]:
     for name, facts in manifest["files"].items():
         if not _FILE.fullmatch(name):
-            raise _torn(path, f"its manifest names the file {name!r}")
+            raise _torn(path, f"its manifest names the file {name!r}, which is not a file of a checkpoint")
         yield name, facts
 
 
 def _verify_beside(path: Path, manifest: _Manifest) -> None:
     for name, facts in manifest.get("beside", {}).items():
         if not _BESIDE.fullmatch(name):
-            raise _torn(path, f"its manifest names the file {name!r}")
+            raise _torn(path, f"its manifest names the file {name!r}, which is not a file of a checkpoint")
         _verify(path, name, facts)
 
 
@@ -378,7 +401,7 @@ def _verify(path: Path, name: str, facts: _FileFacts) -> None:
     try:
         size = (path / name).stat().st_size
         if size != facts["size"]:
-            raise _torn(path, f"{name} has {size} bytes; the manifest says {facts['size']}")
+            raise _torn(path, f"{name} has {size} bytes, and according to the manifest {facts['size']}")
         if _hash(path / name) != facts["sha256"]:
             raise _torn(path, f"{name} was changed after it was written (SHA-256)")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Clip a gradient vector by the Euclidean norm of the whole gradient, as `torch.nn.utils.clip_grad_norm_`."""
+"""Clip a gradient vector by the Euclidean norm of the whole gradient, as `torch.nn.utils.clip_grad_norm_` does."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Summing(Protocol):
 
 
 class NormClip:
-    """Scales gradients down to the norm `most`; None leaves them unchanged.
+    """Scales a gradient down if its norm is above `most`; `most` None leaves all gradients unchanged.
 
-    `rings` are the rings within a replica of several workers: each element of the model has one owner in the replica,
-    so each element counts once in the norm.
+    `rings` are the rings within a replica of several workers. They sum the workers' squared norms; each element of the
+    model has one owner in the replica, so each counts once.
     """
 
     def __init__(self, most: float | None, rings: Iterable[Summing] = ()) -> None:
@@ -38,9 +38,10 @@ class NormClip:
         return vector if factor >= 1 else vector * factor
 
     def factor(self, square: Tensor) -> float:
-        """Return the factor of a gradient with this squared norm; it scales down if below 1.
+        """Return the factor by which to multiply a gradient to clip it; at 1 or above, the gradient stays unchanged.
 
-        `square` is the squared norm of this worker's part, and becomes that of the whole model. Raises LinkError.
+        `square` is the squared norm of this worker's part of the gradient. It is overwritten with the squared norm of
+        the whole gradient. Raises LinkError.
         """
         if self.most is None:
             return 1.0
@@ -49,7 +50,7 @@ class NormClip:
         return self.most / (float(square.sqrt()) + _TINY)
 
     def with_sparse(self, params: Sequence[nn.Parameter], vector: Tensor) -> Tensor:
-        """Clip as `clipped` does, if gradients of sparse layout stay in `.grad` beside the vector.
+        """Clip the gradient as `clipped` does, if some parameters have a sparse gradient in `.grad`, not in the vector.
 
         The sparse gradients count for the norm and are scaled. Their rows are zero in `vector`.
         """

@@ -17,8 +17,8 @@ _HALF = (torch.float16, torch.bfloat16)
 def is_finite(values: Tensor) -> bool:
     """Return whether all elements are finite; True for dtypes that hold only finite numbers.
 
-    Costs one read of the memory: a finite sum has finite terms only. Elements are compared one by one only if the sum
-    is not finite, which large finite elements can cause too.
+    The memory is read once: if the sum is finite, all elements are. Elements are tested one by one only if the sum is
+    not finite, which large finite elements can cause too.
     """
     if values.layout is not torch.strided:
         values = values.detach()._values()  # duplicates of an index need not be added up for this
@@ -46,7 +46,10 @@ def gradient_fault(flat: FlatModel) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Where a state is not finite: `what` as text, the `parameter`'s name, the worker if only one has the value."""
+    """A value of a state that is not finite: `what` it is, as text, and its `parameter`.
+
+    `rank` is the worker whose own state has the value; None = the value is in the state common to all workers.
+    """
 
     what: str
     parameter: str
@@ -54,7 +57,7 @@ class Fault:
 
     @property
     def where(self) -> str:
-        """The fault as a noun, with its worker."""
+        """The value as text, with its worker, such as `parameter '0.weight' of worker-1`."""
         return self.what if self.rank is None else f"{self.what} of worker-{self.rank}"
 
 

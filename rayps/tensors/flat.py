@@ -59,20 +59,20 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """The elements of the vector."""
+        """The number of elements of the vector."""
         return self.entries[-1].hi if self.entries else 0
 
     def pieces(self, lo: int, hi: int) -> list[Entry]:
-        """Return the parts of parameters in [lo, hi): entries with their bounds cut, shape as a flat length."""
+        """Return the parts of parameters that lie in [lo, hi), as entries with flat shapes and bounds in that range."""
         cut = ((entry.name, max(lo, entry.lo), min(hi, entry.hi)) for entry in self.entries)
         return [Entry(name, a, b, (b - a,)) for name, a, b in cut if a < b]
 
 
 @dataclass(slots=True)
 class Gradient:
-    """A gradient with the number of samples of its mean.
+    """The gradient of the mean loss over `samples` samples.
 
-    `packed` is the vector with one spare element at its end, in which a ring carries the number of samples.
+    `packed` is the gradient with one spare element at its end, in which a ring sends the number of samples.
     """
 
     packed: Tensor
@@ -126,8 +126,8 @@ class FlatModel:
             self.packed = buffer(self.layout.size + 1, self.layout.dtype)
         else:
             self.packed = torch.zeros(self.layout.size + 1, dtype=self.layout.dtype, device=device)
-        self.views: list[Tensor] = []  # position of each parameter's gradient in the gradient vector
-        self._bound: list[Tensor] = []  # each parameter's view of the vector that was bound last
+        self.views: list[Tensor] = []  # each parameter's view of the gradient vector
+        self._bound: list[Tensor] = []  # each parameter's view of the other vector that `bind` received last
         with torch.no_grad():
             for (_, p), entry in zip(self._params, self.layout.entries, strict=True):
                 view = self.vector[entry.lo : entry.hi].view(entry.shape)
@@ -155,7 +155,10 @@ class FlatModel:
             p.grad = None
 
     def collect_grad(self) -> Tensor:
-        """Return the gradient vector after a backward; a `.grad` that was replaced is copied back and bound again."""
+        """Return the gradient vector after a backward.
+
+        If autograd has replaced a `.grad`, it is copied into the vector, and the view of the vector is set as `.grad`.
+        """
         for (_, p), view in zip(self._params, self.views, strict=True):
             if self._keeps(p.grad):
                 continue
@@ -167,7 +170,7 @@ class FlatModel:
         return self.packed
 
     def collect_used(self) -> None:
-        """Collect as `collect_grad`, but leave `.grad` None for parameters without a gradient."""
+        """Collect gradients as `collect_grad` does, but leave `.grad` None for parameters without a gradient."""
         unused = [p for _, p in self._params if p.grad is None]
         self.collect_grad()
         for p in unused:
@@ -179,13 +182,13 @@ class FlatModel:
         return self._shared
 
     def load_grad(self, vector: Tensor) -> None:
-        """Set a copy of `vector` as the gradient for the optimizer."""
+        """Copy `vector` into the gradient vector, and make each `.grad` a view of it, for the optimizer's step."""
         if vector.data_ptr() != self.packed.data_ptr():
             self.packed[:-1].copy_(vector)
         self.bind(self.packed)
 
     def bind(self, vector: Tensor) -> None:
-        """Set `vector`, without a copy, as the gradient for the optimizer."""
+        """Make each `.grad` a view of `vector`, without a copy, for the optimizer's step."""
         bound = self.views
         if vector.data_ptr() != self.packed.data_ptr():
             bound = self._bound

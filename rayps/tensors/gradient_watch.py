@@ -17,7 +17,7 @@ _Versions = dict[int, tuple[Tensor, int]]  # by number of the parameter: the gra
 
 
 class GradWatch:
-    """A watch over the gradients of a flat model, until `close`."""
+    """Watches the `.grad` of a flat model's parameters for changes, until `close`."""
 
     def __init__(self, flat: FlatModel) -> None:
         self._flat = flat
@@ -36,7 +36,7 @@ class GradWatch:
         return self._differing(self._seen)
 
     def changed_since_keep(self) -> str | None:
-        """Return the first parameter whose `.grad` changed since `keep`, also by another backward.
+        """Return the first parameter whose `.grad` changed since `keep`, even if another backward changed it.
 
         None = none changed.
         """
@@ -49,13 +49,13 @@ class GradWatch:
         return bool(grads) and not any(id(grad) in kept for grad in grads)
 
     def keep(self) -> None:
-        """Record the gradients: from now on they must not change."""
+        """Record the current gradients, with which later gradients are compared."""
         grads = [(i, p.grad) for i, p in enumerate(self._flat.parameters)]
         self._kept = {i: (grad, grad._version) for i, grad in grads if grad is not None}
         self._seen = dict(self._kept)
 
     def clear(self) -> None:
-        """Forget the records: a step has been taken."""
+        """Forget all recorded gradients; to be called after the optimizer's step."""
         self._seen, self._kept = {}, {}
 
     def _differing(self, before: _Versions) -> str | None:
@@ -71,7 +71,7 @@ class GradWatch:
         return None
 
     def close(self) -> None:
-        """Stop watching."""
+        """Remove the hooks and forget all recorded gradients."""
         for hook in self._hooks:
             hook.remove()
         self.clear()

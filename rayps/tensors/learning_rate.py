@@ -1,9 +1,9 @@
 """Learning-rate schedules: the values of an optimizer's groups at each tick, from a workload's `schedule`. No sockets.
 
 A tick is the number of a round or of an epoch. A push contains its round, so a server uses the rate of that round for a
-late or repeated push too. Each process evaluates the scheduler on a skeleton, an optimizer of the same groups over
-parameters without memory, and copies the values that it changes (rates, and momentum under OneCycleLR) to the optimizer
-that steps.
+late or repeated push too. Each process evaluates the scheduler on a skeleton: an optimizer with the same groups, over
+parameters without memory. The values that the scheduler changes (rates, and momentum under OneCycleLR) are copied to
+the optimizer that steps.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Trainable(Protocol):
     schedule_every: str
 
     def optimizer(self, params: list[nn.Parameter]) -> Optimizer:
-        """See `Workload.optimizer`."""
+        """Return the optimizer of `params`."""
 
     def schedule(self, optimizer: Optimizer) -> Schedule:
-        """See `Workload.schedule`."""
+        """Return the learning-rate schedule of `optimizer`; None leaves the rates constant."""
 
 
 Function: TypeAlias = Callable[[int], float]
@@ -55,7 +55,7 @@ _Cell = tuple[int, str]  # number of the group, name of the value
 
 @dataclass(frozen=True, slots=True)
 class Ticks:
-    """The epochs of rounds in a phase: its `origin` (first round, first epoch), and the rounds of an epoch."""
+    """Converts rounds to ticks in a phase: `origin` is its first round and epoch, `steps` the rounds of an epoch."""
 
     origin: tuple[int, int] = (0, 0)
     steps: int = 1
@@ -115,13 +115,13 @@ class Rates:
         self._scheduler, self._function = _checked(found, self._optimizer)
         # torch would warn that the scheduler steps before the optimizer
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
-        self._past: dict[_Cell, MutableSequence[Any]] = {}  # changed values, at each tick so far
+        self._past: dict[_Cell, MutableSequence[Any]] = {}  # of each value that has changed: its value at each tick
         self._count = 0  # ticks evaluated
         self._file()
 
     @property
     def made(self) -> list[dict[str, Value]]:
-        """The groups' values before the first tick."""
+        """The values that the optimizer's groups had before the schedule changed them."""
         return self._made
 
     def at(self, tick: int) -> dict[_Cell, Value]:
@@ -150,7 +150,9 @@ class Rates:
         with user_code("schedule"):
             factor = float(function(tick))
         if not math.isfinite(factor):
-            raise WorkloadError(f"schedule returned the factor {factor} at {tick}: return a finite number")
+            raise WorkloadError(
+                f"the function that schedule() returned gives the factor {factor} for {tick}: return a finite number"
+            )
         rates = [(i, group.get("lr")) for i, group in enumerate(self._made)]
         return {(i, "lr"): rate * factor for i, rate in rates if isinstance(rate, float)}
 
@@ -168,14 +170,14 @@ class Rates:
         self._count += 1
 
     def _changed(self, value: Value, first: Value) -> MutableSequence[Any]:
-        """Return the values of a cell at all earlier ticks, at which it had its `first` value."""
+        """Return the history of a value that now changes for the first time: `first`, once for each earlier tick."""
         past: MutableSequence[Any] = array("d") if isinstance(value, float) else []
         past.extend([first] * self._count)
         return past
 
 
 class Pace:
-    """The schedule of an optimizer that takes steps."""
+    """Sets a schedule's rates in the groups of the optimizer that takes the steps."""
 
     def __init__(self, rates: Rates, every: str, ticks: Ticks, groups: Sequence[Group]) -> None:
         self.rates, self._every, self._ticks, self._groups = rates, every, ticks, groups
@@ -186,7 +188,7 @@ class Pace:
 
 
 class ScheduleFacts(TypedDict):
-    """See `ScheduleRecord.facts`."""
+    """A schedule's state at one tick: its unit `every`, the tick, and the changed values of each parameter group."""
 
     every: str
     tick: int
@@ -194,14 +196,14 @@ class ScheduleFacts(TypedDict):
 
 
 class ScheduleRecord:
-    """The state of a job's schedule for its checkpoints; all other facts of the schedule follow from the workload."""
+    """Computes the state of a job's schedule for checkpoints, from which a resumed run sees whether it has changed."""
 
     def __init__(self, factory: Factory) -> None:
         self._factory = factory
         self._rates: Rates | None = None
 
     def facts(self, layout: Layout, done: int, ticks: Ticks) -> dict[str, ScheduleFacts]:
-        """Return {"schedule": its unit, tick and changed values by group} of the last of `done` rounds; {} without one.
+        """Return {"schedule": the schedule's state at the last of `done` rounds}; {} if the workload has no schedule.
 
         Raises WorkloadError.
         """
@@ -218,14 +220,20 @@ class ScheduleRecord:
 
 
 def rates_of(factory: Factory, layout: Layout) -> Rates | None:
-    """Return the schedule of a factory over the parameters of `layout`; None = it has none. Raises WorkloadError."""
+    """Return the rates of a factory's schedule, for an optimizer of the parameters of `layout`; None = no schedule.
+
+    Raises WorkloadError.
+    """
     if not isinstance(factory, Recipe):
         return None
     return Rates(factory.make, lambda: optim.build(factory, layout))
 
 
 def pace_of(factory: Factory, layout: Layout, optimizer: Optimizer, ticks: Ticks) -> Pace | None:
-    """Return the schedule of a factory over an optimizer that it made; None = it has none. Raises WorkloadError."""
+    """Return the schedule of a factory, which sets the rates of `optimizer`, made by it; None = no schedule.
+
+    Raises WorkloadError.
+    """
     rates = rates_of(factory, layout)
     if rates is None or not isinstance(factory, Recipe):
         return None
@@ -233,7 +241,10 @@ def pace_of(factory: Factory, layout: Layout, optimizer: Optimizer, ticks: Ticks
 
 
 def _checked(found: Schedule, optimizer: Optimizer) -> tuple[RateScheduler | None, Function | None]:
-    """Return a scheduler and None, None and a function, or two None. Raises WorkloadError."""
+    """Check the result of schedule(); return it as (scheduler, None) or (None, function), or (None, None) for None.
+
+    Raises WorkloadError.
+    """
     if found is None:
         return None, None
     if isinstance(found, ReduceLROnPlateau):

@@ -37,8 +37,8 @@ spare_compiler()
 class SlicedOptimizer:
     """The user's optimizer over elements lo to hi of the vector, with its parameter groups.
 
-    Adjacent pieces of one group with compatible states are one leaf, because a step costs per leaf; for an elementwise
-    optimizer the result is the same.
+    A *leaf* is one parameter of this optimizer. Adjacent pieces of one group with compatible states are merged into one
+    leaf, because the time of a step grows with the number of leaves; an elementwise optimizer gives the same result.
     """
 
     def __init__(self, factory: Factory, layout: Layout, params: Tensor, lo: int, hi: int) -> None:
@@ -46,7 +46,7 @@ class SlicedOptimizer:
         self._pieces = layout.pieces(lo, hi)
         self._lo = lo
         self.optimizer, self._members, state = _retarget(build(factory, layout), layout, self._pieces)
-        # any other state of a user's optimizer class could not be divided again
+        # the state of a user's own optimizer class could not be divided again after pieces were merged
         self._merges = type(self.optimizer).__module__.startswith("torch.optim")
         self._made_by = factory, layout
         self._decays_alone: bool | None = None  # see `decays_alone`; determined at the first step that needs it
@@ -124,10 +124,7 @@ class SlicedOptimizer:
         return self._scratch
 
     def plain_rate(self, leaf: nn.Parameter) -> float | None:
-        """Return the factor of the gradient if a step of this leaf only adds the gradient to the parameters.
-
-        Else None.
-        """
+        """Return r if a step of this leaf computes `p += r * grad` and nothing else; otherwise None."""
         if not self._sgd or self._hooked:
             return None
         group = next(group for group in self.optimizer.param_groups if any(p is leaf for p in group["params"]))
@@ -138,9 +135,9 @@ class SlicedOptimizer:
         return bool(self.optimizer._optimizer_step_pre_hooks or self.optimizer._optimizer_step_post_hooks)
 
     def _step_plainly(self, grad: Tensor, scale: float) -> bool:
-        """Step SGD without memory in one operation, with the bits of torch's own loop.
+        """Take a step of a plain SGD (see `is_plain_group`) in one operation, with the same bits as torch's own loop.
 
-        Return False, without a step, if the optimizer is not SGD without memory.
+        Return False, without a step, if the optimizer is not a plain SGD.
         """
         if self._hooked:
             return False
@@ -162,7 +159,7 @@ class SlicedOptimizer:
     def moments(self) -> Moments:
         """Return the state of every piece of a parameter, by the parameter's name; tensors are copies.
 
-        See `edits` too.
+        It includes the `edits` of the parameter's group.
         """
         found, edited = self._states(), edits(self.optimizer)
         for leaf in self._leaves:
@@ -226,7 +223,7 @@ class SlicedOptimizer:
 
 @dataclass(slots=True)
 class _Leaf:
-    """One parameter of the optimizer: a run of adjacent pieces."""
+    """One parameter of a `SlicedOptimizer`: a run of adjacent pieces of the model's parameters."""
 
     param: nn.Parameter
     value: Tensor  # the parameter's memory
@@ -250,12 +247,12 @@ def is_plain_group(group: Group) -> bool:
 
 
 def _decays_inside(group: Group) -> bool:
-    """Return whether this group has a weight decay inside the gradient, unlike AdamW's decoupled one."""
+    """Return whether this group adds its weight decay to the gradient, unlike AdamW, whose decay is decoupled."""
     return bool(group.get("weight_decay")) and not group.get("decoupled_weight_decay")
 
 
 def _elementwise(key: str, value: StateValue, size: int) -> bool:
-    """Return whether a piece of state has one number per element of the leaf; counts such as Adam's step have not."""
+    """Return whether `value` has one number for each of a leaf's `size` elements, unlike a count of steps."""
     return isinstance(value, Tensor) and value.dim() == 1 and len(value) == size and key != "step"
 
 
@@ -326,7 +323,7 @@ def build(factory: Factory, layout: Layout) -> Optimizer:
 
 
 def _retarget(optimizer: Optimizer, layout: Layout, pieces: list[Entry]) -> tuple[Optimizer, list[list[int]], Moments]:
-    """Return the optimizer without its placeholders, the group of each piece, and the state that it creates at once."""
+    """Return the optimizer, the numbers of the pieces in each group, and the state that its constructor created."""
     order: dict[int, int] = optimizer.rayps_order  # type: ignore[attr-defined]
     here = {piece.name: i for i, piece in enumerate(pieces)}
     members: list[list[int]] = []
@@ -373,13 +370,13 @@ def _copied(value: StateValue, device: torch.device | str = "cpu") -> StateValue
 
 
 def moments(optimizer: Optimizer, layout: Layout, params: list[nn.Parameter]) -> Moments:
-    """Return the state of a whole optimizer by parameter name; tensors are copies. See `edits` too."""
+    """Return the state of a whole optimizer by parameter name, with the groups' `edits`; tensors are copies."""
     held = {entry.name: _copy(optimizer.state.get(p, {})) for entry, p in zip(layout.entries, params, strict=True)}
     return with_edits(held, optimizer, layout, params)
 
 
 def with_edits(held: Moments, optimizer: Optimizer, layout: Layout, params: list[nn.Parameter]) -> Moments:
-    """Return an optimizer's states by parameter name, with the edits of each parameter's group, if any."""
+    """Add to an optimizer's states, by parameter name, the `edits` of each parameter's group; return the states."""
     edited = edits(optimizer)
     if any(edited):
         of = {id(p): edited[number] for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -390,7 +387,7 @@ def with_edits(held: Moments, optimizer: Optimizer, layout: Layout, params: list
 
 
 def edits(optimizer: Optimizer) -> list[list[list[Json]]]:
-    """Return for each group the values changed since `made`, JSON-ready: [name, value at creation, value now].
+    """Return for each group the values that were changed since `made` created it: [name, value at creation, value now].
 
     A resume, a change of phase and a recovery restore these values, e.g. a rate that a step hook changes.
     """
@@ -402,9 +399,9 @@ def edits(optimizer: Optimizer) -> list[list[list[Json]]]:
 
 
 def edit(group: Group, states: Iterable[ParamState]) -> None:
-    """Change a group by the edits in one of its parameters' states.
+    """Apply to a group the `edits` that the state of one of its parameters contains.
 
-    A value that the workload's `optimizer` now creates differently stays as created.
+    If the workload's `optimizer` now creates a value differently than at the time of the edit, the value is not edited.
     """
     found: list[tuple[str, Json, Json]] = next((state[EDITS] for state in states if EDITS in state), [])
     mine = plain_values(group)
@@ -418,7 +415,7 @@ def edit(group: Group, states: Iterable[ParamState]) -> None:
 
 
 def plain_values(group: Group) -> JsonObject:
-    """Return the plain values of a group as JSON."""
+    """Return the values of a group that JSON can hold, by name."""
     found: JsonObject = {}
     for key, value in group.items():
         if isinstance(value, Tensor) and value.numel() == 1:
@@ -465,10 +462,10 @@ def _join(values: list[_Value], entry: Entry) -> _Value | Tensor:
 def check_elementwise(factory: Factory, layout: Layout) -> None:
     """Check that an optimizer's steps on flat slices equal its step on whole parameters.
 
-    The trial uses small parameters of the layout's number and dimensions.
+    The trial uses small parameters, as many and with as many dimensions as those of the layout.
 
     Raises:
-        WorkloadError: the results differ; names optimizers and strategies to use instead.
+        WorkloadError: the results differ; the text names optimizers and strategies to use instead.
     """
     layout = _probe(layout)
     generator = torch.Generator().manual_seed(17)
@@ -517,7 +514,10 @@ def _step_slice(factory: Factory, layout: Layout, start: Tensor, grads: list[Ten
 
 
 def ignores_scale(factory: Factory, layout: Layout) -> bool:
-    """Return whether the first step hardly depends on the gradient's scale (Adam-like), so that 1/N has no effect."""
+    """Return whether the first step hardly depends on the gradient's scale, as with Adam.
+
+    Then a push that is scaled by 1/N moves the parameters as far as one that is not.
+    """
     layout = _probe(layout)
     grad = torch.randn(layout.size, generator=torch.Generator().manual_seed(17))
     moved: list[float] = []
@@ -529,12 +529,12 @@ def ignores_scale(factory: Factory, layout: Layout) -> bool:
 
 
 def decays_alone(factory: Factory, layout: Layout) -> bool:
-    """Return whether weight decay is not scaled in a step that counts for a part of a step, or for several steps.
+    """Return whether weight decay stays unscaled in a step that counts as a fraction of a step, or as several.
 
-    That is so if the decay is decoupled and the step ignores the gradient's scale, as in AdamW (Loshchilov, Hutter,
-    "Decoupled Weight Decay Regularization", ICLR 2019): each push is then one whole step of the optimizer, with its
-    whole decay, in the same proportion. It is not so if the decay is a part of the gradient (SGD, Adagrad, Adam), or if
-    the step is proportional to the gradient.
+    True if the decay is decoupled and the step ignores the gradient's scale, as in AdamW (Loshchilov, Hutter,
+    "Decoupled Weight Decay Regularization", ICLR 2019): each push is then a full step of the optimizer, and must have a
+    full decay too. False if the decay is a part of the gradient (SGD, Adagrad, Adam), or if the step is proportional to
+    the gradient.
     """
     groups = build(factory, layout).param_groups
     if any("decoupled_weight_decay" in group for group in groups):  # torch's own optimizers declare it

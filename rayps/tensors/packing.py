@@ -65,7 +65,11 @@ def unpack_state(state: Buffer) -> tuple[Head, list[Tensor]]:
 
 
 def tensor_of(data: Buffer, dtype: torch.dtype) -> Tensor:
-    """Return the elements of a buffer; a view if it is writable. Raises ValueError."""
+    """Return a buffer's bytes as a tensor [n] of `dtype`, a view if the buffer is writable, else a copy.
+
+    Raises:
+        ValueError: the buffer is not a whole number of elements.
+    """
     view = memoryview(data)
     if view.nbytes % dtype.itemsize:
         raise ValueError(f"{view.nbytes} bytes are not a whole number of {dtype} elements")
@@ -75,7 +79,7 @@ def tensor_of(data: Buffer, dtype: torch.dtype) -> Tensor:
 
 
 def plain_moments(moments: Moments, tensors: list[Tensor]) -> Moments:
-    """Return an optimizer's state as JSON; its tensors are appended to `tensors` and referred to by index."""
+    """Return an optimizer's state as JSON data; tensors are appended to `tensors` and replaced by their index there."""
     found: Moments = {}
     for name, state in moments.items():
         found[name] = {}

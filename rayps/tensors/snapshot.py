@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rayps.core.calendar import Calendar, PhaseSpan
 from rayps.core.errors import CheckpointError
+from rayps.core.phase_rounds import Calendar, PhaseSpan
 from rayps.core.records import Point, RingTable
 from rayps.core.repeated_pushes import Ledger, anywhere
 from rayps.tensors.checkpoint import SavedState
@@ -46,18 +46,19 @@ class Snapshot:
     rng: dict[int, Tensor] = field(default_factory=dict)
     positions: list[int] = field(default_factory=list)
     steps_per_epoch: int = 1
-    ring: RingTable | None = None  # the ring's `choices`: with these choices sums have the same bits; of a
-    # replica of several workers the choices of each ring, by `Point.line`
-    # of each shard: lo, hi, the pushes that it had applied
+    # the ring's `choices` of algorithms, with which sums have the same bits; if a replica is several workers, the
+    # choices of each ring by `Point.line`
+    ring: RingTable | None = None
+    # for each shard: lo, hi, and the ledger of the pushes that these elements include
     ledgers: list[tuple[int, int, Ledger]] = field(default_factory=list)
-    divided: str = ""  # key of the division whose columns, in order, the ledgers count; "" = the vector
+    divided: str = ""  # `Division.key` of the division in whose order `ledgers` count elements; "" = the vector's order
     columns: int = 1  # workers of one replica
     origin: tuple[int, int] = (0, 0)  # the round and the epoch from which `steps_per_epoch` counts
     strategy: str = ""  # the strategy of `own` and `shared`
     own: dict[int, LocalState] = field(default_factory=dict)  # each worker's state, if workers train separately
     shared: dict[str, Tensor] = field(default_factory=dict)  # the strategy's state that is equal on all workers
-    ended: list[tuple[int, int]] = field(default_factory=list)  # phases that met their stop rule: the planned and
-    # the actual round of the end
+    # for each phase that ended early by its stop rule: the planned and the actual round of its end
+    ended: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def round(self) -> int:
@@ -65,10 +66,10 @@ class Snapshot:
         return min(self.positions, default=0)
 
     def ledger(self, lo: int, hi: int) -> Ledger:
-        """Return which pushes the elements lo to hi include.
+        """Return the ledger of the pushes that elements lo to hi include.
 
-        If several shards held them, a push that only some of those had applied counts as applied: some elements then
-        lack the push, but none has it twice.
+        If several shards held these elements, a push that only some of the shards had applied counts as applied: some
+        elements then lack the push, but no element gets it twice.
         """
         held = [ledger for a, b, ledger in self.ledgers if a < hi and lo < b]
         return anywhere(held) if held else Ledger(self.positions)
@@ -155,8 +156,9 @@ class Snapshot:
         for name in sorted(mine.keys() | other.keys()):
             if mine.get(name) != other.get(name):
                 raise CheckpointError(
-                    f"the checkpoint is of another model: parameter {name!r} has shape {mine.get(name)} there "
-                    f"and {other.get(name)} here:\ngive the checkpoint of this model, or start without resume"
+                    f"the checkpoint is of another model: parameter {name!r} has shape {mine.get(name)} in the "
+                    f"checkpoint and {other.get(name)} in this model:\ngive the checkpoint of this model, or start "
+                    "without resume"
                 )
 
     def hear(self, point: Point) -> None:
@@ -167,10 +169,10 @@ class Snapshot:
             self.ring = (self.ring or {}) | point["rings"]
 
     def resume(self, calendar: Calendar) -> None:
-        """Continue in this run, which may have another number of replicas or batches per epoch than the earlier run.
+        """Adapt the snapshot to the run of `calendar`, whose number of replicas or of rounds per epoch may differ.
 
         Raises:
-            CheckpointError: these numbers differ, and the snapshot is in the middle of an epoch.
+            CheckpointError: one of these numbers differs, and the snapshot is in the middle of an epoch.
         """
         self.ended = [(planned, at) for planned, at in self.ended if calendar.cut(planned, at)]
         span = calendar.at(self.round)
@@ -184,7 +186,7 @@ class Snapshot:
             if len(set(self.positions)) != 1 or done % self.steps_per_epoch:
                 raise CheckpointError(
                     f"the checkpoint was written in the middle of an epoch by {self._workers()}:\n"
-                    "resume with as many and the same batch size, or from a checkpoint at an epoch's end"
+                    "resume with as many workers and the same batch size, or from a checkpoint at an epoch's end"
                 )
             self.positions = [calendar.after(epoch + done // self.steps_per_epoch)] * len(self.positions)
             self.ledgers = []
@@ -197,10 +199,10 @@ class Snapshot:
         return f"{count} workers" if self.columns == 1 else f"{count} replicas of {self.columns} workers each"
 
     def under(self, strategy: str, workers: int) -> None:
-        """Continue under the strategy of this name.
+        """Adapt the snapshot to the strategy of this name, on `workers` workers.
 
-        The workers' separate states, of another strategy or of another number of workers, are dropped: all workers then
-        continue from the consensus.
+        Separate states of the workers from another strategy, or from another number of workers, are dropped: all
+        workers then continue from the consensus.
         """
         if self.strategy != strategy:
             self.shared = {}
@@ -209,7 +211,7 @@ class Snapshot:
         self.strategy = strategy
 
     def enter(self, span: PhaseSpan) -> None:
-        """Continue under a phase's layout of workers.
+        """Adapt the snapshot to a phase's layout of workers.
 
         If the phase has another number of replicas, all positions become that of the slowest worker.
         """
@@ -229,12 +231,9 @@ def _shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
 
 
 class RetainedParts(dict[int, P]):
-    """A member's parts of snapshots by round, until the driver has fetched them.
+    """A member's parts of snapshots, by round: the newest two, and the part of the round for which the driver waits."""
 
-    The newest two parts are retained, and the part of the round for which the driver waits.
-    """
-
-    wanted = 0  # the driver's choice, see `rayps.runtime.snapshots`
+    wanted = 0  # the round for which the driver waits: see `rayps.runtime.snapshots`
 
     def keep(self, rounds: int, part: P) -> None:
         """Retain the part after `rounds`, and drop older ones."""

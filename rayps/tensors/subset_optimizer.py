@@ -26,7 +26,7 @@ def of_some(factory: Factory, layout: Layout, names: Sequence[str]) -> Factory:
 
 @dataclass(frozen=True)
 class SubsetFactory:
-    """See `of_some`."""
+    """The result of `of_some`: it builds the user's optimizer over the parameters `names` of a layout."""
 
     factory: Factory
     layout: Layout

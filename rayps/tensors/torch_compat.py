@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def spare_compiler() -> None:
-    """Patch the methods in this process; do nothing if this torch has no such methods."""
+    """Replace the methods in this process by ones that do not load the compiler; do nothing if torch lacks them."""
     for name in _METHODS:
         method = getattr(vars(Optimizer).get(name), "__wrapped__", None)
         if method is not None and getattr(method, _KEPT, None) is None:

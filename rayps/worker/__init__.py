@@ -1,1 +1,1 @@
-"""One worker's part of a run: the verbs that every family of strategies needs (`core`), and a loop for each family."""
+"""One worker's part of a run: the methods that all families of strategies need (`core`), and a loop for each family."""

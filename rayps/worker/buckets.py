@@ -2,9 +2,9 @@
 
 Li et al., "PyTorch distributed: experiences on accelerating data parallel training", VLDB 2020. The gradient vector is
 cut at the parameters' bounds, from the last parameter to the first. A bucket is sent when all its gradients are
-complete. The number of parts of each gradient is taken from the round before: an unused parameter delays no bucket, and
-a gradient that arrives in several parts is complete. A part that arrives after its bucket was sent is added by a second
-mean.
+complete. Autograd may add to a gradient several times; how often is taken from the round before, so that a bucket waits
+for all parts of a gradient, and not for a parameter that is not used. A part that arrives after its bucket was sent is
+added by a second mean.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ HELD_ELEMENTS = 1 << 14  # smaller gradients are copied, because a separate call
 class Buckets:
     """The mean over a ring of the gradients that backward computes. All ranks must call the methods in the same order.
 
-    Call `begin`, then backward, then `finish`. In between, each gradient is taken out of `.grad` when autograd has it.
+    Call `begin`, then backward, then `finish`. During backward each gradient is taken from `.grad` as soon as autograd
+    has computed it.
     """
 
     def __init__(self, flat: FlatModel, ring: Ring, bucket_mb: float | None = None) -> None:
-        """Prepare the buckets of `bucket_mb` 10^6 bytes (None = chosen by `chosen`, 0 = one bucket after backward)."""
+        """Prepare buckets of `bucket_mb` 10^6 bytes (None: `chosen` decides; 0: one bucket, sent after backward)."""
         self._flat, self._ring = flat, ring
-        size, self._why = (bucket_mb, "as given") if bucket_mb is not None else chosen(flat, ring)
+        size, self._why = (bucket_mb, "as bucket_mb says") if bucket_mb is not None else chosen(flat, ring)
         self.early = size > 0
         self._buckets = cut(flat.layout, 1e6 * size or math.inf)
         self._bucket_of = {i: b for b, members in enumerate(self._buckets) for i in members}
@@ -43,13 +44,14 @@ class Buckets:
         spans = [slice(entries[members[-1]].lo, entries[members[0]].hi) for members in self._buckets]
         self._pieces = pieces(ring, flat.packed[:-1], spans, len(entries) + 1)
         self._active, self._samples = False, 0
-        self._arrivals: list[int] = []  # parameters in the order of their gradients
+        self._arrivals: list[int] = []  # numbers of the parameters, in the order in which their gradients arrived
         self._times = [0] * len(entries)  # parts of each gradient in this round
         self._expected: list[int] | None = None  # parts of each gradient in the round before
         self._missing: list[int] = []  # gradients that each bucket lacks
         self._left: list[int] = []  # buckets that were sent, in the order of sending
         self._late: Tensor | None = None
-        self.fault: tuple[int, str] | None = None  # a rank whose gradient is not finite (-1 = their sum), the parameter
+        # the rank whose gradient is not finite (-1 = only the sum over ranks is not), and the parameter's name
+        self.fault: tuple[int, str] | None = None
         self._ordered = not (self.early and len(self) > 1 and isinstance(self._pieces, SentBuckets))
         for i, p in enumerate(flat.parameters):
             p.register_post_accumulate_grad_hook(_hook(weakref.ref(self), i))  # type: ignore[no-untyped-call]
@@ -69,7 +71,7 @@ class Buckets:
 
     @property
     def seconds(self) -> float:
-        """Return the total seconds of the caller's thread spent on communication."""
+        """The total seconds that the caller's thread has spent on communication."""
         return self._pieces.seconds
 
     def begin(self, samples: int) -> None:
@@ -87,7 +89,7 @@ class Buckets:
         self._pieces.begin(samples)
 
     def finish(self) -> tuple[Tensor, Collection[int]]:
-        """Return the mean over all ranks' samples, and the numbers of the parameters that no rank has used.
+        """Return the mean gradient over all ranks' samples, and the numbers of the parameters that no rank has used.
 
         The mean is read-only, in the ring's memory, and valid until the next `begin`. Raises LinkError.
         """
@@ -133,7 +135,7 @@ class Buckets:
                 self._leave(bucket)
 
     def _put(self, i: int, bucket: int, grad: Tensor) -> None:
-        """Copy a gradient to its range of the vector, unless only this rank reads that range."""
+        """Copy a gradient to its range of the vector. A large part that only this rank reads is used without a copy."""
         entry, mine = self._flat.layout.entries[i], self._pieces.mine(bucket)
         lo, hi = max(entry.lo, mine.start), min(entry.hi, mine.stop)
         if hi - lo < HELD_ELEMENTS or not grad.is_contiguous():
@@ -183,12 +185,12 @@ def _hook(buckets: weakref.ref[Buckets], i: int) -> Callable[[Tensor], None]:
 def chosen(flat: FlatModel, ring: Ring) -> tuple[float, str]:
     """Choose the size of buckets in 10^6 bytes; return it with the reason. 0 = one bucket after backward."""
     if "hosts" not in ring.choices:
-        return 0.0, "a process group adds the gradients"
+        return 0.0, "a torch process group sums the gradients"
     if len(ring.choices["hosts"]) > 1:
         return AUTO_MB, "the transfer between hosts takes longer than starting a thread to send"
     if flat.packed.device.type == "cpu":
         return AUTO_MB, "ranks of one host read the buckets in shared memory, without a thread"
-    return 0.0, "between ranks of one host a thread that sends takes a core from those that compute"
+    return 0.0, "on one host a thread that sends would take a core from the ranks that compute"
 
 
 def cut(layout: Layout, size: float) -> list[list[int]]:

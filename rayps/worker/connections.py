@@ -23,7 +23,8 @@ log = logging.getLogger(__name__)
 class WorkerConnections:
     """The connections of one generation. `seat` is the worker's place in a space on servers.
 
-    A thread of an earlier generation that ends late cannot close the connections of the next generation.
+    Each generation has an object of its own, so that a thread of an earlier generation that ends late cannot close the
+    connections of the next one.
     """
 
     def __init__(self, seat: SpaceRank | None) -> None:
@@ -88,12 +89,14 @@ class WorkerConnections:
         )
 
     def rewire(self, found: SpaceMap) -> None:
-        """Use the map in which a server is replaced; push again what the new server lacks. Any thread may call it."""
+        """Use `found`, the map in which a server is replaced, and push again to the new server the pushes it lacks.
+
+        Any thread may call it.
+        """
         if self._map is not None:
             self._map.publish(found)
-            # push at once, as the plan's thread may compute or have ended while other workers wait for its pushes; push
-            # in another thread, as a running exchange uses the new map too, and may wait for a worker that lacks the
-            # map
+            # push at once: the plan's thread may be computing, or may have ended, while other workers wait for its
+            # pushes. Push in another thread: an exchange that is running may itself wait for a worker without this map
             threading.Thread(target=self._catch_up, daemon=True, name="catch-up").start()
 
     def _catch_up(self) -> None:
@@ -104,7 +107,7 @@ class WorkerConnections:
             log.info("%s", str(error))
 
     def part(self) -> None:
-        """End the exchanges, so that peers that wait for this worker get an error. Any thread may call it."""
+        """Break off all exchanges, so that peers that wait for this worker get an error. Any thread may call it."""
         for tie in self._all():
             tie.abort() if isinstance(tie, Ring) else tie.hang_up()
 
@@ -114,9 +117,9 @@ class WorkerConnections:
             tie.close()
 
     def steps(self) -> tuple[int, int]:
-        """Return the least and the greatest of this rank's next steps that its servers report.
+        """Return the smallest and the largest next step of this rank that its servers report.
 
-        Raises as `Session.join`.
+        Raises LinkError: see `Session.join`.
         """
         assert self.server is not None, "the parameters are on servers"
         marks = [self.server.step] if self.talk is None else self.talk.join().values()

@@ -1,7 +1,7 @@
-"""One replica on one worker: model, data, optimizer, meter, and the verbs of every family of strategies.
+"""One replica on one worker: model, data, optimizer, meter, and the methods that strategies of every family call.
 
-`Worker` is the argument of a strategy's `round`. It contains no actors, no files and no retries. A family adds verbs in
-a subclass (`rayps.worker.sync_gradients.SyncWorker`, ...); the family's loop runs the rounds
+`Worker` is the argument of a strategy's `round`. It contains no actors, no files and no retries. A family adds methods
+in a subclass (`rayps.worker.sync_gradients.SyncWorker`, ...); the family's loop runs the rounds
 (`rayps.worker.loop.Loop`).
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks as _GLOBAL_HOOKS
 
-from rayps.core.errors import TrainingError, WorkloadError
+from rayps.core.errors import TrainingError
 from rayps.core.records import Event, Point
 from rayps.core.strategy import RoundMemory
 from rayps.core.user_code import user_code
@@ -30,12 +30,13 @@ from rayps.tensors.clip import NormClip
 from rayps.tensors.finite import gradient_fault
 from rayps.tensors.flat import FlatModel, Gradient
 from rayps.tensors.learning_rate import Ticks, pace_of, recipe_of
+from rayps.tensors.user_loss import checked_loss
 from rayps.worker.connections import WorkerConnections
-from rayps.worker.families import MODEL_SLICE, load
+from rayps.worker.loop_of_family import MODEL_SLICE, load
 from rayps.worker.plan import WorkerPlan
 from rayps.workload.base import Workload
 from rayps.workload.model import model_of
-from rayps.workload.part import ModelPart, Whole, number
+from rayps.workload.model_part import ModelPart, Whole, number
 
 if TYPE_CHECKING:
     from rayps.ps.tables.client import Tables
@@ -45,7 +46,7 @@ Traffic = tuple[float, float, int]  # seconds waited, seconds spent on transfer,
 
 
 class Worker:
-    """One replica under a strategy, with the verbs that every family needs.
+    """One replica under a strategy, with the methods that every family needs.
 
     `memory` is the strategy's state between its rounds; `shared` is the part of that state that is equal on all
     workers.
@@ -158,7 +159,8 @@ class Worker:
         """
         if self.local is None:
             raise TypeError(
-                f"{self.plan.strategy.name}: servers step, workers have no optimizer: call w.server.push, not w.step"
+                f"under {self.plan.strategy.name} servers step and workers have no optimizer: call w.server.push, not "
+                "w.step"
             )
         with self.meter.computing():
             self.local.step(grad.vector if isinstance(grad, Gradient) else grad)
@@ -175,7 +177,7 @@ class Worker:
     # ---- reports
 
     def say(self, **numbers: float) -> None:
-        """Add numbers to this round's point, equal on all workers. The standard metrics cannot be replaced."""
+        """Add numbers to this round's point; all workers must give equal ones. Standard metrics cannot be replaced."""
         self.log.say(numbers)
 
     def event(self, kind: str, message: str, **facts: Json) -> None:
@@ -208,9 +210,9 @@ class Worker:
         return loss_value(loss, self.plan.rank, at, self.batches.epoch_of(at)[0])
 
     def _must_be_finite(self, rank: int, parameter: str | None) -> None:
-        """Raise the TrainingError of a gradient that is not finite.
+        """Raise TrainingError if `parameter` is given, or if a table row's gradient on this worker is not finite.
 
-        It is worker `rank`'s gradient of `parameter`, or of a table's row on this worker.
+        `parameter` is the parameter of which worker `rank` has a gradient that is not finite; None = there is none.
         """
         row = None if parameter is not None or self.tables is None else self.tables.gradient_fault()
         if parameter is not None or row is not None:
@@ -268,9 +270,9 @@ class BatchStream:
         return before + epoch, index
 
     def take(self, end: int) -> Batch:
-        """Return the next batch. If the batch after it is below position `end`, call `ahead` with that one.
+        """Return the next batch. If `ahead` is set, read the batch after it too, and call `ahead` with that batch.
 
-        Raises DataError, WorkloadError.
+        No batch at position `end` or later is read in advance. Raises DataError, WorkloadError.
         """
         batch, self._coming = self._coming, None
         if batch is None:
@@ -342,7 +344,7 @@ class LocalOptimizer:
         return optim.moments(self.optimizer, self._flat.layout, self._flat.parameters)
 
     def load(self, moments: optim.Moments) -> None:
-        """Restore the state that `moments` returned; entries of another kind of optimizer are dropped."""
+        """Restore the state that `moments` returned; what another kind of optimizer has stored is dropped."""
         fitting = optim.fitting(moments, self.optimizer)
         optim.load(self.optimizer, fitting, self._flat.layout, self._flat.parameters)
 
@@ -367,10 +369,11 @@ class LocalOptimizer:
 
 
 def steps_by_reading(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> bool:
-    """Take a step; return whether this step and every later one leaves the gradients unchanged.
+    """Take a step; return whether this step and every later step leave the gradients unchanged.
 
-    True only for optimizers of torch without hooks: another optimizer may change gradients in a later step. Some of
-    torch's change them too (SGD with nesterov and foreach). Raises WorkloadError.
+    True only for an optimizer of torch without hooks that left them unchanged in this step: an optimizer of another
+    class may change them in a later step. Some of torch's change them (SGD with nesterov and foreach). Raises
+    WorkloadError.
     """
     before = [None if p.grad is None else p.grad._version for p in params]
     with user_code("optimizer.step"):
@@ -466,7 +469,7 @@ def traffic_of(ring: RingTraffic) -> Callable[[], Traffic]:
 
 
 class RoundLog:
-    """The choices before the first round, numbers and events that a worker reports beside the meter."""
+    """A worker's reports beside the meter: the choices made before the first round, each round's numbers and events."""
 
     def __init__(self) -> None:
         self.choices: list[Event] = []
@@ -522,15 +525,10 @@ def loss_value(loss: object, rank: int, round: int, epoch: int) -> float:
     """Return the user's loss as a number.
 
     Raises:
-        WorkloadError: the loss is not a tensor with one number.
+        WorkloadError: as `checked_loss`.
         TrainingError: the loss is not finite.
     """
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise WorkloadError(
-            f"loss(model, batch) returned {shape}: return one number as a tensor, the mean over the batch"
-        )
-    value = float(loss.item())
+    value = float(checked_loss(loss).item())
     if not math.isfinite(value):
         raise TrainingError(
             f"the loss became {value} on worker-{rank} at round {round} (epoch {epoch + 1}):\n"

@@ -1,4 +1,4 @@
-"""Rounds of federated strategies: each worker trains its part of the cohort, then all workers combine once."""
+"""Rounds of federated strategies: each worker trains its part of the cohort, then their results are combined once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class FederatedWorker(RingWorker):
 
 
 class FederatedRounds(Loop):
-    """The loop of federated strategies: parameters equal on all workers, and states of clients."""
+    """The loop of federated strategies: all workers have equal parameters, and each stores some clients' states."""
 
     view: ClassVar[type[Worker]] = FederatedWorker
     w: FederatedWorker
@@ -39,7 +39,7 @@ class FederatedRounds(Loop):
             self.w.clients.adopt(dealt.states)
 
     def begin(self, stopped: Callable[[], bool]) -> None:
-        """See `Loop`."""
+        """Prepare the first round; a wait for real clients ends once `stopped()` is true. See `Loop`."""
         self.w.clients.stopped = stopped
         super().begin(stopped)
 

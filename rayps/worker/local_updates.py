@@ -26,7 +26,7 @@ class LocalWorker(RingWorker):
     """A worker that steps by its own gradients. Only the vectors that the strategy averages are sent and compressed."""
 
     def __init__(self, workload: Workload, plan: WorkerPlan, peers: WorkerConnections, device: str = "cpu") -> None:
-        """See `Worker`."""
+        """Build the worker, with gradients in memory of the ring. See `Worker`."""
         assert peers.ring is not None, "workers average over a ring"
         super().__init__(workload, plan, peers, device, gradients=peers.ring.buffer)
 
@@ -38,29 +38,29 @@ class LocalUpdates(Loop):
     w: LocalWorker
 
     def __init__(self, workload: Workload, plan: WorkerPlan, peers: WorkerConnections, device: str = "cpu") -> None:
-        """See `Loop`."""
+        """Build the worker. See `Loop`."""
         super().__init__(workload, plan, peers, device)
         self._agreed: tuple[Tensor | None] | None = None  # the consensus of this round, once computed
 
     def run_round(self) -> None:
-        """See `Loop`."""
+        """Run one round; the consensus of the round before is dropped. See `Loop`."""
         self._agreed = None
         super().run_round()
 
     def finish(self) -> None:
-        """See `Loop`."""
+        """End the plan: all workers then hold the consensus. See `Loop`."""
         self._agreed = None
         super().finish()
         self._agreed = None
 
     def consensus(self) -> Tensor | None:
-        """Return the consensus, which is computed once per round, though it is both saved and evaluated. See `Loop`."""
+        """Return the consensus, which is computed once per round for checkpoint and evaluation. See `Loop`."""
         if self._agreed is None:
             self._agreed = (super().consensus(),)
         return self._agreed[0]
 
     def state_dict(self, *, together: bool) -> WorkerPart:
-        """Return this worker's own state, with the consensus only if `together`. See `Loop`."""
+        """Return this worker's own state, with the consensus if `together`. See `Loop`."""
         w = self.w
         assert w.local is not None, "each worker has an optimizer"
         w.means.settle()

@@ -1,7 +1,7 @@
 """The base class of loops: how a family runs a round, what its state is, and what is evaluated.
 
-`rayps.worker.families` maps a strategy to its loop. A user's strategy may bring its own loop: a subclass of `Loop`, or
-of a family's loop, named by `Strategy.loop = "module:Class"`.
+`rayps.worker.loop_of_family` maps a strategy to its loop. A user's strategy may bring its own loop: a subclass of
+`Loop`, or of a family's loop, named by `Strategy.loop = "module:Class"`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Companions: TypeAlias = dict[str, Any]  # objects that families keep on a worker
 
 
 class Loop:
-    """Runs a strategy's rounds on one worker, `w`, whose class has the family's verbs."""
+    """Runs a strategy's rounds on one worker `w`, whose class `view` has the methods of the strategy's family."""
 
     view: ClassVar[type[Worker]] = Worker
     w: Worker
@@ -42,9 +42,9 @@ class Loop:
     # ---- rounds
 
     def join(self, companions: Companions) -> None:
-        """Receive the objects that the family stores on this worker between generations.
+        """Receive the objects that families store on this worker between generations.
 
-        See `WorkerActor.companion`.
+        Their keys are their classes as "module:Class". See `WorkerActor.companion`.
         """
 
     def begin(self, stopped: Callable[[], bool]) -> None:
@@ -66,7 +66,7 @@ class Loop:
             self.w.params = agreed
 
     def retain(self, round: int) -> None:
-        """Retain the values that a checkpoint after `round` needs beside `state_dict`."""
+        """Retain the values that a checkpoint after `round` contains besides the result of `state_dict`."""
 
     def close(self) -> None:
         """Release the loop's resources; called after an error too."""
@@ -91,7 +91,7 @@ class Loop:
         return agreed
 
     def evaluation_params(self) -> Tensor | None:
-        """Return the parameters to evaluate during the plan; None = the worker's. Raises LinkError."""
+        """Return the parameters to evaluate during the plan; None = the worker's own parameters. Raises LinkError."""
         return self.consensus()
 
     def evaluate(self, vector: Tensor | None = None) -> dict[str, tuple[float, int]]:
@@ -142,18 +142,19 @@ class Loop:
     # ---- for subclasses
 
     def _view(self) -> Any:
-        """Return the worker view that is passed to the strategy's `round`.
+        """Return the worker as it is passed to the strategy's `round`.
 
-        `WorkerView` declares the verbs of all families; `w` has those of its own family.
+        `WorkerView` declares the methods of all families; `w` has only those of its own family.
         """
         return self.w
 
     def _part(
         self, params: Tensor | None, moments: optim.Moments | None = None, own: LocalState | None = None
     ) -> WorkerPart:
-        """Return this worker's part of a checkpoint, with these parameters on rank 0.
+        """Return this worker's part of a checkpoint.
 
-        Rank 0's part holds also the `moments` (None = those of the local optimizer), the buffers and the shared values.
+        Only rank 0's part has `params`, the `moments` (None = those of the local optimizer), the buffers and the shared
+        values.
         """
         w = self.w
         if w.tables is not None:

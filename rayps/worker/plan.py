@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from rayps.core import records
-from rayps.core.calendar import Boundary
 from rayps.core.grid import Grid, Point
+from rayps.core.phase_rounds import Boundary
 from rayps.core.strategy import StrategyView
 from rayps.core.user_code import Call
 from rayps.parallel.division.division import Division
@@ -22,7 +22,7 @@ from rayps.tensors.local_state import LocalState
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """The orders that every member of a generation receives."""
+    """The facts and limits of a generation that all its members receive."""
 
     generation: int
     strategy: StrategyView
@@ -33,7 +33,7 @@ class Orders:
     timeout: float
     origin: tuple[int, int] = (0, 0)  # the round and the epoch at the start of the phase
     division: Division | None = None  # how the model is divided; None: a replica is one worker
-    mailbox: str | None = None  # the folder of the job's real clients; None = it has none
+    mailbox: str | None = None  # the folder through which real clients send and receive; None = there are none
     ticks: Ticks = field(default_factory=Ticks)  # the epochs of the phase, for schedules on servers
 
 
@@ -45,7 +45,7 @@ class PeerAddresses:
     ring: list[str] = field(default_factory=list)  # addresses of the column's workers, in the order of data ranks
     seat: SpaceRank | None = None  # the worker's place in a space on servers
     axes: dict[str, list[str]] = field(default_factory=dict)  # addresses of the replica's workers along each axis
-    attempt: int = 0  # starts of this replica in this generation; calls of another attempt are refused
+    attempt: int = 0  # how often replicas have started again; connections of another attempt are refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +61,15 @@ class WorkerPlan:
     strategy: StrategyView
     peers: PeerAddresses
     seed: int
-    start: int  # the position to start from; -1 = the one that the servers report (replacement worker)
+    start: int  # the position to start from; -1 = the position that the servers report, for a replacement worker
     end: int
     boundary: Boundary
     evaluated: int  # the last round whose evaluation by this rank the driver has
     timeout: float
-    origin: tuple[int, int] = (0, 0)  # see Orders
-    division: Division | None = None
+    origin: tuple[int, int] = (0, 0)  # the round and the epoch at the start of the phase
+    division: Division | None = None  # how the model is divided; None: a replica is one worker
     bond: Bond | None = None  # set if workers hold backups of each other's states
-    mailbox: str | None = None  # see Orders
+    mailbox: str | None = None  # the folder through which real clients send and receive; None = there are none
 
     @property
     def grid(self) -> Grid:
@@ -92,9 +92,9 @@ class WorkerFacts:
     position: int = 0
     error: Exception | None = None
     points: list[records.Point] = field(default_factory=list)
-    parts: list[int] = field(default_factory=list)
-    lines: list[tuple[float, str]] = field(default_factory=list)
-    kept_since: int = 0  # below this step, pushes that are not known to be durable are not retained any more
+    parts: list[int] = field(default_factory=list)  # rounds whose part of a checkpoint is retained
+    lines: list[tuple[float, str]] = field(default_factory=list)  # log lines: time, text
+    kept_since: int = 0  # pushes of steps below this may have been evicted before they were known to be durable
     cost: CommitCost | None = None  # the cost of the backups of its state
     met: str | None = None  # why the strategy's stop rule ended the phase
     call: Call | None = None  # the call of the user's code that has not returned yet
@@ -103,7 +103,7 @@ class WorkerFacts:
 
 @dataclass(slots=True)
 class WorkerPart:
-    """A worker's part of a checkpoint. Data rank 0's part has parameters and moments, unless servers hold them."""
+    """A worker's part of a checkpoint. Only data rank 0's part has parameters and moments, unless servers hold them."""
 
     round: int
     params: Tensor | None
@@ -112,4 +112,4 @@ class WorkerPart:
     rng: Tensor
     own: LocalState | None = None  # the worker's own state, if workers train separately
     shared: dict[str, Tensor] = field(default_factory=dict)  # values that are equal on all workers; in rank 0's part
-    met: bool = False  # the strategy's stop rule is met: the phase ends here
+    met: bool = False  # whether the strategy's stop rule was met in this round, so that the phase ends

@@ -1,4 +1,4 @@
-"""A worker on a ring: means of gradients and vectors, at once or in the background, and of buffers."""
+"""A worker on a ring, which computes means over workers: of gradients, of a strategy's vectors, of buffers."""
 
 from __future__ import annotations
 
@@ -26,25 +26,28 @@ _FEEDBACK = "ring/"  # prefix of a compressed ring's error feedback, in a worker
 
 
 class BackgroundMeans:
-    """Means over workers of a strategy's vectors, compressed if the strategy asks for compression."""
+    """Computes means of a strategy's vectors over workers, at once or in the background.
+
+    The vectors are sent compressed if the strategy has compression.
+    """
 
     def __init__(self, ring: Ring, sent: Ring | CompressedRing) -> None:
-        """Set the rings; `sent` is the ring that compresses, or `ring` itself."""
+        """Set the rings; `sent` is the ring that compresses vectors, or `ring` itself."""
         self._ring, self.sent = ring, sent
         self._slots: dict[int, CompressedRing] | None = {0: sent} if isinstance(sent, CompressedRing) else None
 
     def mean(self, vector: Tensor, samples: float = 1.0, *, exact: bool = False) -> Tensor:
-        """See `WorkerView.mean`. Raises LinkError."""
+        """Return the mean of a vector over workers: see `WorkerView.mean`. Raises LinkError."""
         sent = self._ring if exact or self._slots is None else self._slots[0]
         return sent.mean(Gradient(_packed(vector), samples))
 
     def mean_later(self, vector: Tensor, samples: float, slot: int) -> Tensor:
-        """Start a mean, see `WorkerView.mean_later`.
+        """Start a mean in the background: see `WorkerView.mean_later`.
 
-        The sum replaces the values of the returned tensor, whose last element becomes the sum of the weights.
+        The returned tensor receives the weighted sum, and in its last element the sum of the weights.
 
-        For half-precision vectors the result is float32, as half precision can hold neither a sum weighted by samples
-        nor the number of samples.
+        For half-precision vectors the result is float32, because half precision can hold neither a sum weighted by
+        samples nor the number of samples.
         """
         if self._slots is not None:
             parcel = _packed(vector)
@@ -102,7 +105,7 @@ class RingWorker(Worker):
         gradients: Memory | None = None,
         parameters: Memory | None = None,
     ) -> None:
-        """See `Worker`."""
+        """Build the worker, and the ring that compresses if the strategy has compression. See `Worker`."""
         super().__init__(workload, plan, peers, device, gradients=gradients, parameters=parameters)
         ring = peers.ring
         assert ring is not None, "a family without servers uses a ring"
@@ -118,8 +121,8 @@ class RingWorker(Worker):
     def grad(self, batch: Batch) -> Gradient:
         """Return the gradient as `Worker.grad` does.
 
-        The next `step` skips the parameters to which backward gave no gradient. With a gradient of zeros, a step would
-        move these parameters by momentum, and overwrite other workers' writes.
+        The next `step` skips the parameters to which backward gave no gradient. A step with a gradient of zeros would
+        move these parameters by momentum and, in shared memory, overwrite other workers' writes.
         """
         gradient, used = self._gradient(batch)
         self._skip(_unmarked(used))
@@ -128,7 +131,7 @@ class RingWorker(Worker):
     def mean_grad(self, batch: Batch) -> Tensor:
         """Return `ring.mean(grad(batch))`, read-only. The next `step` skips the parameters that no rank used.
 
-        Raises as `grad`, and LinkError.
+        Raises LinkError, and the errors of `grad`.
         """
         gradient, used = self._gradient(batch)
         mean: Tensor = self.ring.mean(gradient)
@@ -137,19 +140,19 @@ class RingWorker(Worker):
         return mean
 
     def mean(self, vector: Tensor, samples: float = 1.0, *, exact: bool = False) -> Tensor:
-        """See `WorkerView.mean`. Raises LinkError."""
+        """Return the mean of a vector over workers: see `WorkerView.mean`. Raises LinkError."""
         return self.means.mean(vector, samples, exact=exact)
 
     def mean_later(self, vector: Tensor, samples: float = 1.0, *, slot: int = 0) -> Tensor:
-        """See `WorkerView.mean_later`."""
+        """Start a mean in the background: see `WorkerView.mean_later`."""
         return self.means.mean_later(vector, samples, slot)
 
     def arrived(self, parcel: Tensor) -> Tensor:
-        """See `WorkerView.arrived`. Raises LinkError."""
+        """Wait for a mean that `mean_later` started, and return it: see `WorkerView.arrived`. Raises LinkError."""
         return self.means.arrived(parcel)
 
     def sync_optimizer_and_buffers(self, samples: float, *, momentum: str, buffers: str) -> None:
-        """Synchronize the optimizer's state and the model's buffers as a strategy's options say.
+        """Synchronize the optimizer's state and the model's buffers over the workers.
 
         `momentum`: "keep" (each worker its own), "reset" (empty), "average" (weighted by `samples`; counts of steps are
         rounded). `buffers`: "keep", or "average" (of floating point ones). Averages are computed in float32, or in
@@ -188,7 +191,7 @@ class RingWorker(Worker):
 
 
 def ring_choices(plan: WorkerPlan, peers: WorkerConnections) -> list[Event]:
-    """Return the rings' choices of algorithm as events, from the first rank of each ring."""
+    """Return as events which algorithms this worker's rings have chosen; only the first rank of a ring reports it."""
     if plan.division is None:
         ring = peers.ring
         if ring is None or plan.rank or plan.size == 1:

@@ -16,8 +16,8 @@ from rayps.ps.protocol.segment_map import SpaceMap
 from rayps.recovery.worker_backup import WorkerBackup
 from rayps.tensors.snapshot import RetainedParts, Snapshot
 from rayps.worker.connections import WorkerConnections
-from rayps.worker.families import loop_class
 from rayps.worker.loop import Companions, Loop
+from rayps.worker.loop_of_family import loop_class
 from rayps.worker.plan import WorkerFacts, WorkerPart, WorkerPlan
 from rayps.workload.base import Workload
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 class GenerationRun:
     """The run of one plan, from `start` to `end`. Any thread may call its methods.
 
-    A run that has ended reports nothing more, although its thread may still be running.
+    After `end` the run reports nothing more, although its thread may still be running.
     """
 
     def __init__(
@@ -101,12 +101,15 @@ class GenerationRun:
         return self._facts.position
 
     def part(self, rounds: int | None) -> WorkerPart | None:
-        """Return the part of the checkpoint after `rounds`, or the newest part (None); None if it is not retained."""
+        """Return this worker's part of the checkpoint after `rounds` rounds; None if it is not retained.
+
+        `rounds` None: return the newest part.
+        """
         with self._lock:
             return self._parts.get(max(self._parts, default=0) if rounds is None else rounds)
 
     def rewire(self, found: SpaceMap) -> None:
-        """Connect to the replacement of a shard, whose address `found` has."""
+        """Use `found`, the map with the address of a shard's replacement, and push again what that shard lacks."""
         self._connections.rewire(found)
 
     def evaluate(self, vector: Tensor | None, buffers: dict[str, Tensor]) -> dict[str, tuple[float, int]]:
@@ -154,7 +157,7 @@ class GenerationRun:
             if not self._stop.is_set():  # set before peers can see that the connections break
                 self._facts.status, self._facts.error = status, error
                 if error is None and run.loop.w.done:
-                    self._facts.met = run.loop.w.reason or "it is done"
+                    self._facts.met = run.loop.w.reason or "its stop rule is met"
         if error is not None:
             self._connections.part()
             self._connections.close()
@@ -182,15 +185,17 @@ class GenerationRun:
         self._run = run
         return run
 
-    def _report(self, point: Point) -> None:
+    def _report(self, point: Point) -> bool:
+        """Record a point for the driver's next poll; return False, without effect, if the plan was ended."""
         with self._lock:
             if self._stop.is_set():
-                return
+                return False
             self._facts.points.append(point)
             if self._backup is not None:
                 self._backup.said(point)
             if point["kind"] == "round":
                 self._facts.position = point["round"] + 1
+        return True
 
     def _retain(self, part: WorkerPart) -> None:
         with self._lock:
@@ -208,13 +213,14 @@ class PlanRun:
     def __init__(
         self,
         loop: Loop,
-        report: Callable[[Point], None],
+        report: Callable[[Point], bool],
         retain: Callable[[WorkerPart], None],
         stopped: Callable[[], bool],
     ) -> None:
         """Prepare the run.
 
-        `report` receives points, `retain` parts of checkpoints; `stopped()`: the plan was ended from outside.
+        `report` receives points, and returns whether the driver will receive them; `retain` receives parts of
+        checkpoints; `stopped()` returns whether the plan was ended from outside.
         """
         self.loop, self.wanted = loop, 0
         self.commit: Callable[[], None] | None = None
@@ -225,7 +231,8 @@ class PlanRun:
 
         Raises:
             UserError: the user's code failed.
-            TrainingError, LinkError: see `Worker.grad`, `Loop`.
+            TrainingError: a loss or a gradient is not finite.
+            LinkError: a connection to a peer failed.
         """
         try:
             self._run()
@@ -244,8 +251,8 @@ class PlanRun:
             loop.run_round()
             for event in w.log.take_events():
                 self._report({"kind": "event", "event": event})
-            self._report(loop.point())
-            self._commit()
+            if self._report(loop.point()):  # else a later generation could start after this round, without its point
+                self._commit()
             at = w.position
             if at in plan.boundary or at == self.wanted:
                 loop.retain(at)
@@ -265,10 +272,9 @@ class PlanRun:
             self.commit()
 
     def _evaluate(self) -> None:
-        """Evaluate at the end of an epoch.
+        """Evaluate if an epoch has just ended, unless the driver has this evaluation already.
 
-        Not at the end of the plan, when the driver requests the evaluation. An evaluation that the driver has is not
-        reported again.
+        At the end of the plan nothing is evaluated here: the driver requests that evaluation.
         """
         w, plan = self.loop.w, self.loop.w.plan
         at, (epoch, index) = w.position, w.batches.epoch_of(w.position)

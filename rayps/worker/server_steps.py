@@ -26,10 +26,13 @@ from rayps.workload.base import Workload
 
 
 class ServerWorker(Worker):
-    """A worker with `server`. Servers on its host read its gradients in shared memory; pulls write into the model."""
+    """A worker with a connection `server` to the servers that hold the parameters.
+
+    Servers on its host read its gradients in shared memory; pulls write into the model.
+    """
 
     def __init__(self, workload: Workload, plan: WorkerPlan, peers: WorkerConnections, device: str = "cpu") -> None:
-        """See `Worker`."""
+        """Build the worker and connect it to the servers and to the model's sparse tables. See `Worker`."""
         server = peers.server
         assert server is not None, "the parameters are on servers"
         servers = servers_of(plan.strategy)
@@ -55,7 +58,7 @@ class ServerWorker(Worker):
     def grad(self, batch: Batch) -> Gradient:
         """Return the gradient as `Worker.grad` does, clipped to `clip_norm` together with the rows of tables.
 
-        It is clipped here, as servers step by it.
+        The worker clips it, because servers do not clip pushes.
         """
         gradient = super().grad(batch)
         if batch.size and self.local is None and self.clip.most is not None:
@@ -75,7 +78,7 @@ class ServerWorker(Worker):
 
 
 class ServerSteps(Loop):
-    """The loop of strategies with servers: the servers' parameters are saved and evaluated.
+    """The loop of strategies with servers: the servers' parameters are saved and evaluated, not the workers'.
 
     A worker's part of a checkpoint is its position and random state.
     """
@@ -84,12 +87,12 @@ class ServerSteps(Loop):
     w: ServerWorker
 
     def __init__(self, workload: Workload, plan: WorkerPlan, peers: WorkerConnections, device: str = "cpu") -> None:
-        """See `Loop`."""
+        """Build the worker at the position that the servers report. See `Loop`."""
         super().__init__(workload, plan, peers, device)
         self.w.position = self.w.server.step  # a replacement worker continues after its predecessor's last push
 
     def run_round(self) -> None:
-        """See `Loop`."""
+        """Run one round, with the lookups of sparse tables in it. See `Loop`."""
         if self.w.tables is not None:
             self.w.tables.begin(self.w.position)
         super().run_round()
@@ -104,7 +107,7 @@ class ServerSteps(Loop):
         return None
 
     def evaluation_params(self) -> Tensor:
-        """Pull the servers' parameters; if workers run in step, after all pushes of the round are applied.
+        """Return the servers' parameters; if workers run in step, wait first until the round's pushes are applied.
 
         Raises LinkError.
         """

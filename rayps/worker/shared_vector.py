@@ -19,15 +19,12 @@ class SharedVectorWorker(RingWorker):
     """
 
     def __init__(self, workload: Workload, plan: WorkerPlan, peers: WorkerConnections, device: str = "cpu") -> None:
-        """See `Worker`."""
+        """Build the worker, with parameters in memory of the ring. See `Worker`."""
         assert peers.ring is not None, "the ring allocates the shared memory"
         super().__init__(workload, plan, peers, device, parameters=peers.ring.common)
 
 
 class SharedVectorSteps(Loop):
-    """The loop of strategies with one shared vector, which is saved and evaluated.
-
-    Workers do not wait for each other.
-    """
+    """The loop of strategies whose workers step one shared vector; that vector is saved and evaluated."""
 
     view: ClassVar[type[Worker]] = SharedVectorWorker

@@ -25,10 +25,13 @@ from rayps.workload.base import Workload
 
 
 class SyncWorker(RingWorker):
-    """A worker with the verb `mean_grad`. The other ranks of this host read its gradients in shared memory."""
+    """A worker whose `mean_grad` averages gradients over the ring while backward continues.
+
+    The other ranks of its host read its gradients in shared memory.
+    """
 
     def __init__(self, workload: Workload, plan: WorkerPlan, peers: WorkerConnections, device: str = "cpu") -> None:
-        """See `Worker`."""
+        """Build the worker, the buckets of its gradients, and the connection to sparse tables. See `Worker`."""
         assert peers.ring is not None, "gradients are averaged over a ring"
         super().__init__(workload, plan, peers, device, gradients=peers.ring.buffer)
         self.ring = self.means.sent
@@ -52,7 +55,7 @@ class SyncWorker(RingWorker):
     def mean_grad(self, batch: Batch) -> Tensor:
         """Return `ring.mean(grad(batch))`, read-only, in buckets that are sent while backward continues.
 
-        The next `step` skips the parameters that no rank used. Raises as `grad`, and LinkError.
+        The next `step` skips the parameters that no rank used. Raises LinkError, and the errors of `grad`.
         """
         buckets = self._buckets
         if buckets is None:
@@ -61,7 +64,7 @@ class SyncWorker(RingWorker):
         buckets.begin(batch.size)
         if batch.size:
             self._backward(batch)
-        # a fault of this rank's own gradient, which other ranks do not know
+        # this rank's own gradient is not finite: report it now, as other ranks do not know which rank it is
         self._must_be_finite(*(buckets.fault or (self.rank, None)))
         mean, unused = buckets.finish()
         self._skip(unused, mean)
@@ -77,7 +80,7 @@ class SyncGradients(Loop):
     view: ClassVar[type[Worker]] = SyncWorker
 
     def run_round(self) -> None:
-        """Run one round; with sparse tables, look up their rows before it and push their gradients after it."""
+        """Run one round; with sparse tables, look up rows before the round and push their gradients after it."""
         w = self.w
         if w.tables is None:
             super().run_round()

@@ -21,16 +21,18 @@ from rayps.data.base import Batch, Data
 
 
 def _none(method: Any) -> Any:
-    """Mark a method that the workload class does not define."""
+    """Mark a default method, so that it is known whether the user's class defines its own."""
     method.is_none = True
     return method
 
 
 class Workload(ABC):
-    """What to learn: a model, a loss, data, an optimizer and its schedule. Created once, then sent to every worker.
+    """What to learn: a model, a loss, data, an optimizer and its schedule.
+
+    An instance is created once, and then sent to every worker.
 
     `clip_norm`, a number above 0 or None (never), is the largest Euclidean norm of a gradient: a longer one is scaled
-    down, as `torch.nn.utils.clip_grad_norm_` does. Which gradient is clipped depends on the strategy: under all_reduce
+    down, as `torch.nn.utils.clip_grad_norm_` does. Which gradient is clipped depends on the strategy. Under all_reduce
     the mean over all workers; under servers each worker's push, dense part and rows of tables together; if workers (or
     clients) step separately (hogwild, local_sgd, parallel_sgd, diloco, admm, the federated ones) the gradient of each
     of their steps, not the values that they exchange; under downpour both the gradient of a copy's step and the push,
@@ -83,15 +85,16 @@ class Workload(ABC):
                 return lambda step: min(1.0, (step + 1) / 100)     # a warm-up
 
         The schedule is stepped once a step, or once an epoch (`schedule_every = "epoch"`), from step 0 of the job on: a
-        resumed run and a later phase continue the count. A step is a round of the worker, also if servers take the
-        step. A server applies the rate of the round of a push, however late the push arrives (Downpour: that of its
-        last gradient). Workers that train separately count their own steps across averages. A federated job counts its
-        rounds, and its clients train at the rate of the round (`server_lr` is constant).
+        resumed run and a later phase continue the count. A step is a round of the worker, even if servers apply it. A
+        server applies a push at the rate of the round in which the push was computed, however late it arrives (under
+        downpour, the round of its last gradient). Workers that train separately each count all of their own steps. A
+        federated job counts its rounds, and its clients train at the rate of the round (`server_lr` is constant).
 
-        `optimizer` is a skeleton: the groups of `self.optimizer(params)` over placeholders. The schedule is evaluated
-        on it in each process, and must give the same values each time. For a sparse table it is torch's optimizer of
-        the same kind, with one group whose "table" is the table's name. The values that a scheduler changes (rates;
-        OneCycleLR also momentum) are set before each step. ReduceLROnPlateau is refused: its steps need a metric.
+        `optimizer` does not take the steps: it is a skeleton, with the groups of `self.optimizer(params)` and
+        placeholders for the parameters. Each process evaluates the schedule on a skeleton of its own, so a schedule
+        must give the same values each time. For a sparse table the skeleton is torch's optimizer of the same kind, with
+        one group whose "table" is the table's name. The values that a scheduler changes (rates; OneCycleLR also
+        momentum) are set before each step. ReduceLROnPlateau is refused, because its steps need a metric.
         """
         return None
 
@@ -138,7 +141,7 @@ def misspelt(workload: Workload) -> list[str]:
         for name in sorted(set(vars(kind)) - set(ours)):
             near = difflib.get_close_matches(name, missing, 1, cutoff=0.84)
             if near and not name.startswith("_"):
-                found.append(f"{kind.__name__} has {name!r} and no {near[0]!r} of its own: is it misspelt?")
+                found.append(f"{kind.__name__} defines {name!r} and not {near[0]!r}: is the name misspelt?")
     return found
 
 
@@ -153,7 +156,7 @@ def load(target: str, working_dir: str | None = None) -> Workload:
     The user's files are read again at each call: a warm process never uses an older version of a file.
 
     Raises:
-        WorkloadError: the class cannot be found or created; names the line of the user's file that failed.
+        WorkloadError: the class cannot be found or created; the text names the line of the user's file that failed.
     """
     if (reason := misnamed(target)) is not None:
         raise WorkloadError(reason, target=target)
@@ -164,12 +167,12 @@ def load(target: str, working_dir: str | None = None) -> Workload:
 def _instance(kind: type[Workload], target: str) -> Workload:
     missing = ", ".join(f"{name}()" for name in sorted(getattr(kind, "__abstractmethods__", ())))
     if missing:
-        raise WorkloadError(f"{target} lacks {missing}: write it in the class", target=target)
+        raise WorkloadError(f"{target} lacks {missing}: define it in the class", target=target)
     try:
         inspect.signature(kind).bind()
     except TypeError as error:
         raise WorkloadError(
-            f"{target} is created without arguments, but its __init__ raises: {error}\ngive its arguments defaults",
+            f"{target} is created without arguments, but its __init__ needs some ({error}):\ngive them defaults",
             target=target,
         ) from error
     try:

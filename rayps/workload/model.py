@@ -1,4 +1,4 @@
-"""Build a user's model although other code of the process uses torch's random numbers too."""
+"""Build a user's model with reproducible random numbers, although other threads draw from torch's generator too."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _DRAWING = threading.RLock()  # torch has one random state per process: workers 
 
 @contextmanager
 def _drawing() -> Iterator[None]:
-    """Let only this thread draw random numbers.
+    """Hold the lock with which only one thread at a time draws random numbers.
 
-    For the time limit, the wait for another thread is a call of its own.
+    The wait for the lock counts as a separate call of user code, so that it does not use up the time limit of model().
     """
     with user_code("model"):
         _DRAWING.acquire()
@@ -34,13 +34,13 @@ def _drawing() -> Iterator[None]:
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Draw random numbers inside the block, and restore the process's generator after it."""
+    """Restore torch's random state after the block, so that draws inside it do not change the caller's later draws."""
     with _drawing(), torch.random.fork_rng(devices=[]):
         yield
 
 
 def model_of(workload: Workload) -> nn.Module:
-    """Return a new model, from the user's `model()`. Raises WorkloadError."""
+    """Return a new model, built by the user's `model()`. Raises WorkloadError."""
     with _drawing(), user_code("model"):
         model = workload.model()
     if not isinstance(model, nn.Module):
@@ -49,7 +49,7 @@ def model_of(workload: Workload) -> nn.Module:
 
 
 def drawn(workload: Workload, seed: int) -> Snapshot:
-    """Return the state before the first round, with parameters drawn from the seed, equal for any strategy or size."""
+    """Return the state before the first round: parameters drawn from `seed`, equal for any strategy or job size."""
     with _drawing():
         torch.manual_seed(seed)
         model = model_of(workload)
@@ -59,7 +59,7 @@ def drawn(workload: Workload, seed: int) -> Snapshot:
 
 
 def drawn_apart(workload: Workload, seed: int) -> Snapshot:
-    """Return the state that `drawn` returns, without a change of the process's generator."""
+    """Return what `drawn` returns, and restore the random state of the process's generator."""
     with apart():
         return drawn(workload, seed)
 

@@ -1,4 +1,4 @@
-"""The handshake of a connection: both sides prove that they know the job's secret, then agree on a generation.
+"""The handshake of a connection: both sides prove that they know the job's secret, then compare their generations.
 
 Nothing after the handshake is encrypted. The two halves are generators without I/O: they yield bytes to send, or the
 number of bytes they need next, so that a listener can serve many handshakes at once without threads.
@@ -28,16 +28,16 @@ Steps = Generator["bytes | int", bytes, "Greeted"]
 
 @dataclass(frozen=True, slots=True)
 class Greeted:
-    """The result of a handshake: name, generation and other properties of the other side."""
+    """The result of a handshake: what one side has learned about the other."""
 
     peer: str
     generation: int
-    welcome: bool
-    shared: bool
+    welcome: bool  # whether the listener accepted the caller's generation
+    shared: bool  # whether the caller asked for shared memory
 
 
 def pack_name(name: str) -> bytes:
-    """Encode a peer's name, cut at 128 bytes."""
+    """Encode a peer's name as at most 128 bytes."""
     return name.encode()[:NAME_BYTES]
 
 
@@ -50,7 +50,7 @@ def _proof(secret: bytes, role: bytes, *parts: bytes) -> bytes:
 
 
 def caller(name: str, secret: bytes, generation: int, shared: bool) -> Steps:
-    """Run the connecting side; `shared` requests shared memory. Raises LinkError: the listener lacks the secret."""
+    """Run the connecting side. `shared` asks for shared memory. Raises LinkError: the listener has another secret."""
     nonce, mine = os.urandom(_NONCE), pack_name(name)
     hello = _HELLO.pack(MAGIC, nonce, generation, shared, mine)
     yield hello
@@ -64,12 +64,19 @@ def caller(name: str, secret: bytes, generation: int, shared: bool) -> Steps:
 
 
 def listener(name: str, secret: bytes, generation: Callable[[], int]) -> Steps:
-    """Run the accepting side. Raises LinkError: the caller does not have the secret, or has another generation."""
+    """Run the accepting side.
+
+    Raises LinkError: the caller has another protocol or another secret. Raises StaleGeneration: it has another
+    generation.
+    """
     hello = yield _HELLO.size
     magic, _, theirs, shared, raw = _HELLO.unpack(hello)
     peer = _unpack_name(raw)
     if magic != MAGIC:
-        raise LinkError("a connection with another protocol was refused", peer=peer)
+        raise LinkError(
+            f"refused a caller that does not speak {MAGIC.decode().strip()}: it is not rayps, or another version of it",
+            peer=peer,
+        )
     nonce, mine = os.urandom(_NONCE), pack_name(name).ljust(NAME_BYTES, b"\0")
     yield _ANSWER.pack(MAGIC, nonce, _proof(secret, b"listener", hello, nonce, mine), mine)
     proof = yield _PROOF.size
@@ -79,7 +86,7 @@ def listener(name: str, secret: bytes, generation: Callable[[], int]) -> Steps:
     yield _VERDICT.pack(theirs == current, current)
     if theirs != current:
         raise StaleGeneration(
-            f"{peer!r} has generation {theirs}, the group is at {current}: refused",
+            f"refused the connection of {peer!r}: it has generation {theirs}, this group has generation {current}",
             peer=peer,
             generation=theirs,
             expected=current,

@@ -1,7 +1,7 @@
 """Establish connections: a listener with two sockets (unix and TCP), and `connect`.
 
-Two peers share a host when the handshake over the abstract unix socket succeeds. Names of such sockets are scoped by
-network namespace and leave no file behind. `rayps.comm.link.socket_link` defines the messages.
+Two peers are on one host if the handshake over an abstract unix socket succeeds. Such a socket's name is valid within
+one network namespace, and the socket leaves no file behind. `rayps.comm.link.socket_link` defines the messages.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Prefer = Literal["auto", "shm", "unix", "tcp"]
 
 
 class ListenerAddress(NamedTuple):
-    """A parsed address: the listener's name, its TCP host and port, its unix name ("" if it has none)."""
+    """A parsed address: the listener's name, its TCP host and port, the name of its unix socket ("" if it has none)."""
 
     name: str
     host: str
@@ -43,7 +43,7 @@ class ListenerAddress(NamedTuple):
 
 
 def parse_address(address: str) -> ListenerAddress:
-    """Parse `name@host:port/unix`. Raises ConfigError."""
+    """Parse a listener's address, `name@host:port/unix`. Raises ConfigError."""
     try:
         name, rest = address.rsplit("@", 1)
         tcp, unix = rest.split("/", 1)
@@ -68,12 +68,12 @@ class _PendingHandshake:
         self.next(None)
 
     def next(self, data: bytes | None) -> link_hello.Greeted | None:
-        """Run the handshake until it ends, and return its result, or until it needs more bytes, and return None."""
+        """Advance the handshake with `data`. Return its result if it is complete, None if it needs more bytes."""
         try:
             step = next(self.steps) if data is None else self.steps.send(data)
             while isinstance(step, bytes):
                 if self.sock.send(step) != len(step):
-                    raise ConnectionError("the caller does not read")
+                    raise ConnectionError("the caller does not read the handshake")
                 step = next(self.steps)
         except StopIteration as end:
             greeted: link_hello.Greeted = end.value
@@ -82,10 +82,13 @@ class _PendingHandshake:
         return None
 
     def read(self) -> link_hello.Greeted | None:
-        """Read the bytes that have arrived, as `next` returns. Raises OSError, LinkError: the handshake has failed."""
+        """Read the bytes that have arrived, and advance the handshake with them; return as `next` does.
+
+        Raises OSError, LinkError: the handshake has failed.
+        """
         data = self.sock.recv(self.need - len(self.got))
         if not data:
-            raise ConnectionError("closed during the handshake")
+            raise ConnectionError("the caller closed the connection during the handshake")
         self.got += data
         if len(self.got) < self.need:
             return None
@@ -94,9 +97,9 @@ class _PendingHandshake:
 
 
 class Listener:
-    """The two sockets at which an actor accepts connections from peers that know the secret.
+    """The two sockets, unix and TCP, at which an actor accepts connections from peers that know the secret.
 
-    `port` 0 is any free port.
+    With `port` 0 the system chooses a free TCP port.
     """
 
     def __init__(self, name: str, secret: bytes, generation: int = 0, host: str = "127.0.0.1", port: int = 0) -> None:
@@ -140,8 +143,8 @@ class Listener:
     def accept(self, timeout: float, want: Callable[[str], bool] | None = None) -> Link:
         """Wait for the next peer whose handshake succeeds, and return its connection. Raises PeerTimeout.
 
-        Peers whose handshake fails are dropped. With `want`, only a peer whose name it accepts is returned; the others
-        are kept for later calls.
+        A peer whose handshake fails is dropped. With `want`, only a peer for whose name `want` returns True is
+        returned; the connections of other peers wait for a later call.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -158,7 +161,7 @@ class Listener:
             self._selector.select(min(left, 1.0))
 
     def accept_ready(self, want: Callable[[str], bool] | None = None) -> Link | None:
-        """Return the next connection as `accept` does, without waiting: None while no handshake is complete."""
+        """Return the next connection as `accept` does, but do not wait: None if no handshake is complete."""
         if self.fileno() < 0:
             raise PeerLost(f"the listener of {self.name!r} has been closed", peer=self.name)
         self._progress()
@@ -199,10 +202,10 @@ class Listener:
         self._selector.register(sock, selectors.EVENT_READ, pending)
 
     def _reject(self, listening: socket.socket) -> None:
-        """Accept and close one caller when the process has no descriptor left; this uses the one held in reserve.
+        """Accept one caller and close its connection, because the process has no file descriptor left.
 
-        If the caller were not accepted, the listening socket would stay readable for ever. The caller tries again until
-        its own deadline.
+        This uses the descriptor held in reserve. A caller that is not accepted would keep the listening socket readable
+        for ever. The rejected caller tries again until its own deadline.
         """
         if self._reserve >= 0:
             os.close(self._reserve)
@@ -210,7 +213,7 @@ class Listener:
             with contextlib.suppress(OSError):
                 listening.accept()[0].close()
         else:
-            time.sleep(_RETRY[1])  # there is no new descriptor to hold in reserve: sleep, so as not to spin
+            time.sleep(_RETRY[1])  # not even a reserve descriptor is left: sleep, so as not to spin
         with contextlib.suppress(OSError):
             self._reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
@@ -232,7 +235,7 @@ class Listener:
         pending.sock.close()
 
     def close(self) -> None:
-        """Close the sockets and every connection that was not accepted. Safe to call twice."""
+        """Close the sockets and every connection that `accept` has not returned. Safe to call twice."""
         if self._selector.get_map() is None:
             return
         for key in list(self._selector.get_map().values()):
@@ -271,9 +274,9 @@ def connect(
 ) -> Link:
     """Connect to the listener at `address`; refused attempts are repeated for `timeout` seconds.
 
-    `prefer="auto"` selects shared memory if both peers are on one host, else TCP; `unix` sends payloads on the unix
-    socket too. Raises PeerLost (no listener), PeerTimeout (no answer), StaleGeneration (the listener has another
-    generation), LinkError (the listener does not have the secret).
+    `prefer="auto"` selects shared memory if both peers are on one host, else TCP; `unix` sends headers and payloads on
+    the unix socket. Raises PeerLost (no listener), PeerTimeout (no answer), StaleGeneration (the listener has another
+    generation), LinkError (the listener has another secret).
     """
     target = parse_address(address)
     transports = _transports(target, prefer)
@@ -306,7 +309,8 @@ def _transports(target: ListenerAddress, prefer: Prefer) -> list[str]:
     transports = {"auto": [*(shm or unix), "tcp"], "shm": shm, "unix": unix, "tcp": ["tcp"]}.get(prefer, [])
     if not transports:
         raise ConfigError(
-            f"cannot reach {target.name!r} with prefer={prefer!r}; use auto, tcp, or on one Linux host shm, unix",
+            f"cannot connect to {target.name!r} with prefer={prefer!r}; use auto or tcp (shm and unix work only "
+            "between two processes of one Linux host)",
             prefer=prefer,
             peer=target.name,
         )

@@ -1,8 +1,8 @@
 """Memory shared by two processes of one host: anonymous, passed by descriptor, freed when its last user ends.
 
 The memory has no name: kill -9 leaves nothing behind, no other user can open it, and the size of /dev/shm does not
-limit it. It is sealed against shrinking, so that a peer cannot remove pages that are being read. By messages on their
-connection, the peers agree on the memory's content and on when it may be read.
+limit it. It is sealed against shrinking, so that a peer cannot remove pages that are being read. The peers send
+messages on their connection to agree on what the memory contains and when it may be read.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import threading
 from rayps.core.errors import LinkError
 
 AVAILABLE = sys.platform == "linux" and hasattr(os, "memfd_create")
-# whether other processes see writes in the order of writing; otherwise a system call is needed
+# whether this processor lets other processes see writes in the order of writing; if not, peers signal by system calls
 ORDERED = platform.machine().lower() in ("x86_64", "amd64")
 
 _SEAL_FUTURE_WRITE = 0x10  # Python's fcntl has no name for this seal
 
 
 class Fence:
-    """A memory fence: makes earlier writes visible before later reads.
+    """A memory fence of the processor: when called, earlier writes become visible before later reads are done.
 
-    It runs a lock operation, which includes a fence instruction.
+    Python has no fence instruction. A lock operation includes one.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Fence:
 
 
 class Memory:
-    """A shared segment of `size` bytes. `view` is its bytes, writable unless `read_only`."""
+    """A block of shared memory of `size` bytes. `view` is its content, writable unless `read_only`."""
 
     def __init__(self, fd: int, size: int, *, read_only: bool = False) -> None:
         self.fd = fd
@@ -56,7 +56,7 @@ class Memory:
 
     @classmethod
     def create(cls, size: int) -> Memory:
-        """Allocate memory, all zero; the system provides a page when it is first touched. Raises LinkError."""
+        """Allocate `size` zero bytes; the system provides each page when it is first touched. Raises LinkError."""
         try:
             fd = os.memfd_create("rayps", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(fd, max(1, size))
@@ -69,19 +69,19 @@ class Memory:
 
     @classmethod
     def attach(cls, fd: int, size: int, *, read_only: bool = False) -> Memory:
-        """Map memory of a peer, and own `fd` from now on. Raises LinkError: the memory is smaller than `size`."""
+        """Map a peer's memory; this object closes `fd`. Raises LinkError: the memory is smaller than `size`."""
         if os.fstat(fd).st_size < size:
             os.close(fd)
             raise LinkError(f"a peer passed shared memory of less than the {size} bytes it announced", size=size)
         return cls(fd, size, read_only=read_only)
 
     def seal_writes(self) -> None:
-        """Forbid other processes to map this memory for writing from now on, if the kernel is Linux 5.1 or newer."""
+        """Forbid new writable mappings of this memory. Without effect before Linux 5.1."""
         with contextlib.suppress(OSError):
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEAL_FUTURE_WRITE)
 
     def close_descriptor(self) -> None:
-        """Close the descriptor and keep the memory."""
+        """Close the descriptor; the memory stays mapped."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

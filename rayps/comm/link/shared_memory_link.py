@@ -2,8 +2,8 @@
 
 Headers are sent over the unix socket. Each side owns a *lane*, a few megabytes of shared memory, into which it copies
 payloads in chunks while the peer copies earlier chunks out. Every header carries the number of bytes that its sender
-has taken out so far, so that the peer knows the free space of its own lane without a further message. Small payloads
-are sent on the socket.
+has copied out of the receiver's lane so far, so that the receiver knows the free space of its lane without a further
+message. Small payloads are sent on the socket.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from rayps.core.errors import LinkError
 LANE_BYTES = 4 << 20
 CHUNK_BYTES = LANE_BYTES // 4
 INLINE_BYTES = 2048
-_CHUNK, _CREDIT, _OFFER = -2, -3, -4  # internal kinds
-_LANE = 0  # the key under which a lane is offered
+# kinds of internal messages: a chunk is in the lane; bytes were copied out of the lane; a descriptor is passed
+_CHUNK, _CREDIT, _OFFER = -2, -3, -4
+_LANE = 0  # the key under which a side offers its lane
 _BY_LANE = 1  # flag: the payload is in the lane
-_READ_ONLY = 2  # flag of an offer
-_FLAGS: Final = 1  # positions of these fields in a header
-_SIZE: Final = 7
+_READ_ONLY = 2  # flag of an offer: the receiver maps the memory for reading only
+_FLAGS: Final = 1  # index of `flags` among a header's fields
+_SIZE: Final = 7  # index of the payload's size
 _ANCILLARY = socket.CMSG_SPACE(8 * array.array("i").itemsize)
 HeaderFields: TypeAlias = tuple[int, int, int, int, int, int, float, int, int, int]  # as HEADER unpacks them
 
 
 class _LaneMessage:
-    """A message whose header has arrived, and the position of its payload."""
+    """A message whose header has arrived, and where its payload is."""
 
     __slots__ = ("chunks", "filled", "generation", "into", "message", "size", "target")
 
@@ -59,15 +60,15 @@ class OutgoingLane:
         self._returned = 0  # total bytes that the peer has taken out
 
     def put(self, view: memoryview, done: int) -> tuple[int, int]:
-        """Copy the next chunk of a payload, of which `done` bytes are in the lane already; return (offset, size).
+        """Copy the next chunk of a payload into the lane, and return the chunk's (offset, size).
 
-        Size 0: the lane is full.
+        The first `done` bytes of the payload have been put already. Size 0: the lane has too little free space.
         """
         if self._given == self._returned:
             self._place = 0  # the lane is empty: start at offset 0, whose bytes are still in the cache
         left, free = len(view) - done, self.memory.size - (self._given - self._returned)
         if free < min(left, CHUNK_BYTES // 4):
-            return self._place, 0  # many small chunks would cost more than to wait for a larger one
+            return self._place, 0  # many small chunks would cost more than waiting for a larger one
         place = self._place
         size = min(left, CHUNK_BYTES, free, self.memory.size - place)
         self.memory.view[place : place + size] = view[done : done + size]
@@ -76,17 +77,17 @@ class OutgoingLane:
         return place, size
 
     def returned(self, count: int) -> None:
-        """Record that the peer has taken out `count` bytes in total; an older count is ignored."""
+        """Record that the peer has taken `count` bytes in total out of the lane; a smaller, older count is ignored."""
         self._returned = max(self._returned, count)
 
 
 class IncomingLane:
-    """The peer's lane, from which this side copies payloads."""
+    """The peer's lane, out of which this side copies payloads."""
 
     def __init__(self) -> None:
         self.memory: Memory | None = None  # None until the peer has offered it
         self.taken = 0  # total bytes taken out of the lane
-        self.told = 0  # of these, bytes reported to the peer
+        self.told = 0  # the value of `taken` that was last reported to the peer
 
     def take(self, place: int, target: memoryview) -> bool:
         """Copy the bytes at `place` into `target`; return False if not all of them are in the lane yet."""
@@ -99,7 +100,7 @@ class IncomingLane:
 
 
 class _HeaderReader:
-    """The reading side of the socket: headers, small payloads, descriptors, and the end of the connection."""
+    """Reads the socket: headers, small payloads, descriptors, and the end of the connection."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.descriptors: deque[int] = deque()
@@ -110,9 +111,9 @@ class _HeaderReader:
         self._end = 0
 
     def read(self) -> tuple[int, bool]:
-        """Read from the socket; return the number of bytes read, and whether more may be waiting.
+        """Read from the socket; return the number of bytes read, and whether the socket may have more.
 
-        0 bytes: no data has arrived, or the peer has closed.
+        0 bytes: no data has arrived, or the connection has ended (`ended`).
         """
         try:
             count, descriptors, _, _ = self._sock.recvmsg_into([self._raw[self._end :]], _ANCILLARY)
@@ -133,7 +134,7 @@ class _HeaderReader:
         return count, full or count >= len(self._raw) // 2 or bool(descriptors)  # a short read: the socket is empty
 
     def take(self) -> Iterator[tuple[HeaderFields, bytes]]:
-        """Return the complete headers, unpacked, each with the payload that followed it."""
+        """Yield the complete headers, unpacked, each with the payload that followed it on the socket (may be empty)."""
         raw, at = self._raw, 0
         while self._end - at >= HEADER.size:
             fields: HeaderFields = HEADER.unpack_from(raw, at)
@@ -148,20 +149,20 @@ class _HeaderReader:
             self._end = len(rest)
 
     def close(self) -> None:
-        """Close the descriptors that were not taken."""
+        """Close the descriptors that have arrived and that no offer has claimed."""
         for descriptor in self.descriptors:
             os.close(descriptor)
         self.descriptors.clear()
 
 
 class _Offers:
-    """The descriptors that the two ends of a link offer each other: those not sent yet, and the counts."""
+    """The descriptors that this side offers and has not sent yet, and the numbers of offers made and received."""
 
     __slots__ = ("leaving", "made", "taken")
 
     def __init__(self) -> None:
-        self.leaving: deque[tuple[memoryview, int]] = deque()  # parts of the wire that carry a descriptor
-        self.made = self.taken = 0
+        self.leaving: deque[tuple[memoryview, int]] = deque()  # (queued header, the descriptor to send with it)
+        self.made = self.taken = 0  # offers that this side made; offers that it received
 
 
 class SharedLink(Link):
@@ -178,29 +179,29 @@ class SharedLink(Link):
         self._incoming = IncomingLane()
         self._reader = _HeaderReader(sock)
         self._inbox: deque[_LaneMessage] = deque()
-        self._refusals: deque[tuple[int, int]] = deque()  # the generation that the peer refused, and the peer's own
+        self._refusals: deque[tuple[int, int]] = deque()  # (generation that the peer refused, the peer's generation)
 
     @property
     def offers_made(self) -> int:
-        """Offers that this side has made."""
+        """The number of offers that this side has made."""
         return self._offers.made
 
     @property
     def offers_taken(self) -> int:
-        """Offers of the peer that have arrived."""
+        """The number of the peer's offers that have arrived."""
         return self._offers.taken
 
     # Sending
 
     @property
     def queued(self) -> int:
-        """Bytes that are not sent yet."""
+        """The number of bytes that are queued and not sent yet."""
         waiting = sum(HEADER.size + len(view) - max(done, 0) for _, view, done in self._todo) if self._todo else 0
         return waiting + sum(len(part) for part in self._out) if self._out else waiting
 
     @property
     def interest(self) -> int:
-        """The `poll` events to wait for while bytes are queued: socket space, or a report of space in the lane."""
+        """The `poll` events to wait for while bytes are queued: socket space, or the peer's report of lane space."""
         return select.POLLOUT | select.POLLIN if self._out else select.POLLIN
 
     def _append(self, message: Message, payload: Payload | None) -> None:
@@ -214,10 +215,10 @@ class SharedLink(Link):
                 self._todo[-1] = (message, memoryview(bytes(view)), done)
 
     def flush(self) -> bool:
-        """Send what can be sent at once; return False if bytes wait for the socket, True otherwise.
+        """Send what can be sent at once; return False if bytes still wait for space in the socket, True otherwise.
 
-        Bytes that wait for space in the lane are sent when the peer's report of space is read (`feed`, `recv`);
-        `queued` counts them.
+        Bytes that wait for space in the lane do not count here, but in `queued`. They are sent when `feed` or `recv`
+        reads the peer's report of free space.
         """
         while self._drain_wire() and self._todo:
             message, view, done = self._todo[0]
@@ -231,7 +232,10 @@ class SharedLink(Link):
         return not self._out
 
     def _begin(self, message: Message, view: memoryview) -> int:
-        """Queue the header, and a small payload, on the socket; return whether the payload needs no lane."""
+        """Queue the header on the socket, with a small payload; return the number of payload bytes queued.
+
+        A larger payload is sent through the lane afterwards: 0 bytes are queued.
+        """
         by_lane = len(view) > INLINE_BYTES
         if by_lane and self._lane is None:
             self._lane = OutgoingLane()
@@ -263,16 +267,16 @@ class SharedLink(Link):
         return done
 
     def offer(self, key: int, memory: Memory, *, read_only: bool = False) -> None:
-        """Share `memory` with the peer: it appears in the peer's `memories[key]`. Keys below 1 are reserved."""
+        """Share `memory` with the peer, where it appears as `memories[key]`. Keys below 1 are reserved."""
         self._offer(key, memory.size, memory.fd, _READ_ONLY if read_only else 0)
 
     def offer_descriptor(self, key: int, descriptor: int) -> None:
-        """Pass a descriptor: a copy appears in the peer's `descriptors[key]`."""
+        """Send a copy of a file descriptor to the peer, where it appears as `descriptors[key]`."""
         self._offer(key, 0, descriptor)
 
     def _offer(self, key: int, size: int, descriptor: int, flags: int = 0) -> None:
         self._offers.made += 1
-        copy = os.dup(descriptor)  # the caller may close its own before this one is sent
+        copy = os.dup(descriptor)  # the caller may close `descriptor` before the offer is sent
         self._put(Message(_OFFER, a=key, b=size), flags=flags)
         self._offers.leaving.append((self._out[-1], copy))
 
@@ -295,7 +299,7 @@ class SharedLink(Link):
         return True
 
     def _next_parts(self) -> tuple[list[memoryview], list[tuple[int, int, array.array[int]]]]:
-        """Return the buffers for one system call: all up to the next offer, or an offer alone with its descriptor."""
+        """Return the buffers for one system call: those before the next offer, or one offer and its descriptor."""
         if not self._offers.leaving:
             return [self._out[i] for i in range(min(len(self._out), 16))], []
         carrier, descriptor = self._offers.leaving[0]
@@ -312,7 +316,7 @@ class SharedLink(Link):
 
     @property
     def head(self) -> Message | None:
-        """The header that `peek` found and whose message has not been taken yet."""
+        """The header that `peek` has found, of a message that has not been received yet."""
         return self._inbox[0].message if self._inbox else None
 
     @property
@@ -322,7 +326,7 @@ class SharedLink(Link):
 
     @property
     def ended(self) -> bool:
-        """Whether the peer has closed; messages that it sent before can still be read."""
+        """Whether the peer has closed the connection; messages that it sent before can still be read."""
         return self._reader.ended
 
     def peek(self) -> Message | None:
@@ -369,7 +373,11 @@ class SharedLink(Link):
             place, size = item.chunks.popleft()
             target = item.target[item.filled : item.filled + size]
             if len(target) < size or not self._incoming.take(place, target):
-                raise LinkError(f"{self.peer!r} sent an offset outside its shared memory", peer=self.peer)
+                raise LinkError(
+                    f"{self.peer!r} announced {size} bytes at offset {place}, which are outside its shared "
+                    "memory or its message",
+                    peer=self.peer,
+                )
             item.filled += size
         if self._incoming.taken - self._incoming.told >= CHUNK_BYTES:
             self._put(Message(_CREDIT))
@@ -377,13 +385,13 @@ class SharedLink(Link):
                 self._drain_wire()
 
     def absorb(self) -> None:
-        """Read all headers, and leave payloads in shared memory.
+        """Read all headers that have arrived, then send the queued bytes for which the peer has reported space.
 
-        Then send queued bytes for which there is space now.
+        Payloads stay in shared memory.
         """
         self._read_headers()
         if self._todo or self._out:
-            with contextlib.suppress(LinkError):  # raised again, with its reason, at the next read
+            with contextlib.suppress(LinkError):  # the next read raises the error again, with its reason
                 self.flush()
 
     def _read_headers(self) -> None:

@@ -1,7 +1,7 @@
 """One end of a connection between two peers: framed messages with deadlines, a generation and back-pressure.
 
-A message is a fixed 64-byte header and a payload of raw bytes; nothing is pickled. A connection belongs to one thread
-at a time. `rayps.comm.link.listener` connects and accepts; the meaning of messages is defined by its users.
+A message is a fixed 64-byte header and a payload of raw bytes; nothing is pickled. Only one thread at a time may use a
+connection. `rayps.comm.link.listener` makes connections; the code that uses them defines what the messages mean.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from rayps.core.errors import LinkError, PeerLost, PeerTimeout, StaleGeneration
 from rayps.core.values import Buffer
 
 EMPTY = memoryview(b"")
-QUEUE_LIMIT = 256 << 20
-REFUSED = -1  # internal kind: the receiver's answer to a message of another generation
-# kind, flags, generation, tag, a, b, weight, payload bytes, bytes taken out of the peer's lane, nothing
+QUEUE_LIMIT = 256 << 20  # bytes
+REFUSED = -1  # kind of an internal message: the receiver refused a message because of its generation
+# kind, flags, generation, tag, a, b, weight, payload bytes, bytes taken out of the peer's lane, unused
 HEADER = struct.Struct("<hHIqqqdQQQ")
 
 
@@ -35,7 +35,10 @@ Payload: TypeAlias = Buffer | NDArray[np.uint8]  # contiguous memory
 
 @dataclass(slots=True)
 class Message:
-    """A header's fields and a payload of raw bytes (empty if there is none). `kind` is 0 or more."""
+    """One message: the header's fields, and a payload of raw bytes, which may be empty.
+
+    `kind` is 0 or more. The code that sends and receives messages defines the meaning of kind, tag, a, b and weight.
+    """
 
     kind: int
     tag: int = 0
@@ -46,7 +49,7 @@ class Message:
 
 
 def as_bytes(buffer: Payload) -> memoryview:
-    """Return any contiguous buffer as flat bytes, without a copy."""
+    """Return a view of any contiguous buffer as flat bytes."""
     view = buffer.data if isinstance(buffer, np.ndarray) else memoryview(buffer)
     if view.nbytes == 0:
         return EMPTY
@@ -54,12 +57,12 @@ def as_bytes(buffer: Payload) -> memoryview:
 
 
 def new_payload(size: int) -> memoryview:
-    """Allocate memory for a payload, not zeroed."""
+    """Allocate memory for a payload of `size` bytes; its content is undefined."""
     return memoryview(np.empty(size, dtype=np.uint8)) if size else EMPTY  # type: ignore[arg-type]
 
 
 class Link(ABC):
-    """One end of a connection to `peer`, over any transport. Two threads must not use it at once."""
+    """One end of a connection to `peer`, over any transport. Only one thread at a time may use it."""
 
     def __init__(self, sock: socket.socket, peer: str, generation: int, transport: str) -> None:
         sock.setblocking(False)
@@ -85,30 +88,33 @@ class Link(ABC):
     @property
     @abstractmethod
     def queued(self) -> int:
-        """Bytes that are not sent yet."""
+        """The number of bytes that are queued and not sent yet."""
 
     @property
     def interest(self) -> int:
-        """The `poll` events to wait for while bytes are queued."""
+        """The `poll` events of the socket to wait for while bytes are queued."""
         return select.POLLOUT
 
     @property
     def ended(self) -> bool:
-        """Whether the peer is known to have closed, although messages from it can still be read."""
+        """Whether the peer has closed the connection while messages from it can still be read."""
         return False
 
     @abstractmethod
     def absorb(self) -> None:
-        """Process the peer's reports of free space for payloads."""
+        """Read the peer's reports of how much space it has for further payloads."""
 
     # Sending
 
     def send(self, message: Message, payload: Payload | None = None, *, timeout: float) -> None:
-        """Send a message; wait up to `timeout` seconds without progress. Raises PeerTimeout, PeerLost."""
+        """Send a message, and wait until all its bytes have been sent.
+
+        Raises PeerTimeout (no byte was sent for `timeout` seconds), PeerLost.
+        """
         self._append(message, payload)
         self.flush()
         while left := self.queued:
-            self.wait(self.interest, timeout, f"take {left} more bytes of a message")
+            self.wait(self.interest, timeout, f"accept the remaining {left} bytes of a message")
             self.absorb()
             self.flush()
 
@@ -121,8 +127,8 @@ class Link(ABC):
         waiting = self.queued
         if waiting and waiting + size > self.queue_limit:
             raise PeerTimeout(
-                f"{self.peer!r} has not read {waiting} bytes; the queue holds {self.queue_limit} "
-                "(the knob is `queue_limit`)",
+                f"{self.peer!r} has not read {waiting} bytes, and {size} more do not fit in the queue, which holds "
+                f"at most {self.queue_limit} (the knob is `queue_limit`)",
                 peer=self.peer,
                 queued=waiting,
                 limit=self.queue_limit,
@@ -138,21 +144,21 @@ class Link(ABC):
 
     @abstractmethod
     def _append(self, message: Message, payload: Payload | None) -> None:
-        """Queue a message; its payload is not copied."""
+        """Queue a message without copying its payload."""
 
     @abstractmethod
     def _own_queue(self) -> None:
-        """Copy the payload that was queued last."""
+        """Copy the payload that was queued last, so that the caller may change its buffer."""
 
     # Receiving
 
     @abstractmethod
     def try_recv(self, into: Payload | None = None) -> Message | None:
-        """Receive as `recv` does, without waiting: return None while the message is not complete."""
+        """Receive as `recv` does, but do not wait: return None while the message is not complete."""
 
     @abstractmethod
     def peek(self) -> Message | None:
-        """Return the header of the next message, without its payload; None if it has not arrived.
+        """Return the header of the next message, without its payload; None if the header has not arrived.
 
         Raises PeerLost, StaleGeneration (the peer refused a message of this side).
         """
@@ -160,7 +166,7 @@ class Link(ABC):
     @property
     @abstractmethod
     def head(self) -> Message | None:
-        """The header that `peek` returned and whose message has not been received yet."""
+        """The header that `peek` has returned, of a message that has not been received yet; else None."""
 
     @property
     @abstractmethod
@@ -172,11 +178,10 @@ class Link(ABC):
         """Read and drop all messages; return True if the peer has closed."""
 
     def recv(self, timeout: float, into: Payload | None = None) -> Message:
-        """Return the next message; wait up to `timeout` seconds without progress.
+        """Wait for the next message and return it. If `into` is given, its payload is read into that buffer.
 
-        The payload is read into `into` if given.
-
-        Raises PeerTimeout, PeerLost, StaleGeneration, and LinkError: the payload has another size than `into`.
+        Raises PeerTimeout (no byte arrived for `timeout` seconds), PeerLost, StaleGeneration, and LinkError (the
+        payload has another size than `into`).
         """
         while True:
             message = self.try_recv(into)
@@ -184,14 +189,14 @@ class Link(ABC):
                 return message
             self.wait(select.POLLIN | (select.POLLOUT if self._out else 0), timeout, "send a message")
             if self._out:
-                with contextlib.suppress(PeerLost):  # raised again after the messages that the peer sent have been read
+                with contextlib.suppress(PeerLost):  # raised again once the messages that the peer sent have been read
                     self.flush()
 
     def feed(self) -> list[Message]:
-        """Read the socket and return the complete messages; each payload has memory of its own.
+        """Read the socket and return all messages that are complete, each payload in new memory.
 
-        A message of another generation is dropped, and its sender is sent a refusal. Raises PeerLost, StaleGeneration
-        (the peer refused a message of this side).
+        A message of another generation is dropped, and a refusal is sent to its sender. Raises PeerLost,
+        StaleGeneration (the peer refused a message of this side).
         """
         messages: list[Message] = []
         while True:
@@ -214,7 +219,7 @@ class Link(ABC):
         self.flush()
         return StaleGeneration(
             f"a message of {self.peer!r} carried generation {generation}, the group is at {self.generation}; "
-            "it had no effect",
+            "the message was dropped",
             peer=self.peer,
             generation=generation,
             expected=self.generation,
@@ -222,7 +227,8 @@ class Link(ABC):
 
     def _refused(self, generation: int, current: int) -> StaleGeneration:
         return StaleGeneration(
-            f"{self.peer!r} refused generation {generation}: its group is at {current}",
+            f"{self.peer!r} refused a message of this side, which carried generation {generation}: {self.peer!r} is at "
+            f"generation {current}",
             peer=self.peer,
             generation=generation,
             expected=current,
@@ -250,19 +256,19 @@ class Link(ABC):
         return PeerLost(f"{self.peer!r} closed the connection or died{why}", peer=self.peer)
 
     def hang_up(self, *, more_to_send: bool = False) -> None:
-        """Shut the connection down, so that a thread that waits on it, on either side, gets PeerLost.
+        """Shut the connection down, so that a thread of either side that waits on it raises PeerLost.
 
-        Any thread may call `hang_up`, but only the link's own thread may call `close`. With `more_to_send` this side
-        may still send.
+        Any thread may call `hang_up`; only the thread that uses the link may call `close`. With `more_to_send`, this
+        side can still send.
         """
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RD if more_to_send else socket.SHUT_RDWR)
 
     def send_last(self, end: float, read: bool) -> None:
-        """Send the queued bytes before this end closes, until the `time.monotonic` deadline `end`.
+        """Send the queued bytes before this end is closed, until the `time.monotonic` deadline `end`.
 
-        TCP discards bytes that the peer has not read if the side that closes has unread data itself. If there may be
-        unread data (`read`), this method therefore reads until the peer closes. Raises PeerTimeout, PeerLost.
+        If a side closes a TCP connection while it has unread data, TCP discards the bytes that the peer has not read.
+        With `read`, this method therefore reads and drops data until the peer closes. Raises PeerTimeout, PeerLost.
         """
         self.flush()
         self.drain()
@@ -290,11 +296,11 @@ class Link(ABC):
 
 @dataclass(slots=True)
 class _PartialMessage:
-    """A message of which only the header, or also a part of the payload, has been read."""
+    """A message whose header has been read, and of whose payload `filled` bytes have been read."""
 
     message: Message
     size: int
-    refused: int  # the message's generation, if it is not the connection's; else -1
+    refused: int  # the message's generation if it differs from the connection's, else -1
     target: memoryview | None = None  # memory for the payload
     into: object | None = None
     filled: int = 0
@@ -314,7 +320,7 @@ class SocketLink(Link):
 
     @property
     def queued(self) -> int:
-        """See Link."""
+        """The number of bytes that are queued and not sent yet."""
         return self._queued
 
     def flush(self) -> bool:
@@ -349,12 +355,12 @@ class SocketLink(Link):
         self._queued += len(head) + len(view)
 
     def absorb(self) -> None:
-        """Do nothing: the kernel handles free space for a plain socket. See Link."""
+        """Do nothing: the kernel regulates how much a plain socket accepts, without reports of the peer."""
 
     # Receiving
 
     def try_recv(self, into: Payload | None = None) -> Message | None:
-        """See Link."""
+        """Receive as `recv` does, but do not wait: return None while the message is not complete."""
         if self.peek() is None:
             return None
         item = self._next
@@ -376,7 +382,10 @@ class SocketLink(Link):
         return item.message
 
     def peek(self) -> Message | None:
-        """See Link."""
+        """Return the header of the next message, without its payload; None if the header has not arrived.
+
+        Raises PeerLost, StaleGeneration (the peer refused a message of this side).
+        """
         if self._next is None and self._read_header():
             kind, _, generation, tag, a, b, weight, size, _, _ = HEADER.unpack(self._header)
             if kind == REFUSED:
@@ -387,12 +396,12 @@ class SocketLink(Link):
 
     @property
     def head(self) -> Message | None:
-        """See Link."""
+        """The header that `peek` has returned, of a message that has not been received yet; else None."""
         return None if self._next is None else self._next.message
 
     @property
     def pending_bytes(self) -> int:
-        """See Link."""
+        """The payload size of the message that `peek` returned; 0 if there is none."""
         return 0 if self._next is None else self._next.size
 
     def _read_header(self) -> bool:
@@ -428,15 +437,15 @@ class SocketLink(Link):
         return False
 
     def close(self) -> None:
-        """See Link."""
+        """Close this end; queued bytes are dropped. Safe to call twice."""
         super().close()
         self._queued = 0
 
 
 def landing(peer: str, size: int, into: Payload | None) -> tuple[memoryview, Payload | None]:
-    """Return the memory for a payload of `size` bytes (`into` or new memory), and `into` itself.
+    """Return the memory into which a payload of `size` bytes is read, and `into`.
 
-    Raises LinkError: `into` has another size.
+    The memory is that of `into`, or new if `into` is None. Raises LinkError: `into` has another size.
     """
     if into is None:
         return new_payload(size), None

@@ -1,7 +1,8 @@
-"""Collective algorithms: one function each, over a mesh and a flat vector.
+"""Collective algorithms: one function each, over a mesh and a flat vector. N is the number of ranks.
 
-Every algorithm gives the same bits on all ranks, and the same bits in every run: the order of additions depends on the
-sizes alone. `star`, `one_shot` and `two_shot` add in the order of ranks, so their results have the same bits.
+Every algorithm gives the same bits on all ranks, and the same bits in every run: the order of additions depends only on
+the vector's size and N. `star`, `one_shot` and `two_shot` add in the order of ranks, so their results are equal bit for
+bit.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from rayps.comm.ring.messages import Arrival, Piece
 from rayps.core.partition import slices
 from rayps.core.values import Buffer
 
-SEGMENT_BYTES = 512 << 10  # bytes of a segment in a ring: the next one is sent while this one is added
-Fold = Callable[[Tensor, Tensor], Tensor]  # the result is written into the first argument
+SEGMENT_BYTES = 512 << 10  # bytes of a segment in a ring: one segment is sent while another is added
+Fold = Callable[[Tensor, Tensor], Tensor]  # reduces two tensors into the first
 
 
 class Subgroup:
-    """Some ranks of a mesh, numbered from 0."""
+    """Some ranks of a mesh, renumbered from 0, for algorithms that run between these ranks only."""
 
     def __init__(self, mesh: Mesh, members: list[int]) -> None:
         self._mesh = mesh
@@ -30,14 +31,14 @@ class Subgroup:
         self.size = len(members)
 
     def exchange(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> None:
-        """Exchange as `Mesh.exchange` does, between the members."""
+        """Send and receive as `Mesh.exchange` does, with ranks numbered within the subgroup."""
         self._mesh.exchange(
             [(self._members[peer], buffer) for peer, buffer in sends],
             [(self._members[peer], buffer) for peer, buffer in receives],
         )
 
     def relay(self, right: int, left: int, first: Iterable[Buffer], arrivals: Iterable[Arrival]) -> None:
-        """Relay as `Mesh.relay` does, between the members."""
+        """Receive and pass on as `Mesh.relay` does, with ranks numbered within the subgroup."""
         self._mesh.relay(self._members[right], self._members[left], first, arrivals)
 
 
@@ -47,7 +48,7 @@ def add(into: Tensor, other: Tensor) -> Tensor:
 
 
 def largest(into: Tensor, other: Tensor) -> Tensor:
-    """Take the elementwise maximum of both into `into`; NaN wins."""
+    """Write the elementwise maximum of both tensors into `into`: NaN where either is NaN."""
     return torch.maximum(into, other, out=into)
 
 
@@ -61,7 +62,7 @@ def _others(mesh: Mesh | Subgroup) -> list[int]:
 
 
 def ring(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> None:
-    """Reduce-scatter then all-gather around a ring: 2(N-1) steps of 1/N of the data, segment by segment.
+    """Reduce by a reduce-scatter and an all-gather around a ring: 2(N-1) steps of 1/N of the data, in segments.
 
     Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009.
     """
@@ -74,8 +75,8 @@ Work = Callable[[Tensor], None]  # changes a segment of the vector in place
 def around(mesh: Mesh | Subgroup | Idle, x: Tensor, fold: Fold, before: Work, after: Work) -> None:
     """Reduce as `ring` does, with extra work on each of this rank's segments.
 
-    `before` is called before a segment's first use, `after` when the segment holds the sum. The order of these calls
-    depends on the sizes alone.
+    `before` is called with a segment before its first use, `after` when the segment contains the sum. The order of
+    these calls depends only on the vector's size and N.
     """
     n, me = mesh.size, mesh.rank
     cuts = slices(x.numel(), n)
@@ -116,18 +117,21 @@ def around(mesh: Mesh | Subgroup | Idle, x: Tensor, fold: Fold, before: Work, af
 
 
 def _segments(chunk: Tensor) -> list[Tensor]:
-    """Cut a chunk into parts of at most `SEGMENT_BYTES`; an empty chunk is one part."""
+    """Cut a chunk into segments of at most `SEGMENT_BYTES`; an empty chunk gives one empty segment."""
     return list(torch.split(chunk, SEGMENT_BYTES // chunk.element_size())) if chunk.numel() else [chunk]
 
 
 class Idle:
-    """A stand-in for `Mesh` on a rank that takes no part in its group's collectives, and only does the extra work."""
+    """Stands in for `Mesh` on a rank that does not communicate in `around`, and runs only `before` and `after`.
+
+    In the hierarchical algorithm, one rank of each host is in the ring between hosts; the others use this class.
+    """
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
     def relay(self, right: int, left: int, first: Iterable[Buffer], arrivals: Iterable[Arrival]) -> None:
-        """Do the extra work; send nothing."""
+        """Call the functions of `first` and `arrivals` in order; send and receive nothing."""
         for _ in first:
             pass
         for _, work in arrivals:
@@ -135,14 +139,14 @@ class Idle:
 
 
 def keep(into: Tensor, other: Tensor) -> Tensor:
-    """Leave `into` unchanged."""
+    """Return `into` unchanged: the reduction of a rank that receives no data (`Idle`)."""
     return into
 
 
 def star(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> None:
-    """Send all vectors to one rank, which reduces them in the order of ranks and sends the result back.
+    """Send all vectors to rank 0, which reduces them in the order of ranks and sends the result back.
 
-    The naive twin of the other algorithms, for tests.
+    It is slow and simple: tests compare the other algorithms with it.
     """
     others = list(range(1, mesh.size))
     if mesh.rank != 0:
@@ -157,7 +161,7 @@ def star(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> None:
 
 
 def tree(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> None:
-    """Reduce up a binomial tree to rank 0, and send the result down the tree: 2 log2(N) steps of the whole vector."""
+    """Reduce the vectors up a binomial tree to rank 0, which sends the result down: 2 log2(N) steps of the vector."""
     n, me = mesh.size, mesh.rank
     scratch = torch.empty_like(x)
     span = 1
@@ -174,7 +178,7 @@ def tree(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> None:
 
 
 def one_shot(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> None:
-    """Send the whole vector to every rank; each rank reduces all vectors in the order of ranks: one step."""
+    """Send the whole vector to every other rank, and reduce all vectors in the order of ranks: one step."""
     parts = torch.empty(mesh.size, x.numel(), dtype=x.dtype)
     all_gather(mesh, x, parts)
     x.copy_(parts[0])
@@ -183,7 +187,7 @@ def one_shot(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> None:
 
 
 def two_shot(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> None:
-    """Send 1/N of the vector to every rank, twice (reduce-scatter, all-gather): two steps."""
+    """Reduce by a reduce-scatter, then an all-gather: two steps, each sends 1/N of the vector to every rank."""
     cuts = slices(x.numel(), mesh.size)
     mine = raw(reduce_scatter(mesh, x, fold))
     x[cuts[mesh.rank]].view(torch.uint8).numpy()[:] = mine
@@ -201,7 +205,7 @@ ALGORITHMS: dict[str, Callable[[Mesh | Subgroup, Tensor, Fold], None]] = {
 
 
 def reduce_scatter(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> Tensor:
-    """Send 1/N of the vector to every rank; each rank reduces its part in the order of ranks. `x` does not change."""
+    """Return this rank's 1/N of the reduced vector, reduced in the order of ranks. `x` does not change."""
     cuts = slices(x.numel(), mesh.size)
     mine = x[cuts[mesh.rank]]
     others = _others(mesh)
@@ -214,7 +218,7 @@ def reduce_scatter(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> Tensor:
 
 
 def all_gather(mesh: Mesh | Subgroup, x: Tensor, out: Tensor) -> None:
-    """Send the whole vector to every rank; `out` is [N, n]."""
+    """Collect the ranks' vectors of n elements in `out` [N, n], on every rank."""
     others = _others(mesh)
     out[mesh.rank] = x
     mesh.exchange([(peer, raw(x)) for peer in others], [(peer, raw(out[peer])) for peer in others])

@@ -1,10 +1,11 @@
-"""A barrier between ranks of one host, by counters in shared memory; only sleeping ranks need a system call.
+"""A barrier between ranks of one host, by counters in shared memory; system calls are needed only to sleep and to wake.
 
-A rank that enters the barrier increments its counter, which all ranks can read. A rank that waits long enough to sleep
-sets a flag, and the last rank to enter wakes the sleepers through their file descriptors (eventfd). On machines that
-make writes of other processes visible out of order, only the descriptors are used: every rank signals every other rank,
-with separate descriptors for even and odd barriers, so that a rank that is ahead is not counted twice. A rank that
-gives up decrements its counter, so that later ranks do not count it as present.
+A rank that enters the barrier increments its counter, which all ranks can read. A rank that has waited for some time
+sets a flag and sleeps; the last rank to enter wakes the sleeping ranks through their file descriptors (eventfd). On a
+processor that makes another process's writes visible out of order, ranks signal by descriptors only: every rank signals
+every other rank, with separate descriptors for even and odd barriers, so that a rank that has entered the next barrier
+already is not counted twice. A rank that gives up decrements its counter, so that later ranks do not count it as
+present.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from numpy.typing import NDArray
 from rayps.comm.link.memory import ORDERED, Fence
 from rayps.comm.ring.mesh import Mesh
 
-WORDS = 2  # int64 a rank in the shared memory
-_YIELDS = 4  # times that a rank yields its core before it sleeps: in most barriers the others enter in that time
+WORDS = 2  # int64 values per rank in the shared memory
+_YIELDS = 4  # times that a rank yields its core before it sleeps: usually the other ranks enter in that time
 
 
 class Barrier:
     """A barrier of the ranks `group`, which are on one host.
 
-    `words` is shared memory, `WORDS` int64 per rank, all zero at first. `wakeups` are this rank's eventfds for even and
-    odd barriers, `peer_wakeups` are the other ranks' eventfds for each of the two, in the order of ranks. `close`
-    closes all of them.
+    `words` is shared memory, `WORDS` int64 per rank, all zero at first. `wakeups` are this rank's two eventfds, for
+    even and for odd barriers; `peer_wakeups` are two lists of the other ranks' eventfds, in the order of ranks. `close`
+    closes all these eventfds.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Barrier:
 
         Raises LinkError.
         """
-        with self._mesh.hold:  # keeps the descriptors open during the wait
+        with self._mesh.hold:  # the descriptors are not closed while this lock is held
             self._mesh.check()
             self.turn += 1
             self._entered[self._place] = self.turn
@@ -76,7 +77,7 @@ class Barrier:
             self._sleep()
 
     def _sleep(self) -> None:
-        """Wait for the eventfd: set the sleep flag, check the counters once more, then sleep."""
+        """Set the sleep flag, check the counters once more, then sleep until this rank's eventfd is signalled."""
         self._asleep[self._place] = 1
         self._fence()
         if not self._all_here():
@@ -93,7 +94,7 @@ class Barrier:
         while missing:
             self._mesh.await_wakeup(mine, self._absent)
             missing -= os.eventfd_read(mine)
-        while not self._all_here():  # a rank signalled and then gave up: its ABORT will arrive
+        while not self._all_here():  # a rank signalled and then gave up: wait for the ABORT that it sends
             self._mesh.await_wakeup(mine, self._absent)
 
     def _all_here(self) -> bool:
@@ -104,7 +105,7 @@ class Barrier:
         return {rank for rank, turn in zip(self._group, self._entered.tolist(), strict=True) if turn < self.turn}
 
     def close(self) -> None:
-        """Close the eventfds."""
+        """Close this rank's eventfds and its copies of the other ranks'."""
         for wakeup in [*self._wakeups, *self._peer_wakeups[0], *self._peer_wakeups[1]]:
             os.close(wakeup)
         self._wakeups, self._peer_wakeups = [], [[], []]

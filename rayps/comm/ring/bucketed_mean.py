@@ -1,9 +1,9 @@
-"""A mean over samples of a vector that is still being computed: bucket by bucket, in any order.
+"""The mean over samples of a vector (a gradient) that is still being computed, bucket by bucket.
 
-The result is that of `Ring.mean` over the whole vector. Between ranks of one host a bucket is added as soon as all
-ranks have submitted it, within a call of `give`: no thread, and the same bits. Otherwise the ring's background thread
-sends the buckets one after another, in an order that all ranks share; with three or more ranks the order of additions,
-and so the last digit of the result, depends on the cuts.
+The result is that of `Ring.mean` over the whole vector. Between ranks of one host, a call of `give` adds the buckets
+that all ranks have submitted, without a thread; the result is equal bit for bit. Otherwise the ring's background thread
+sends the buckets one after another, in the same order on all ranks; with three or more ranks the order of additions,
+and so the last digit of the result, depends on how the vector is cut into buckets.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rayps.comm.ring.shared_memory import Bytes, SharedMemoryFold, Weights, fold
 from rayps.core.partition import part
 from rayps.tensors.finite import first_not_finite, is_finite
 
-_KIND = 6  # key of this collective in the shared memory's table
+_KIND = 6  # the number of this collective in `SharedMemoryFold.announce`
 
 
 class BucketedMean(Protocol):
@@ -31,38 +31,46 @@ class BucketedMean(Protocol):
 
     seconds: float  # seconds that the caller has spent in these methods
     checks: bool  # whether `finish` sets `fault`; if not, each rank must check its own vector
-    # of the last mean: the rank whose vector is not finite (-1: only the sum is not finite), and the element's index
+    # None: the last mean is finite. Otherwise: the rank whose vector is not finite (-1: all vectors are finite, their
+    # sum is not), and the index of the first such element
     fault: tuple[int, int] | None
 
     def begin(self, samples: int) -> None:
         """Start a mean; this rank's vector is the mean over `samples` samples."""
 
     def mine(self, i: int) -> slice:
-        """Return the elements of bucket `i` that no other rank reads from the vector: `hold` may replace them."""
+        """Return the elements of bucket `i` for which `hold` may be called: no other rank reads them in this vector."""
 
     def hold(self, i: int, lo: int, data: Tensor) -> None:
-        """Use `data` (flat), until it is added, in place of the vector's elements from `lo` on, all in `mine(i)`."""
+        """Add `data` (flat) instead of the vector's elements from index `lo` on, which must all be in `mine(i)`.
+
+        `data` is not copied: it must not change until bucket `i` has been added.
+        """
 
     def let_go(self, i: int) -> None:
-        """Copy the data that `hold` was given for bucket `i`, which has not been submitted, into the vector."""
+        """Copy the data passed to `hold` for bucket `i` into the vector, before the bucket is submitted."""
 
     def give(self, i: int) -> None:
         """Submit bucket `i` of this rank's vector, which must not change afterwards."""
 
     def finish(self, marks: Tensor) -> Tensor:
-        """Return the mean after all buckets were submitted; read-only, valid until the next `begin`.
+        """Return the mean, after this rank has submitted all buckets; read-only, valid until the next `begin`.
 
-        `marks` (uint8, as many as agreed) become the maximum over ranks. Raises LinkError.
+        Every element of `marks` (uint8, of the length given to `pieces`) becomes its maximum over ranks.
+
+        Raises:
+            LinkError: another rank died, failed or does not answer.
         """
 
     def reorder(self, order: Sequence[int]) -> None:
-        """Send the buckets in this order from now on; all ranks must give the same order, between two means."""
+        """Send the buckets in this order from the next mean on; all ranks must make the same call between two means."""
 
 
 def pieces(ring: Ring, vector: Tensor, cuts: Sequence[slice], marks: int) -> BucketedMean:
-    """Return the mean of `vector` over a ring in the buckets `cuts`, with `marks` bytes reduced to their maximum.
+    """Return the `BucketedMean` of `vector` over a ring, cut into the buckets `cuts`.
 
-    All ranks must call it with the same arguments.
+    `marks` is the number of bytes of which `finish` computes the maximum. All ranks must call it with the same
+    arguments.
     """
     if ring.size == 1:
         return SingleRank(vector)
@@ -74,51 +82,51 @@ def pieces(ring: Ring, vector: Tensor, cuts: Sequence[slice], marks: int) -> Buc
 
 
 class _Whole:
-    """A mean whose elements are all in the vector: `hold` is never used."""
+    """Base of the means that read every element from the vector, so that `hold` cannot be used."""
 
     checks = False
     fault: tuple[int, int] | None = None
 
     def mine(self, i: int) -> slice:
-        """See BucketedMean."""
+        """Return an empty slice: `hold` may be called for no element."""
         return slice(0, 0)
 
     def hold(self, i: int, lo: int, data: Tensor) -> None:
-        """See BucketedMean."""
-        raise AssertionError("all elements are in the vector")
+        """Raise AssertionError: `mine` allows no element."""
+        raise AssertionError("this mean reads all elements from the vector")
 
     def let_go(self, i: int) -> None:
-        """See BucketedMean."""
+        """Do nothing: no data is held."""
 
 
 class SingleRank(_Whole):
-    """The mean over one rank: its own vector, to the bit."""
+    """The mean in a ring of one rank: that rank's vector, unchanged."""
 
     def __init__(self, vector: Tensor) -> None:
         self.seconds = 0.0
         self._vector, self._samples = vector, 0
 
     def begin(self, samples: int) -> None:
-        """See BucketedMean."""
+        """Start a mean; the vector is the mean over `samples` samples."""
         self._samples = samples
 
     def give(self, i: int) -> None:
-        """See BucketedMean."""
+        """Do nothing: there is no other rank to which bucket `i` could be sent."""
 
     def finish(self, marks: Tensor) -> Tensor:
-        """See BucketedMean."""
+        """Return the vector itself, zeroed if it has no samples; `marks` are their own maximum."""
         return self._vector if self._samples else self._vector.zero_()
 
     def reorder(self, order: Sequence[int]) -> None:
-        """See BucketedMean."""
+        """Do nothing: no bucket is sent."""
 
 
 class SharedMemoryMean:
-    """A mean whose buckets are in shared memory of one host; each rank adds its part of every bucket.
+    """A mean whose buckets are in shared memory of one host; each rank adds 1/N of every bucket, for all ranks.
 
-    Each rank also checks whether its part of the sum is finite: one read of 1/N of the vector, in the cache. If the sum
-    is not finite, the summands show whose vector is at fault; every rank reads this after the barrier that ends the
-    mean.
+    Each rank also checks whether the elements that it has added are finite, while they are in the cache. If one is not,
+    the rank finds the vector at fault and writes the result to shared memory, where all ranks read it after the last
+    barrier of the mean.
     """
 
     checks = True
@@ -143,7 +151,7 @@ class SharedMemoryMean:
         self._own = [slice(offset + each.start * width, offset + each.stop * width) for each in own]
         head = 8 * (1 + len(cuts))
         with ring.collectives.collective():
-            shared_memory.buffer(head + 16 + marks)  # each rank's state, read by all
+            shared_memory.buffer(head + 16 + marks)  # for each rank: samples, submitted buckets, fault, marks
         notes = shared_memory.residents[-1].parts
         self._samples = [note[:8].view(np.float64) for note in notes]
         self._given = [note[8:head].view(np.int64) for note in notes]
@@ -155,7 +163,7 @@ class SharedMemoryMean:
         self._held: dict[int, list[tuple[int, Bytes]]] = {}  # bucket -> offset in the resident vector, and the bytes
 
     def begin(self, samples: int) -> None:
-        """See BucketedMean."""
+        """Start a mean; this rank's vector is the mean over `samples` samples."""
         self._turn += 1
         self.fault = None
         self._samples[self._ring.rank][0] = samples
@@ -163,32 +171,32 @@ class SharedMemoryMean:
         self._held.clear()
 
     def mine(self, i: int) -> slice:
-        """See BucketedMean."""
+        """Return the elements of bucket `i` that this rank adds; no other rank reads them from this rank's vector."""
         cut = self._cuts[i]
         lo, hi = part(cut.stop - cut.start, self._ring.size, self._ring.rank)
         return slice(cut.start + lo, cut.start + hi)
 
     def hold(self, i: int, lo: int, data: Tensor) -> None:
-        """See BucketedMean."""
+        """Record `data` (flat), which `_add` reads instead of the vector's elements from index `lo` on."""
         at = self._where[1] + lo * self._dtype.itemsize
         self._held.setdefault(i, []).append((at, data.view(torch.uint8).numpy()))
 
     def let_go(self, i: int) -> None:
-        """See BucketedMean."""
+        """Copy the data passed to `hold` for bucket `i` into the vector, before the bucket is submitted."""
         for at, data in self._held.pop(i, []):
             self._resident.parts[self._ring.rank][at : at + len(data)] = data
 
     def give(self, i: int) -> None:
-        """Submit a bucket, then add the buckets that all ranks have submitted. See BucketedMean."""
+        """Submit bucket `i`, then add this rank's elements of all buckets that every rank has submitted."""
         start = time.perf_counter()
         self._given[self._ring.rank][i] = self._turn
-        if ORDERED:  # if writes are not ordered, no bucket is read before the barrier
+        if ORDERED:  # on a processor that does not order writes, other ranks' buckets can be read only after a barrier
             for piece in [p for p in self._open if all(given[p] == self._turn for given in self._given)]:
                 self._add(piece)
         self._count(start)
 
     def finish(self, marks: Tensor) -> Tensor:
-        """See BucketedMean."""
+        """Add the remaining buckets, then return the mean in shared memory, and set `fault` and `marks`."""
         start, rank = time.perf_counter(), self._ring.rank
         self._marks[rank][:] = marks.numpy()
         shared_memory = self._shared_memory
@@ -209,10 +217,10 @@ class SharedMemoryMean:
         return self._mean
 
     def reorder(self, order: Sequence[int]) -> None:
-        """Ignore the order: a bucket is added as soon as it is complete. See BucketedMean."""
+        """Ignore the order: a bucket is added as soon as all ranks have submitted it."""
 
     def _add(self, piece: int) -> None:
-        """Add this rank's part of a bucket, in order: from the elements held elsewhere and those in the vector."""
+        """Add this rank's elements of bucket `piece`, from the vectors and from the data passed to `hold`."""
         at, own = self._own[piece].start, self._own[piece]
         weights = np.concatenate(self._samples)
         held = sorted(self._held.pop(piece, []), key=lambda held: held[0])
@@ -228,7 +236,10 @@ class SharedMemoryMean:
                 self._blame(own.start + first_not_finite(total) * self._dtype.itemsize, held)
 
     def _blame(self, at: int, held: list[tuple[int, Bytes]]) -> None:
-        """Record the rank whose summand at byte `at` of the resident vector is not finite; -1 = only the sum is not."""
+        """Set `fault` for byte `at` of the resident vector: the first rank whose summand there is not finite.
+
+        The rank is -1 if all summands are finite, and only their sum is not.
+        """
         width, blamed = self._dtype.itemsize, -1
         for rank, vector in enumerate(self._resident.parts):
             data = vector[at : at + width]
@@ -253,7 +264,7 @@ class SharedMemoryMean:
 
 
 class SentBuckets(_Whole):
-    """A mean whose buckets the ring's background thread sends, in an order that all ranks share."""
+    """A mean whose buckets the ring's background thread sends, in the same order on all ranks."""
 
     def __init__(self, ring: Ring, vector: Tensor, cuts: Sequence[slice]) -> None:
         self.seconds = 0.0
@@ -264,7 +275,7 @@ class SentBuckets(_Whole):
         self._samples, self._total = 0, torch.zeros(1, dtype=torch.float64)
 
     def begin(self, samples: int) -> None:
-        """Start a mean: send the number of samples first, before any bucket. See BucketedMean."""
+        """Start a mean, and sum the ranks' numbers of samples before any bucket is sent."""
         self._samples, self._total = samples, torch.tensor([float(samples)], dtype=torch.float64)
         self._ready.clear()
         total = self._total
@@ -273,14 +284,14 @@ class SentBuckets(_Whole):
         ]
 
     def give(self, i: int) -> None:
-        """See BucketedMean."""
+        """Submit bucket `i`; it is sent after all buckets that come before it in the order."""
         self._ready.add(i)
         while (at := len(self._under_way) - 1) < len(self._order) and self._order[at] in self._ready:
             part = self._vector[self._cuts[self._order[at]]]
             self._under_way.append(self._ring.collectives.background.start(lambda part=part: self._mean(part)))  # type: ignore[misc]
 
     def finish(self, marks: Tensor) -> Tensor:
-        """See BucketedMean."""
+        """Wait for the background sums, and return the vector, which is now the mean."""
         start = time.perf_counter()
         for handle in self._under_way:
             handle.wait()
@@ -289,11 +300,11 @@ class SentBuckets(_Whole):
         return self._vector
 
     def reorder(self, order: Sequence[int]) -> None:
-        """See BucketedMean."""
+        """Send the buckets in this order from the next mean on; all ranks must make the same call between two means."""
         self._order = list(order)
 
     def _mean(self, part: Tensor) -> None:
-        """Compute sum(n_i g_i) / sum(n_i) of a bucket, by the same operations as for the whole vector at once."""
+        """Compute sum(n_i g_i) / sum(n_i) over ranks i with n_i samples, by the operations of `Ring.mean`."""
         wide = part.float() if part.dtype in HALF else part
         if self._samples:
             wide.mul_(self._samples)

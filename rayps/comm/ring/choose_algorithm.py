@@ -1,7 +1,8 @@
-"""The ring's own backend: choose the algorithm that reduces a vector, and the connections it uses.
+"""The ring's backend `own`: choose the algorithm that reduces a vector, and the number of connections.
 
-Ranks of one host read vectors in shared memory (`rayps.comm.ring.shared_memory`); others send them over connections
-(`rayps.comm.ring.algorithms`). `auto` measures the candidates when the ring is formed and keeps a table by size.
+Ranks of one host read each other's vectors in shared memory (`rayps.comm.ring.shared_memory`); ranks of different hosts
+send them over connections (`rayps.comm.ring.algorithms`). With `auto`, the ranks measure the candidates when the ring
+is formed, and use the fastest one for each size.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from rayps.core.records import RingTable
 
 NAMES = ("auto", *ALGORITHMS, "hierarchical")
 _HALF = (torch.float16, torch.bfloat16)
-_PROBES = (1 << 10, 16 << 10, 128 << 10, 1 << 20)  # bytes
-_LARGE_PROBE = 4 << 20  # a further size between hosts: only a large transfer shows the bandwidth
+_PROBES = (1 << 10, 16 << 10, 128 << 10, 1 << 20)  # bytes of the vectors that are measured
+_LARGE_PROBE = 4 << 20  # a further size that is measured between hosts: only a large transfer shows the bandwidth
 _TRIES, _LARGE_TRIES = 5, 3
-_SLOW_SECONDS = 0.05  # a candidate that takes longer is not measured again
+_SLOW_SECONDS = 0.05  # a candidate that takes longer than this at one size is not measured at larger sizes
 _STREAMS = (1, 2, 4)
-_SLOW_LINE_SECONDS = 0.5  # the same for the large probe: a network this slow is filled by one stream
-_WORTH = 0.8  # more streams, or an algorithm that sends more, must take at most this share of the time
+_SLOW_LINE_SECONDS = 0.5  # if the large probe takes longer, more streams are not tried: the network is the limit
+_WORTH = 0.8  # more streams, or an algorithm that sends more, are chosen only if they take less than this share of time
 
 
 class Autotuner:
-    """The ring's own backend, which reduces vectors by the fastest measured algorithm."""
+    """The ring's backend `own`, which reduces vectors by a given algorithm or by the fastest measured one."""
 
     def __init__(self, mesh: Mesh, algorithm: str, table: RingTable | None, streams: int = 0) -> None:
         self.must_know(algorithm)
@@ -60,9 +61,11 @@ class Autotuner:
         self._limits = [(int(row["up_to"] or 1 << 62), str(row["algorithm"])) for row in self.choices["table"]]
 
     def must_know(self, algorithm: str | None) -> None:
-        """Raise ConfigError for an unknown algorithm."""
+        """Raise ConfigError if `algorithm` is not the name of an algorithm; None is allowed."""
         if algorithm is not None and algorithm not in NAMES:
-            raise ConfigError(f"no algorithm {algorithm!r}; use one of {', '.join(NAMES)}", algorithm=algorithm)
+            raise ConfigError(
+                f"there is no algorithm {algorithm!r}; use one of {', '.join(NAMES)}", algorithm=algorithm
+            )
 
     def fold(self, x: Tensor, kind: str, algorithm: str | None = None) -> None:
         """Reduce a flat CPU vector over the ranks in place; `kind` is "add" or "max"."""
@@ -90,7 +93,7 @@ class Autotuner:
             x.copy_(wide)
 
     def _by_host(self, x: Tensor, kind: str) -> None:
-        """Reduce inside each host, then around a ring of one rank per host, then distribute inside each host."""
+        """Reduce within each host, then around a ring of one rank per host, then copy the result within each host."""
         wide = x.float() if x.dtype in _HALF else x
         leaders = [group[0] for group in self._hosts]
         shared_memory, host = self._local, next(i for i, group in enumerate(self._hosts) if self._mesh.rank in group)
@@ -113,7 +116,10 @@ class Autotuner:
             x.copy_(wide)
 
     def _count_streams(self) -> tuple[int, dict[int, float]]:
-        """Measure how many TCP connections between two ranks fill the network; return the count and the seconds."""
+        """Measure the ring with several numbers of TCP connections between two ranks.
+
+        Return the smallest number that is about as fast as the fastest, and the measured seconds for each number.
+        """
         seconds: dict[int, float] = {}
         for count in _STREAMS:
             self._mesh.use_streams(count)
@@ -125,8 +131,8 @@ class Autotuner:
         return best, seconds
 
     def _measure(self) -> list[ProbeRow]:
-        """Time every candidate at a few sizes; all ranks use the times of the slowest rank."""
-        # ordered by the bytes that they read or send
+        """Measure every candidate at a few sizes; all ranks use the times of the slowest rank."""
+        # in ascending order of the bytes that they read or send
         names = ["two_shot", "one_shot"] if self.shared_memory else ["ring", "two_shot", "tree", "one_shot"]
         if 1 < len(self._hosts) < self._mesh.size:
             names.insert(0, "hierarchical")
@@ -138,13 +144,13 @@ class Autotuner:
             seconds = dict(zip(tried, times, strict=True))
             rows.append({"up_to": 2 * size, "algorithm": min(seconds, key=seconds.__getitem__), "seconds": seconds})
             slow |= {name for name in tried if seconds[name] > _SLOW_SECONDS and name != rows[-1]["algorithm"]}
-        # above the largest probe an algorithm that sends more is slower
+        # for vectors above the largest probe, algorithms that send more bytes fall behind
         rows[-1]["algorithm"] = next(name for name in tried if seconds[name] * _WORTH <= min(times))
         rows[-1]["up_to"] = None
         return rows
 
     def _slowest(self, seconds: list[float]) -> list[float]:
-        """Return the maximum over ranks of each of `seconds`."""
+        """Return the maximum over ranks of each element of `seconds`."""
         times = torch.tensor(seconds, dtype=torch.float64)
         self._mesh.begin()
         self._run("one_shot", times, "max")
@@ -159,7 +165,7 @@ class Autotuner:
             start = time.perf_counter()
             self._run(name, x, "add")
             times.append(time.perf_counter() - start)
-        # the first run touches new pages; of few runs the fastest has the least noise
+        # the first run does not count: it touches new pages. Of only a few runs, the fastest has the least noise
         return min(times[1:]) if large else statistics.median(times[1:])
 
 
@@ -168,9 +174,9 @@ def _transport(mesh: Mesh) -> str:
 
 
 def _hosts(mesh: Mesh) -> tuple[list[list[int]], int]:
-    """Return groups of ranks that share a host, and the most streams that any two ranks have.
+    """Return the ranks grouped by host, and the largest number of streams between any two ranks.
 
-    Ranks exchange which others they reach by shared memory.
+    Ranks are on one host if they reach each other by shared memory; each rank sends all others what it found.
     """
     size = mesh.size
     if size == 1:
@@ -182,5 +188,5 @@ def _hosts(mesh: Mesh) -> tuple[list[list[int]], int]:
     groups = [[peer for peer in range(size) if row[peer]] for row in seen.tolist()]
     most = int(seen[:, size].max())
     if any(groups[peer] != group for group in groups for peer in group):
-        return [[rank] for rank in range(size)], most  # ranks disagree: treat every rank as a host of its own
+        return [[rank] for rank in range(size)], most  # the ranks disagree: treat each as a host of its own
     return [group for rank, group in enumerate(groups) if group[0] == rank], most

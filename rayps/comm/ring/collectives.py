@@ -1,6 +1,6 @@
-"""The collectives of one ring: the mesh, the algorithm, the time measurement, and the background thread.
+"""The collectives of one ring: they call the backend's algorithm, measure its time, and can run in the background.
 
-Background collectives run in one thread per ring, one after the other, in the order of the calls.
+Background collectives run in one thread per ring, one after the other, in the order in which they were started.
 """
 
 from __future__ import annotations
@@ -30,22 +30,25 @@ T = TypeVar("T")
 class Collectives:
     """The operations that reduce tensors over the ranks of one ring.
 
-    Only one thread may use them, or work that `background` runs.
+    Only the ring's own thread may call them, or, while it does not, the thread of `background`.
     """
 
     def __init__(self, mesh: Mesh, backend: Autotuner | Delegate) -> None:
         self.mesh = mesh
         self.backend = backend
         self.background = BackgroundThread()
-        self.seconds = 0.0  # seconds in collectives, waiting included
+        self.seconds = 0.0  # seconds spent in collectives, including the time spent waiting
 
     @property
     def shared_memory(self) -> SharedMemoryFold | None:
-        """The memory that all ranks share; None unless all are on one host."""
+        """The memory that all ranks share; None unless all ranks are on one host and the backend is `own`."""
         return self.backend.shared_memory
 
     def fold(self, t: Tensors, kind: str, algorithm: str | None) -> Tensors:
-        """Add ("add") or take the maximum ("max") over ranks in place; wait for background collectives first."""
+        """Reduce tensors over the ranks, in place, after all background collectives have ended.
+
+        `kind` is "add" or "max"; `algorithm` None lets the backend choose.
+        """
         self.background.settle()
         return self.fold_now(t, kind, algorithm)
 
@@ -85,7 +88,10 @@ class Collectives:
             self.seconds += time.perf_counter() - start
 
     def resident(self, t: Tensor, weight: float | None) -> Tensor | None:
-        """Return the sum or weighted mean of a tensor in `buffer` memory, in that memory; None for any other tensor."""
+        """Return the sum (`weight` None) or weighted mean over ranks of a tensor that is in memory of `Ring.buffer`.
+
+        The result is in shared memory too. Return None if the tensor is elsewhere.
+        """
         self.background.settle()
         shared_memory = self.shared_memory
         if shared_memory is None or not shared_memory.has_buffers or not t.is_contiguous():
@@ -106,7 +112,7 @@ class Collectives:
 
     @contextmanager
     def collective(self) -> Iterator[None]:
-        """Start a collective of the mesh, and measure its time. A LinkError inside the block ends the ring."""
+        """Run the block as one collective of the mesh, and measure its time. A LinkError in the block ends the ring."""
         self.mesh.begin()
         with self.timed():
             try:
@@ -126,7 +132,7 @@ class Collectives:
 
 @contextmanager
 def flat_cpu(t: Tensor) -> Iterator[Tensor]:
-    """Yield the tensor as one contiguous CPU vector; a copy is written back to the tensor at the end."""
+    """Yield the tensor as one contiguous CPU vector; if that is a copy, it is copied back to the tensor at the end."""
     with torch.no_grad():
         whole = t.detach()
         if whole.is_contiguous() and whole.device.type == "cpu":

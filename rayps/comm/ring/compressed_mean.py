@@ -1,9 +1,9 @@
 """The mean of gradients in fewer bytes: an encoded reduce-scatter, then an encoded all-gather.
 
-Rank j reduces slice j (`partition.slices`) of all vectors, in the order of ranks, in float32 or wider. Both directions
-have error feedback: the error of a rank's encoding of its gradient, and of the reducer's encoding of the mean, is added
-to the next gradient or mean before encoding. A rank sends 2(N-1)/N of an encoded vector. All ranks decode the same
-bytes, their own included, and so get the same bits.
+Rank j of N reduces slice j (`partition.slices`) of all vectors, in the order of ranks, in float32 or wider. Both
+directions have error feedback: the error of encoding a gradient is added to that rank's next gradient, and the error of
+encoding a slice of the mean to the same slice of the next mean. A rank sends 2(N-1)/N of an encoded vector. Every rank
+decodes the same bytes, also for its own slice, so all ranks get the same bits.
 
 Tang et al., "DoubleSqueeze: parallel stochastic gradient descent with double-pass error-compensated compression", ICML
 2019.
@@ -29,13 +29,14 @@ from rayps.tensors.flat import Gradient
 
 PROBE_ELEMENTS = 1 << 20
 _TRIES = 3
-_COUNT = 8  # header of a slice: the sender's samples as float64
+_COUNT = 8  # bytes of a slice's header: the sender's number of samples as float64
 
 
 class CompressedRing:
-    """A ring that encodes gradients for their mean; other collectives, also means of plain tensors, are not encoded.
+    """A ring that computes the mean of gradients from encoded gradients.
 
-    The error feedback is zero at first; it is on the device of the gradients.
+    All other collectives, also the means of plain tensors, are those of `ring`, without encoding. The error feedback is
+    zero at first, and is kept on the device of the gradients.
     """
 
     def __init__(self, ring: Ring, codec: Codec) -> None:
@@ -47,10 +48,10 @@ class CompressedRing:
         return getattr(self._ring, name)
 
     def mean(self, x: Tensor | Gradient, *, in_place: bool = True) -> Tensor:
-        """Compute the mean as `Ring.mean` does, always in place.
+        """Compute the mean as `Ring.mean` does; the mean of a gradient is always computed in place.
 
-        The error feedback of a gradient is in the gradient's own units; it is weighted when the gradient is sent. A
-        rank without samples sends no error feedback; if no rank has samples, the mean is zero.
+        The error feedback is added to the gradient before the gradient is weighted by its number of samples. A rank
+        without samples sends no error feedback in this mean; if no rank has samples, the mean is zero.
         """
         if isinstance(x, Tensor):
             return self._ring.mean(x, in_place=in_place)
@@ -62,10 +63,10 @@ class CompressedRing:
         return vector
 
     def mean_async(self, x: Gradient) -> None:
-        """Compute the mean as `mean` does, in the background.
+        """Compute the mean of a gradient in place as `mean` does, in the background.
 
-        The gradient's spare element becomes 1, or 0 if no rank had a sample. The ring's `settle` waits for the mean;
-        until then `x` must not be read or changed.
+        The last element of `x.packed` becomes 1. `settle` waits for the mean; until then `x` must not be read or
+        changed.
         """
         self._ring.collectives.mesh.check()
 
@@ -78,16 +79,16 @@ class CompressedRing:
         self._ring.collectives.background.start(work)
 
     def another(self) -> CompressedRing:
-        """Return a compressed ring with the same codec for another vector, with its own error feedback."""
+        """Return a compressed ring with the same codec and new error feedback, for the gradients of another vector."""
         return CompressedRing(self._ring, self._codec)
 
     def feedback(self) -> dict[str, Tensor]:
-        """Return the error feedback by name, as copies; empty before the first mean."""
+        """Return copies of the error feedback by name ("sent", "folded"); empty before the first mean."""
         held = {"sent": self._sent, "folded": self._folded}
         return {name: memory.residual.cpu().clone() for name, memory in held.items() if memory is not None}
 
     def restore(self, held: dict[str, Tensor]) -> None:
-        """Restore the error feedback that `feedback` returned, on a ring of as many ranks."""
+        """Restore error feedback that `feedback` returned for the same rank of a ring of the same size."""
         self._sent, self._folded = (self._memory(held[name]) for name in ("sent", "folded"))
 
     def _memory(self, residual: Tensor) -> ErrorFeedback:
@@ -122,12 +123,10 @@ class CompressedRing:
 
 
 def compressed(ring: Ring, compression: str, gradient: Gradient) -> tuple[Ring | CompressedRing, JsonObject]:
-    """Return the ring that the option `compression` means, and the choice as an event.
+    """Return `ring`, or a `CompressedRing` over it, by the option `compression`; and an event that reports the choice.
 
-    All ranks must call it with the same arguments.
-
-    `auto` measures a mean of up to 2^20 elements of `gradient`, plain and with each candidate; the content of
-    `gradient` is overwritten.
+    `auto` measures the mean of up to 2^20 elements of `gradient`, without compression and with each candidate, which
+    overwrites `gradient`. All ranks must call it with the same arguments.
     """
     if compression != "auto":
         return CompressedRing(ring, codec(compression)), choice("ring", compression, "given")
@@ -140,7 +139,7 @@ def compressed(ring: Ring, compression: str, gradient: Gradient) -> tuple[Ring |
 
 
 def _measured(ring: Ring, packed: Tensor) -> dict[str, float]:
-    """Return the seconds of a mean, plain ("off") and with each candidate: the median of the slowest rank."""
+    """Return the seconds of a mean without compression ("off") and with each candidate: the slowest rank's median."""
     gradient = Gradient(packed, samples=1)
     ways: dict[str, Callable[[], Tensor]] = {"off": lambda: ring.mean(gradient)}
     for name in CANDIDATES:
@@ -160,7 +159,7 @@ def _seconds(ring: Ring, packed: Tensor, way: Callable[[], Tensor]) -> float:
         began = time.perf_counter()
         way()
         found.append(time.perf_counter() - began)
-    return statistics.median(found[1:])  # the first run is slower, as it touches new pages
+    return statistics.median(found[1:])  # the first run does not count: it touches new pages
 
 
 def _share(samples: float, data: Tensor) -> Tensor:
@@ -172,7 +171,7 @@ def _samples(share: Tensor) -> float:
 
 
 def _swapped(mesh: Mesh, shares: list[Tensor], sizes: list[int]) -> list[Tensor]:
-    """Send shares[i] to rank i; return what each rank sent to this rank, with this rank's own share."""
+    """Send shares[i] to rank i; return the shares that the ranks sent to this rank, by rank, its own included."""
     heard = [shares[i] if i == mesh.rank else torch.empty(size, dtype=torch.uint8) for i, size in enumerate(sizes)]
     others = [peer for peer in range(mesh.size) if peer != mesh.rank]
     mesh.exchange([(peer, raw(shares[peer])) for peer in others], [(peer, raw(heard[peer])) for peer in others])

@@ -15,13 +15,13 @@ from rayps.comm.link import Link
 from rayps.comm.ring.messages import Piece
 from rayps.core.partition import slices
 
-STRIPE_BYTES = 256 << 10  # least bytes of a buffer per stream
+STRIPE_BYTES = 256 << 10  # a buffer is divided among streams only into parts of at least this many bytes
 
-Place = tuple[int, int]  # a peer's rank, the number of a stream to the peer
+Place = tuple[int, int]  # (a peer's rank, the number of the stream to that peer)
 
 
 class RingConnections(dict[int, Link]):
-    """Connections by number. `streams` is the number of TCP connections that are used between two ranks."""
+    """One rank's connections, by number. `streams` is how many TCP connections are used between two ranks."""
 
     def __init__(self, size: int, links: Mapping[Place, Link]) -> None:
         super().__init__({peer + size * stream: links[peer, stream] for peer, stream in sorted(links)})
@@ -37,11 +37,11 @@ class RingConnections(dict[int, Link]):
 
     @property
     def transports(self) -> dict[int, str]:
-        """The transport to each other rank."""
+        """The transport (shm, unix or tcp) to each other rank."""
         return {peer: self[peer].transport for peer in self.ranks}
 
     def watch(self, number: int, mask: int) -> None:
-        """Poll a connection for these events; 0 for none."""
+        """Poll connection `number` for the events in `mask`; 0 stops polling it."""
         if mask == self._masks[number]:
             return
         self._masks[number] = mask
@@ -51,7 +51,10 @@ class RingConnections(dict[int, Link]):
             self.poll.unregister(self[number])
 
     def only_wakeup(self, wakeup: int, seconds: float) -> bool:
-        """Wait for any connection and the eventfd; return whether only the eventfd is readable."""
+        """Sleep until a connection or the eventfd `wakeup` is readable, at most `seconds`.
+
+        Return True if the eventfd is readable and no connection is.
+        """
         poll = self._polls.get(wakeup)
         if poll is None:
             poll = self._polls[wakeup] = select.poll()
@@ -62,7 +65,7 @@ class RingConnections(dict[int, Link]):
 
     @contextlib.contextmanager
     def polling(self, wakeup: int) -> Iterator[None]:
-        """Poll the eventfd `wakeup` too, inside the block."""
+        """Inside the block, poll the eventfd `wakeup` together with the connections."""
         self.poll.register(wakeup, select.POLLIN)
         try:
             yield
@@ -70,7 +73,7 @@ class RingConnections(dict[int, Link]):
             self.poll.unregister(wakeup)
 
     def at(self, descriptor: int) -> int:
-        """Return the number of the connection with the descriptor that `poll` found; -1 if it is no connection's."""
+        """Return the number of the connection that has this file descriptor; -1 if none has."""
         return self._by_descriptor.get(descriptor, -1)
 
     def drop(self, number: int) -> Link:
@@ -82,11 +85,11 @@ class RingConnections(dict[int, Link]):
         return link
 
     def stream(self, peer: int, turn: int) -> int:
-        """Return the next connection to rank `peer`, round robin."""
+        """Return the number of the connection that sends message `turn` to rank `peer`: the streams take turns."""
         return peer + self.size * (turn % self._streams_to(peer))
 
     def stripes(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
-        """Cut buffers for ranks into buffers for connections: large ones are divided among the streams."""
+        """Turn (rank, buffer) pairs into (connection, part of the buffer): large buffers are divided among streams."""
         for peer, buffer in pieces:
             parts = max(1, min(self._streams_to(peer), len(buffer) // STRIPE_BYTES))
             for i, cut in enumerate(slices(len(buffer), parts)):

@@ -6,7 +6,7 @@ from typing import TypedDict
 
 
 class ProbeRow(TypedDict):
-    """The fastest algorithm for vectors of up to `up_to` bytes (None: any size), and the seconds of each candidate."""
+    """The algorithm for vectors of up to `up_to` bytes (None: any size), and the measured seconds of each candidate."""
 
     up_to: int | None
     algorithm: str
@@ -14,7 +14,7 @@ class ProbeRow(TypedDict):
 
 
 class RingChoices(TypedDict, total=False):
-    """The algorithm and transport of a ring, and why; `Ring.form` accepts it as `table`."""
+    """The algorithm and transport of a ring, and the reason for them. `Ring.form` accepts it as `table`."""
 
     algorithm: str
     transport: str
@@ -27,7 +27,7 @@ class RingChoices(TypedDict, total=False):
 
 
 def in_words(choices: RingChoices) -> str:
-    """Return the choices as text.
+    """Return a ring's choices as one line of text.
 
     Example: `all-reduce between 4 ranks over shm: one_shot up to 262 KB, two_shot above; measured ...`.
     """

@@ -1,8 +1,8 @@
 """The connections between the ranks of a ring, and the operation that every algorithm is built on: `exchange`.
 
-One thread serves all connections and polls all of them, so every rank sees the death of any rank at once. A mesh that
-has failed cannot be used again. A mesh only moves bytes; `rayps.comm.ring.algorithms` adds numbers. `link_up` forms a
-mesh from the ranks' addresses: the higher rank connects to the lower one.
+A rank polls all its connections in one thread, so every rank sees the death of any rank at once. A mesh that has failed
+cannot be used again. A mesh only sends and receives bytes; `rayps.comm.ring.algorithms` adds numbers. `link_up` forms a
+mesh from the ranks' addresses: of two ranks, the higher one connects to the lower one.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ from rayps.comm.ring.messages import (
 from rayps.core.errors import ConfigError, LinkError, PeerLost, PeerTimeout
 from rayps.core.values import Buffer
 
-LINGER_SECONDS = 0.25  # seconds in which a closing rank tries to send its last messages
-GRACE_SECONDS = 0.5  # the last seconds of a timeout, in which ranks must answer an ASK; silent ranks are blamed
+LINGER_SECONDS = 0.25  # seconds during which a rank that closes tries to send its last messages
+GRACE_SECONDS = (
+    0.5  # the last seconds of a timeout, in which ranks must answer an ASK; the error names those that do not
+)
 MOST_STREAMS = 16
-TRIED_STREAMS = 4  # streams that are opened if their best number is to be measured
-_AHEAD_BYTES = 1 << 20  # bytes that a relay keeps queued, so that sending continues while numbers are added
+TRIED_STREAMS = 4  # streams opened between two ranks if the best number is to be measured
+_AHEAD_BYTES = 1 << 20  # bytes that a relay keeps queued, so that sending continues while the rank adds
 _IN = select.POLLIN
 
 
@@ -52,7 +54,7 @@ class Mesh:
         self._links = RingConnections(size, links)
         self.mail = Mail()
         self._heard: set[int] = set()
-        self._left: set[int] = set()  # ranks that closed in good order
+        self._left: set[int] = set()  # ranks that closed their ring without an error
         self.number = 0  # number of the current collective
         self._step = 0
         self._sent = 0
@@ -69,7 +71,7 @@ class Mesh:
 
     @property
     def transports(self) -> dict[int, str]:
-        """The transport to each other rank."""
+        """The transport (shm, unix or tcp) to each other rank."""
         return self._links.transports
 
     @property
@@ -78,22 +80,25 @@ class Mesh:
         return self._links.streams
 
     def use_streams(self, count: int, *, for_good: bool = False) -> None:
-        """Use `count` streams from now on; with `for_good`, close the others. All ranks must make the same call."""
+        """Use `count` streams between two ranks from now on; with `for_good`, close the surplus streams.
+
+        All ranks must make the same call.
+        """
         self.begin()
         self._links.streams = count
         if for_good:
             spare = [self._links.drop(number) for number in list(self._links) if number >= count * self.size]
             try:
-                # after the barrier no rank polls the surplus streams, so their end is not taken for a failure
+                # after the barrier no rank polls the surplus streams, so that closing them is not taken for a failure
                 self.barrier()
             finally:
                 for link in spare:
                     link.close()
 
-    # Moving
+    # Exchanging data
 
     def begin(self) -> None:
-        """Start a new collective, so that messages of the previous one are not mistaken for its messages."""
+        """Number a new collective, so that its messages can be distinguished from those of the previous one."""
         self.check()
         self.number += 1
         self._step = 0
@@ -112,10 +117,11 @@ class Mesh:
         self._run(message, self._links.stripes(sends), wants)
 
     def relay(self, right: int, left: int, first: Iterable[Buffer], arrivals: Iterable[Arrival]) -> None:
-        """Send the buffers of `first` to rank `right`, and fill those of `arrivals` from rank `left`, in order.
+        """Send the buffers of `first` to rank `right`, and fill the buffers of `arrivals` with data from rank `left`.
 
-        After each arrival, the buffer that its function returns is sent to `right` too. Sending continues while
-        arrivals are processed. Every rank must make the matching call. Raises as `exchange`.
+        Each arrival is a buffer and a function. When the buffer is filled, the function is called, and the buffer that
+        it returns, if any, is sent to `right` too. Sending continues while arrivals are processed. Every rank must make
+        the matching call. Raises the errors of `exchange`.
         """
         todo: deque[Buffer] = deque()
         gone = taken = self._step
@@ -149,7 +155,10 @@ class Mesh:
         self.exchange(nothing, nothing)
 
     def blame(self, words: str) -> LinkError:
-        """Return the error for a failure that other code has found; it names the lost or silent rank if possible."""
+        """Return the error for a failure outside of the mesh, which `words` describes (that of a torch process group).
+
+        The error names the rank that was lost or does not answer, if there is one.
+        """
         with self.hold:
             self.check()
             try:
@@ -171,17 +180,17 @@ class Mesh:
         self._run(Message(RingMessage.POINT), [], {source: (RingMessage.POINT, tag, 0, into)})
 
     def link(self, peer: int) -> Link:
-        """Return the connection to rank `peer`."""
+        """Return the first connection to rank `peer`."""
         return self._links[peer]
 
     def await_wakeup(self, wakeup: int, absent: Callable[[], set[int]]) -> None:
-        """Wait until the eventfd `wakeup` is readable; the `absent` ranks have not signalled it yet.
+        """Wait until the eventfd `wakeup` is readable; `absent()` returns the ranks that have not signalled it yet.
 
-        Raises as `exchange`.
+        Raises the errors of `exchange`.
         """
         alone, start = not self._inside, time.perf_counter()
         with self.guarded():
-            # within a relay sending must continue; otherwise mostly only the eventfd changes
+            # within a relay, sending must continue, so all connections are polled below; else the eventfd is enough
             signalled = alone and self._links.only_wakeup(wakeup, self._patience())
             self._quiet = time.perf_counter() - start
             self.seconds_waiting += self._quiet
@@ -196,13 +205,13 @@ class Mesh:
                 raise self._gone(min(gone))
 
     def check(self) -> None:
-        """Raise the error that ended this mesh, if the mesh has ended."""
+        """Raise the error that ended this mesh, if it has ended."""
         if self.dead is not None:
             raise type(self.dead)(self.dead.message, **self.dead.data)
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
-        """End the mesh for all ranks if the code inside the block fails. Reentrant."""
+        """If the code in the block raises an error, end the mesh for all ranks. Blocks may be nested."""
         with self.hold:
             self.check()
             outer, self._inside = self._inside, True
@@ -229,9 +238,9 @@ class Mesh:
     def finish(
         self, sending: set[int], wants: dict[int, Want], push: Callable[[], None] | None = None, drain: bool = True
     ) -> None:
-        """Receive the data in `wants`; with `drain`, also send all queued data.
+        """Receive the messages in `wants`; with `drain`, also send all data queued on the connections `sending`.
 
-        `push` may queue more after each progress.
+        `push` is called after each progress, and may queue more data.
         """
         while True:
             for key in [key for key, want in wants.items() if self.arrived(key, want)]:
@@ -241,14 +250,17 @@ class Mesh:
                 if not self._links[key].queued:
                     sending.discard(key)
             if push is not None:
-                push()  # the data that `push` queues may be sent at once: then there is nothing to wait for
+                push()  # data that `push` queues may be sent at once; its connection then leaves `sending`
                 sending.difference_update([key for key in sending if not self._links[key].queued])
             if not wants and not (drain and sending):
                 return
             self._pause(sending, wants)
 
     def _pause(self, sending: set[int], wants: dict[int, Want], wakeup: int = -1) -> bool:
-        """Sleep until a connection is ready; return False if it was an awaited one. Raises PeerTimeout."""
+        """Sleep until a connection or the eventfd `wakeup` is ready.
+
+        Return False if the eventfd, or a connection in `sending` or `wants`, was ready. Raises PeerTimeout.
+        """
         waited = self._sleep(sending, wants, self._patience() - self._quiet, wakeup)
         self._quiet = 0.0 if waited < 0 else self._quiet + waited
         if self._quiet >= self._patience():
@@ -256,7 +268,7 @@ class Mesh:
         return waited >= 0
 
     def arrived(self, peer: int, want: Want) -> bool:
-        """Return whether the data awaited on connection `peer` is complete."""
+        """Return whether the message `want` has arrived completely on connection `peer`; if so, receive it."""
         kind, tag, _, into = want
         link = self._links[peer]
         while kind == RingMessage.DATA or not self.mail.fetch(peer, want):
@@ -265,14 +277,14 @@ class Mesh:
             if head.kind == kind == RingMessage.DATA or (head.kind == kind == RingMessage.POINT and head.tag == tag):
                 if kind == RingMessage.DATA:
                     must_match(head, link.pending_bytes, link.peer, want)
-                assert not isinstance(into, list), "only parcels are gathered in a list"
+                assert not isinstance(into, list), "only a PARCEL is appended to a list"
                 return link.try_recv(into) is not None
             if head.kind == RingMessage.BYE:
                 raise self._gone(peer)
             if head.kind == RingMessage.DATA:
                 raise LinkError(
-                    f"{link.peer} is in a collective while this rank waits for its message {tag}: "
-                    "all ranks must make the same calls",
+                    f"{link.peer} is in a collective while this rank waits for a message with tag {tag} from it: "
+                    "all ranks must make the same calls in the same order",
                     peer=link.peer,
                 )
             message = link.try_recv()
@@ -294,7 +306,7 @@ class Mesh:
 
     def _gone(self, peer: int) -> PeerLost:
         who = self._links[peer].peer
-        return PeerLost(f"{who} has left the ring", peer=who)
+        return PeerLost(f"{who} has closed the ring, and this rank still waits for data from it", peer=who)
 
     # Waiting
 
@@ -302,7 +314,10 @@ class Mesh:
         return self.timeout - min(GRACE_SECONDS, self.timeout / 4)
 
     def _sleep(self, sending: set[int], wants: dict[int, Want], seconds: float, wakeup: int = -1) -> float:
-        """Wait for any connection and the eventfd; return the seconds waited, or -1 if awaited data has moved."""
+        """Sleep, at most `seconds`, until a connection or the eventfd `wakeup` is ready, and process what has arrived.
+
+        Return -1 if the eventfd, or a connection in `sending` or `wants`, was ready; otherwise the seconds slept.
+        """
         for peer, link in self._links.items():
             busy = peer in wants or link.head is None or link.head.kind != RingMessage.DATA
             busy = busy and not link.ended and peer not in self._left
@@ -311,21 +326,21 @@ class Mesh:
         ready = self._links.poll.poll(max(0, math.ceil(seconds * 1000)))
         waited = time.perf_counter() - start
         self.seconds_waiting += waited
-        moved = False
+        progress = False
         for fd, _ in ready:
             if fd == wakeup:
-                moved = True
+                progress = True
                 continue
             peer = self._links.at(fd)
             self._links[peer].absorb()
             self._links[peer].flush()
-            moved |= peer in wants or peer in sending
+            progress |= peer in wants or peer in sending
             if peer not in wants:
                 self.listen(peer)
-        return -1 if moved else waited
+        return -1 if progress else waited
 
     def listen(self, peer: int) -> None:
-        """Process control messages of a rank from which no data is awaited; data from it stays queued."""
+        """Process the control messages on a connection on which this rank awaits no data; data stays unread."""
         link = self._links[peer]
         while peer not in self._left and (head := link.peek()) is not None and head.kind != RingMessage.DATA:
             message = link.try_recv()
@@ -334,7 +349,10 @@ class Mesh:
             self._overhear(peer, message)
 
     def _find_silent(self, awaited: set[int]) -> LinkError:
-        """Return the error of a timeout: it blames the ranks that do not answer an ASK, else the awaited ranks."""
+        """Return the error of a timeout.
+
+        It names the ranks that do not answer an ASK; if all do, the `awaited` ranks.
+        """
         self._heard.clear()
         asked = set(self._links) - self._left
         for peer in asked:
@@ -345,7 +363,7 @@ class Mesh:
             for fd, _ in self._links.poll.poll(max(1, math.ceil(left * 1000))):
                 peer = self._links.at(fd)
                 if peer < 0:
-                    end = 0.0  # the eventfd was signalled after all, but too late for ranks that have given up
+                    end = 0.0  # the eventfd was signalled after the timeout: other ranks may have given up already
                 elif peer in asked:
                     for message in self._links[peer].feed():
                         self._overhear(peer, message)
@@ -358,7 +376,10 @@ class Mesh:
     # Ending
 
     def _abort_of(self, error: LinkError) -> LinkError:
-        """Return the ABORT of a lost rank, if it sent one: it may have closed because another rank died."""
+        """Return the error in the ABORT that the lost rank of `error` sent; if it sent none, return `error`.
+
+        A rank closes its connections also when another rank has died, and its ABORT then names the other rank.
+        """
         if isinstance(error, PeerLost) and "told_by" not in error.data:
             for peer, link in self._links.items():
                 if link.peer != error.data["peer"]:
@@ -372,11 +393,14 @@ class Mesh:
         return error
 
     def at_end(self, work: Callable[[], None]) -> None:
-        """Call `work` once, when the mesh is closed or has failed."""
+        """Register `work`, which is called once, when the mesh is closed or has failed."""
         self._at_end.append(work)
 
     def fail(self, error: LinkError) -> LinkError:
-        """End the mesh because of `error`, report the error to the other ranks, and return the error to raise."""
+        """End the mesh because of `error`, and report `error` to the other ranks.
+
+        Return the error that the caller must raise: the one that ended the mesh first.
+        """
         with self.hold:
             if self.dead is None:
                 self.dead = error
@@ -390,14 +414,17 @@ class Mesh:
         self._part(lambda link: link.queue(note, words), failed=True)
 
     def abort(self) -> None:
-        """End the ring for all ranks: ranks that wait in it raise PeerLost. Any thread may call it."""
+        """End the ring for all ranks: a rank that waits in it raises PeerLost. Any thread may call this method."""
         self.dead = self.dead or PeerLost(f"rank {self.rank} aborted the ring", peer=f"rank {self.rank}")
         if not self.hold.settle():  # another thread is inside the mesh: wake that thread, which then sends the ABORT
             for link in list(self._links.values()):
                 link.hang_up(more_to_send=True)
 
     def close(self) -> None:
-        """Close. Ranks that still need this one get PeerLost, others continue. Safe to call twice."""
+        """Close the mesh on this rank.
+
+        A rank that still waits for data from this rank raises PeerLost. Safe to call twice.
+        """
         if not self.hold.settle():
             self.abort()  # another thread waits inside the mesh
         with self.hold:
@@ -410,7 +437,7 @@ class Mesh:
         self._parted = True
         self._sent = self.bytes_sent
         for link in list(self._links.values()):
-            with contextlib.suppress(LinkError):  # that rank has closed already
+            with contextlib.suppress(LinkError):  # the other rank has closed already
                 farewell(link)
         end = time.monotonic() + LINGER_SECONDS
         for link in list(self._links.values()):
@@ -424,11 +451,11 @@ class Mesh:
 
 
 class RingLock:
-    """A lock held by the thread that is inside a ring; reentrant.
+    """A reentrant lock, held by the thread that is inside a method of the ring; it decides which thread ends the ring.
 
     Connections and file descriptors must not be closed while a thread uses them. A thread that wants to end the ring
-    makes `due` return true and calls `settle`. If another thread is inside the ring, that thread ends the ring when it
-    leaves.
+    makes `due()` return True, then calls `settle`. If no other thread holds the lock, `settle` calls `end()`; otherwise
+    the thread that holds the lock calls `end()` when it releases the lock.
     """
 
     def __init__(self, due: Callable[[], bool], end: Callable[[], None]) -> None:
@@ -449,7 +476,7 @@ class RingLock:
             self.settle()
 
     def settle(self) -> bool:
-        """End the ring if that was requested; return False if another thread is inside the ring."""
+        """Call `end()` if `due()` returns True; return False, and do nothing, if another thread holds the lock."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
@@ -472,15 +499,18 @@ def link_up(
     prefer: Prefer,
     streams: int,
 ) -> Mesh:
-    """Return a connection to every rank; if it is TCP, `streams` connections (0: as many as may be worth a trial).
+    """Form a mesh: connect this rank to every other rank.
 
-    Raises PeerTimeout (which names the missing ranks), PeerLost, StaleGeneration, ConfigError.
+    A rank that is reached by TCP gets `streams` connections; 0 opens `TRIED_STREAMS`, of which the backend later keeps
+    the best number. Raises PeerTimeout (which names the missing ranks), PeerLost, StaleGeneration, ConfigError.
     """
     size = len(addresses)
     if not 0 <= rank < size:
         raise ConfigError(f"rank {rank} is not one of {size} ranks (0 to {size - 1})", rank=rank)
     if not 0 <= streams <= MOST_STREAMS:
-        raise ConfigError(f"streams is {streams}: give 1 to {MOST_STREAMS}, or 0 to measure", streams=streams)
+        raise ConfigError(
+            f"streams is {streams}: give 1 to {MOST_STREAMS}, or 0 to measure the best number", streams=streams
+        )
     listener.generation = generation
     links: dict[Place, Link] = {}
     deadline = time.monotonic() + timeout
@@ -516,7 +546,7 @@ def _name(label: str, rank: int, stream: int) -> str:
 def _accept_above(
     above: range, links: dict[Place, Link], listener: Listener, deadline: float, whom: tuple[str, float, int]
 ) -> None:
-    """Accept the calls of the ranks above this one. Raises PeerTimeout, which names the missing ranks."""
+    """Accept the connections of all ranks with a higher number. Raises PeerTimeout, which names the missing ranks."""
     label, timeout, streams = whom
     names: dict[str, Place] = {_name(label, peer, 0): (peer, 0) for peer in above}
     while missing := sorted({place[0] for place in names.values() if place not in links}):
@@ -533,7 +563,8 @@ def _accept_above(
         if (peer, stream) in links:
             link.close()
             raise LinkError(
-                f"ring {label!r}: rank {peer} connected twice: two workers have the same rank", peer=f"rank {peer}"
+                f"ring {label!r}: two workers connected as rank {peer}; each worker must have its own rank",
+                peer=f"rank {peer}",
             )
         links[peer, stream] = link
         if stream == 0 and link.transport == "tcp":

@@ -10,25 +10,26 @@ from rayps.comm.link import Message
 from rayps.core.errors import LinkError, PeerLost, PeerTimeout
 from rayps.core.values import Buffer
 
-Piece = tuple[int, Buffer]  # rank, buffer to send to this rank or to fill from this rank
-Arrival = tuple[Buffer, Callable[[], Buffer | None]]  # buffer to fill, function that returns what to send on
-Want = tuple[int, int, int, "Buffer | list[Message]"]  # kind, tag, step, buffer; for a PARCEL a list
+Piece = tuple[int, Buffer]  # (rank, buffer to send to that rank, or to fill with data from it)
+Arrival = tuple[Buffer, Callable[[], Buffer | None]]  # (buffer to fill, function that returns the data to pass on)
+# an awaited message: (kind, tag, step, the buffer to fill; for a PARCEL the list to append it to)
+Want = tuple[int, int, int, "Buffer | list[Message]"]
 
 
 class RingMessage(enum.IntEnum):
     """Kinds of messages between two ranks."""
 
-    DATA = 0  # part of a collective: tag is its number, a the step within it
-    POINT = 1  # a message of `send`: tag is the user's
-    ASK = 2  # asks for HERE
+    DATA = 0  # data of a collective: tag is the collective's number, a the step within it
+    POINT = 1  # a message of `Ring.send`: tag is the caller's
+    ASK = 2  # asks whether the receiver is alive
     HERE = 3  # answers ASK
-    ABORT = 4  # the ring has failed: a is the kind of error, the payload the peer and the message
-    BYE = 5  # this rank closes in good order
-    PARCEL = 6  # tensors of any shape: tag, a and b are those of `rayps.comm.ring.p2p`
+    ABORT = 4  # the ring has failed: a is the kind of error, the payload the peer at fault and the error's message
+    BYE = 5  # the sender closes its ring without an error
+    PARCEL = 6  # tensors of any shape; `rayps.comm.ring.p2p` defines tag, a and b
 
 
 class Mail:
-    """Messages of other ranks that arrived before this rank called for them."""
+    """Messages of other ranks that arrived before this rank called a function that receives them."""
 
     def __init__(self) -> None:
         self._boxes: dict[tuple[int, int, int], deque[Message]] = {}
@@ -38,9 +39,9 @@ class Mail:
         self._boxes.setdefault((peer, message.kind, message.tag), deque()).append(message)
 
     def fetch(self, peer: int, want: Want) -> bool:
-        """Return whether the message that is wanted from rank `peer` has arrived.
+        """Return whether the message `want` of rank `peer` is stored here; if it is, remove and deliver it.
 
-        If it has, a POINT fills the buffer, and a PARCEL is appended to the list.
+        A POINT is copied into the buffer in `want`; a PARCEL is appended to the list in `want`.
         """
         kind, tag, _, into = want
         box = self._boxes.get((peer, kind, tag))
@@ -54,7 +55,7 @@ class Mail:
         return True
 
     def waiting(self, peer: int, kind: int) -> Iterator[Message]:
-        """Return the stored messages of rank `peer` and this kind."""
+        """Yield the stored messages of this kind from rank `peer`."""
         for (frm, what, _), box in self._boxes.items():
             if frm == peer and what == kind:
                 yield from box
@@ -64,30 +65,30 @@ class Mail:
         self._boxes.clear()
 
 
-_WHY: list[type[LinkError]] = [LinkError, PeerLost, PeerTimeout]  # by the number in an ABORT
+_WHY: list[type[LinkError]] = [LinkError, PeerLost, PeerTimeout]  # the index is the kind of error in an ABORT
 
 
 def abort_message(error: LinkError) -> tuple[Message, bytes]:
-    """Return the ABORT, and its payload, that reports why the ring has failed."""
+    """Return the ABORT message, and its payload, that report `error` to the other ranks."""
     why = next((i for i in (1, 2) if isinstance(error, _WHY[i])), 0)
     return Message(RingMessage.ABORT, a=why), f"{error.data.get('peer', '')}\n{error.message}".encode()
 
 
 def abort_error(abort: Message, by: str) -> LinkError:
-    """Return the error that an ABORT reports; `by` is its sender."""
+    """Return the error that an ABORT message reports; `by` is the rank that sent it."""
     who, why = bytes(abort.payload).decode(errors="replace").split("\n", 1)
     return _WHY[abort.a](why, peer=who, told_by=by)
 
 
 def must_match(head: Message, size: int, peer: str, want: Want) -> None:
-    """Raise LinkError if a message of `peer` is not the one for which this rank waits."""
+    """Raise LinkError if a message of `peer` (its header, its size in bytes) is not the awaited message `want`."""
     _, number, step, into = want
     expected = 0 if isinstance(into, list) else memoryview(into).nbytes
     if (head.tag, head.a, size) != (number, step, expected):
         raise LinkError(
-            f"{peer} is at step {head.a} of collective {head.tag} with {size} bytes, this rank at "
-            f"step {step} of {number} with {expected}: "
-            "all ranks must make the same calls with the same sizes",
+            f"{peer} is at step {head.a} of collective {head.tag} and sent {size} bytes; this rank is at step {step} "
+            f"of collective {number} and expects {expected} bytes: all ranks must make the same calls with the same "
+            "sizes",
             peer=peer,
         )
 
@@ -102,6 +103,6 @@ def fill(into: Buffer, payload: Buffer, peer: int) -> None:
 
 
 def ranks(some: Iterable[int]) -> str:
-    """Format the numbers of ranks as `rank 2`, or `ranks 2, 3`."""
+    """Format rank numbers as text: `rank 2`, or `ranks 2, 3`."""
     some = list(some)
     return f"rank{'s' if len(some) != 1 else ''} {', '.join(map(str, some))}"

@@ -1,9 +1,10 @@
 """Tensors of any shape and dtype between two ranks of a ring, one message each, for the stages of a pipeline.
 
-The receiver need not know shapes or dtypes in advance. The description of a message (its `form`, shapes, dtypes,
-whether a gradient is wanted) is sent in full the first time, and as a number afterwards; a message of one tensor then
-consists of a header and that tensor's memory. Sending does not wait for the receiver: bytes that cannot be sent at once
-are sent by a thread while this rank computes, so two ranks may send each other more than the socket buffers hold.
+The receiver need not know shapes or dtypes in advance. The description of a message (the sender's text `form`, and each
+tensor's shape, dtype and whether it needs a gradient) is sent in full the first time, and as a number afterwards; a
+message of one tensor then consists of a header and the tensor's bytes. Sending does not wait for the receiver: a thread
+sends the bytes that cannot be sent at once, while this rank computes. Two ranks may therefore send each other more than
+the socket buffers hold.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from rayps.core.errors import ConfigError, LinkError
 from rayps.core.values import Buffer
 
 BACKLOG_BYTES = 128 << 20  # bytes that may be queued to one rank; `give` waits above it
-KNOWN = 4096  # descriptions that a rank remembers of another rank; further descriptions are sent in full each time
-SPIN_SECONDS = 200e-6  # polls for a message, yielding the core in between, before a rank sleeps
+KNOWN = 4096  # descriptions that are numbered for each receiver; further ones are sent in full each time
+SPIN_SECONDS = 200e-6  # how long a rank polls for a message, yielding its core in between, before it sleeps
 _ALIGN = 64  # alignment of each tensor in a message
 _PUMP_SECONDS = 0.05  # longest pause of the sending thread while messages are queued
 
@@ -51,7 +52,10 @@ _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 
 class TensorHeader(NamedTuple):
-    """A message's description: the sender's text `form`, and (dtype, shape, wants a gradient, offset) by tensor."""
+    """A message's description: the sender's text `form`, each tensor's part, and the bytes of all tensors (`size`).
+
+    A part is (dtype, shape, whether the tensor needs a gradient, offset in bytes).
+    """
 
     form: str
     parts: tuple[tuple[torch.dtype, tuple[int, ...], bool, int], ...]
@@ -63,7 +67,7 @@ _Form: TypeAlias = tuple[str, torch.dtype, torch.Size, bool] | tuple[str, tuple[
 
 
 class TensorMessage(NamedTuple):
-    """A received message: the tensors, which of them want a gradient, and the sender's text."""
+    """A received message: the tensors, which of them need a gradient (`wants`), and the sender's text."""
 
     tensors: list[Tensor]
     wants: list[bool]
@@ -78,10 +82,9 @@ class PointToPoint:
         self.bytes = 0  # bytes of tensors sent
         self.messages = 0
         self.seconds = 0.0  # seconds spent waiting
-        self._said: dict[
-            int, dict[_Form, tuple[int, TensorHeader]]
-        ] = {}  # by rank: the descriptions that this rank knows, and their numbers
-        self._learnt: dict[int, dict[int, TensorHeader]] = {}
+        # by receiving rank: the descriptions that were sent to it, with their numbers
+        self._said: dict[int, dict[_Form, tuple[int, TensorHeader]]] = {}
+        self._learnt: dict[int, dict[int, TensorHeader]] = {}  # by sending rank: its descriptions, by number
         self._pending: set[int] = set()  # ranks to which messages may be queued
         self._due = threading.Event()
         self._over = False
@@ -89,9 +92,10 @@ class PointToPoint:
         mesh.at_end(self._end)
 
     def give(self, to: int, tag: int, tensors: Sequence[Tensor], form: str = "") -> None:
-        """Send tensors to rank `to` under `tag`, in the order of the calls; they must not change until `settle`.
+        """Send tensors to rank `to` as one message with `tag`; messages arrive in the order of the calls.
 
-        Wait only while more than `BACKLOG_BYTES` are queued. Raises PeerLost, PeerTimeout.
+        The tensors must not change until `settle` has returned. The call waits only if more than `BACKLOG_BYTES` are
+        queued. Raises PeerLost, PeerTimeout.
         """
         number, note, new = self._describe(to, tensors, form)
         head = _packed(note) if new else b""
@@ -110,10 +114,7 @@ class PointToPoint:
             self._start()
 
     def take(self, frm: int, tag: int) -> TensorMessage:
-        """Receive the message that rank `frm` sent under `tag`, in the order of sending.
-
-        Raises PeerLost, PeerTimeout.
-        """
+        """Receive the next message with `tag` from rank `frm`. Raises PeerLost, PeerTimeout."""
         found: list[Message] = []
         with self._mesh.guarded():
             want = (RingMessage.PARCEL, tag, 0, found)
@@ -124,7 +125,8 @@ class PointToPoint:
         body = memoryview(message.payload)[message.b :]
         if len(body) != note.size:
             raise LinkError(
-                f"rank {frm} sent {len(body)} bytes where its header announced {note.size}", peer=f"rank {frm}"
+                f"rank {frm} sent {len(body)} bytes of tensors where its header announced {note.size}",
+                peer=f"rank {frm}",
             )
         tensors = [
             torch.frombuffer(body, dtype=dtype, count=count, offset=offset).view(shape)
@@ -145,7 +147,7 @@ class PointToPoint:
     def _soon(self, frm: int, want: Want) -> bool:
         """Poll for a short time, and return whether the message has arrived.
 
-        To sleep and be woken usually takes longer than the message needs to arrive.
+        Usually the message arrives in less time than this rank would need to sleep and wake up.
         """
         if self._mesh.arrived(frm, want):
             return True
@@ -182,7 +184,10 @@ class PointToPoint:
         at, parts = 0, []
         for t in tensors:
             if t.dtype not in _CODES or t.layout != torch.strided:
-                raise ConfigError(f"a message cannot hold a tensor of {t.dtype}, {t.layout}; convert it first")
+                raise ConfigError(
+                    f"a message cannot contain a tensor of dtype {t.dtype} and layout {t.layout}; convert it to a "
+                    "dense tensor of a common dtype first"
+                )
             parts.append((t.dtype, tuple(t.shape), t.requires_grad, at))
             at += t.nbytes if len(tensors) == 1 else -(-t.nbytes // _ALIGN) * _ALIGN
         note = TensorHeader(form, tuple(parts), at)
@@ -198,7 +203,7 @@ class PointToPoint:
             if message.a >= 0:
                 known[message.a] = note
             return note
-        # the description was sent in a message of another tag, which has arrived but has not been received
+        # the description was sent in full in a message with another tag, which has arrived but was not taken yet
         if message.a not in known:
             for other in self._mesh.mail.waiting(frm, RingMessage.PARCEL):
                 if other.b and other.a >= 0:
@@ -214,7 +219,10 @@ class PointToPoint:
         self._due.set()
 
     def _pump(self) -> None:
-        """Send queued messages; an error is raised again in the ring's own thread when it returns."""
+        """Send queued messages until the mesh ends.
+
+        An error ends the mesh; the next call of the ring's thread raises it.
+        """
         with suppress(LinkError):
             while not self._over:
                 self._due.wait()
@@ -229,15 +237,14 @@ class PointToPoint:
                 watch.poll(int(1000 * _PUMP_SECONDS))
 
     def _unsent(self) -> list[tuple[int, Link]]:
-        """Send queued bytes that the connections accept; return the connections that still have queued bytes."""
+        """Send the queued bytes that the connections accept; return the connections with bytes left to send."""
         waiting = []
         for peer in list(self._pending):
             link = self._mesh.link(peer)
             link.absorb()
             link.flush()
-            self._mesh.listen(
-                peer
-            )  # a control message read on the way is not reported by a later poll of the descriptor
+            # `absorb` may have read control messages, which a later poll of the descriptor would not report
+            self._mesh.listen(peer)
             if link.queued:
                 waiting.append((peer, link))
             else:
@@ -250,7 +257,7 @@ class PointToPoint:
 
 
 def _bytes_of(tensors: Sequence[Tensor], note: TensorHeader, head: bytes) -> Buffer:
-    """Return one buffer: a single tensor's memory, or a copy with the description in front."""
+    """Return a message's payload: the memory of its only tensor, or else a copy of `head` and all tensors."""
     if not head and len(tensors) == 1:
         return _raw(tensors[0])
     whole = torch.empty(len(head) + note.size, dtype=torch.uint8)
@@ -273,7 +280,7 @@ def _raw(t: Tensor) -> memoryview:
 
 
 def _packed(note: TensorHeader) -> bytes:
-    """Return the description as bytes, of a length that is a multiple of the alignment."""
+    """Return the description as JSON, padded to a multiple of the alignment."""
     parts = [[_CODES[dtype], list(shape), wants, offset] for dtype, shape, wants, offset in note.parts]
     text = json.dumps([note.form, parts, note.size]).encode()
     return text.ljust(-(-len(text) // _ALIGN) * _ALIGN)

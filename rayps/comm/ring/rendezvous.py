@@ -1,6 +1,7 @@
-"""Find the ranks of a ring by a name alone: rank 0's address is published in a key-value map.
+"""Let ranks that know only a ring's name find each other, through a key-value map that all processes can read.
 
-Every rank calls rank 0, and rank 0 answers with the table of addresses. These connections carry no tensors.
+Rank 0 writes its address into the map. Every other rank connects to rank 0 and sends its own address; rank 0 answers
+with the addresses of all ranks. These connections carry no tensors.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from rayps.comm.ring.messages import ranks
 from rayps.core.errors import ConfigError, LinkError, PeerTimeout
 
 _LOOK_SECONDS = 0.02  # seconds between two reads of the map
-_TRY_SECONDS = 2.0  # seconds for one call of an address, which may be that of an earlier group
+_TRY_SECONDS = 2.0  # seconds for one attempt to reach rank 0, as the address in the map may be that of an earlier group
 _ADDRESS, _TABLE, _MISSING = 0, 1, 2
 
 FoundRanks = tuple[Listener, bytes, int, list[str]]  # this rank's listener, secret, generation, all addresses
@@ -71,7 +72,7 @@ def _welcome(listener: Listener, found: dict[int, tuple[str, Link]], deadline: f
     try:
         message = link.recv(_TRY_SECONDS)
     except LinkError:
-        link.close()  # the rank gave up before it sent its address; it will call again
+        link.close()  # the rank gave up before it sent its address; it will connect again
         return
     earlier = found.pop(message.a, None)
     if earlier is not None:
@@ -80,7 +81,7 @@ def _welcome(listener: Listener, found: dict[int, tuple[str, Link]], deadline: f
 
 
 def _tell(link: Link, message: Message) -> None:
-    with contextlib.suppress(LinkError):  # that rank has ended; forming the ring will name it in an error
+    with contextlib.suppress(LinkError):  # the rank has ended; the error of forming the ring will name it
         link.send(message, timeout=_TRY_SECONDS)
     link.close()
 
@@ -98,7 +99,7 @@ def _visit(name: str, rank: int, values: KeyValues, host: str, until: tuple[floa
         except _Refusal as refusal:
             raise PeerTimeout(str(refusal), peer="rank 0", seconds=timeout) from None
         except LinkError:
-            time.sleep(_LOOK_SECONDS)  # the address of an earlier group that has ended: read the map again
+            time.sleep(_LOOK_SECONDS)  # perhaps the address of an earlier group that has ended: read the map again
     raise _missing(name, [0], timeout)
 
 

@@ -1,8 +1,8 @@
 """The ring: sums, means and transfers of tensors, in place, between the ranks of one generation.
 
-Any actors can form a ring (`Ring.join`); workers to which a driver gives every address form one by `Ring.form`. A ring
-belongs to one thread; other threads may call `abort` only. After a collective has failed the ring cannot be used any
-more: form another one.
+Any actors can form a ring by a name that they share (`Ring.join`); workers to which a driver gives all addresses form
+one by `Ring.form`. Only the thread that formed a ring may use it; other threads may call only `abort`. After a
+collective has failed, the ring cannot be used any more: form a new one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RingOptions(TypedDict, total=False):
 
 
 class Ring:
-    """N equal ranks that add, average and pass on tensors.
+    """One rank's end of a group of N equal ranks that sum, average, broadcast and send tensors.
 
     Example:
         def add():
@@ -60,7 +60,7 @@ class Ring:
         self.rank = mesh.rank
         self.size = mesh.size
         self.generation = generation
-        self.collectives = Collectives(mesh, folder)  # the collectives, for code that runs them with other settings
+        self.collectives = Collectives(mesh, folder)  # the operations below the methods of this class
         self._parcels: PointToPoint | None = None
 
     @classmethod
@@ -80,13 +80,13 @@ class Ring:
         table: RingTable | None = None,
         streams: int = 0,
     ) -> Ring:
-        """Connect to every rank of `addresses` (listeners' addresses in the order of ranks).
+        """Form a ring: connect to every rank of `addresses` (the addresses of the ranks' listeners, in order).
 
-        `timeout` is the limit, in seconds, of forming the ring and of every later wait. `prefer` forces shm or tcp.
-        `algorithm` is auto, ring, tree, one_shot, two_shot, star or hierarchical; `table` is an earlier ring's
-        `choices`, for the same bits again. `streams` is the number of TCP connections between two ranks; 0 measures how
-        many fill the network. Raises PeerTimeout (which names the missing ranks), PeerLost, StaleGeneration,
-        ConfigError.
+        `timeout` limits, in seconds, the forming of the ring and every later wait. `prefer` forces a transport: shm,
+        unix or tcp. `algorithm` is auto, ring, tree, one_shot, two_shot, star or hierarchical. `table` is the `choices`
+        of an earlier ring: with the same choices, sums have the same bits. `streams` is the number of TCP connections
+        between two ranks; with 0, the ranks measure the best number. Raises PeerTimeout (which names the missing
+        ranks), PeerLost, StaleGeneration, ConfigError.
         """
         streams = (streams or (table or {}).get("streams", 0)) if backend == "own" else 1
         mesh = link_up(
@@ -122,10 +122,10 @@ class Ring:
         host: str | None = None,
         **options: Unpack[RingOptions],
     ) -> Ring:
-        """Find the other ranks under `name` and form a ring, between any actors; `host` is this host's address.
+        """Form a ring with the other actors that call `join` with the same `name` and `size`.
 
-        `timeout` is the limit, in seconds, of the search and of every later wait; `options` are those of `form`. Raises
-        PeerTimeout, which names the missing ranks, and ConfigError.
+        `host` is the address of this host. `timeout` limits, in seconds, the search for the other ranks and every later
+        wait. `options` are those of `form`. Raises PeerTimeout (which names the missing ranks), ConfigError.
         """
         listener, secret, generation, addresses = find_ranks(name, rank, size, timeout, host)
         with listener:
@@ -142,12 +142,12 @@ class Ring:
 
     @property
     def seconds_moving(self) -> float:
-        """Seconds spent copying and adding."""
+        """Seconds that collectives spent copying and adding, without the time spent waiting."""
         return max(0.0, self.collectives.seconds - self.collectives.mesh.seconds_waiting)
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that this rank has sent to other ranks or that they have read from its shared memory."""
+        """Bytes that this rank has sent to other ranks, or that other ranks have read from its shared memory."""
         shared_memory = self.collectives.shared_memory
         return self.collectives.mesh.bytes_sent + (shared_memory.bytes_shared if shared_memory is not None else 0)
 
@@ -158,7 +158,7 @@ class Ring:
 
     @property
     def choice(self) -> str:
-        """The choices as text."""
+        """The chosen algorithm, the transport and the reason, as one line of text."""
         return in_words(self.collectives.backend.choices)
 
     # Collectives
@@ -168,32 +168,35 @@ class Ring:
         return self.collectives.fold(t, "add", algorithm)
 
     def max(self, t: Tensors, *, algorithm: str | None = None) -> Tensors:
-        """Take the elementwise maximum over ranks, in place; NaN wins."""
+        """Take the elementwise maximum over ranks, in place: NaN where any rank has NaN."""
         return self.collectives.fold(t, "max", algorithm)
 
     def sum_async(self, t: Tensors, *, algorithm: str | None = None) -> CollectiveHandle[Tensors]:
-        """Sum as `sum` does, in the background.
+        """Sum as `sum` does, in the background, and return a handle.
 
-        Before `wait()` on the handle returns, `t` must not be read or changed.
+        `t` must not be read or changed until the handle's `wait()` has returned.
         """
         self.collectives.mesh.check()
         return self.collectives.background.start(lambda: self.collectives.fold_now(t, "add", algorithm))
 
     def settle(self) -> None:
-        """Wait for all background collectives. Raises the LinkError of a collective that failed."""
+        """Wait until all background collectives have ended. Raises the LinkError of one that failed."""
         self.collectives.background.settle()
         self.collectives.mesh.check()
 
     def mean(self, x: Tensor | Gradient, *, in_place: bool = True) -> Tensor:
         """Return the mean of `x` over ranks; if `x` is a gradient (`vector` and `samples`), the mean over all samples.
 
-        With `in_place=False` a tensor in `buffer` memory is not copied back: the result is read-only and valid until
-        this buffer's next collective. A rank with no samples does not count. Half precision is added and divided in
-        float32, and rounded once. Raises ConfigError for integers.
+        The result is in `x`. With `in_place=False`, the mean of a tensor in memory of `buffer` is not copied back to
+        it: the result is read-only and valid until this buffer's next collective. A rank with no samples does not
+        count. Half precision is added and divided in float32, and rounded once. Raises ConfigError: `x` has an integer
+        dtype.
         """
         vector: Tensor = x if isinstance(x, Tensor) else x.vector
         if not vector.dtype.is_floating_point:
-            raise ConfigError(f"a mean of {vector.dtype} is not a whole number; convert to float first")
+            raise ConfigError(
+                f"a mean of {vector.dtype} numbers is not an integer: convert it to a floating-point dtype first"
+            )
         weight = 1.0 if isinstance(x, Tensor) else float(x.samples)
         shared = self.collectives.resident(vector, weight)
         if shared is not None:
@@ -205,9 +208,9 @@ class Ring:
         return self._mean_over_samples(x)
 
     def total(self, t: Tensor) -> Tensor:
-        """Return the sum over ranks; the sum of a tensor in `buffer` memory is not copied back.
+        """Return the sum over ranks; the sum of a tensor in memory of `buffer` is not copied back to it.
 
-        Such a result is read-only and valid until this buffer's next collective. For any other tensor, the same as
+        That result is read-only and valid until this buffer's next collective. For any other tensor, do the same as
         `sum`.
         """
         must_add(t)
@@ -215,10 +218,10 @@ class Ring:
         return self.sum(t) if shared is None else shared
 
     def buffer(self, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return a vector of `n` zeros that peers on this host can read directly; ordinary memory elsewhere.
+        """Return a vector of `n` zeros: in shared memory if all ranks are on one host, else in ordinary memory.
 
-        All ranks must call it with the same arguments. `sum` and `mean` of this vector, or of a contiguous part of it,
-        need one copy less.
+        In shared memory, other ranks read it directly: `sum` and `mean` of the vector, or of a contiguous part of it,
+        need one copy less. All ranks must call it with the same arguments.
         """
         shared_memory = self.collectives.shared_memory
         size = n * torch.empty(0, dtype=dtype).element_size()
@@ -236,15 +239,15 @@ class Ring:
             return common(self.collectives.mesh, self.collectives.shared_memory, n, dtype)
 
     def progress(self) -> Progress:
-        """Return the counters of each rank's rounds, in shared memory, when every rank has called this method.
+        """Return counters of the rounds that each rank has completed, in shared memory.
 
-        Raises ConfigError as `common` does.
+        The call waits until every rank has called this method. Raises ConfigError: the ranks are on several hosts.
         """
         with self.collectives.collective():
             return Progress(self.collectives.mesh, self.collectives.shared_memory)
 
     def broadcast(self, t: Tensor, root: int = 0) -> Tensor:
-        """Copy rank `root`'s tensor to all ranks, in place."""
+        """Copy the tensor of rank `root` into `t` on all ranks; return `t`."""
         self._must_be_rank(root)
         shared_memory = self.collectives.shared_memory
         with self.collectives.collective(), flat_cpu(t) as flat:
@@ -262,7 +265,10 @@ class Ring:
         return out.view(self.size, *t.shape).to(t.device)
 
     def reduce_scatter(self, t: Tensor) -> Tensor:
-        """Return this rank's slice (`partition.slices`) of the sum of the flat tensors; `t` does not change."""
+        """Return this rank's slice of the sum over ranks of the flattened `t`. `t` does not change.
+
+        `partition.slices` gives each rank's slice.
+        """
         must_add(t)
         flat = t.detach().reshape(-1).cpu()
         with self.collectives.collective():
@@ -285,7 +291,7 @@ class Ring:
             self.collectives.mesh.send(to, tag, raw(t.detach().reshape(-1).cpu()))
 
     def recv(self, t: Tensor, frm: int, tag: int = 0) -> Tensor:
-        """Fill `t` with the tensor that rank `frm` sent under `tag`, in the order of sending; return `t`."""
+        """Fill `t` with the next tensor that rank `frm` sent with `tag`; return `t`."""
         self._must_be_another(frm)
         with self.collectives.timed(), flat_cpu(t) as flat:
             self.collectives.mesh.recv(frm, tag, raw(flat))
@@ -293,7 +299,7 @@ class Ring:
 
     @property
     def parcels(self) -> PointToPoint:
-        """Point-to-point messages with tensors of any shape: see its methods `give` and `take`."""
+        """Point-to-point messages with tensors of any shape, which the methods `give` and `take` send and receive."""
         if self._parcels is None:
             self._parcels = PointToPoint(self.collectives.mesh)
         return self._parcels
@@ -301,7 +307,7 @@ class Ring:
     # Ending
 
     def abort(self) -> None:
-        """End the ring: every rank that waits in it raises PeerLost. Any thread may call it."""
+        """End the ring: every rank that waits in it raises PeerLost. Any thread may call this method."""
         self.collectives.mesh.abort()
 
     def close(self) -> None:

@@ -1,8 +1,9 @@
-"""All-reduce between ranks of one host: each rank's data is in shared memory, and peers read it there.
+"""All-reduce between ranks of one host: each rank's data is in shared memory, where the other ranks read it.
 
-Each rank writes only its own data and reads the others', so a frozen rank that wakes up after an abort cannot corrupt
-the data of others. Each rank has two halves of memory, used in turn: a half that is written before barrier b is read
-before barrier b+1 is entered, and is written again only after barrier b+1, when all ranks have read it.
+Each rank writes only its own data and reads the others', so a rank that was suspended and wakes up after an abort
+cannot corrupt the data of others. Each rank has two halves of memory, used in turn: what a rank writes into a half
+before barrier b, the other ranks read before they enter barrier b+1; the rank writes into that half again only after
+barrier b+1.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from rayps.comm.ring.mesh import Mesh
 from rayps.core.errors import LinkError
 from rayps.core.partition import part
 
-PIECE_BYTES = 1 << 20  # bytes of a part that is copied in and out; small enough to stay in the cache
-_MANY_BYTES = 1 << 19  # the same for many ranks: both halves of all ranks must stay in the cache
+PIECE_BYTES = 1 << 20  # a vector is copied in and out of shared memory in parts of this size, which stay in the cache
+_MANY_BYTES = 1 << 19  # the size of the parts of a larger vector: both halves of all ranks must stay in the cache
 SMALL_BYTES = 64 << 10  # up to this size one barrier and N times the additions are faster than two barriers
 _BLOCK = 1 << 15  # elements added at a time: they stay in the L1 cache
 _SLOTS, _TABLE, _WAKEUPS = 1, 2, 3  # keys of the memory that ranks offer each other; buffers have 10 and above
-_ROW = struct.Struct("<5q")  # each rank's announced collective: number, kind, bytes, buffer, offset
+_ROW = struct.Struct("<5q")  # the collective that a rank announces: number, kind, bytes, buffer, offset
 
 _KINDS = {
     dtype: torch.empty(0, dtype=dtype).numpy().dtype
@@ -43,11 +44,11 @@ Fold = np.ufunc  # (a, b, out=)
 
 @dataclass(slots=True)
 class Resident:
-    """A vector in shared memory on every rank, and the place of its sum."""
+    """A vector in shared memory of which every rank has one, and the memory for the sum over ranks."""
 
-    start: int  # address on this rank
+    start: int  # address of this rank's vector
     parts: list[Bytes]  # the vectors of all ranks, in order
-    out: Bytes
+    out: Bytes  # the sum, or mean
 
 
 class SharedMemoryFold:
@@ -60,7 +61,7 @@ class SharedMemoryFold:
         self._others = [peer for peer in group if peer != mesh.rank]
         self._offers = 10
         self.residents: list[Resident] = []
-        self.bytes_shared = 0  # bytes that other ranks read from this one
+        self.bytes_shared = 0  # bytes that other ranks have read from this rank's memory
         slots = self._share(_SLOTS, 2 * PIECE_BYTES)
         shared = self._share_one(_TABLE, 2 * PIECE_BYTES + len(group) * (2 * _ROW.size + (2 + WORDS) * 8))
         self._slots = [[each[:PIECE_BYTES], each[PIECE_BYTES:]] for each in slots]
@@ -80,7 +81,7 @@ class SharedMemoryFold:
         return link
 
     def _share(self, key: int, size: int) -> list[Bytes]:
-        """Allocate memory for each rank of the group; return all ranks' memory, in order."""
+        """Allocate `size` bytes of shared memory on each rank of the group; return all ranks' memory, in order."""
         mine = Memory.create(size)
         for peer in self._others:
             self._link(peer).offer(key, mine)
@@ -89,7 +90,7 @@ class SharedMemoryFold:
         return [_bytes(mine if rank == self._mesh.rank else self._link(rank).memories.pop(key)) for rank in self._group]
 
     def _share_one(self, key: int, size: int) -> Bytes:
-        """Allocate memory on the first rank of the group for all ranks."""
+        """Return `size` bytes of memory that the first rank of the group allocates and all ranks share."""
         if self._place:
             self._sync()
             return _bytes(self._link(self._group[0]).memories.pop(key))
@@ -101,7 +102,7 @@ class SharedMemoryFold:
         return _bytes(memory)
 
     def _exchange_wakeups(self) -> tuple[list[int], list[list[int]]]:
-        """Create two eventfds, exchange them with the other ranks, and return this rank's and the others', in order."""
+        """Create this rank's two eventfds and exchange them. Return them, and two lists of the other ranks'."""
         mine = [os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(2)]
         try:
             for peer in self._others:
@@ -121,7 +122,10 @@ class SharedMemoryFold:
         self._mesh.exchange(nothing, nothing)
 
     def buffer(self, size: int) -> Bytes:
-        """Allocate memory of `size` bytes that `reduce` can sum in place. All ranks must call it with the same size."""
+        """Allocate `size` bytes of which `reduce_resident` computes the sum.
+
+        All ranks must call it with the same size.
+        """
         key, self._offers = self._offers, self._offers + 2
         parts = self._share(key, size)
         out = self._share_one(key + 1, size)
@@ -130,7 +134,7 @@ class SharedMemoryFold:
         return mine
 
     def common(self, size: int) -> Bytes:
-        """Allocate memory of `size` zero bytes that every rank reads and writes.
+        """Allocate `size` zero bytes that every rank reads and writes.
 
         All ranks must call it with the same size.
         """
@@ -139,7 +143,7 @@ class SharedMemoryFold:
 
     @property
     def has_buffers(self) -> bool:
-        """Whether `buffer` was ever called."""
+        """Whether `buffer` has been called."""
         return bool(self.residents)
 
     # Agreeing
@@ -150,26 +154,26 @@ class SharedMemoryFold:
 
     @property
     def parity(self) -> int:
-        """Which of the two halves of doubled data the next barrier makes readable."""
+        """Which of the two halves of its memory (0 or 1) this rank writes before its next barrier."""
         return self._barrier.turn & 1
 
     def announce(self, kind: int, size: int, where: tuple[int, int] = (-1, 0), weight: float = 1.0) -> None:
-        """Write which collective this rank is about to run; the other ranks check it after the next barrier."""
+        """Write to shared memory which collective this rank will run next; `agree` checks it after the barrier."""
         parity = self.parity
         self._row = _ROW.pack(self._mesh.number, kind, size, *where)
         self._rows[parity][self._place * _ROW.size : (self._place + 1) * _ROW.size] = self._row
         self._weights[parity][self._place] = weight
 
     def agree(self, parity: int) -> None:
-        """Raise LinkError unless all ranks announced the same collective."""
+        """Raise LinkError unless all ranks announced the same collective in the half `parity`."""
         rows = self._rows[parity]
         if rows == self._row * len(self._group):
             return
         others = [_ROW.unpack_from(rows, i * _ROW.size) for i in range(len(self._group))]
         i = next(i for i, row in enumerate(others) if row != others[self._place])
         raise LinkError(
-            f"rank {self._group[i]} is in another collective, with {others[i][2]} bytes where this rank has "
-            f"{others[self._place][2]}: all ranks must make the same calls with the same sizes",
+            f"rank {self._group[i]} runs another collective ({others[i][2]} bytes) than this rank "
+            f"({others[self._place][2]} bytes): all ranks must make the same calls with the same sizes",
             peer=f"rank {self._group[i]}",
         )
 
@@ -181,7 +185,7 @@ class SharedMemoryFold:
         self.one_shot(x, fold) if size <= SMALL_BYTES else self.two_shot(x, fold)
 
     def one_shot(self, x: Tensor, fold: str) -> None:
-        """Reduce with one barrier per part: each rank reads all data, with N times the additions of `two_shot`."""
+        """Reduce with one barrier per part: every rank reads and adds all data, N times the additions of `two_shot`."""
         data = _data(x)
         for a in range(0, max(1, len(data)), PIECE_BYTES):
             piece = data[a : a + PIECE_BYTES]
@@ -191,9 +195,9 @@ class SharedMemoryFold:
             fold_parts([slots[parity][: len(piece)] for slots in self._slots], piece, x.dtype, fold)
 
     def two_shot(self, x: Tensor, fold: str) -> None:
-        """Reduce with two barriers per part: each rank adds 1/N of the data and reads the other ranks' sums.
+        """Reduce with two barriers per part: each rank adds 1/N of the data, then reads the other ranks' sums.
 
-        While one part is read, the next part is written.
+        The next part is written before the sums of the current part are read, so that the two share a barrier.
         """
         if x.numel() == 0:
             return
@@ -215,7 +219,7 @@ class SharedMemoryFold:
             data[piece] = self._out[parity][:size]
 
     def spread(self, x: Tensor, root: int = 0) -> None:
-        """Copy the vector of the group's `root`-th rank to all ranks, in place."""
+        """Copy the vector of one rank, whose index in the group is `root`, into `x` on all ranks."""
         data = _data(x)
         for a in range(0, max(1, len(data)), PIECE_BYTES):
             piece = data[a : a + PIECE_BYTES]
@@ -230,7 +234,7 @@ class SharedMemoryFold:
                 piece[:] = self._slots[root][parity][: len(piece)]
 
     def bytes_by_two_shot(self, size: int) -> int:
-        """Return the bytes that others read from this rank when `size` bytes are reduced in two steps."""
+        """Return how many bytes the other ranks read from this rank when `two_shot` reduces `size` bytes."""
         return 2 * len(self._others) * size // len(self._group)
 
     def _put(self, piece: Bytes, total: int, kind: int) -> None:
@@ -243,7 +247,7 @@ class SharedMemoryFold:
     # In place
 
     def find(self, x: Tensor) -> tuple[int, int] | None:
-        """Return the buffer and offset in which `x` lies; None for ordinary memory."""
+        """Return the number of the buffer in which `x` is, and the offset in bytes; None if `x` is in no buffer."""
         start, size = x.data_ptr(), x.nbytes
         for i, resident in enumerate(self.residents):
             offset = start - resident.start
@@ -254,9 +258,10 @@ class SharedMemoryFold:
     def reduce_resident(
         self, where: tuple[int, int], dtype: torch.dtype, size: int, fold: str, weight: float | None = None
     ) -> Bytes:
-        """Return the sum over the group of the buffer at `where`, in shared memory; valid until the buffer's next sum.
+        """Reduce the `size` bytes at `where` (buffer, offset) over the group; return the result, in shared memory.
 
-        With `weight`, return the mean, in which this rank has that weight.
+        With `weight`, this rank's weight, the result is the weighted mean. It is valid until the buffer's next
+        reduction.
         """
         number, offset = where
         parity = self.parity
@@ -274,7 +279,7 @@ class SharedMemoryFold:
         return resident.out[offset : offset + size]
 
     def close(self) -> None:
-        """Close the eventfds; the memory is freed when its last user ends."""
+        """Close the eventfds. The memory is freed when no tensor of any rank uses it any more."""
         self._barrier.close()
         self.residents.clear()
 
@@ -288,12 +293,12 @@ def _data(x: Tensor) -> Bytes:
 
 
 def tensor_of(data: Bytes, dtype: torch.dtype) -> Tensor:
-    """Return bytes of shared memory as a tensor, which keeps the memory alive."""
+    """Return a tensor over bytes of shared memory; the memory stays mapped while the tensor exists."""
     return torch.from_numpy(data).view(dtype) if len(data) else torch.empty(0, dtype=dtype)
 
 
 def fold_parts(parts: list[Bytes], out: Bytes, dtype: torch.dtype, fold: str, weights: Weights | None = None) -> None:
-    """Reduce `parts` in the order of ranks into `out`, block by block. The caller handles infinities."""
+    """Reduce `parts`, in the order of ranks, into `out`. Overflow gives infinity or NaN, without a numpy warning."""
     with np.errstate(all="ignore"):
         _fold_quietly(parts, out, dtype, fold, weights)
 
@@ -343,7 +348,7 @@ def _fold_weighted(sources: list[Numbers], target: Numbers, weights: Weights) ->
 
 
 def _fold_wide(parts: list[Bytes], out: Bytes, dtype: torch.dtype, fold: str, weights: Weights | None) -> None:
-    """Reduce half precision in float32, rounded once."""
+    """Reduce vectors of half precision in float32, and round the result once."""
     shares = [1.0] * len(parts) if weights is None else [float(w / (weights.sum() or 1.0)) for w in weights]
     sources = [(tensor_of(each, dtype), share) for each, share in zip(parts, shares, strict=True) if share]
     target = tensor_of(out, dtype)

@@ -1,4 +1,4 @@
-"""Memory that all ranks of one host read and write without locks, and each rank's progress."""
+"""Memory that all ranks of one host read and write without locks, and in it each rank's count of completed rounds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rayps.comm.ring.shared_memory import SharedMemoryFold, tensor_of
 from rayps.core.errors import ConfigError, PeerTimeout
 
 _LOOK_SECONDS = 0.005  # seconds between two reads of the other ranks' progress
-_APART = 8  # words per rank: one cache line each, so that ranks do not slow each other
+_APART = 8  # words from one rank's counter to the next: one cache line each, so that ranks do not slow each other
 
 
 def common(mesh: Mesh, shared_memory: SharedMemoryFold | None, n: int, dtype: torch.dtype) -> Tensor:
@@ -26,15 +26,16 @@ def common(mesh: Mesh, shared_memory: SharedMemoryFold | None, n: int, dtype: to
         return torch.zeros(n, dtype=dtype)
     if shared_memory is None:
         raise ConfigError(
-            f"the {mesh.size} ranks share no memory, as those of several hosts, and this strategy needs all of them on "
-            "one: use fewer workers (as many as one host has cores), or all_reduce, parameter_server or downpour",
+            f"the {mesh.size} ranks share no memory because they are on several hosts, and this strategy needs all of "
+            "them on one host: use fewer workers (at most as many as one host has cores), or all_reduce, "
+            "parameter_server or downpour",
             field="strategy",
         )
     return tensor_of(shared_memory.common(max(1, n) * dtype.itemsize), dtype)[:n]
 
 
 class Progress:
-    """The number of completed rounds of each rank, visible to all ranks."""
+    """Counters in shared memory: how many rounds each rank has completed."""
 
     def __init__(self, mesh: Mesh, shared_memory: SharedMemoryFold | None) -> None:
         self._mesh = mesh
@@ -46,10 +47,10 @@ class Progress:
         self._words[self._mesh.rank] = rounds
 
     def meet(self, rounds: int) -> None:
-        """Wait until every rank has completed `rounds` rounds; their earlier writes are then visible.
+        """Wait until every rank has completed `rounds` rounds; the ranks' earlier writes are then visible.
 
         Raises:
-            PeerTimeout: the slowest ranks completed no round within the timeout.
+            PeerTimeout: no rank completed a round within the timeout.
             PeerLost: the ring ended during the wait.
         """
         began = since = time.monotonic()
@@ -63,8 +64,8 @@ class Progress:
             elif time.monotonic() - since > self._mesh.timeout:
                 slowest = int(seen.argmin())
                 raise PeerTimeout(
-                    f"rank {slowest} has completed {int(seen[slowest])} of {rounds} rounds, and none in "
-                    f"{self._mesh.timeout:g} s (the knob is `timeout`)",
+                    f"no rank completed a round for {self._mesh.timeout:g} s; rank {slowest} has completed "
+                    f"{int(seen[slowest])} of {rounds} rounds, the fewest (the knob is `timeout`)",
                     peer=f"worker:{slowest}",
                     seconds=self._mesh.timeout,
                 )

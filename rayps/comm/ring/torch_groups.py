@@ -1,7 +1,7 @@
-"""The ring's other backends: gloo and NCCL, as process groups of torch.distributed that belong to this ring alone.
+"""The ring's backends gloo and NCCL: each ring creates a process group of torch.distributed for itself.
 
-A group is created and destroyed with its ring, has a timeout, and is not the process's default group. Use NCCL between
-GPUs. The ring's own connections stay open, to find the rank at fault when a group fails.
+The group is created and destroyed with its ring, has the ring's timeout, and is not the process's default group. Use
+NCCL between GPUs. The ring keeps its own connections too, to find the rank at fault when the process group fails.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from rayps.comm.link import parse_address
 from rayps.comm.ring.algorithms import broadcast
 from rayps.comm.ring.describe import RingChoices
 from rayps.comm.ring.mesh import Mesh
-from rayps.core.errors import ConfigError, LinkError
+from rayps.core.errors import ConfigError, LinkError, first_line
 
 _store = dist.TCPStore  # type: ignore[attr-defined]
 _OPS = {"add": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 class Delegate:
-    """A ring's backend that reduces vectors by a process group of torch."""
+    """A ring's backend that reduces vectors by a process group of torch.distributed."""
 
     shared_memory = None
 
@@ -42,14 +42,17 @@ class Delegate:
             mesh.at_end(self._close)
 
     def must_know(self, algorithm: str | None) -> None:
-        """Raise ConfigError if an algorithm is given: a process group chooses its own algorithm."""
+        """Raise ConfigError unless `algorithm` is None: a process group chooses the algorithm itself."""
         if algorithm is not None:
-            raise ConfigError(f"{self.choices['algorithm']} chooses its own algorithm; leave out {algorithm!r}")
+            raise ConfigError(
+                f"algorithm={algorithm!r} was given, but the backend {self.choices['algorithm']} chooses the algorithm "
+                "itself: leave `algorithm` out, or use the backend own"
+            )
 
     def fold(self, x: Tensor, kind: str) -> None:
-        """Reduce a tensor over the ranks in place; NCCL copies a CPU tensor to the GPU and back.
+        """Reduce a tensor over the ranks, in place; `kind` is "add" or "max". Half precision is added in float32.
 
-        Half precision is added in float32.
+        For NCCL, a CPU tensor is copied to the GPU and back; for gloo, a GPU tensor to the CPU and back.
         """
         target = x.float() if kind == "add" and x.dtype in (torch.float16, torch.bfloat16) else x.contiguous()
         if target.is_cuda != self._cuda:
@@ -61,7 +64,8 @@ class Delegate:
             if self._cuda:
                 torch.cuda.synchronize()
         except RuntimeError as error:
-            raise self._mesh.blame(f"{self.choices['algorithm']} failed: {str(error).splitlines()[0][:200]}") from error
+            reason = first_line(error)[:200]
+            raise self._mesh.blame(f"the backend {self.choices['algorithm']} failed: {reason}") from error
         if target.data_ptr() != x.data_ptr():
             x.copy_(target)
 
@@ -90,4 +94,6 @@ def _group(mesh: Mesh, backend: str, host: str) -> dist.ProcessGroupGloo | dist.
         options._timeout = seconds
         return dist.ProcessGroupNCCL(store, mesh.rank, mesh.size, options)
     except RuntimeError as error:
-        raise LinkError(f"{backend} did not start: {str(error).splitlines()[0][:200]}", peer="") from error
+        raise LinkError(
+            f"the process group of backend {backend} did not start: {first_line(error)[:200]}", peer=""
+        ) from error

@@ -11,7 +11,7 @@ from rayps.core.pipeline.schedule import Action
 from rayps.core.pipeline.simulate import Timeline
 
 NAMES = {"F": "forward", "B": "backward", "W": "gradient of the weights", "·": "waits"}
-WIDEST = 6  # columns per unit of time, so that a small schedule stays small
+WIDEST = 6  # most columns per unit of time, so that the chart of a small schedule stays small
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _FILL = {"F": " ", "B": "─", "W": "═"}  # pattern behind a label, so that kinds differ without colour too
@@ -37,7 +37,7 @@ _STYLE = """
 
 
 class Bar(NamedTuple):
-    """One action on one worker's line."""
+    """One action in one worker's row of the chart."""
 
     action: Action
     chunk: int  # number among the chunks of this worker
@@ -98,7 +98,7 @@ def svg(timeline: Timeline, title: str, *, unit: str = "", scale: float | None =
 
 
 def rows(timeline: Timeline) -> list[list[Bar]]:
-    """Return the timeline in floats, with chunks counted on their own worker."""
+    """Return the timeline as rows of bars, with times as floats, and the chunks of each worker numbered from 0."""
     count = len(timeline.rows)
     return [[Bar(a, a.chunk // count, float(start), float(end)) for a, start, end in row] for row in timeline.rows]
 
@@ -130,7 +130,7 @@ def _key(timeline: Timeline, dense: bool, colour: bool) -> str:
     kinds = [kind for kind in "FBW" if any(a.kind == kind for row in timeline.rows for a, _, _ in row)]
     words = [f"{_painted(kind, kind, 0, colour)} {NAMES[kind]}" for kind in kinds]
     if any(bar.chunk for bars in rows(timeline) for bar in bars):
-        words.append("f b of the worker's second chunk" if dense else "F3b of micro-batch 3 in its second chunk")
+        words.append("f b: in a worker's second chunk" if dense else "F3b: micro-batch 3 in a worker's second chunk")
     elif not dense:
         words[0] = f"{_painted('F3', 'F', 0, colour)} forward of micro-batch 3"
     return ", ".join([*words, f"{_grey('·', colour)} idle"])

@@ -22,7 +22,7 @@ KINDS = ("F", "B", "W")
 class Action(NamedTuple):
     """One pass of one chunk over one micro-batch."""
 
-    kind: str  # F forward; B backward, or only the gradient of the input where the table has W; W that of the weights
+    kind: str  # F forward; B backward (if the table has W: gradient of the input only); W gradient of the weights
     chunk: int  # of the whole model, 0 .. stages * chunks - 1
     micro: int
 
@@ -102,7 +102,7 @@ def peak(schedule: str, stages: int, micro_batches: int, rank: int, chunks: int 
 
 
 def check(schedule: str, stages: int, micro_batches: int, chunks: int) -> None:
-    """Raise ConfigError for numbers that make no schedule."""
+    """Raise ConfigError if the schedule is unknown, or does not allow these numbers."""
     known = ("gpipe", "1f1b", "interleaved", "zero_bubble")
     if schedule not in known:
         raise ConfigError(f"schedule is {schedule!r}: give one of {', '.join(known)}", field="schedule")
@@ -110,7 +110,9 @@ def check(schedule: str, stages: int, micro_batches: int, chunks: int) -> None:
         if isinstance(given, bool) or not isinstance(given, int) or given < 1:
             raise ConfigError(f"{field} is {given!r}: give a whole number of at least 1", field=field)
     if chunks > 1 and schedule != "interleaved":
-        raise ConfigError(f"chunks is {chunks}, and {schedule} has 1 per worker: use interleaved", field="chunks")
+        raise ConfigError(
+            f"chunks is {chunks}, and {schedule} has 1 chunk per worker: give 1, or use interleaved", field="chunks"
+        )
     if schedule == "interleaved" and micro_batches % stages:
         raise ConfigError(
             f"micro_batches is {micro_batches}, and interleaved needs a multiple of its {stages} stages: "
@@ -120,7 +122,7 @@ def check(schedule: str, stages: int, micro_batches: int, chunks: int) -> None:
 
 
 def _row(schedule: str, p: int, m: int, v: int, rank: int) -> list[Action]:
-    """Build a worker's row of any schedule but gpipe: some F ahead, then F and B alternately, then the remaining B.
+    """Build a worker's row: some F ahead (all under gpipe), then F and B alternately, then the remaining B.
 
     In a split backward pass each W follows its B by `behind` micro-batches.
     """

@@ -42,8 +42,9 @@ def simulate(
 ) -> Timeline:
     """Run a table in simulated time: each worker runs its actions in order, each as soon as its inputs have arrived.
 
-    `seconds` gives the time of an action, or of each kind of action, such as {"F": 1, "B": 2}; None: F takes 1 and B 2,
-    or F, B and W take 1 each. `transfer` is the time to send a tensor between two workers, which continue meanwhile.
+    `seconds` gives the time of an action, or of each kind of action, such as {"F": 1, "B": 2}; None: F takes 1 and B 2
+    or, if the table has W, each of F, B and W takes 1. `transfer` is the time to send a tensor between two workers,
+    which continue meanwhile.
 
     Raises:
         ConfigError: the table deadlocks.
@@ -65,7 +66,10 @@ def simulate(
 
 
 def peak(row: list[Action], split: bool) -> int:
-    """Return the most activations held at once by a worker with these actions: from F to B, with `split` to W."""
+    """Return the most activations that a worker with these actions holds at once.
+
+    It holds an activation from the F to the B of its micro-batch, or, with `split`, to the W.
+    """
     held = most = 0
     for action in row:
         held += (action.kind == "F") - (action.kind == ("W" if split else "B"))

@@ -59,7 +59,7 @@ def walk(table: Table) -> Iterator[tuple[int, Action]]:
     if stuck:
         first = {action: next(need for need in needs(action, chunks) if need not in done) for _, action in stuck}
         waits = [f"stage {rank} waits before {action} for {first[action]}" for rank, action in stuck]
-        raise _wrong("it comes to a stop: " + "; ".join(waits[:4]) + ("; ..." if len(waits) > 4 else ""))
+        raise _wrong("it deadlocks: " + "; ".join(waits[:4]) + ("; ..." if len(waits) > 4 else ""))
 
 
 def to_json(table: Table) -> str:

@@ -1,1 +1,1 @@
-"""Simulate clients in virtual time: when they are available, which reply and when. Pure functions of the seed."""
+"""Simulate clients in virtual time: when they are available, which of them reply, and when. Functions of the seed."""

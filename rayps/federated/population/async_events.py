@@ -1,10 +1,11 @@
-"""The events of an asynchronous run in virtual time: which clients fill each buffer, and from which version. Pure.
+"""Simulate an asynchronous run in virtual time: which clients' updates fill each buffer, and from which version.
 
 Nguyen et al., "Federated Learning with Buffered Asynchronous Aggregation", AISTATS 2022: `concurrency` clients train at
-any time. When one ends, its update is added to the buffer, and another client starts from the current parameters. With
-`size` updates the buffer is full: a round ends, and the parameters have a new version. The next client is drawn in the
-round's order (`cohort.first`), each client once from one version; only if no client is training and no other one is
-available, one starts again. So with concurrency = size = all clients, a round is one of FedAvg.
+any time. When a client ends its training, its update is added to the buffer, and another client starts from the current
+parameters. With `size` updates the buffer is full: the round ends, and the parameters get a new version. The next
+client is drawn in the round's random order (`cohort.first`). A client starts once from each version; it starts again
+from the same version only if no client is training and no other client is available. With concurrency = size = all
+clients, a round is therefore a round of FedAvg.
 """
 
 from __future__ import annotations
@@ -20,32 +21,32 @@ from rayps.core.errors import ConfigError, TrainingError
 from rayps.federated.population.cohort import Ints, hashes
 from rayps.federated.population.population import LOOKS, REASONS, Plan, Population, Training
 
-STALE = "stale"  # the reason for an update that started too many versions ago
+STALE = "stale"  # the reason for dropping an update that started too many versions ago
 
 
 class _Trip(NamedTuple):
-    """A training that is running, as stored in the clock's state; sorted by its end, then by its start."""
+    """A training that is running, as the clock's state stores it; sorted by `end`, then by `serial`."""
 
-    end: int
-    serial: int
+    end: int  # virtual microseconds at which it ends
+    serial: int  # number of the training, in the order of starts
     client: int
-    version: int
-    again: int
-    begin: int
-    reason: int  # index in REASONS: the outcome
+    version: int  # the version of the parameters at its start
+    again: int  # how often the client had already started from this version
+    begin: int  # virtual microseconds at which it started
+    reason: int  # its outcome: index in REASONS
 
 
 class AsyncBuffer:
-    """The asynchronous rounds of a population.
+    """The simulation of asynchronous rounds.
 
     Args:
-        world: its `fraction` is the share of all clients that train at once, where `concurrency` is None.
-        size: K, updates of a buffer.
-        concurrency: M, clients that train at once.
-        max_staleness: an update of an older version is dropped; None = none is.
+        world: the clients; if `concurrency` is None, `world.fraction` of them train at once.
+        size: K, the number of updates in a full buffer.
+        concurrency: M, the number of clients that train at once.
+        max_staleness: an update that started more versions ago is dropped; None: no update is dropped.
 
     Raises:
-        ConfigError: there are fewer clients than are to train at once.
+        ConfigError: `concurrency` is larger than the number of clients.
     """
 
     def __init__(
@@ -55,17 +56,17 @@ class AsyncBuffer:
         self.concurrency = world.asked if concurrency is None else concurrency
         if self.concurrency > world.clients:
             raise ConfigError(
-                f"concurrency is {concurrency}, and there are {world.clients} clients: give at most so many",
+                f"concurrency is {concurrency}, but there are {world.clients} clients: give at most {world.clients}",
                 field="concurrency",
             )
 
     def round(self, t: int, state: Ints) -> tuple[Plan, Ints]:
-        """Return round `t`, and the clock's state after it; see `rayps.federated.population.events`.
+        """Simulate round `t`; return its plan, and the clock's state after it (`rayps.federated.population.events`).
 
         The plan's `trainings` are in the order of arrival; its `sampled` are the clients that started in this round.
 
         Raises:
-            TrainingError: no client is available now or later; or every update is lost.
+            TrainingError: no client is available now or later, or too many updates are lost in this round.
         """
         now, serial = state[0, :2].tolist()
         flight = [_Trip(*each) for each in state[1:].tolist()]
@@ -99,7 +100,7 @@ class _Round:
         self._order = everyone[np.argsort(hashes(buffer.world.seed, "cohort", everyone, t))]
 
     def run(self) -> None:
-        """Simulate until the buffer is full. At each moment, first trainings end, then other trainings start."""
+        """Simulate until the buffer is full: start trainings, advance to the next end of a training, and repeat."""
         while len(self.trainings) < self._buffer.size:
             self._begin()
             moment = self._flight[0].end
@@ -120,9 +121,9 @@ class _Round:
         if len(self.dropped) >= LOOKS + 100 * self._buffer.size:
             common = ", ".join(f"{count} by {why}" for why, count in Counter(r for _, r in self.dropped).most_common())
             raise TrainingError(
-                f"round {self._t}: {len(self.trainings)} of {self._buffer.size} updates arrived, and "
+                f"round {self._t}: {len(self.trainings)} of {self._buffer.size} updates arrived, but "
                 f"{len(self.dropped)} were lost ({common}): "
-                "the buffer may never fill; look at deadline, available and max_staleness",
+                "the buffer may never be full; check deadline, available and max_staleness",
                 round=self._t,
             )
 
@@ -146,13 +147,13 @@ class _Round:
                 self._send(np.asarray([client], dtype=np.int64), self.started[client])
 
     def _next(self, count: int, busy: set[int]) -> Iterator[int]:
-        """Return the first `count` clients that can start, in the round's order.
+        """Yield the first `count` clients that can start, in the round's order.
 
-        A client can start if it is available, is not training, and has not started from this version.
+        A client can start if it is available, is not training (`busy`), and has not started from this version.
         """
         at, found = 0, 0
         while at < len(self._order) and found < count:
-            some = self._order[at : at + 4 * count + 60]  # examining all would be slow with many clients
+            some = self._order[at : at + 4 * count + 60]  # a few at a time: examining all clients would be slow
             at += len(some)
             some = np.asarray(
                 [client for client in some.tolist() if client not in busy and not self.started[client]], dtype=np.int64

@@ -1,15 +1,15 @@
-"""The options of a simulated attack: which clients attack, and what they falsify. Pure, no numpy.
+"""The options of a simulated attack: how many clients attack, and what they falsify. The module does not use numpy.
 
-Attacks, by `clients=` of the job's clients, drawn from its seed
+`clients` is the number of attackers, which are drawn from the job's seed. An attacker does the following:
     sign_flip(clients=4,scale=1)      sends -scale times its update
     gaussian(clients=4,sd=1)          sends noise
-    label_flip(clients=4,classes=none) trains on label classes - 1 - y in place of y (none: as many as the data has)
+    label_flip(clients=4,classes=none) trains on label classes - 1 - y instead of y (none: the data's number of classes)
     alie(clients=4,z=none)            sends mean - z sd of the honest updates (none: the paper's z)
     inner_product(clients=4,eps=1)    sends -eps times the mean of the honest updates
     nan(clients=4)                    sends NaN
-    inflated_counts(clients=4,factor=100)  reports so many times its number of samples
+    inflated_counts(clients=4,factor=100)  reports `factor` times its number of samples
     false_buffers(clients=4,scale=1e6)  sends its update as trained, and its buffers times scale
-    false_c(clients=4,scale=100)      sends its update as trained, and -scale times what it sends besides (SCAFFOLD's c)
+    false_c(clients=4,scale=100)      sends its update as trained, and -scale times the other vectors (SCAFFOLD's c)
 """
 
 from __future__ import annotations
@@ -58,23 +58,23 @@ class AttackSpec:
 
     @property
     def omniscient(self) -> bool:
-        """Whether attackers use the honest updates of the round."""
+        """Whether attackers compute what they send from the honest updates of the round."""
         return self.name in ("alie", "inner_product")
 
     @property
     def flips_labels(self) -> bool:
-        """Whether attackers train as all clients do, on wrong labels."""
+        """Whether attackers train on false labels."""
         return self.name == "label_flip"
 
     def labels(self, y: Tensor) -> Tensor:
-        """Return the labels on which an attacker trains in place of `y`."""
+        """Return the labels on which an attacker trains instead of `y`."""
         return y if self.classes is None else self.classes - 1 - y
 
     def settled(self, labels: Sequence[str] | None) -> AttackSpec:
-        """Return the attack with its number of classes set from the names of the data's labels, if it was not given.
+        """Return the attack with its number of classes; if that was not given, it is taken from the data's `labels`.
 
         Raises:
-            ConfigError: the number is missing, and the labels are not classes (`labels` is None).
+            ConfigError: the number was not given, and the labels are not class numbers.
         """
         if not self.flips_labels or self.classes is not None:
             return self
@@ -84,43 +84,45 @@ class AttackSpec:
             found = []
         if not found:
             raise ConfigError(
-                f"{self} needs the number of classes, which this data's labels do not show: write "
+                f"{self} needs the number of classes, which cannot be taken from this data's labels: write "
                 f"label_flip(clients={self.clients},classes=10)",
                 field="attack",
             )
         return replace(
             self, classes=found[0] + found[-1] + 1
-        )  # maps the first label to the last, also where the first is not 0
+        )  # `labels` then maps the first label to the last, also if the first is not 0
 
     def check(self, clients: int) -> None:
-        """Check the number of attackers. Raises ConfigError: they leave none of `clients` honest."""
+        """Check the number of attackers. Raises ConfigError: all of `clients` clients would be attackers."""
         if self.clients >= clients:
             raise ConfigError(
-                f"{self}: {self.clients} attackers of {clients} clients leave no honest one", field="attack"
+                f"{self}: {self.clients} attackers of {clients} clients leave no honest one; give the attack fewer",
+                field="attack",
             )
 
     def attackers(self, seed: int, clients: int) -> frozenset[int]:
-        """Return which of the clients 0, 1, ... attack: a function of the seed alone."""
+        """Return which of the clients 0, 1, ... are attackers: a function of the seed and the number of clients."""
         return frozenset(random.Random(f"attackers of {seed}").sample(range(clients), self.clients))
 
 
 def attack_of(given: Json) -> AttackSpec | None:
-    """Parse an attack from its text or its wire form; return None unchanged. Raises ConfigError."""
+    """Parse an attack from its text or its wire form; for None return None. Raises ConfigError."""
     if given is None:
         return None
     return AttackSpec(**read("attack", given, _ATTACKS, "sign_flip(clients=4,scale=5)"))
 
 
 def attack_with(option: str) -> str | None:
-    """Return an example of an attack that has this option, as text; None if no attack has it."""
+    """Return the text form of an example of an attack that has this option; None if no attack has it."""
     found = next((name for name, options in _ATTACKS.items() if option in options), None)
     return None if found is None else f"{found}(clients=1,{option}=2)"
 
 
 def skew(counts: Sequence[Sequence[int]]) -> float:
-    """Return how different the clients' labels are: the mean total variation distance to the labels of all data.
+    """Return how much the clients' labels differ: the mean total variation distance to the labels of all data.
 
-    `counts` [clients][labels]. The result is 0 if all clients have equal shares, near 1 if no two share a label.
+    `counts` [clients][labels] are the numbers of samples. The result is 0 if all clients have the same distribution of
+    labels, and near 1 if no two clients have a label in common.
     """
     whole = [sum(column) for column in zip(*counts, strict=True)]
     everyone = sum(whole)

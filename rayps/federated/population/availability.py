@@ -1,6 +1,7 @@
-"""When clients are available: always, at random, by time of day, or by a trace of intervals. Pure.
+"""Simulate when clients are available: always, at random, by time of day, or by a trace of intervals.
 
-Virtual time is whole microseconds: its sums are exact, and the last bit of a processor's logarithm changes nothing.
+Virtual time is counted in integer microseconds, so that sums of times are exact, and differences between processors in
+the last bit of a float have no effect.
 """
 
 from __future__ import annotations
@@ -17,25 +18,28 @@ from rayps.federated.population.cohort import Ints, uniforms
 from rayps.federated.population.option_text import CheckedForm
 from rayps.federated.population.options import intervals
 
-FOREVER = 1 << 61
+FOREVER = 1 << 61  # microseconds: a moment that is never reached
 Pairs = list[list[tuple[float, float]]]
 
 
 class Availability(Protocol):
-    """The interface of an availability: which clients are available, until when, and when to check again."""
+    """The interface of an availability model: which clients are available, until when, and when to check again.
+
+    Moments (`now` and results) are virtual microseconds.
+    """
 
     def there(self, clients: Ints, now: int, round: int, attempt: int) -> NDArray[np.bool_]:
         """Return for each of `clients` whether it can start now; `attempt` counts the checks in this round."""
 
     def until(self, clients: Ints, now: int) -> Ints:
-        """Return for each of `clients`, all of which are available now, when it leaves."""
+        """Return for each of `clients`, all of which are available now, the moment from which it is not available."""
 
     def next(self, clients: Ints, now: int) -> int | None:
         """Return the next moment after `now` at which to check `clients` again; None if none of them ever returns."""
 
 
 def availability(seed: int, spec: CheckedForm) -> Availability:
-    """Return the availability that the options describe. Raises ConfigError: a trace cannot be read."""
+    """Return the availability model that the options `spec` describe. Raises ConfigError: a trace cannot be read."""
     name = spec["name"]
     if name == "bernoulli":
         return Bernoulli(seed, spec["p"], micros(spec["every"]))
@@ -48,7 +52,7 @@ def availability(seed: int, spec: CheckedForm) -> Availability:
 
 
 def micros(seconds: float) -> int:
-    """Return seconds as whole microseconds."""
+    """Convert seconds to integer microseconds."""
     return round(seconds * 1e6)
 
 
@@ -56,61 +60,67 @@ class Always:
     """All clients are available, all the time."""
 
     def there(self, clients: Ints, now: int, round: int, attempt: int) -> NDArray[np.bool_]:
-        """See Availability."""
+        """Return True for each client."""
         return np.ones(len(clients), dtype=np.bool_)
 
     def until(self, clients: Ints, now: int) -> Ints:
-        """See Availability."""
+        """Return for each client that it never leaves."""
         return np.full(len(clients), FOREVER, dtype=np.int64)
 
     def next(self, clients: Ints, now: int) -> int | None:
-        """See Availability."""
+        """Return `now` + 1, as clients are available at every moment."""
         return now + 1
 
 
 class Bernoulli(Always):
-    """Each client is available with probability p, drawn for each round; a client that is available does not leave."""
+    """In each round each client is available with probability p; a client that is available does not leave.
+
+    If no client is available, they are drawn again after `every` microseconds.
+    """
 
     def __init__(self, seed: int, p: float, every: int) -> None:
         self._seed, self._p, self._every = seed, p, max(1, every)
 
     def there(self, clients: Ints, now: int, round: int, attempt: int) -> NDArray[np.bool_]:
-        """See Availability."""
+        """Return for each client whether it is available: a random draw for this round and attempt."""
         return np.asarray(uniforms(self._seed, "available", clients, round, attempt) < self._p)
 
     def next(self, clients: Ints, now: int) -> int | None:
-        """See Availability."""
+        """Return the moment of the next draw, `every` microseconds later."""
         return now + self._every
 
 
 class Diurnal:
-    """Each client is available for one interval of every day, whose start differs between clients."""
+    """Each client is available for one interval of every day, which starts at a different time for each client.
+
+    The interval has `length` of the day's `day` microseconds; starts are in the first `spread` (0 to 1) of the day.
+    """
 
     def __init__(self, seed: int, length: int, day: int, spread: float) -> None:
         self._seed, self._length, self._day, self._spread = seed, length, max(1, day), spread
 
     def there(self, clients: Ints, now: int, round: int, attempt: int) -> NDArray[np.bool_]:
-        """See Availability."""
+        """Return for each client whether `now` is in its interval of the day."""
         return np.asarray(self._hour(clients, now) < self._length)
 
     def until(self, clients: Ints, now: int) -> Ints:
-        """See Availability."""
+        """Return for each client the end of its interval of the day."""
         return now + self._length - self._hour(clients, now)
 
     def next(self, clients: Ints, now: int) -> int | None:
-        """See Availability."""
+        """Return the earliest moment at which an interval of one of the clients starts."""
         return now + int((self._day - self._hour(clients, now)).min())
 
     def _hour(self, clients: Ints, now: int) -> Ints:
-        """Return the microseconds since each client's day began."""
+        """Return for each client the microseconds since its interval of the day started."""
         begins = uniforms(self._seed, "diurnal", clients) * (self._spread * self._day)
         return np.asarray((now - begins.astype(np.int64)) % self._day)
 
 
 class TraceIntervals:
-    """Client k is available in the intervals of trace k, or k modulo the number of traces.
+    """Client k is available in the intervals of trace k modulo the number of traces; with a `period`, periodically.
 
-    All traces are concatenated on one long axis, so that a search of all clients is one call.
+    All traces are concatenated on one time axis, so that one call searches the intervals of all clients.
     """
 
     def __init__(self, traces: Pairs, period: float | None) -> None:
@@ -127,16 +137,16 @@ class TraceIntervals:
         self._first = np.where(
             (at < len(self._on)) & (self._on[found] < bases + self._stride), self._on[found] - bases, -1
         )
-        #: for each trace: how long an interval that lasts until the period's end continues in the next period
+        # for each trace: how long an interval that lasts until the period's end continues in the next period
         self._over = np.where(self._first == 0, self._off[found] - bases, 0)
 
     def there(self, clients: Ints, now: int, round: int, attempt: int) -> NDArray[np.bool_]:
-        """See Availability."""
+        """Return for each client whether `now` is in one of its intervals."""
         moment, at = self._find(clients, now)
         return np.asarray((at >= 0) & (moment < self._off[at]) & (moment >= self._on[at]))
 
     def until(self, clients: Ints, now: int) -> Ints:
-        """See Availability."""
+        """Return for each client the end of its current interval."""
         moment, at = self._find(clients, now)
         left = self._off[at] - moment
         if self._period is None:
@@ -147,7 +157,7 @@ class TraceIntervals:
         return np.asarray(np.where(whole, FOREVER, now + left + np.where(over, self._over[trace], 0)))
 
     def next(self, clients: Ints, now: int) -> int | None:
-        """See Availability."""
+        """Return the earliest moment at which an interval of one of the clients starts; None if there is none."""
         moment, at = self._find(clients, now)
         trace = clients % self._traces
         after = np.minimum(at + 1, len(self._on) - 1)
@@ -160,14 +170,17 @@ class TraceIntervals:
         return None if soonest >= FOREVER else now + soonest
 
     def _find(self, clients: Ints, now: int) -> tuple[Ints, Ints]:
-        """Return for each client its moment on the long axis, and the last interval that begins by then (-1: none)."""
+        """Return for each client the position of `now` on the time axis, and the last interval that starts by then.
+
+        The interval is -1 if none starts by then.
+        """
         local = min(now, self._stride - 1) if self._period is None else now % self._period
         moment = (clients % self._traces) * self._stride + local
         return moment, np.searchsorted(self._on, moment, side="right") - 1
 
 
 def _merged(pairs: list[tuple[float, float]]) -> list[tuple[int, int]]:
-    """Return intervals in microseconds, with adjacent ones merged."""
+    """Convert (on, off) intervals from seconds to microseconds, and merge adjacent ones."""
     found: list[tuple[int, int]] = []
     for on, off in ((micros(on), micros(off)) for on, off in pairs):
         if found and found[-1][1] == on:
@@ -178,7 +191,7 @@ def _merged(pairs: list[tuple[float, float]]) -> list[tuple[int, int]]:
 
 
 def read_intervals(file: str) -> Pairs:
-    """Read columns client,on,off of a CSV file: the intervals of each client, in order of first occurrence."""
+    """Read a CSV file with the columns client,on,off; return each client's intervals, in order of first occurrence."""
     traces: dict[str, list[tuple[float, float]]] = {}
     for client, on, off in _columns(file, "available", ("client", "on", "off")):
         traces.setdefault(client, []).append((float(on), float(off)))
@@ -186,12 +199,12 @@ def read_intervals(file: str) -> Pairs:
 
 
 def read_seconds(file: str) -> list[float]:
-    """Read columns client,seconds of a CSV file: virtual seconds per sample of each client, in order."""
+    """Read a CSV file with the columns client,seconds; return each client's virtual seconds per sample, in order."""
     return [float(seconds) for _, seconds in _columns(file, "speed", ("client", "seconds"))]
 
 
 def _columns(file: str, field: str, names: tuple[str, ...]) -> list[list[str]]:
-    """Read these columns of a CSV file with a header; all but the first hold numbers of 0 or more.
+    """Read the columns `names` of a CSV file with a header; all columns but the first must be numbers of 0 or more.
 
     Raises ConfigError.
     """
@@ -208,8 +221,8 @@ def _columns(file: str, field: str, names: tuple[str, ...]) -> list[list[str]]:
                 raise ValueError
         except ValueError:
             raise ConfigError(
-                f"{field}: line {number} of {file} is {','.join(map(str, row.values()))!r}: give columns "
-                f"{','.join(names)} with seconds of 0 or more",
+                f"{field}: line {number} of {file} is {','.join(map(str, row.values()))!r}: give the columns "
+                f"{','.join(names)}, with seconds of 0 or more",
                 field=field,
             ) from None
         found.append(each)

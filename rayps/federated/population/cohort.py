@@ -1,7 +1,8 @@
-"""Which clients a round asks, and on which worker each trains. Pure functions of the seed: equal on every host.
+"""Choose which clients a round asks, and on which worker each of them trains, with the same result on all hosts.
 
-Draws come from a hash (the finalizer of SplitMix64, Steele, Lea and Flood 2014), not from a library's generator: no
-version and no order of calls changes them, and any round can be drawn without the rounds before it.
+Random numbers are computed by a hash (the finalizer of SplitMix64, Steele, Lea and Flood 2014), not by a library's
+generator. They depend neither on the version of a library nor on the order of calls, and a round can be drawn without
+the rounds before it.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ _MASK = (1 << 64) - 1
 
 
 def hashes(seed: int, purpose: str, clients: Ints, *at: int) -> NDArray[np.uint64]:
-    """Return 64 random bits for each client: a function of seed, purpose, client and `at` (a round, an attempt).
+    """Return 64 random bits for each client: a function of seed, purpose, client and `at` (such as round, attempt).
 
-    Two clients never have equal bits at the same `at`, so they define an order too.
+    Two clients never have the same bits for the same `at`, so that the bits also define an order of the clients.
     """
     base = _mixed(seed ^ (zlib.crc32(purpose.encode()) << 32))
     for number in at:
@@ -34,7 +35,10 @@ def hashes(seed: int, purpose: str, clients: Ints, *at: int) -> NDArray[np.uint6
 
 
 def number(seed: int, purpose: str, *at: int) -> int:
-    """Return 64 random bits for one moment, in microseconds; other bits than those of `hashes`."""
+    """Return 64 random bits, a function of seed, purpose and `at`; a call takes microseconds.
+
+    They differ from the bits of `hashes`.
+    """
     found = _mixed(seed ^ (zlib.crc32(purpose.encode()) << 32))
     for each in at:
         found = _mixed(found ^ _mixed(each + _GOLDEN))
@@ -42,40 +46,40 @@ def number(seed: int, purpose: str, *at: int) -> int:
 
 
 def uniforms(seed: int, purpose: str, clients: Ints, *at: int) -> NDArray[np.float64]:
-    """Return `hashes` as numbers from 0 to below 1."""
+    """Return for each client a random number, uniform from 0 to below 1; arguments as for `hashes`."""
     return np.asarray((hashes(seed, purpose, clients, *at) >> np.uint64(11)) * 2.0**-53, dtype=np.float64)
 
 
 def normals(seed: int, purpose: str, clients: Ints, *at: int) -> NDArray[np.float64]:
-    """Return `hashes` as standard normal numbers (Box and Muller 1958)."""
+    """Return for each client a random number of the standard normal distribution (Box and Muller 1958)."""
     radius = np.sqrt(-2 * np.log1p(-uniforms(seed, purpose + ":radius", clients, *at)))
     return np.asarray(radius * np.cos(2 * np.pi * uniforms(seed, purpose + ":angle", clients, *at)), dtype=np.float64)
 
 
 def cohort_size(clients: int, fraction: float) -> int:
-    """Return max(1, fraction of the clients): McMahan et al. 2017, algorithm 1."""
+    """Return how many clients a round needs: max(1, fraction times clients) (McMahan et al. 2017, algorithm 1)."""
     return min(clients, max(1, int(fraction * clients + 0.5)))
 
 
 def cohort(seed: int, round: int, clients: int, fraction: float) -> Ints:
-    """Return the positions of the clients that round `round` asks: `cohort_size` of all `clients`, sorted, each once.
+    """Return the numbers of the clients that round `round` asks, sorted: `cohort_size` of `clients` clients.
 
     Raises:
         ConfigError: there is no client, or the fraction is outside (0, 1].
     """
     if clients < 1:
         raise ConfigError(
-            "there are no clients to draw a cohort from: give the data clients with client=...", field="clients"
+            "there are no clients that a round could ask: divide the data into clients with client=...", field="clients"
         )
     if not 0 < fraction <= 1:
-        raise ConfigError(f"fraction is {fraction!r}: give a share above 0 and up to 1", field="fraction")
+        raise ConfigError(f"fraction is {fraction!r}: give a number above 0 and up to 1", field="fraction")
     return first(seed, round, np.arange(clients, dtype=np.int64), cohort_size(clients, fraction))
 
 
 def first(seed: int, round: int, candidates: Ints, count: int) -> Ints:
     """Return the `count` candidates (all, if there are fewer) that come first in the round's random order, sorted.
 
-    The order of the candidates does not depend on the other clients.
+    Whether one candidate comes before another does not depend on the other clients.
     """
     if count >= len(candidates):
         return np.sort(candidates)
@@ -84,10 +88,10 @@ def first(seed: int, round: int, candidates: Ints, count: int) -> Ints:
 
 
 def pack(costs: Ints, workers: int) -> list[Ints]:
-    """Return for each worker its positions in `costs`, sorted.
+    """Divide trainings with the given `costs` among workers; return for each worker its positions in `costs`, sorted.
 
-    The largest cost comes first and goes to the least loaded worker (Graham 1969). The assignment has no effect on a
-    round's result, only on the time of the slowest worker.
+    In descending order of cost, each training is assigned to the least loaded worker (Graham 1969). The assignment has
+    no effect on a round's result, only on the time of the slowest worker.
     """
     loads = [(0.0, rank) for rank in range(workers)]
     dealt: list[list[int]] = [[] for _ in range(workers)]
@@ -100,7 +104,7 @@ def pack(costs: Ints, workers: int) -> list[Ints]:
 
 
 def homes(costs: Ints, workers: int) -> Ints:
-    """Return for each client the rank that stores its state, in every round."""
+    """Return for each client the rank of the worker that stores its state, and trains it, in every round."""
     found = np.zeros(len(costs), dtype=np.int64)
     for rank, positions in enumerate(pack(costs, workers)):
         found[positions] = rank

@@ -1,8 +1,8 @@
-"""The events of a federated run, round by round: the interface of the virtual clock. Pure.
+"""The interface of the simulations that plan the rounds of a federated run, and the simulation of synchronous rounds.
 
-A run's clock is an int64 array [1 + m, 7] in microseconds: its first row has the end of the last round and the number
-of started trainings; then follows a row for each running training (asynchronous runs only). It is the whole state
-between rounds: save it, and a run continues from any round.
+The state of a simulation between rounds is its clock, an int64 array [1 + m, 7]. The first row has the end of the last
+round, in virtual microseconds, and the number of started trainings. Then follows one row for each of the m running
+trainings (in asynchronous runs only). With a saved clock, a run can continue from any round.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from rayps.federated.population.population import Plan, Population
 
 
 class Events(Protocol):
-    """The interface of a run's virtual clock: it computes the rounds one after another."""
+    """The interface of a simulation, which plans the rounds of a run one after another."""
 
     def round(self, t: int, clock: Ints) -> tuple[Plan, Ints]:
-        """Return round `t`, and the clock after it. Raises TrainingError: no client is available now or later."""
+        """Return the plan of round `t`, which starts at `clock`, and the clock after the round.
+
+        Raises TrainingError: no client is available now or later.
+        """
 
 
 class InStep:
@@ -30,13 +33,13 @@ class InStep:
         self.world = world
 
     def round(self, t: int, clock: Ints) -> tuple[Plan, Ints]:
-        """See Events."""
+        """Return the plan of round `t`, which starts at `clock`, and the clock after the round."""
         plan = self.world.round(t, int(clock[0, 0]) / 1e6)
         return plan, clock_at(plan.end)
 
 
 def clock_at(seconds: float = 0.0) -> Ints:
-    """Return the clock of a run at this virtual time, without running trainings."""
+    """Return the clock at this virtual time, with no training running."""
     clock = np.zeros((1, 7), dtype=np.int64)
     clock[0, 0] = micros(seconds)
     return clock

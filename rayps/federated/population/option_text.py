@@ -1,4 +1,4 @@
-"""Text and wire forms such as `krum(f=4)`: names with numeric options, parsed and checked. Pure, no numpy."""
+"""Parse and check options such as `krum(f=4)`, a name with numbers, in text or wire form. The module uses no numpy."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from rayps.core.values import Json, is_number
 
 REQUIRED = "required"  # the default of an option that must be given
 
-# {"name": ..., every option of it: ...}; `read` has checked that each option is of the type that its form has
+# {"name": ..., every option of it: ...}, with values that `read` has checked
 CheckedForm: TypeAlias = dict[str, Any]
 
 
 class Option(NamedTuple):
-    """A numeric option: its default, and its least value if it is a whole number; `least` None: any number above 0."""
+    """How a numeric option is checked: with `least`, it is a whole number of at least that; else a number above 0."""
 
     default: Json
     least: int | None = None
-    signed: bool = False  # any number is allowed, also 0 and negative ones
+    signed: bool = False  # whether, without `least`, 0 and negative numbers are allowed too
 
 
 def read(field: str, given: Json, known: Mapping[str, Mapping[str, Option]], example: str) -> CheckedForm:
-    """Parse text or a mapping into {"name": ..., every option of it: ...}, with checked numbers.
+    """Parse text or a mapping into {"name": ..., every option of it: ...}, and check the numbers.
+
+    `known` has the options of each allowed name; `field` and `example` are used in errors.
 
     Raises:
-        ConfigError: the form or a value is invalid; names the field, what was given and what is allowed.
+        ConfigError: the form or a value is invalid; the error names the field, what was given and what is allowed.
     """
     if not isinstance(given, (str, Mapping)):
         raise ConfigError(f"{field} is {given!r}: give text such as {example}", field=field)
@@ -43,7 +45,7 @@ def read(field: str, given: Json, known: Mapping[str, Mapping[str, Option]], exa
     for key, value in spec.items():
         if key not in options:
             raise ConfigError(
-                f"{field}: {name} has no option {key!r}{near(key, options)}; it has {', '.join(options) or 'none'}",
+                f"{field}: {name} has no option {key!r}{near(key, options)}; options: {', '.join(options) or 'none'}",
                 field=field,
             )
         _check(field, f"{name}'s {key}", options[key], value)
@@ -54,7 +56,7 @@ def read(field: str, given: Json, known: Mapping[str, Mapping[str, Option]], exa
             if missing[0] == "f"
             else "the number of attackers"
         )
-        raise ConfigError(f"{field}: {name} needs {what}: {name}({missing[0]}=4)", field=field)
+        raise ConfigError(f"{field}: {name} needs {what}: write {name}({missing[0]}=4)", field=field)
     return {"name": name, **{key: option.default for key, option in options.items()}, **spec}
 
 
@@ -73,4 +75,5 @@ def _check(field: str, what: str, option: Option, value: Json) -> None:
                 f"{field}: {what} is {value!r}: give a whole number of at least {option.least}", field=field
             )
     elif not is_number(value) or (value <= 0 and not option.signed):
-        raise ConfigError(f"{field}: {what} is {value!r}: give a number above 0", field=field)
+        expected = "a number" if option.signed else "a number above 0"
+        raise ConfigError(f"{field}: {what} is {value!r}: give {expected}", field=field)

@@ -1,19 +1,20 @@
-"""The simulated world of a federated job's clients: speed, availability, dropouts, deadlines, attacks. Pure, no numpy.
+"""The options of simulated clients: speed, availability, dropout, deadline, attack. The module does not use numpy.
 
-A speed is virtual seconds per sample: a number (all clients equal), a list (client k takes entry k modulo its length),
-or one of
-    constant(seconds=0.001)                            all equal
-    lognormal(sigma=0.5,median=0.001,jitter=0)         exp(sigma z) for each client, exp(jitter z) for each round
-    uniform(low=0.001,high=0.002,jitter=0)
+`speed` is the virtual seconds that a client takes per sample: a number (equal for all clients), a list (client k has
+entry k modulo the length), or one of
+    constant(seconds=0.001)                            equal for all clients
+    lognormal(sigma=0.5,median=0.001,jitter=0)         median * exp(sigma z), with a normal z for each client
+    uniform(low=0.001,high=0.002,jitter=0)             uniform between low and high, for each client
     trace(file=speeds.csv)                             columns client,seconds; or trace(seconds=(0.001,0.002))
-An availability is
+With `jitter`, it is multiplied by exp(jitter z), with a normal z for each client and round.
+`available` is when clients are available, one of
     always
-    bernoulli(p=0.8,every=60)                          drawn for each client and round; again after `every` seconds
-                                                       if no client was available
-    diurnal(share=0.5,day=86400,spread=1)              available for a share of each day, from a moment of its own that
-                                                       is drawn from the first `spread` of the day
-    trace(file=there.csv,period=none)                  columns client,on,off in seconds, from the beginning again after
-                                                       `period`; or trace(intervals=[[[0, 60]], [[30, 90]]])
+    bernoulli(p=0.8,every=60)                          each client with probability p in each round; if none is, they
+                                                       are drawn again after `every` seconds
+    diurnal(share=0.5,day=86400,spread=1)              each client for a share of each day; its start is drawn for each
+                                                       client from the first `spread` of the day
+    trace(file=there.csv,period=none)                  columns client,on,off in seconds, repeated after `period`; or
+                                                       trace(intervals=[[[0, 60]], [[30, 90]]])
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ _AVAILABLE: dict[str, JsonObject] = {
 _SHARES = {"p", "share"}  # options whose value is above 0 and up to 1
 _POSITIVE = {"median", "low", "high", "every", "day", "period"}
 _SPREAD = {"spread"}  # options whose value is from 0 to 1
-_LONGEST = 1e9  # seconds: thirty years, far below the largest int64 of microseconds
+_LONGEST = 1e9  # seconds (thirty years): in microseconds far below the largest int64
 
 
 def speed_of(given: Json) -> CheckedForm:
-    """Parse a speed into {"name": ..., every option: ...}. Raises ConfigError: it is not one of the module's forms."""
+    """Parse the option `speed` into {"name": ..., every option: ...}. Raises ConfigError: it has none of the forms."""
     if given is None:
         given = "constant"
     if isinstance(given, (int, float)) and not isinstance(given, bool):
@@ -64,9 +65,9 @@ def speed_of(given: Json) -> CheckedForm:
 
 
 def available_of(given: Json) -> CheckedForm:
-    """Parse an availability into {"name": ..., every option: ...}.
+    """Parse the option `available` into {"name": ..., every option: ...}.
 
-    Raises ConfigError: it is not one of the module's forms.
+    Raises ConfigError: it has none of the forms.
     """
     if given is None:
         given = "always"
@@ -81,7 +82,10 @@ def available_of(given: Json) -> CheckedForm:
 
 
 def intervals(given: Iterable[Iterable[Sequence[float]]], period: float | None) -> list[list[tuple[float, float]]]:
-    """Return each client's (on, off) in seconds, sorted. Raises ConfigError: they overlap or exceed the period."""
+    """Check the (on, off) intervals of each client, in seconds, and return them sorted.
+
+    Raises ConfigError: intervals overlap or exceed the period, or there is none.
+    """
     checked: list[list[tuple[float, float]]] = []
     for client, each in enumerate(given):
         try:
@@ -95,8 +99,9 @@ def intervals(given: Iterable[Iterable[Sequence[float]]], period: float | None) 
         for on, off in pairs:
             if not end <= on < off <= (_LONGEST if period is None else period):
                 raise ConfigError(
-                    f"available: trace {client} is on from {on:g} to {off:g}: give intervals with on < off, one after "
-                    f"another, from 0 to {'30 years' if period is None else f'the period {period:g}'}",
+                    f"available: trace {client} has the interval from {on:g} to {off:g}: give intervals with on < off "
+                    "that do not overlap, one after another, between 0 and "
+                    f"{'30 years' if period is None else f'the period {period:g}'}",
                     field="available",
                 )
             end = off
@@ -110,15 +115,17 @@ def intervals(given: Iterable[Iterable[Sequence[float]]], period: float | None) 
 
 @dataclass(frozen=True)
 class PopulationSpec:
-    """The simulated population of clients: speed, availability, dropout, attack.
+    """The options of the simulated clients: speed, availability, dropout, deadline, attack.
 
-    It is independent of the algorithm, and does not apply to real clients.
+    They do not depend on the algorithm. Of these, only `deadline` applies to real clients.
 
     Args:
-        speed, available: see the module.
-        dropout: probability that a client that was asked never replies, from 0 to below 1.
-        deadline: seconds (virtual; with real clients real) after which a round gives up a client; None = never.
-        attack: how some of the clients try to spoil the model, see `rayps.federated.population.attack_spec`.
+        speed, available: one of the forms in this module's docstring.
+        dropout: the probability that a client that was asked never replies, from 0 to below 1.
+        deadline: seconds after which a round does not wait for a client any more (virtual seconds for simulated
+        clients,
+            real seconds for real ones); None: a round waits for all clients.
+        attack: how some of the clients attack the model: one of the forms in `rayps.federated.population.attack_spec`.
     """
 
     attack: Json = None
@@ -130,51 +137,52 @@ class PopulationSpec:
     def __post_init__(self) -> None:
         if not is_number(self.dropout) or not 0 <= self.dropout < 1:
             raise ConfigError(
-                f"dropout is {self.dropout!r}: give the share of the asked clients that never reply, from 0 to below 1",
+                f"dropout is {self.dropout!r}: give the probability that a client never replies, from 0 to below 1",
                 field="dropout",
             )
         if self.deadline is not None and not (is_number(self.deadline) and 0 < self.deadline <= _LONGEST):
             raise ConfigError(
-                f"deadline is {self.deadline!r}: give virtual seconds above 0, or none (a round waits for all)",
+                f"deadline is {self.deadline!r}: give seconds above 0 and up to {_LONGEST:g}, or none (a round waits "
+                "for all clients)",
                 field="deadline",
             )
         speed_of(self.speed), available_of(self.available), attack_of(self.attack)
 
     @property
     def attackers(self) -> AttackSpec | None:
-        """The attack, parsed from its text or wire form."""
+        """The attack, parsed from its text or wire form; None: there are no attackers."""
         return attack_of(self.attack)
 
     def must_be_unset(self) -> None:
         """Check the options of a job with real clients.
 
-        Raises ConfigError: one for simulated clients (all but `deadline`) is given.
+        Raises ConfigError: an option for simulated clients (any but `deadline`) was given.
         """
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name != "deadline" and value != field.default:
                 raise ConfigError(
-                    f"{field.name} is {value!r}, and clients is remote: {field.name} describes simulated clients; "
+                    f"{field.name} is {value!r}, but clients is remote: {field.name} is only for simulated clients; "
                     "leave it out",
                     field=field.name,
                 )
 
 
 def check_fraction(fraction: Json) -> None:
-    """Raise ConfigError for a fraction that is not a share of the clients."""
+    """Raise ConfigError unless `fraction` is a number above 0 and up to 1."""
     if not is_number(fraction) or not 0 < fraction <= 1:
         raise ConfigError(
-            f"fraction is {fraction!r}: give the share of the clients that each round asks, above 0 and up to 1",
+            f"fraction is {fraction!r}: give the fraction of the clients that each round asks, above 0 and up to 1",
             field="fraction",
         )
 
 
 def check_replies(min_replies: int, enough: int | None, over_selection: float) -> None:
-    """Check the numbers of replies. Raises ConfigError: one is invalid, or no round could ever change the model."""
+    """Check the options on the number of replies. Raises ConfigError: one is invalid, or no round would have enough."""
     if not is_number(over_selection) or not 0 <= over_selection <= 10:
         raise ConfigError(
-            f"over_selection is {over_selection!r}: give how many clients beyond the needed ones to ask, as a share of "
-            "them from 0 to 10 (0.3 asks 13 where 10 are needed)",
+            f"over_selection is {over_selection!r}: give how many more clients than needed to ask, as a fraction of "
+            "the needed ones from 0 to 10 (0.3 asks 13 clients if 10 are needed)",
             field="over_selection",
         )
     for field, value, least, free in (("min_replies", min_replies, 0, False), ("enough", enough, 1, True)):
@@ -187,14 +195,14 @@ def check_replies(min_replies: int, enough: int | None, over_selection: float) -
             )
     if enough is not None and enough < min_replies:
         raise ConfigError(
-            f"a round ends with {enough} replies (enough) and counts from {min_replies} on (min_replies): no round "
-            "would ever count; raise enough, or lower min_replies",
+            f"enough is {enough} and min_replies is {min_replies}: a round ends before it has min_replies replies, "
+            "so no round would ever change the model; raise enough, or lower min_replies",
             field="enough",
         )
 
 
 def _read(field: str, given: Json, known: dict[str, JsonObject]) -> CheckedForm:
-    """Parse text or a mapping into every option of its form, with checked numbers."""
+    """Parse text or a mapping into the name and every option of one of the `known` forms, and check the numbers."""
     spec = form(given) if isinstance(given, str) else dict(given) if isinstance(given, Mapping) else {"name": given}
     name = spec.pop("name", None)
     if name not in known:
@@ -207,7 +215,7 @@ def _read(field: str, given: Json, known: dict[str, JsonObject]) -> CheckedForm:
     for key, value in spec.items():
         if key not in options:
             raise ConfigError(
-                f"{field}: {name} has no option {key!r}; it has {', '.join(options) or 'none'}", field=field
+                f"{field}: {name} has no option {key!r}; its options: {', '.join(options) or 'none'}", field=field
             )
         if key in ("file", "intervals") or (name, key) == ("trace", "seconds") or (key == "period" and value is None):
             continue
@@ -229,7 +237,7 @@ def _shown(value: Json) -> str:
 def _one_of(field: str, found: CheckedForm, first: str, second: str) -> None:
     """Check that a trace has either a file (`first`) or a list (`second`). Raises ConfigError."""
     if (found[first] is None) == (found[second] is None):
-        raise ConfigError(f"{field}: trace takes either {first}=... or {second}=...", field=field)
+        raise ConfigError(f"{field}: give trace either {first}=... or {second}=..., not both or none", field=field)
     if found[first] is not None and not isinstance(found[first], str):
         raise ConfigError(f"{field}: {first} is {found[first]!r}: give the name of a CSV file", field=field)
     if found[second] is not None and not (isinstance(found[second], (list, tuple)) and found[second]):

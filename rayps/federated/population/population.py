@@ -1,10 +1,8 @@
-"""The simulated clients in virtual time: which are asked, which reply, which are lost and why, and when a round ends.
+"""Simulate the clients of a round in virtual time: which are asked, which reply, which are lost and why, when it ends.
 
-Pure.
-
-Each draw is a function of (seed, client, round) and nothing else: neither the host's load nor the number of workers nor
-an earlier round changes it. A round depends on the one before only by the moment at which that ended. Seconds here are
-virtual; no process waits for them.
+Each random draw is a function of (seed, client, round) only: neither the host's load, nor the number of workers, nor an
+earlier round changes it. A round depends on the previous round only through the moment at which that ended. Seconds in
+this module are virtual; no process waits for them.
 """
 
 from __future__ import annotations
@@ -23,67 +21,66 @@ from rayps.federated.population import options
 from rayps.federated.population.availability import FOREVER, Availability, availability, micros, read_seconds
 from rayps.federated.population.cohort import Ints, cohort_size, first, normals, uniforms
 
-LOOKS = 10_000  # checks without an available client, before a round fails
-_LATEST = 1 << 60  # microseconds: the end of virtual time
+LOOKS = 10_000  # a round fails after this many checks without an available client
+_LATEST = 1 << 60  # microseconds: the latest moment of virtual time
 
 
-REASONS = ("", "offline", "dropout", "deadline")  # why a client's reply was lost; "" = the client replied
+REASONS = ("", "offline", "dropout", "deadline")  # why a client's reply was lost; "": the client replied
 
 
 class Training(NamedTuple):
-    """One reply: the client, and the version of the parameters at its start."""
+    """One training whose reply counts: the client, and the version of the parameters from which it starts."""
 
     client: int
     version: int  # the training starts from the parameters at the start of this round
-    staleness: int  # versions between the training's start and the use of its reply
+    staleness: int  # how many rounds later its reply is used
     again: int  # how often this client had already started from this version
     begin: float  # virtual seconds
-    end: float
+    end: float  # virtual seconds
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The schedule of one round: the trainings, and the outcome of every client that was asked."""
+    """The plan of one round: the trainings, and the outcome of every client that was asked. Clients are numbers."""
 
     round: int
-    sampled: Ints  # positions of the clients that were asked, sorted
-    trains: Ints  # positions of the asked clients whose replies count, sorted
-    dropped: list[tuple[int, str]]  # the other asked clients, and why: dropout, offline, deadline, late
+    sampled: Ints  # clients that were asked, sorted
+    trains: Ints  # clients whose replies count, sorted
+    dropped: list[tuple[int, str]]  # clients whose replies do not count, and why: dropout, offline, deadline, late
     begin: float  # virtual seconds: when the clients were asked
     end: float  # when the round ended
-    waited: float = 0.0  # virtual seconds without an available client before the round started
-    trainings: tuple[
-        Training, ...
-    ] = ()  # one per reply: of `trains` in their order, or in order of arrival in a buffer
-    needed: tuple[int, ...] = ()  # versions from which clients are still training after this round
+    waited: float = 0.0  # virtual seconds for which no client was available
+    # one for each reply that counts: in the order of `trains`, or of arrival in asynchronous rounds
+    trainings: tuple[Training, ...] = ()
+    needed: tuple[int, ...] = ()  # versions from which clients are still training when this round ends
 
     @property
     def staleness(self) -> dict[int, int]:
-        """Return the number of replies of each age; an age is in versions."""
+        """The number of replies for each staleness, in rounds."""
         return dict(sorted(Counter(each.staleness for each in self.trainings).items()))
 
 
 @dataclass(frozen=True)
 class TrainingFates:
-    """The outcomes of trainings that start at one moment: arrays with one element per client."""
+    """The outcomes of trainings that start at one moment, with one element per client."""
 
     clients: Ints
-    ends: Ints  # microseconds at which each client replies, or the round stops waiting for it
-    reasons: list[str] = field(default_factory=list)  # why each reply is lost; "" = the client replies
+    ends: Ints  # the moment (microseconds) at which the client replies, or the round stops waiting for it
+    reasons: list[str] = field(default_factory=list)  # why the reply is lost; "": the client replies
 
 
 class Population:
-    """N clients with a speed, an availability and random losses of their own.
+    """N simulated clients, each with a speed, an availability and random losses.
 
     Args:
         seed: the seed of every draw.
-        work: samples that each client trains in a round (n_k E, or L B); its length is N.
-        fraction: share of all clients that a round needs.
-        speed, available: see `options`.
-        dropout: probability that a client that was asked never replies.
-        deadline: virtual seconds after which a client is given up; None = never.
-        enough: a round ends after so many replies; None = when no more replies are to come.
-        over_selection: a share s; a round that needs n replies asks (1 + s) n clients, and ends with n replies.
+        work: how many samples each client processes in a round (n_k E, or L B); its length is N.
+        fraction: the fraction of all clients that a round needs.
+        speed, available: one of the forms in `rayps.federated.population.options`.
+        dropout: the probability that a client that was asked never replies.
+        deadline: virtual seconds after which a round does not wait for a client any more; None: it waits for all.
+        enough: a round ends after this many replies; None: when all replies have arrived or are lost.
+        over_selection: s; a round that needs n replies asks (1 + s) n clients, and ends with n replies.
 
     Raises:
         ConfigError: there are no clients, or an option is invalid.
@@ -108,14 +105,14 @@ class Population:
         self.seed, self.work = seed, np.asarray(work, dtype=np.float64)
         self.clients = len(self.work)
         if not self.clients:
-            raise ConfigError("there are no clients: give the data clients with client=...", field="clients")
+            raise ConfigError("there are no clients: divide the data into clients with client=...", field="clients")
         needed = cohort_size(self.clients, fraction)
         self.asked = min(self.clients, int(needed * (1 + over_selection) + 0.5))
         self.enough = enough if enough is not None else needed if self.asked > needed else None
         if enough is not None and enough > self.asked:
             raise ConfigError(
-                f"enough is {enough}, and a round asks {self.asked} of the {self.clients} clients: no round would ever "
-                f"have enough replies; give at most {self.asked}, or a larger fraction",
+                f"enough is {enough}, but a round asks {self.asked} of the {self.clients} clients: no round would "
+                f"ever have enough replies; give at most {self.asked}, or a larger fraction",
                 field="enough",
             )
         self._dropout = dropout
@@ -126,7 +123,7 @@ class Population:
         self._pace = self._paces()
 
     def round(self, t: int, now: float = 0.0) -> Plan:
-        """Return round `t`, given that the round before it ended at `now` (microseconds).
+        """Return the plan of round `t`; the round before it ended at `now`, in seconds.
 
         Raises:
             TrainingError: no client is available now or later.
@@ -158,10 +155,12 @@ class Population:
         )
 
     def someone(self, t: int, now: int, among: Ints) -> tuple[int, Ints]:
-        """Return the first moment from `now` on at which any of the clients `among` is available, and which are.
+        """Return the first moment, from `now` on, at which any of the clients `among` is available, and these clients.
+
+        Moments are microseconds.
 
         Raises:
-            TrainingError: none of them is available now or later.
+            TrainingError: none of the clients is available now or later.
         """
         moment: int | None = now
         for attempt in range(LOOKS):
@@ -174,18 +173,19 @@ class Population:
         raise TrainingError(
             f"round {t}: none of {len(among)} clients is available at {now / 1e6:g} virtual seconds, nor "
             + (f"in the next {LOOKS} checks" if moment is not None else "later")
-            + ": raise their availability (available=...), or give the trace a period",
+            + ": make clients available more often (available=...), or give the trace a period",
             round=t,
         )
 
     def there(self, clients: Ints, now: int, t: int) -> NDArray[np.bool_]:
-        """Return whether each of `clients` is available in round `t` at `now` (microseconds)."""
+        """Return for each of `clients` whether it is available in round `t` at `now` (microseconds)."""
         return self._available.there(clients, now, t, 0)
 
     def send(self, clients: Ints, now: int, t: int, again: int = 0) -> TrainingFates:
-        """Return the outcomes of clients that start round `t` at `now` (microseconds), for the first time or again.
+        """Return the outcomes of `clients` that start to train in round `t` at `now` (microseconds).
 
-        Without a deadline, a client that is lost by dropout is detected at the moment at which its reply was due.
+        `again` is how often they have already started in this round. Without a deadline, the round stops waiting for a
+        client lost by dropout at the moment at which its reply was due.
         """
         seconds, place = self._pace[clients], (t, again) if again else (t,)
         jitter = self._speed.get("jitter", 0.0)
@@ -203,11 +203,11 @@ class Population:
         ]
         ends = np.minimum(np.minimum(due, leaves), latest)
         if self._deadline is not None:
-            ends = np.where(lost & (leaves >= ends), latest, ends)  # a lost client is detected at the deadline
+            ends = np.where(lost & (leaves >= ends), latest, ends)  # the round stops waiting for it at the deadline
         return TrainingFates(clients, ends, reasons)
 
     def _paces(self) -> NDArray[np.float64]:
-        """Return virtual seconds per sample for each client."""
+        """Return each client's virtual seconds per sample."""
         spec, name = self._speed, self._speed["name"]
         if name == "lognormal":
             return float(spec["median"]) * np.exp(float(spec["sigma"]) * normals(self.seed, "speed", self._all))

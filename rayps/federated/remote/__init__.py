@@ -1,1 +1,1 @@
-"""Real clients, which are processes outside of the cluster: their files, signed orders and join options."""
+"""Real clients, which are processes outside of the cluster: the folder for their messages, signed orders, options."""

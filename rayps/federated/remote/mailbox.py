@@ -1,18 +1,19 @@
-"""The folder through which the service, which real clients call, and the worker, which aggregates, exchange files.
+"""The folder through which the service and a job's worker exchange files. Real clients call the service only.
 
     door.json                    written by the driver: a machine that cannot read it does not have this folder
-    members/NUMBER.json          the clients that have joined, in order; written by the service
+    members/NUMBER.json          each client that has joined; written by the service
     seen/NUMBER, left/NUMBER     the time of a client's last request; the clients that left; by the service
-    starts.json                  each start of the job: its first round and its first order; written by the worker
+    starts.json                  each start of the job: its first round and its first order; by the worker
     standing.json                the clients for which the job waits, as text; by the worker
-    rounds/SERIAL/order.json     the round's clients, facts and deadline, beside parameters.safetensors; by the worker
-    rounds/SERIAL/inbox/NUMBER   updates, by the service
-    rounds/SERIAL/taken/NUMBER   the same after the worker has closed the round: `inbox` renamed
-    rounds/SERIAL/verdicts.json  why an update of the round did not count; by the worker
+    rounds/SERIAL/order.json     the round's clients, facts and deadline; by the worker
+    rounds/SERIAL/parameters.safetensors   the parameters with which the clients start; by the worker
+    rounds/SERIAL/inbox/NUMBER   each client's update; by the service
+    rounds/SERIAL/taken/NUMBER   the updates after the worker has closed the round: `inbox` is renamed to `taken`
+    rounds/SERIAL/verdicts.json  why updates of the round did not count; by the worker
 
-Every file appears whole, by rename or link. A round is closed by the rename of its inbox: an update is either in the
-inbox or late, never both, and two workers cannot both take it. A serial is used once: a round that is drawn again (its
-worker was lost, and the job returned to a checkpoint) has another serial, and updates for the old one are refused.
+Every file is created complete, by rename or link. The rename of a round's inbox closes the round: an update is either
+in the inbox or late, never both, and two workers cannot both take it. A serial number is used once: if a worker is lost
+and the job returns to a checkpoint, the repeated round has a new serial, and updates for the old one are refused.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ from rayps.core.records import read_json
 from rayps.core.values import Keywords
 from rayps.federated.remote.signed_orders import OrderFacts
 
-FOLDER = "clients"  # in the job's folder
-AWAY_SECONDS = 20.0  # seconds without a request after which a client is not asked
+FOLDER = "clients"  # name of the mailbox folder, in the job's folder
+AWAY_SECONDS = 20.0  # a client that has sent no request for this many seconds is not asked
 PARAMETERS = "parameters.safetensors"
-_KEPT_ROUNDS = 20  # closed rounds whose verdicts are kept
+_KEPT_ROUNDS = 20  # the folders of older closed rounds are deleted
 
 
 @dataclass(frozen=True, slots=True)
 class JoinedClient:
-    """A client that has joined. `key`: the hash of its secret; `token`: the id of the token that it used."""
+    """A client that has joined. `key` is the hash of its secret, `token` the id of the token that it used."""
 
     number: int
     name: str
@@ -52,11 +53,11 @@ class JoinedClient:
 
 @dataclass(frozen=True, slots=True)
 class RoundOrder:
-    """The order of a round: the clients that the worker drew, and the facts that are signed for each client."""
+    """The order of a round: the clients that the worker asks, and the facts that the service signs for each of them."""
 
     serial: int
     round: int
-    sampled: dict[int, str]
+    sampled: dict[int, str]  # names of the asked clients, by number
     begun: float  # seconds since the epoch
     deadline: float  # seconds after `begun`
     most_bytes: int  # largest size of an update, in bytes
@@ -64,7 +65,7 @@ class RoundOrder:
 
 
 class Mailbox:
-    """The mailbox folder of one job. Methods for the service come first, then those for the driver and the worker."""
+    """The mailbox folder of one job: first the methods for the service, then those for the driver and the worker."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -73,7 +74,7 @@ class Mailbox:
     # ---- members
 
     def join(self, name: str, key: str, token: str, samples: int) -> JoinedClient:
-        """Add a client and return its number. A client that joined before with the same key gets the same number.
+        """Add a client and return it. A client that joined before with the same name and key gets the same number.
 
         Raises:
             Conflict: another client has that name.
@@ -85,8 +86,8 @@ class Mailbox:
                 if member.name == name:
                     if not secrets.compare_digest(member.key, hashed):
                         raise Conflict(
-                            f"another client has joined as {name!r}: give this one another --name, or, if it is the "
-                            "same, its earlier folder (--state)",
+                            f"another client has joined as {name!r}: give this client another --name, or, if it is the "
+                            "same client, its earlier folder (--state)",
                             status=409,
                             code="name_taken",
                         )
@@ -102,20 +103,22 @@ class Mailbox:
                 return made
 
     def members(self) -> list[JoinedClient]:
-        """Return all clients that have ever joined, by number."""
+        """Return all clients that have ever joined, in the order of their numbers."""
         found = [read_json(path) for path in sorted((self.folder / "members").glob("*.json"))]
         return [JoinedClient(**facts) for facts in found if facts is not None]
 
     def member(self, number: int, key: str) -> JoinedClient:
-        """Return the client with this number. Raises Unauthorized: no client has both this number and this key."""
+        """Return the client with this number. Raises Unauthorized: there is none, or it has another key."""
         facts = read_json(self._member(number))
         hashed = hashlib.sha256(key.encode()).hexdigest()
         if facts is None or not secrets.compare_digest(str(facts["key"]), hashed):
-            raise Unauthorized("no client with that number and key has joined this job: join first", status=401)
+            raise Unauthorized(
+                f"no client with number {number} and the given key has joined this job: join first", status=401
+            )
         return JoinedClient(**facts)
 
     def seen(self, number: int) -> None:
-        """Record a client's request."""
+        """Record that a client has sent a request now."""
         _touch(self.folder / "seen" / str(number))
 
     def leave(self, number: int) -> None:
@@ -123,14 +126,17 @@ class Mailbox:
         _touch(self.folder / "left" / str(number))
 
     def last_seen(self, number: int) -> float:
-        """Return the seconds since the client's last request."""
+        """Return the seconds since the client's last request; infinity if there was none."""
         try:
             return max(0.0, time.time() - (self.folder / "seen" / str(number)).stat().st_mtime)
         except OSError:
             return float("inf")
 
     def state(self, number: int) -> Literal["here", "away", "left"]:
-        """Return "here" if the client is connected, else "away", or "left". Only clients that are here are asked."""
+        """Return whether a client is connected ("here"), has been silent ("away") or has left ("left").
+
+        Only clients that are connected are asked.
+        """
         if (self.folder / "left" / str(number)).exists():
             return "left"
         return "here" if self.last_seen(number) < AWAY_SECONDS else "away"
@@ -141,7 +147,7 @@ class Mailbox:
     # ---- rounds, for the service
 
     def newest(self) -> RoundOrder | None:
-        """Return the newest round, open or closed."""
+        """Return the order of the newest round, open or closed; None before the first round."""
         serials = self._serials()
         facts = read_json(self._round(serials[-1]) / "order.json") if serials else None
         return None if facts is None else _order(facts)
@@ -151,19 +157,19 @@ class Mailbox:
         return (self._round(serial) / "inbox").is_dir()
 
     def has(self, serial: int, number: int) -> bool:
-        """Return whether the round has this client's update, in its inbox or taken."""
+        """Return whether the client's update for the round has been received."""
         home = self._round(serial)
         return (home / "inbox" / str(number)).exists() or (home / "taken" / str(number)).exists()
 
     def parameters(self, serial: int) -> Path:
-        """Return the file with the parameters of an open round. Raises Conflict."""
+        """Return the path of the parameters of an open round. Raises Conflict: the round is closed."""
         path = self._round(serial) / PARAMETERS
         if not self.is_open(serial) or not path.is_file():
             raise self._late(serial)
         return path
 
     def part(self, serial: int, number: int) -> Path:
-        """Return the path of the file into which an update is written before `deliver`.
+        """Return the path of a new file, into which the service writes an update before it calls `deliver`.
 
         Raises Conflict: the round is closed.
         """
@@ -172,9 +178,10 @@ class Mailbox:
         return self._round(serial) / f".{number}-{secrets.token_hex(8)}"
 
     def deliver(self, serial: int, number: int, part: Path) -> bool:
-        """Move a complete update from `part` into the round; return False if the client's update is there already.
+        """Move a complete update from the file `part` into the round.
 
-        The earlier update stays, and the part is deleted.
+        Return False if an update of this client is there already; the earlier update then counts, and `part` is
+        deleted.
 
         Raises:
             Conflict: the round is closed.
@@ -192,15 +199,15 @@ class Mailbox:
         return True
 
     def verdict(self, serial: int, number: int) -> str | None:
-        """Return why the client's update of a closed round did not count; None if it did, or if nothing is known."""
+        """Return the reason why a client's update of a closed round did not count.
+
+        None: the update counted, or the verdicts were not written yet or are deleted.
+        """
         found = (read_json(self._round(serial) / "verdicts.json") or {}).get(str(number))
         return None if found is None else str(found)
 
     def withdraw(self, number: int) -> None:
-        """Exclude a client whose token was revoked.
-
-        The client is not asked again, and its updates of an open round do not count.
-        """
+        """Exclude a client whose token was revoked: it is not asked again, its update of an open round is deleted."""
         self.leave(number)
         order = self.newest()
         if order is not None:
@@ -209,46 +216,46 @@ class Mailbox:
     def _late(self, serial: int) -> Exception:
         if self._round(serial).is_dir():
             return Conflict(
-                f"order {serial} is over (its deadline has passed, or the job went back to a checkpoint): this update "
-                "is too late and does not count",
+                f"order {serial} is closed (its deadline has passed, or the job returned to a checkpoint): this "
+                "update is too late and does not count",
                 status=409,
                 code="late",
             )
         return NotFound(f"there is no order {serial}", status=404, code="no_order")
 
     def standing(self) -> str | None:
-        """Return which clients the job waits for, as text."""
+        """Return as text which clients the job waits for; None if it waits for none."""
         found = read_json(self.folder / "standing.json") or {}
         return str(found["waits"]) if found.get("waits") else None
 
     # ---- for the driver and the worker
 
     def prepare(self) -> None:
-        """Create the folder."""
+        """Create the folder and its subfolders; the driver calls this before the worker starts."""
         for name in ("members", "seen", "left", "rounds"):
             (self.folder / name).mkdir(parents=True, exist_ok=True, mode=0o700)
         _write(self.folder / "door.json", {"host": os.uname().nodename})
 
     def reachable(self) -> bool:
-        """Return whether this machine has the folder, and this process may write in it."""
+        """Return whether this machine has the folder, and this process may write into it."""
         return (self.folder / "door.json").is_file() and os.access(self._rounds, os.W_OK)
 
     def say(self, waits: str | None) -> None:
-        """Write which clients the job waits for."""
+        """Write the text that says which clients the job waits for; None: it waits for none."""
         if waits != self.standing():
             _write(self.folder / "standing.json", {"waits": waits, "time": time.time()})
 
     def starts(self, round: int, first: bool) -> list[list[int]]:
-        """Return each start of the job as (its first round, its first order).
+        """Return each start of the job as (its first round, the serial of its first order).
 
-        With `first`, add a start at `round` whose first order is `first`.
+        With `first`, the job has just started at `round`: add this start, with the serial that its order will have.
         """
         path = self.folder / "starts.json"
         known: list[list[int]] = (read_json(path) or {}).get("starts", [])
         if first:
             before = self.newest()
-            goes_on = before is not None and self.is_open(before.serial)
-            serial = max(self._serials(), default=0) + (0 if goes_on else 1)
+            is_open = before is not None and self.is_open(before.serial)
+            serial = max(self._serials(), default=0) + (0 if is_open else 1)
             known = [*known, [round, serial]]
             _write(path, {"starts": known})
         return known
@@ -256,7 +263,11 @@ class Mailbox:
     def begin(
         self, facts: OrderFacts, sampled: dict[int, str], deadline: float, most_bytes: int, parameters: bytes
     ) -> RoundOrder:
-        """Open a new round. If an open round is equal to it bit for bit, continue that one: its updates still count."""
+        """Open a new round, and return its order.
+
+        If the newest round is open and has the same facts and parameters, bit for bit, return its order instead: the
+        updates that it has received still count.
+        """
         digest = hashlib.sha256(parameters).hexdigest()
         facts = {**facts, "parameters": {"sha256": digest, "bytes": len(parameters)}}
         before = self.newest()
@@ -277,14 +288,14 @@ class Mailbox:
         return order
 
     def arrived(self, serial: int) -> set[int]:
-        """Return the clients whose updates are in the round's inbox."""
+        """Return the numbers of the clients whose updates are in the round's inbox."""
         try:
             return {int(path.name) for path in (self._round(serial) / "inbox").iterdir()}
         except FileNotFoundError:
             return set()
 
     def close(self, serial: int) -> dict[int, Path]:
-        """Close a round and return its updates, by client; empty if another worker has closed the round."""
+        """Close a round; return the files of its updates, by client; empty if another worker has closed it."""
         home = self._round(serial)
         try:
             (home / "inbox").rename(home / "taken")
@@ -294,14 +305,14 @@ class Mailbox:
         return {int(path.name): path for path in sorted((home / "taken").iterdir())}
 
     def judge(self, serial: int, verdicts: Mapping[int, str]) -> None:
-        """Write which updates of a closed round did not count, and why; delete the updates."""
+        """Write for each client in `verdicts` why its update of the round did not count; delete the round's updates."""
         home = self._round(serial)
         if verdicts:
             _write(home / "verdicts.json", {str(number): reason for number, reason in verdicts.items()})
         for path in (home / "taken").iterdir():
-            path.write_bytes(b"")  # the empty file stays: a second copy of the update is detected
+            path.write_bytes(b"")  # the empty file shows that the client's update was received
         for path in home.glob(".*-*"):
-            path.unlink(missing_ok=True)  # an incomplete update, whose client or service has ended
+            path.unlink(missing_ok=True)  # an incomplete update, of which no more will arrive
 
     def _forget(self, serial: int) -> None:
         for old in self._serials():
@@ -321,7 +332,7 @@ class Mailbox:
 
 
 def _same(one: OrderFacts, other: OrderFacts) -> bool:
-    """Return whether two orders are equal, parameters included, bit for bit."""
+    """Return whether two orders are equal, including the checksum of their parameters."""
     plain = [
         json.loads(json.dumps({k: v for k, v in each.items() if k not in ("serial", "starts")}))
         for each in (one, other)
@@ -334,7 +345,10 @@ def _order(facts: Keywords) -> RoundOrder:
 
 
 def _write(path: Path, value: Keywords, new: bool = False) -> bool:
-    """Write a file atomically. With `new`, write only if the file does not exist, and return whether it was written."""
+    """Write `value` to a JSON file, atomically; return whether it was written.
+
+    With `new`, the file is written only if it does not exist.
+    """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     with part.open("w", encoding="utf-8") as file:

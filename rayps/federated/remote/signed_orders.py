@@ -1,8 +1,8 @@
-"""Signed orders: a real client accepts only orders signed by the service whose key its token names.
+"""Signed orders: a real client accepts only orders that are signed with the key whose fingerprint is in its token.
 
-Nothing is encrypted here: updates and token can be read on the network unless TLS is used. Ed25519 (RFC 8032) signs a
-prefix of rayps and the order's text. The token carries the SHA-256 fingerprint of the public key, so a proxy between
-service and client cannot give it another model, other options or an old round.
+Nothing is encrypted here: updates and tokens can be read on the network unless TLS is used. The signature is Ed25519
+(RFC 8032), over a fixed prefix and the order's text. The token contains the SHA-256 fingerprint of the service's public
+key, so a proxy between service and client cannot give the client another model, other options or an old round.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from rayps.core.values import JsonObject
 _DOMAIN = b"rayps: an order to a federated client, 1\n"
 _SCHEME = "rpc"
 ANY_JOB = "any"
-NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9 _.-]{0,62}[A-Za-z0-9])?")  # name of a client, and of its folder
+NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9 _.-]{0,62}[A-Za-z0-9])?")  # the form of a client's name
 
 
 class Key:
-    """The service's private key; it never leaves the service."""
+    """The service's private key, with which it signs orders; it never leaves the service."""
 
     def __init__(self, private: Ed25519PrivateKey) -> None:
         self._private = private
@@ -39,10 +39,10 @@ class Key:
 
     @classmethod
     def kept(cls, path: Path) -> Self:
-        """Return the key stored in `path`, a file of mode 0600; create the file if there is none.
+        """Return the key stored in the file `path`; if there is no such file, create it with a new key, in mode 0600.
 
         Raises:
-            ConfigError: the file holds no key.
+            ConfigError: the file does not contain a key.
         """
         if not path.exists():
             part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -52,7 +52,7 @@ class Key:
                 file.flush()
                 os.fsync(file.fileno())
             try:
-                os.link(part, path)  # if two create one at the same time, one wins
+                os.link(part, path)  # if two processes create the file at the same time, the first one's key is used
             except FileExistsError:
                 pass
             finally:
@@ -61,8 +61,8 @@ class Key:
             return cls(Ed25519PrivateKey.from_private_bytes(path.read_bytes()))
         except ValueError as error:
             raise ConfigError(
-                f"{path} holds no key of 32 bytes: move it away, and the service creates a new one (existing client "
-                "tokens\nare invalid then)"
+                f"{path} does not contain a key of 32 bytes: move the file away, and the service creates a new key "
+                "(existing client tokens\nare then invalid)"
             ) from error
 
     def sign(self, text: str) -> str:
@@ -72,7 +72,10 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class ClientToken:
-    """A client's token: its secret, its job (None: any), its client (None: any), and the service key's fingerprint."""
+    """A client's token: a secret, the job (None: any) and client name (None: any) for which it is valid.
+
+    `fingerprint` is that of the service's public key.
+    """
 
     secret: str
     job: str | None
@@ -85,7 +88,7 @@ class ClientToken:
 
     @classmethod
     def made(cls, job: str | None, key: Key, name: str | None = None) -> Self:
-        """Create a new token."""
+        """Create a new token, with a random secret."""
         return cls(secrets.token_urlsafe(32), job, key.fingerprint, name)
 
     @classmethod
@@ -96,81 +99,85 @@ class ClientToken:
         well = len(parts) == 4 or name is not None
         if not well or parts[0] != _SCHEME or not all(parts) or not text.strip().isascii():
             raise ConfigError(
-                "this is not a client token (rpc.JOB.SECRET.FINGERPRINT): make one with `rayps token create --job ID`, "
-                "where the service runs",
+                "this is not a client token (rpc.JOB.SECRET.FINGERPRINT): create one with `rayps token create --job "
+                "ID`, on the machine of the service",
                 field="token",
             )
         return cls(parts[2], None if parts[1] == ANY_JOB else parts[1], parts[3], name)
 
     def check(self, public: str) -> None:
-        """Check the service's public key.
+        """Check a public key that a service has sent.
 
         Raises Unauthorized: it is not the key of the service that created this token.
         """
         try:
             known = fingerprint(public)
         except ValueError as error:
-            raise Unauthorized("the service's key cannot be read: its orders are refused") from error
+            raise Unauthorized(
+                "the public key that the service sent cannot be decoded: this client refuses its orders"
+            ) from error
         if not secrets.compare_digest(known, self.fingerprint):
             raise _wrong_key()
 
 
 class OrderedParameters(TypedDict):
-    """A description of the file of parameters with which a round begins."""
+    """The checksum and size of the file with a round's parameters, which clients download."""
 
     sha256: str
     bytes: int
 
 
 class OrderFacts(TypedDict, total=False):
-    """The content of an order.
+    """The content of an order, by which a client trains in one round.
 
-    The service adds `job`, `client`, `name` and `seconds` for each client, and signs the order.
+    The worker writes it. For each client, the service adds `job`, `client`, `name` and `seconds`, and signs the order.
     """
 
-    kind: str
-    round: int
+    kind: str  # "round"
+    round: int  # number of the round in its phase
     phase: int  # the round with which the phase began
     seed: int
     strategy: JsonObject
-    since: int
-    starts: list[list[int]]
-    tick: int
+    since: int  # the earliest round to which the job may still return
+    starts: list[list[int]]  # each start of the job: (its first round, the serial of its first order)
+    tick: int  # step of the workload's learning-rate schedule; left out without a schedule
     parameters: OrderedParameters
-    serial: int
+    serial: int  # number of the order in the job
     job: str
-    client: int
-    name: str
+    client: int  # the client's number
+    name: str  # the client's name
     seconds: float  # seconds left until the round's deadline
     trained: float  # set by the client: the seconds of its training
-    ends: float  # set by the client: until when its update is in time
+    ends: float  # set by the client: the time until which its update counts
 
 
 def is_client_token(text: str) -> bool:
-    """Return whether a bearer token is a client's token."""
+    """Return whether a bearer token has the form of a client's token."""
     return text.startswith(f"{_SCHEME}.")
 
 
 def fingerprint(public: str) -> str:
-    """Return the SHA-256 of a public key."""
+    """Return the SHA-256 of a public key, as text."""
     return text_of(hashlib.sha256(bytes_of(public)).digest())
 
 
 def order_text(facts: OrderFacts) -> str:
-    """Return an order as its canonical text."""
+    """Return an order's canonical text, which is signed."""
     return json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
 
 def verified(text: str, signature: str, public: str, expected: str) -> OrderFacts:
-    """Return the order in `text`, after checking the key's fingerprint and the signature.
+    """Check the fingerprint of the key `public` and the signature of `text`, then return the order in `text`.
 
     Raises:
-        Unauthorized: one of them is wrong; no part of the order may be used.
+        Unauthorized: the fingerprint or the signature is wrong; no part of the order may be used.
     """
     try:
         known, key = fingerprint(public), Ed25519PublicKey.from_public_bytes(bytes_of(public))
     except ValueError as error:
-        raise Unauthorized("the service's key cannot be read: its orders are refused") from error
+        raise Unauthorized(
+            "the public key that the service sent cannot be decoded: this client refuses its orders"
+        ) from error
     if not secrets.compare_digest(known, expected):
         raise _wrong_key()
     try:
@@ -178,27 +185,27 @@ def verified(text: str, signature: str, public: str, expected: str) -> OrderFact
         facts: OrderFacts = json.loads(text)
     except (InvalidSignature, ValueError) as error:
         raise Unauthorized(
-            "an order without the service's signature was refused. A proxy between here and the service may have "
-            "changed it",
+            "this client refused an order without the service's signature. A proxy between client and service may have "
+            "changed the order",
             code="forged",
         ) from error
     if not isinstance(facts, dict):
         raise Unauthorized(
-            "a signed order cannot be read: the versions of rayps here and at the service differ", code="forged"
+            "a signed order has another form than expected: use the same version of rayps as the service", code="forged"
         )
     return facts
 
 
 def _wrong_key() -> Unauthorized:
     return Unauthorized(
-        "this is not the service that made this token (its key is another): its orders are refused.\n"
-        "Check the address, a proxy on the way, and the token with its issuer",
+        "this is not the service that made this token (its key differs): this client refuses its orders.\n"
+        "Check the service's address, any proxy in between, and the token with its issuer",
         code="wrong_key",
     )
 
 
 def _name(text: str) -> str | None:
-    """Return the client's name in a token; None if the token has no name."""
+    """Decode the client's name in a token; return None if it is not a valid name."""
     try:
         found = bytes_of(text).decode()
     except ValueError:
@@ -207,10 +214,10 @@ def _name(text: str) -> str | None:
 
 
 def text_of(value: bytes) -> str:
-    """Encode bytes as text for URLs."""
+    """Encode bytes as text that may stand in a URL (base64)."""
     return base64.urlsafe_b64encode(value).rstrip(b"=").decode()
 
 
 def bytes_of(text: str) -> bytes:
-    """Decode the result of `text_of`. Raises ValueError: `text` is not such a text."""
+    """Decode a text that `text_of` returned. Raises ValueError: `text` is not base64."""
     return base64.b64decode(text.encode() + b"=" * (-len(text) % 4), altchars=b"-_", validate=True)

@@ -1,4 +1,7 @@
-"""Find the step from which a replica of several workers continues, whose workers asked different servers."""
+"""Find the step from which a restarted replica of several workers continues.
+
+Each worker asks only the servers of its own part of the model, and the answers may differ.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,14 @@ from rayps.core.errors import LinkError
 
 
 def agreed(least: int, most: int, rings: Iterable[Ring], *, exact: bool) -> int:
-    """Return the earliest next step of any worker of the replica; all its workers repeat from this step.
+    """Return the earliest next step of any worker of the replica: all its workers repeat their pushes from this step.
 
-    `least` and `most` are the bounds of this worker's next step that its servers report; they differ if a push reached
-    only some servers. A repeated push is not applied twice. But the other servers then step without it, which `exact`
-    forbids.
+    `least` and `most` are the smallest and the largest next step that this worker's servers report; they differ if a
+    push reached only some servers. A server that has applied a push ignores the repetition. The other servers apply it
+    later than the rest of the model, which is not allowed if `exact` (a synchronous strategy).
 
     Raises:
-        LinkError: the servers of this replica's parts are at different steps, and `exact` does not allow that.
+        LinkError: `exact`, and the servers are not all at the same step.
     """
     both = torch.tensor([-least, most])
     for ring in rings:
@@ -26,7 +29,8 @@ def agreed(least: int, most: int, rings: Iterable[Ring], *, exact: bool) -> int:
     least, most = -int(both[0]), int(both[1])
     if exact and least != most:
         raise LinkError(
-            f"the servers of one part of the model have this replica's push {least}, those of another part do not",
+            f"some servers have applied this replica's push of step {most - 1}, others only those before step {least}: "
+            "a synchronous strategy cannot continue from different steps",
             peer="",
         )
     return least

@@ -1,4 +1,4 @@
-"""Build a part of a user's model, if possible without memory for the other parts."""
+"""Build one worker's part of a user's model, if possible without allocating memory for the other parts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HELD = ("_parameters", "_buffers", "_modules")
 
 
 def blank(workload: Workload) -> nn.Module:
-    """Return a new model whose parameters and buffers take no memory; a real model if that is not possible.
+    """Return a new model whose parameters and buffers take no memory (meta device); a real one if that is impossible.
 
     Raises:
         WorkloadError: the model cannot be built.
@@ -30,7 +30,7 @@ def blank(workload: Workload) -> nn.Module:
 
 
 def _others(model: nn.Module) -> Iterator[Tensor]:
-    """Return tensors that are neither parameters nor buffers: no code could fill them later."""
+    """Yield the model's tensors that are neither parameters nor buffers: no code would fill them later."""
     for module in model.modules():
         yield from _tensors({key: value for key, value in vars(module).items() if key not in _HELD})
 
@@ -45,9 +45,9 @@ def _tensors(value: Nested, depth: int = 0) -> Iterator[Tensor]:
 
 
 def keep_only(model: nn.Module, kept: set[int], device: str = "cpu") -> None:
-    """Allocate memory for the parameters and buffers whose `id` is in `kept`, and release that of all others, in place.
+    """Give memory to the parameters and buffers whose `id` is in `kept`, and put all others on the meta device.
 
-    Tied parameters stay tied. New memory is not filled.
+    The model is changed in place. Tied parameters stay tied. The content of new memory is undefined.
     """
     done: dict[int, tuple[Tensor, Tensor]] = {}
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""Divide a model among the workers of one replica: the driver decides it once, before workers start."""
+"""Divide a model among the workers of one replica. The driver decides the division once, before workers start."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from rayps.parallel.tensor import Plan, pieces, plan
 from rayps.tensors.flat import Layout, beside
 from rayps.workload.base import Workload
 
-SAMPLE_ROWS = 8  # rows of the batch on which a cut is tested and layers are timed
+SAMPLE_ROWS = 8  # rows of the batch on which a cut is checked and layers are timed
 
-Ranges = tuple[int, tuple[tuple[int, int], ...]]  # dim, and the slices along it
+Ranges = tuple[int, tuple[tuple[int, int], ...]]  # (dim, the ranges (lo, hi) along it)
 
 
 def divide(workload: Workload, replica: Replica, model: nn.Module, sample: Batch | None = None) -> Division:
     """Decide which worker owns which part of the model.
 
-    `model` is a real model. If `sample` is given, the model runs on it, to check that a cut does not change the model's
-    results, and to time the layers.
+    `model` has real parameters, not meta ones. If `sample` is given, the model runs on it, to check that a cut does not
+    change the model's results, and to time the layers.
 
     Raises:
-        ConfigError: the model cannot be divided among so many workers; names the number to change.
-        WorkloadError: the model cannot be cut or split.
+        ConfigError: the model cannot be divided among so many workers; the error names the number to change.
+        WorkloadError: the model cannot be cut into stages, or a layer cannot be split.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     layout = Layout.of(named)
@@ -38,7 +38,7 @@ def divide(workload: Workload, replica: Replica, model: nn.Module, sample: Batch
     split: Plan | None = plan(model, tensor, given) if tensor > 1 else None
     if split is not None and not split:
         raise ConfigError(
-            f"there is nothing to split among {tensor} tensor ranks: the model has no layer that a plan is made for; "
+            f"no layer of the model would be split among {tensor} tensor ranks: "
             "give plan={layer name: 'out' or 'in', ...}, or use no tensor parallelism",
             field="plan",
         )
@@ -63,13 +63,13 @@ def divide(workload: Workload, replica: Replica, model: nn.Module, sample: Batch
 
 
 def _given(replica: Replica) -> dict[str, str] | None:
-    """Return the user's plan of splits; None = the splits are chosen automatically."""
+    """Return the user's plan of how layers are split; None: rayps chooses the splits."""
     found = replica.stage if isinstance(replica, Pipeline) else replica
     return found.plan if isinstance(found, TensorParallel) else None
 
 
 def _everyone(model: nn.Module) -> dict[str, list[int]]:
-    """Return the stages that use each parameter and buffer, if there is one stage."""
+    """Return stage 0 as the user of each parameter and buffer, for a replica without stages."""
     return {name: [0] for name, _ in [*model.named_parameters(), *model.named_buffers()]}
 
 
@@ -81,8 +81,8 @@ def _users(model: nn.Module, layers: Sequence[cut.Layer], stage_of: Callable[[in
         for value in [*layer.module.parameters(), *layer.module.buffers()]:
             if id(value) not in names:
                 raise WorkloadError(
-                    f"layer {layer.name!r} has a parameter that is not the model's: layers() must return modules that "
-                    "the model holds"
+                    f"layer {layer.name!r} has a parameter that is not among model.parameters(): layers() must return "
+                    "modules that are attributes of the model"
                 )
             stages = users.setdefault(names[id(value)], [])
             if stage_of(i) not in stages:
@@ -90,7 +90,7 @@ def _users(model: nn.Module, layers: Sequence[cut.Layer], stage_of: Callable[[in
     for name in names.values():
         if name not in users:
             raise WorkloadError(
-                f"{name!r} is in none of the model's layers, so that no stage would hold it: "
+                f"{name!r} is in none of the model's layers, so no stage would have it: "
                 "put this parameter or buffer into a layer"
             )
     return users
@@ -99,19 +99,22 @@ def _users(model: nn.Module, layers: Sequence[cut.Layer], stage_of: Callable[[in
 def _boundaries(
     replica: Pipeline, layers: Sequence[cut.Layer], model: nn.Module, workload: Workload, sample: Batch | None
 ) -> tuple[int, ...]:
-    """Return the layers at which chunks begin, except the first. Raises ConfigError, WorkloadError."""
+    """Return the number of the first layer of each chunk, except the first chunk's.
+
+    Raises ConfigError, WorkloadError.
+    """
     parts = replica.stages * replica.chunks
     if parts > len(layers):
         chunks = f" with {replica.chunks} chunks each" if replica.chunks > 1 else ""
         raise ConfigError(
-            f"stages is {replica.stages}{chunks}, and the model has {len(layers)} layers: give at most "
+            f"stages is {replica.stages}{chunks}, but the model has {len(layers)} layers: give at most "
             f"{len(layers) // replica.chunks} stages",
             field="stages",
         )
     if replica.boundaries is not None and replica.boundaries[-1] >= len(layers):
         raise ConfigError(
-            f"boundaries is {replica.boundaries!r}, and the model has {len(layers)} layers (0 to {len(layers) - 1}): "
-            "each is the number of a layer at which a new part begins",
+            f"boundaries is {replica.boundaries!r}, but the model has only {len(layers)} layers, 0 to "
+            f"{len(layers) - 1}: each boundary must be the number of the layer with which a new part begins",
             field="boundaries",
         )
     call: loss_proxy.Call | None = None
@@ -128,7 +131,7 @@ def _boundaries(
 
 
 def _by_stage(replica: Pipeline, boundaries: Sequence[int], count: int) -> Callable[[int], int]:
-    """Return the stage of each layer, by its number."""
+    """Return a function that gives the stage of a layer by the layer's number."""
     stages = [0] * count
     for chunk, (lo, hi) in enumerate(cut.spans(boundaries, count)):
         stages[lo:hi] = [chunk % replica.stages] * (hi - lo)
@@ -149,7 +152,7 @@ def _column(
     place: tuple[int, int],
     spans: tuple[tuple[int, int], ...],
 ) -> Column:
-    """Return the column of the worker at `place` = (stage, tensor rank): the parts that it owns and borrows."""
+    """Return the column at `place` = (stage, tensor rank): the parts of the model that it owns and borrows."""
     (stage, rank), tensor = place, len(slices)
     owned, borrowed = [], []
     for entry in layout.entries:
@@ -178,14 +181,14 @@ def _piece(name: str, shape: tuple[int, ...], slices: Mapping[str, Ranges]) -> T
 
 
 def sample_of(batch: Batch) -> Batch:
-    """Return the first rows of a batch."""
+    """Return the first rows of a batch, at most `SAMPLE_ROWS`."""
     if batch.size <= SAMPLE_ROWS:
         return batch
     return loss_proxy.parts(batch, -(-batch.size // SAMPLE_ROWS))[0]
 
 
 def words(division: Division) -> str:
-    """Describe how the model is divided."""
+    """Describe in one line which layers and how many parameters each worker of a replica has."""
     facts, grid = division.facts(), Grid(1, division.stages, division.tensor)
     width = division.layout.dtype.itemsize
     lines = []
@@ -194,4 +197,4 @@ def words(division: Division) -> str:
         has.append(f"{fact['held']:,} parameters ({fact['bytes'] / 1e6:.3g} MB)")
         lines.append(f"{grid.words(column)}: {', '.join(has)}")
     whole = f"{division.layout.size:,} parameters ({division.layout.size * width / 1e6:.3g} MB)"
-    return f"a replica of {whole} is on {len(facts)} workers: " + "; ".join(lines)
+    return f"each replica of the model ({whole}) is divided among {len(facts)} workers: " + "; ".join(lines)

@@ -1,10 +1,10 @@
-"""Which column owns which part of the model: computed once, and sent to all workers. Pure data.
+"""Which column owns which part of the model. The driver computes this data once and sends it to all workers.
 
-A *column* is the workers of all replicas that hold the same part. Every trained element has one owner column. The
-pieces that a column owns, in order, are its vector: a strategy treats a column as a whole model, with its own ring or
-shards, its own optimizer and its own part of a snapshot, so every element is counted once. A column borrows the other
-parameters that it needs (tied weights of another stage, parameters that are not split among tensor ranks) in each step:
-see `share`.
+A *column* is the group of workers, one in each replica, that have the same part of the model. Every trained element is
+owned by one column. The pieces that a column owns, in order, are its vector: a strategy treats a column as if it were a
+whole model, with its own ring or shards, its own optimizer and its own part of a snapshot. In each step a column
+borrows the other parameters that it needs from their owners (tied weights of another stage, parameters that are not
+split among tensor ranks): see `rayps.parallel.division.borrowed_parameters`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from rayps.tensors.snapshot import Snapshot
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """The slices `ranges` along `dim`, in order, of the tensor `name` of the whole model, which has the shape `shape`.
+    """A slice of one tensor of the whole model: the ranges `ranges` (lo, hi) along `dim`, in order.
 
-    `dim` None = the whole tensor.
+    `name` and `shape` are those of the whole tensor. With `dim` None, the slice is the whole tensor.
     """
 
     name: str
@@ -49,7 +49,7 @@ class TensorSlice:
 
     @property
     def size(self) -> int:
-        """The elements of the slice."""
+        """The number of elements of the slice."""
         return torch.Size(self.local).numel()
 
     def take(self, whole: Tensor) -> Tensor:
@@ -71,24 +71,21 @@ class TensorSlice:
 
 @dataclass(frozen=True, slots=True)
 class Borrowed:
-    """The parameters that a column borrows from another column of its replica.
-
-    `tied`: their gradients are added to the owner's.
-    """
+    """A parameter, or slice of one, that a column uses and another column of the same replica owns."""
 
     piece: TensorSlice
-    owner: int
-    tied: bool
+    owner: int  # the owner's column
+    tied: bool  # True: a tied weight, whose gradient is added to the owner's; False: a parameter of all tensor ranks
 
 
 @dataclass(frozen=True)
 class Column:
-    """One part of the model. `beside` are its buffers and parameters that need no gradient."""
+    """One column's part of the model."""
 
-    owned: tuple[TensorSlice, ...]
-    borrowed: tuple[Borrowed, ...]
-    beside: tuple[TensorSlice, ...]
-    # first and last + 1 of each run of layers; empty if the model is not cut into layers
+    owned: tuple[TensorSlice, ...]  # trained parameters that this column updates
+    borrowed: tuple[Borrowed, ...]  # trained parameters that it uses and another column updates
+    beside: tuple[TensorSlice, ...]  # buffers, and parameters that need no gradient
+    # for each run of successive layers: the first, and the last + 1; empty if the model is not cut into layers
     spans: tuple[tuple[int, int], ...]
     dtype: torch.dtype
 
@@ -103,29 +100,29 @@ class Column:
 
     @property
     def held(self) -> int:
-        """Elements of trained parameters in a worker's memory, owned and borrowed."""
+        """The number of elements of trained parameters, owned and borrowed, in the memory of a worker."""
         return sum(piece.size for piece in self.owned) + sum(lent.piece.size for lent in self.borrowed)
 
 
 @dataclass(frozen=True)
 class Division:
-    """The whole model's layout, and its columns in the order of a replica's ranks (`Grid.column`)."""
+    """How a model is divided: the layout of the whole model, and the columns, in the order of `Grid.column`."""
 
     replica: Replica
     layout: Layout
     columns: tuple[Column, ...]
-    boundaries: tuple[int, ...] = ()  # the layers at which the pipeline's chunks begin, except the first
-    plan: Plan = field(default_factory=dict)  # how layers are split among tensor ranks, by name
+    boundaries: tuple[int, ...] = ()  # the first layer of each of the pipeline's chunks, except the first chunk's
+    plan: Plan = field(default_factory=dict)  # how layers are split among tensor ranks, by layer name
     routes: tuple[Route, ...] = ()  # skip connections between chunks
 
     @property
     def stages(self) -> int:
-        """See Replica."""
+        """The number of pipeline stages of a replica; 1 without a pipeline."""
         return self.replica.stages
 
     @property
     def tensor(self) -> int:
-        """See Replica."""
+        """The number of workers among which each stage's layers are split; 1 without tensor parallelism."""
         return self.replica.tensor
 
     def place(self, column: int) -> tuple[int, int]:
@@ -134,19 +131,19 @@ class Division:
 
     @cached_property
     def key(self) -> str:
-        """A text that is equal for divisions whose columns own the same pieces."""
+        """A hash of the pieces that each column owns: equal for two divisions whose columns own the same pieces."""
         return hashlib.sha256(repr([column.owned for column in self.columns]).encode()).hexdigest()[:16]
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """The position of each column's vector in the concatenation of all of them, as snapshots' ledgers count."""
+        """The offset of each column's vector in the concatenation of all columns' vectors, which ledgers refer to."""
         found = [0]
         for column in self.columns:
             found.append(found[-1] + column.layout.size)
         return tuple(found[:-1])
 
     def cut(self, snapshot: Snapshot, column: int) -> Snapshot:
-        """Return a column's part of a whole state; without copies if possible."""
+        """Return one column's part of a snapshot of the whole model, without copying tensors if possible."""
         mine, whole = self.columns[column], {entry.name: entry for entry in snapshot.layout.entries}
         params = [
             piece.take(snapshot.params[whole[piece.name].lo : whole[piece.name].hi].view(piece.shape)).reshape(-1)
@@ -154,7 +151,7 @@ class Division:
         ]
         lo = self.offsets[column]
         ledgers = [(a - lo, b - lo, each) for a, b, each in snapshot.ledgers if lo <= a < lo + mine.layout.size]
-        # the ledgers' entries count the elements in another order
+        # a ledger of another division numbers the elements in another order: its entries hold for the whole vector
         if snapshot.divided != self.key and snapshot.ledgers:
             ledgers = [(0, mine.layout.size, anywhere(each for _, _, each in snapshot.ledgers))]
         return Snapshot(
@@ -179,9 +176,9 @@ class Division:
         )
 
     def join(self, parts: Sequence[Snapshot], base: Snapshot) -> Snapshot:
-        """Return the whole state from all columns' parts.
+        """Return a snapshot of the whole model from the snapshots of all columns, in their order.
 
-        `base` is a whole state, from which values that no column has are taken.
+        Values that no column has are those of `base`, an earlier snapshot of the whole model.
         """
         layout, params = self.layout, torch.empty(self.layout.size, dtype=self.layout.dtype)
         whole = {entry.name: params[entry.lo : entry.hi].view(entry.shape) for entry in layout.entries}
@@ -193,7 +190,7 @@ class Division:
                 if piece.name in part.moments:
                     _join(moments.setdefault(piece.name, {}), part.moments[piece.name], piece)
             rng |= part.rng
-        # the first column is last, so that its values are used
+        # in reverse order, so that the first column's values replace those of the others
         for mine, part in zip(reversed(self.columns), reversed(parts), strict=True):
             for piece in [piece for piece in mine.beside if piece.name in part.buffers]:
                 if piece.dim is None:
@@ -216,7 +213,7 @@ class Division:
         )
 
     def facts(self) -> list[ColumnFacts]:
-        """Return for each column: stage, tensor rank, layers, parameters owned and held, bytes of those held."""
+        """Return the figures of each column (`ColumnFacts`), in order."""
         width = self.layout.dtype.itemsize
         return [
             {
@@ -232,18 +229,21 @@ class Division:
 
 
 class ColumnFacts(TypedDict):
-    """See `Division.facts`; `bytes` are those of the parameters held."""
+    """The figures of one column, for events and the dashboard."""
 
     stage: int
-    tensor: int
-    layers: list[list[int]]
-    owned: int
-    held: int
-    bytes: int
+    tensor: int  # tensor rank
+    layers: list[list[int]]  # for each run of layers: the first, and the last + 1
+    owned: int  # elements of the parameters that the column owns
+    held: int  # elements of the parameters that it owns or borrows
+    bytes: int  # bytes of the parameters that it owns or borrows
 
 
 def _is_cut(value: StateValue, piece: TensorSlice, key: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a part of the optimizer's state has one number for each element of the parameter."""
+    """Return whether the value `key` of the optimizer's state has one number for each element of a split parameter.
+
+    `shape` is the shape that such a value has.
+    """
     return piece.dim is not None and isinstance(value, Tensor) and tuple(value.shape) == shape and key != "step"
 
 
@@ -268,7 +268,7 @@ def _in_order(moments: Moments, layout: Layout) -> Moments:
 
 
 def shares(count: int, sizes: Sequence[int]) -> list[int]:
-    """Return how many of `count` servers each column gets: at least one, and more for columns with larger slices."""
+    """Return how many of `count` servers each column gets: at least one, and more for columns of larger `sizes`."""
     found = [1] * len(sizes)
     for _ in range(count - len(sizes)):
         most = max(range(len(sizes)), key=lambda i: sizes[i] / found[i])

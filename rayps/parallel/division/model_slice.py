@@ -1,4 +1,4 @@
-"""One worker's part of a divided model: a stage, a tensor rank, or both."""
+"""One worker's part of a divided model: the layers of a stage, a slice of each layer, or both."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rayps.core.replica import Pipeline
 from rayps.core.values import JsonObject
 from rayps.data import Batch
 from rayps.data.base import Nested
+from rayps.parallel.division.borrowed_parameters import Share
 from rayps.parallel.division.build import blank, keep_only
 from rayps.parallel.division.division import Division
-from rayps.parallel.division.share import Share
 from rayps.parallel.pipeline import loss_proxy
 from rayps.parallel.pipeline.cut import layers
 from rayps.parallel.pipeline.engine import PipelineEngine
@@ -23,13 +23,13 @@ from rayps.parallel.tensor import agree, split
 from rayps.tensors.optim import Factory
 from rayps.tensors.subset_optimizer import of_some
 from rayps.workload.base import Workload
-from rayps.workload.part import Check, Whole, number
+from rayps.workload.model_part import Check, Whole, number
 
-_DRAWN = 3  # number of the step whose timeline is reported: the first two steps are slower
+_DRAWN = 3  # number of the call of `facts` that also reports a step's timeline: the first two steps are slower
 
 
 class ModelSlice(Whole):
-    """The part of the model of one column; see `rayps.workload.part.ModelPart`."""
+    """One column's part of the model, which runs forward and backward together with the other columns' parts."""
 
     def __init__(
         self,
@@ -42,12 +42,12 @@ class ModelSlice(Whole):
         data: int = 0,
         device: str = "cpu",
     ) -> None:
-        """Build the part.
+        """Build the part of `column`, with memory for its own parameters and buffers only.
 
-        `rings` are this worker's rings along the axes "stage" and "tensor", `data` is the number of its replica.
+        `rings` are this worker's rings along the axes "stage" and "tensor". `data` is the number of its replica.
 
         Raises:
-            WorkloadError: model() builds another model on this worker than on the driver.
+            WorkloadError: model() builds a different model on this worker than on the driver.
         """
         stage, rank = division.place(column)
         mine = division.columns[column]
@@ -61,8 +61,8 @@ class ModelSlice(Whole):
             if name not in found or tuple(found[name].shape) != piece.local:
                 here = tuple(found[name].shape) if name in found else "missing"
                 raise WorkloadError(
-                    f"{name!r} should have shape {piece.local} on this worker and is {here}: model() must build the "
-                    "same model each time"
+                    f"parameter or buffer {name!r} should have shape {piece.local} on this worker and is {here}: "
+                    "model() must build the same model each time"
                 )
         parameters = dict(model.named_parameters())
         self.workload, self.module = workload, model
@@ -92,15 +92,18 @@ class ModelSlice(Whole):
 
     @property
     def beside(self) -> dict[str, Tensor]:
-        """See ModelPart."""
+        """The part's buffers, and parameters that need no gradient, by name."""
         return {name: value for name, value in super().beside.items() if name in self._beside}
 
     def refresh(self) -> None:
-        """See ModelPart."""
+        """Receive the current values of borrowed parameters. Raises LinkError."""
         self._share.refresh()
 
     def backward(self, batch: Batch, step: int, check: Check) -> float | None:  # type: ignore[override]
-        """See ModelPart."""
+        """Compute the gradients of the owned parameters from a batch; return the loss if this worker computes it.
+
+        The worker runs its part of the passes together with the other workers of its replica.
+        """
         for p in self._lent:
             p.grad = None
         self._share.refresh()
@@ -125,7 +128,7 @@ class ModelSlice(Whole):
         )
 
     def evaluate(self, batch: Batch) -> dict[str, float | Tensor]:
-        """See ModelPart."""
+        """Return the named means over a batch; {} unless this is the worker of its replica that `reports`."""
         if self._engine is None:
             means = super().evaluate(batch)
             return means if self.reports else {}
@@ -144,11 +147,11 @@ class ModelSlice(Whole):
         return means if self.reports else {}
 
     def factory(self, factory: Factory) -> Factory:
-        """See ModelPart."""
+        """Return the workload's `factory` of optimizers, for this part's parameters."""
         return of_some(factory, self._whole, [entry.name for entry in self.layout.entries])
 
     def facts(self) -> JsonObject:
-        """See ModelPart."""
+        """Return measurements of the last step of the pipeline, for metrics; {} without a pipeline."""
         engine = self._engine
         if engine is None:
             return {}
@@ -165,11 +168,11 @@ class ModelSlice(Whole):
         return found
 
     def close(self) -> None:
-        """See ModelPart."""
+        """Drop the activations and messages of an unfinished step."""
         if self._engine is not None:
             self._engine.close()
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers by name."""
+    """Return the model's parameters and buffers by name."""
     return dict(model.named_parameters()) | dict(model.named_buffers())

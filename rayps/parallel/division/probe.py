@@ -1,4 +1,7 @@
-"""Measure on a few rows, in one process, the tensors between the parts of a model and the memory for backward."""
+"""Measure, in one process and on a few rows, what the parts of a divided model send and how much memory they need.
+
+The memory is that of the activations which a forward pass stores for backward.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +26,20 @@ from rayps.workload.model import apart, model_of
 
 
 class _Alone(TensorCommunicator):
-    """A stand-in for a tensor group with one worker: other workers are assumed to send the same data."""
+    """Stands in for a tensor group in one process: it counts the exchanges, and makes up the other workers' data."""
 
     def __init__(self, size: int) -> None:
         super().__init__(None)
         self.size, self.summed, self.gathered = size, 0, 0
 
     def add(self, t: Tensor) -> Tensor:
-        """See TensorCommunicator."""
+        """Count a sum over the workers; return `t` as the result."""
         self.collectives += 1
         self.summed += t.nbytes
         return t
 
     def gather(self, t: Tensor, dim: int, widths: Sequence[int]) -> Tensor:
-        """See TensorCommunicator."""
+        """Count a gather; return a tensor of the result's shape, filled with the mean of `t` along `dim`."""
         self.collectives += 1
         shape = list(t.shape)
         shape[dim] = sum(widths)
@@ -45,7 +48,7 @@ class _Alone(TensorCommunicator):
 
 
 def plain(division: Division, sizes: Sizes) -> Sizes:
-    """Return `sizes` with the numbers that follow from the division: elements owned, held and borrowed."""
+    """Return `sizes` with the numbers that follow from the division alone: elements that columns own and borrow."""
     lent = [each for column in division.columns for each in column.borrowed]
     return replace(
         sizes,
@@ -57,7 +60,11 @@ def plain(division: Division, sizes: Sizes) -> Sizes:
 
 
 def whole(workload: Workload, sizes: Sizes, sample: Batch) -> Sizes:
-    """Return `sizes` with the bytes that a model on one worker stores for backward, per row. Raises WorkloadError."""
+    """Return `sizes` with the bytes per row that an undivided model stores for backward, measured on `sample`.
+
+    Raises:
+        WorkloadError: the user's code fails on the sample.
+    """
     with apart():
         model = model_of(workload)
         with _kept(model) as found, user_code("loss"):
@@ -66,7 +73,7 @@ def whole(workload: Workload, sizes: Sizes, sample: Batch) -> Sizes:
 
 
 def probe(workload: Workload, division: Division, sizes: Sizes, sample: Batch) -> Sizes:
-    """Return `plain` with the measurements per row of one forward and backward pass of tensor rank 0 over `sample`.
+    """Return `plain(...)` with measurements, per row, of one forward and backward pass of tensor rank 0 over `sample`.
 
     Raises:
         WorkloadError: the user's code fails on the sample.
@@ -94,7 +101,7 @@ def probe(workload: Workload, division: Division, sizes: Sizes, sample: Batch) -
 def _stages(
     workload: Workload, division: Division, model: nn.Module, communicator: _Alone, sizes: Sizes, sample: Batch
 ) -> Sizes:
-    """Measure as `probe` does, chunk by chunk, each in isolation as on its worker."""
+    """Measure as `probe` does, but run each chunk of the pipeline separately, as its worker would."""
     found, rows, p = layers(model), max(sample.size, 1), division.stages
     said = [[0, 0, 0] for _ in range(p)]  # per stage: bytes summed, bytes gathered, exchanges
     kept, crossings, values = [], list[Crossing](), dict[str, Nested]()
@@ -137,7 +144,7 @@ def _back(
     communicator: _Alone,
     said: list[list[int]],
 ) -> None:
-    """Run backward passes, the last chunk's first, to measure the exchanges of tensor ranks."""
+    """Run the chunks' backward passes, from the last chunk to the first, to count the tensor ranks' exchanges."""
     if communicator.size == 1:
         return
     grads: list[Tensor] = []
@@ -164,7 +171,10 @@ def _noted(communicator: _Alone, into: list[int]) -> Iterator[None]:
 
 @contextmanager
 def _kept(model: nn.Module) -> Iterator[dict[int, int]]:
-    """Measure the bytes that autograd stores for backward, by address of the memory, parameters excluded."""
+    """Inside the block, record the bytes that autograd stores for backward, by memory address.
+
+    The memory of parameters and buffers is not counted.
+    """
     mine = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers()]}
     found: dict[int, int] = {}
     alive: list[Tensor] = []  # keeps the tensors alive, so that no address is used twice
@@ -181,7 +191,7 @@ def _kept(model: nn.Module) -> Iterator[dict[int, int]]:
 
 
 def _bytes(value: Nested, rows: int) -> tuple[float, float]:
-    """Return the bytes that a row of `value` sends forward, and those of its gradient backward."""
+    """Return the bytes per row of `value`, sent forward, and of its gradient, sent backward."""
     every = _tensors(value)
     return sum(t.nbytes for t in every) / rows, sum(t.nbytes for t in every if t.requires_grad) / rows
 

@@ -1,1 +1,1 @@
-"""A model cut into stages, and the engine that runs them by a schedule."""
+"""Pipeline parallelism: cut a model into stages, and run each stage on its worker by a schedule."""

@@ -23,14 +23,14 @@ from rayps.data.base import Nested, map_tensors
 from rayps.parallel.pipeline.skip import aside, places
 
 _WAY_OUT = (
-    "make it an nn.Sequential, or give it a method layers() that lists modules of which each is called on what the "
-    "one before gave"
+    "make it an nn.Sequential, or give it a method layers() that returns its modules in order, each of which is called "
+    "on the output of the previous one"
 )
 _TRIES = 3
 
 
 class Layer(NamedTuple):
-    """One layer and its name in the model."""
+    """A layer, and its name in the model."""
 
     name: str
     module: nn.Module
@@ -65,8 +65,8 @@ def _listed(model: nn.Module, method: Callable[[], Sequence[nn.Module]]) -> list
     strange = [i for i, module in enumerate(given) if id(module) not in names]
     if strange:
         raise WorkloadError(
-            f"layers() of {_kind(model)} returns {_kind(given[strange[0]])} as number {strange[0]}, not a part of "
-            "the model: make it an attribute in __init__",
+            f"layers() of {_kind(model)} returns a {_kind(given[strange[0]])} as number {strange[0]}, not a part of "
+            "the model: make that module an attribute of the model in __init__",
             model=_kind(model),
         )
     return [part for module in given for part in _flat(module, names[id(module)])]
@@ -95,21 +95,22 @@ def _kind(module: nn.Module) -> str:
 
 
 def spans(boundaries: Sequence[int], count: int) -> list[tuple[int, int]]:
-    """Return the layers (from, to) of each part of a model of `count` layers. Raises ConfigError."""
+    """Return, for each part of a model of `count` layers, its first layer and its last + 1. Raises ConfigError."""
     at = [0, *boundaries, count]
     if any(low >= high for low, high in pairwise(at)):
         raise ConfigError(
-            f"boundaries is {tuple(boundaries)}: give rising numbers between 1 and {count - 1} for a model of {count} "
-            "layers; each is the first layer of the next part",
+            f"boundaries is {tuple(boundaries)}: give increasing numbers between 1 and {count - 1} for a model of "
+            f"{count} layers; each is the number of the layer with which a new part begins",
             field="boundaries",
         )
     return list(pairwise(at))
 
 
 def shares(costs: Sequence[float], parts: int) -> tuple[int, ...]:
-    """Return the boundaries of contiguous parts, none empty, for which the most costly part has the least cost.
+    """Cut layers of the given `costs` into `parts` contiguous parts, none empty, so that the largest cost is least.
 
-    Of several such cuts, return the one with the least sum of squared costs, so that the other parts are similar too.
+    Return the boundaries (the first layer of each part, except the first part's). Of several such cuts, return the one
+    with the least sum of squared costs, which makes the other parts similar too.
 
     Raises:
         ConfigError: there are more parts than layers.
@@ -124,7 +125,7 @@ def shares(costs: Sequence[float], parts: int) -> tuple[int, ...]:
             parts=parts,
         )
     sums = list(accumulate(costs, initial=0.0))
-    # best[k]: of the first k layers in j parts, (largest part, sum of squares) and where the last part begins
+    # best[k]: the least (largest cost, sum of squares) of the first k layers in j parts; began[k]: its last boundary
     best: list[tuple[float, float]] = [(sums[k], sums[k] ** 2) for k in range(n + 1)]
     begins: list[list[int]] = []
     for j in range(2, parts + 1):
@@ -150,7 +151,9 @@ def shares(costs: Sequence[float], parts: int) -> tuple[int, ...]:
 
 
 def measure(found: Sequence[Layer], args: Sequence[Nested], kwargs: Mapping[str, Nested] | None = None) -> list[float]:
-    """Return the seconds of each layer's forward and backward pass on a sample of the model's input, as medians.
+    """Return the median seconds of each layer's forward and backward pass.
+
+    `args` and `kwargs` are arguments of the model for a few samples.
 
     Raises:
         WorkloadError: a layer fails on the output of the previous layer.
@@ -178,11 +181,13 @@ def measure(found: Sequence[Layer], args: Sequence[Nested], kwargs: Mapping[str,
 def check(
     model: nn.Module, found: Sequence[Layer], args: Sequence[Nested], kwargs: Mapping[str, Nested] | None = None
 ) -> None:
-    """Check that the layers, run one by one as copies on a sample, compute what the model computes.
+    """Check that copies of the layers, called one after another, return what the model returns.
+
+    `args` and `kwargs` are arguments of the model for a few samples.
 
     Raises:
-        WorkloadError: names the first layer at which a cut would change the model's result, e.g. by a skip connection
-        or an attribute that two layers share.
+        WorkloadError: a cut would change the model's result, e.g. because of a skip connection or an attribute that two
+        layers share; the error names the first such layer.
     """
     training = [module for module in model.modules() if module.training]
     state = torch.get_rng_state()
@@ -197,7 +202,8 @@ def check(
 
 
 def _compare(model: nn.Module, found: Sequence[Layer], args: Sequence[Nested], kwargs: Mapping[str, Nested]) -> None:
-    apart = [copy.deepcopy(layer.module) for layer in found]  # copy before the model runs, which may change them
+    # copied before the model runs, which may change its layers
+    apart = [copy.deepcopy(layer.module) for layer in found]
     whole, calls = _watched(model, found, args, kwargs)
     order = [number for number, _ in calls]
     modules = [layer.module for layer in found]
@@ -205,7 +211,7 @@ def _compare(model: nn.Module, found: Sequence[Layer], args: Sequence[Nested], k
         same = next(i for i, module in enumerate(modules) if module is layer.module)
         times, listed = order.count(same), sum(module is layer.module for module in modules)
         if times != listed:
-            raise _broken(layer.name, f"the model calls it {times} times, and it is listed as a layer {listed} times")
+            raise _broken(layer.name, f"the model calls it {times} times, but it is among the layers {listed} times")
         if order[number] != same:
             raise _broken(layer.name, f"the model calls {found[order[number]].name!r} in its place")
     value: Nested = None
@@ -213,21 +219,23 @@ def _compare(model: nn.Module, found: Sequence[Layer], args: Sequence[Nested], k
         given = calls[number][1]
         if number and not _same(given, value):
             before = found[number - 1].name
-            raise _broken(layer.name, f"the model calls it on something else than the output of {before!r}")
+            raise _broken(layer.name, f"the model does not call it on the output of the previous layer, {before!r}")
         alone = apart[number]
         try:
             value = alone(*args, **kwargs) if number == 0 else alone(value)
         except Exception as error:  # the user's code may raise anything
-            raise _broken(layer.name, f"on its own it raises {type(error).__name__}: {error}") from error
+            raise _broken(
+                layer.name, f"called apart from the other layers, it raises {type(error).__name__}: {error}"
+            ) from error
     if not _same(whole, value):
         last = found[-1].name
-        raise _broken(last, "what the model returns is not what its layers return one after another")
+        raise _broken(last, "what the model returns is not the output of its last layer")
 
 
 def _watched(
     model: nn.Module, found: Sequence[Layer], args: Sequence[Nested], kwargs: Mapping[str, Nested]
 ) -> tuple[Nested, list[tuple[int, Nested]]]:
-    """Return the model's output, and the layers as it called them: (number, input)."""
+    """Run the model; return its output, and the (number, input) of each call of a layer, in the order of the calls."""
     calls: list[tuple[int, Nested]] = []
     first = {id(layer.module): number for number, layer in reversed(list(enumerate(found)))}
 
@@ -246,8 +254,8 @@ def _watched(
 def _broken(name: str, why: str) -> WorkloadError:
     return WorkloadError(
         f"a cut at layer {name!r} would break the model: {why}\n"
-        "call each layer only on the output of the one before (or a tuple), join layers with shared state into "
-        "one module, or use rayps.parallel.pipeline.skip.Stash and Unstash for a skip connection",
+        "call each layer only on the output of the previous one (a tensor, or a tuple of several), join layers with "
+        "shared state into one module, or use rayps.parallel.pipeline.skip.Stash and Unstash for a skip connection",
         layer=name,
     )
 

@@ -1,8 +1,8 @@
-"""Run one stage of a pipeline: execute its row of the schedule's table, once for each batch.
+"""Run one stage of a pipeline: execute the stage's actions, in the order of the schedule, once for each batch.
 
-Between a micro-batch's forward and backward pass only the values that backward needs are stored. Outputs are sent as
-soon as they are computed, and a stage waits only for tensors of other stages. The gradient is the mean over the batch,
-exactly.
+Between a micro-batch's forward and backward pass, only the values that backward needs are stored. Outputs are sent as
+soon as they are computed, and a stage waits only for tensors of other stages. The gradient is that of the mean loss
+over the whole batch, not an approximation.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ from rayps.parallel.pipeline.stage_messages import StageMessage, StageMessages
 
 
 class ActionTime(NamedTuple):
-    """The start and end of an action, in seconds since the start of the batch; the wait before it is not included."""
+    """When one action of the schedule ran: start and end, in seconds since the start of the batch.
+
+    The wait for other stages before the action is not included.
+    """
 
     action: Action
     start: float
@@ -50,30 +53,30 @@ class ActionTime(NamedTuple):
 
 
 class _Live(NamedTuple):
-    """The values that are stored for a chunk on a micro-batch between its forward and its backward pass."""
+    """What is stored for one chunk and one micro-batch between the forward and the backward pass."""
 
     tapes: list[Tape]  # one for each segment of the chunk
-    halves: list[WeightBackward]  # deferred gradients of the weights
-    scale: list[Tensor]  # the gradient of the loss, if the chunk ends in the loss
+    halves: list[WeightBackward]  # deferred computations of the weights' gradients
+    scale: list[Tensor]  # for the last chunk: the micro-batch's weight, as the gradient with respect to its loss
 
 
 @dataclass(slots=True)
 class StepStatistics:
-    """Measurements of one call of an engine."""
+    """Measurements of one call of `PipelineEngine.backward` or `evaluate`."""
 
     began: float = field(default_factory=time.perf_counter)
-    bytes: int = 0  # bytes sent
-    messages: int = 0  # messages sent
-    peak: int = 0  # most activations held at once
+    bytes: int = 0  # bytes sent to other stages
+    messages: int = 0  # messages sent to other stages
+    peak: int = 0  # the most (chunk, micro-batch) pairs whose activations were stored at once
     idle: float = 0.0  # seconds spent waiting for other stages
     busy: float = 0.0  # all other seconds
     spans: list[ActionTime] = field(default_factory=list)
 
 
 class PipelineEngine:
-    """Executes one worker's row of a pipeline's schedule: the passes of the worker's chunks over each micro-batch.
+    """Executes one worker's actions of a pipeline's schedule: forward and backward passes of its chunks.
 
-    One thread at a time may use it.
+    Only one thread at a time may use it.
     """
 
     def __init__(
@@ -90,10 +93,10 @@ class PipelineEngine:
     ) -> None:
         """Prepare the engine.
 
-        `layers` are those of the whole model; the layers of this worker's chunks must have memory. `actions` is this
-        worker's row of the schedule's table. `boundaries` cut the layers into chunks; chunk c is on rank c % stages of
-        `ring` (None for one stage). `routes` are the skip connections between chunks. Random numbers depend on `seed`,
-        `data` (the replica's number) and the step.
+        `layers` are the layers of the whole model; those of this worker's chunks must have memory, the others may be on
+        the meta device. `boundaries` cut the layers into chunks; chunk c is on rank c % stages of `ring` (None for one
+        stage). `actions` is this worker's row of the schedule's table. `routes` are the skip connections between
+        chunks. Random numbers depend on `seed`, `data` (the replica's number) and the step.
         """
         self._post = StageMessages(ring)
         self._ring = ring
@@ -111,7 +114,7 @@ class PipelineEngine:
         if strange:
             raise ConfigError(
                 f"the actions {', '.join(strange[:3])} are not for stage {self._post.rank}, which has the chunks "
-                f"{list(mine)}: cut the model into as many chunks as the schedule has"
+                f"{list(mine)}: the model must be cut into as many chunks as the schedule has"
             )
         self._segments = {
             chunk: self._cut({n: layers[n] for n in range(*at[chunk])}, chunk, whole=not self._halves) for chunk in mine
@@ -142,16 +145,17 @@ class PipelineEngine:
         inputs: Callable[[int], Call],
         losses: Callable[[int, Nested], Tensor],
     ) -> float | None:
-        """Run forward and backward of a batch: add its gradient to the `.grad` of this worker's parameters.
+        """Run forward and backward of a batch, and add the batch's gradient to the `.grad` of this worker's parameters.
 
-        `weights` are the micro-batches' shares of the samples; micro-batches of weight 0 are skipped. `inputs(micro)`
-        returns the arguments of the model (called only on the worker of the first chunk), `losses(micro, output)` the
-        mean loss (called only on the worker of the last chunk). Return the loss on the worker of the last chunk, else
-        None.
+        `weights` are the fractions of the batch's samples in each micro-batch; a micro-batch of weight 0 is skipped.
+        `inputs(micro)` returns the arguments of the model for a micro-batch; it is called only on the worker of the
+        first chunk. `losses(micro, output)` returns the mean loss of a micro-batch; it is called only on the worker of
+        the last chunk, where this method returns the batch's loss. On other workers it returns None.
 
         Raises:
             PeerLost, PeerTimeout: another stage died, failed or does not answer.
-            WorkloadError: the user's model or loss failed; the other stages get PeerLost.
+            WorkloadError: the user's model or loss failed on this worker; on the other stages this method raises
+            PeerLost.
         """
         total: list[tuple[Tensor, float]] = []
 
@@ -171,9 +175,9 @@ class PipelineEngine:
     def evaluate(
         self, weights: Sequence[float], inputs: Callable[[int], Call], done: Callable[[int, Nested], None]
     ) -> None:
-        """Run the forward passes of a batch, and call `done(micro, output)` on the worker of the last chunk.
+        """Run the forward passes of a batch; the worker of the last chunk calls `done(micro, output)` for each.
 
-        The other arguments and the errors are those of `backward`.
+        `weights`, `inputs` and the errors raised are those of `backward`.
         """
         with self._run(weights, -1), torch.no_grad():
             for action in self._actions:
@@ -186,7 +190,7 @@ class PipelineEngine:
             self._post.settle()
 
     def close(self) -> None:
-        """Drop unfinished work; the caller closes the ring."""
+        """Drop the values and messages of an unfinished step. The caller must close the ring."""
         self._live.clear()
         self._post.clear()
 
@@ -245,7 +249,7 @@ class PipelineEngine:
             self.last.peak = max(self.last.peak, len(self._live))
         for segment in segments:
             value, aside, leaves = segment.forward(micro, given, call, extra, train)
-            # the segment ends in the loss, not in a value for other stages
+            # true for the segment whose output goes into the loss, and not to another stage
             ends = chunk == self._end and segment is segments[-1]
             parcel = None if ends else parcel_of(value, segment.last)
             for name in segment.ships:
@@ -286,7 +290,10 @@ class PipelineEngine:
         self._note(action, start)
 
     def _grads_from_elsewhere(self, action: Action, live: _Live) -> tuple[Grads, dict[str, Grads]]:
-        """Receive the gradients of the chunk's output, and of the values that it stashed for other chunks."""
+        """Return the gradients of the chunk's output, and of the values that the chunk has stashed for other chunks.
+
+        They are received from the chunks that use these values; the last chunk's output gradient is its weight.
+        """
         _, chunk, micro = action
         out: Grads = list(live.scale)
         if chunk < self._end:
@@ -308,7 +315,7 @@ class PipelineEngine:
     def _give_grads(
         self, chunk: int, sort: StageMessage, index: int, micro: int, grads: Grads, leaves: list[Tensor | None]
     ) -> None:
-        """Send the gradients of the tensors that want one; send no message if there is none."""
+        """Send the gradients of the tensors that need one (whose leaf is not None); without any, send no message."""
         wanted = [grad for grad, leaf in zip(grads, leaves, strict=True) if leaf is not None]
         if wanted:
             self._post.give_grads(chunk, sort, index, micro, wanted)
@@ -316,7 +323,7 @@ class PipelineEngine:
     def _take_grads(
         self, chunk: int, sort: StageMessage, index: int, micro: int, edges: Sequence[GradientEdge | None]
     ) -> Grads:
-        """Receive and return the gradients of `edges`, with None for tensors that want none."""
+        """Receive the gradients of the tensors of `edges`; return None for each tensor that needs none."""
         if all(edge is None for edge in edges):
             return [None] * len(edges)
         came = iter(self._post.take_grads(chunk, sort, index, micro))
@@ -326,7 +333,7 @@ class PipelineEngine:
         return t if t is None or self._device.type == "cpu" else t.to(self._device)
 
     def _near(self, parcel: TensorMessage) -> TensorMessage:
-        """Return received tensors on this worker's device."""
+        """Copy the tensors of a received message to this worker's device."""
         if self._device.type == "cpu":
             return parcel
         return parcel._replace(tensors=[t.to(self._device) for t in parcel.tensors])
@@ -338,9 +345,15 @@ class PipelineEngine:
 
     @contextmanager
     def _run(self, weights: Sequence[float], step: int) -> Iterator[None]:
-        """Run a call with counters and seeds; an error inside the block is sent to the other stages."""
+        """Measure the block and seed its random numbers.
+
+        If the block fails, abort the ring, so that other stages fail too.
+        """
         if len(weights) < self._micros:
-            raise ConfigError(f"{len(weights)} micro-batches were given, and the schedule has {self._micros}")
+            raise ConfigError(
+                f"{len(weights)} micro-batches were given, but the schedule has {self._micros}: cut the batch into "
+                f"{self._micros}"
+            )
         before = self._post.counts
         self.last = StepStatistics()
         try:
@@ -349,7 +362,7 @@ class PipelineEngine:
         except LinkError:
             self.close()
             raise
-        except BaseException:  # other stages wait for this one: abort at once, and raise the error on this worker
+        except BaseException:  # other stages wait for this one: abort the ring at once, then raise the error here
             self.close()
             if self._ring is not None:
                 self._ring.abort()
@@ -364,5 +377,5 @@ class PipelineEngine:
 def _must_learn(loss: Tensor) -> None:
     if not loss.requires_grad:
         raise WorkloadError(
-            "the loss has no gradient: it must come from what the model returns, without detach(), item() or no_grad()"
+            "the loss has no gradient: compute it from the model's output, without detach(), item() or no_grad()"
         )

@@ -1,4 +1,7 @@
-"""Values between layers as a flat list of tensors and a description of their structure, as one message."""
+"""Turn a value that one layer passes to the next into a flat list of tensors and a description, and back.
+
+The description (`form`) is a text that says how the tensors are nested in tuples, lists and dicts.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ ALONE = ""  # the form of a single tensor
 
 
 def packed(value: Nested, layer: str) -> tuple[list[Tensor], str]:
-    """Return the tensors in a value, and its form, which describes the value's structure.
+    """Return the tensors in `value`, the output of `layer`, and its form.
 
     Raises:
-        WorkloadError: `layer` returned something other than tensors, numbers, strings, None, or tuples, lists, dicts of
-        these.
+        WorkloadError: the value contains something other than tensors, numbers, strings, None, and tuples, lists and
+        dicts of these.
     """
     if isinstance(value, Tensor):
         return [value], ALONE
@@ -44,8 +47,8 @@ def _form(value: Nested, found: list[Tensor], layer: str) -> Json:
     if isinstance(value, dict) and type(value) is dict and all(isinstance(key, str) for key in value):
         return [3, list(value), *(_form(item, found, layer) for item in value.values())]
     raise WorkloadError(
-        f"layer {layer!r} returns a {type(value).__name__}, which cannot be sent: return tensors, or tuples, "
-        "lists or dicts of them",
+        f"layer {layer!r} returns a {type(value).__name__}, which cannot be sent to the next stage: return tensors, or "
+        "tuples, lists or dicts of them",
         layer=layer,
     )
 

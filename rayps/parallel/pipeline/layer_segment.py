@@ -1,8 +1,8 @@
-"""A run of layers that autograd treats as one: its forward pass, and its backward pass, whole or split.
+"""A segment is a run of successive layers with one forward pass, and one backward pass, which may be split in two.
 
 A split backward pass (Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024) computes the gradient of the input
-first, and that of the weights later. Each layer is then a segment of its own, so that the second half computes only
-gradients of weights, from the gradient of the layer's output that the first half computed.
+first, and the gradients of the weights later. Each layer is then a segment of its own: the first half computes the
+gradient of every layer's output, and the second half needs only these to compute the gradients of the weights.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ from rayps.parallel.pipeline.skip import Stash, Unstash, aside
 Grads = list[Tensor | None]
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
 _NOTHING = nullcontext()
-_IN_PLACE = "a leaf Variable that requires grad"  # torch's error for changing a leaf in place
+_IN_PLACE = "a leaf Variable that requires grad"  # part of torch's error for a layer that changes a leaf in place
 
 
 class Tape(NamedTuple):
-    """The leaves and edges of a forward pass from which a backward pass computes gradients, by port.
+    """What a backward pass needs of a segment's forward pass.
 
-    A port is an input or an output. An entry is None for a tensor that wants no gradient.
+    Both lists have one list for each port: a value (input, output, or stashed value) of one or more tensors. An entry
+    is None for a tensor that needs no gradient.
     """
 
-    leaves: list[list[Tensor | None]]  # leaves of the input, then of each stashed value received from other chunks
-    edges: list[list[GradientEdge | None]]  # edges of the output, then of each value stashed for other chunks
+    leaves: list[list[Tensor | None]]  # autograd leaves of the input, then of each stashed value that was received
+    edges: list[list[GradientEdge | None]]  # autograd edges of the output, then of each value stashed for other chunks
 
 
 class WeightBackward(NamedTuple):
-    """The deferred computation of the gradients of a segment's weights."""
+    """The deferred second half of a segment's backward pass, which computes the gradients of its weights."""
 
     edges: list[GradientEdge]
     grads: list[Tensor]
@@ -48,9 +49,10 @@ class WeightBackward(NamedTuple):
 
 
 class LayerSegment:
-    """Layers of the model, by number, that run as one.
+    """A run of successive layers, by their numbers in the model, with one forward and one backward pass.
 
-    They receive the stashed values `takes` from other chunks, and stash the values `ships` for other chunks.
+    `takes` are the names of the stashed values that these layers receive from other chunks, `ships` the names of those
+    that they stash for other chunks. `seed(micro, layer)` seeds the random numbers before each layer.
     """
 
     def __init__(
@@ -60,14 +62,14 @@ class LayerSegment:
         self.takes, self.ships = list(takes), list(ships)
         self._skips = any(_skip(part) for layer in layers.values() for part in layer.module.modules())
         self._seed = seed
-        self._copies = False  # whether the first layer changes its input in place, so that the input is copied
-        self._at = ""
+        self._copies = False  # whether the input is copied, because the first layer changes it in place
+        self._at = ""  # name of the layer that is running
 
     @classmethod
     def of(
         cls, layers: Mapping[int, Layer], takes: set[str], ships: set[str], seed: Callable[[int, int], None]
     ) -> LayerSegment:
-        """Return a segment with those skip connections of the chunk that begin or end in `layers`."""
+        """Return a segment of `layers`, which gets those of the chunk's `takes` and `ships` that are used in them."""
         ends = {
             (type(part), part.name)
             for layer in layers.values()
@@ -89,10 +91,10 @@ class LayerSegment:
         extra: Mapping[str, TensorMessage],
         train: bool,
     ) -> tuple[Nested, dict[str, Nested], list[list[Tensor | None]]]:
-        """Return the layers' output, the stashed values, and the leaves of the inputs, by port.
+        """Run the layers; return their output, the values stashed for other chunks, and the leaves of the inputs.
 
-        `given` is the input from the layer before; for the model's first layer it is None, and `call` has the arguments
-        of the model.
+        `given` is the output of the previous layer; for the model's first layer it is None, and `call` has the model's
+        arguments. `extra` has the stashed values received from other chunks. The leaves are those of `Tape.leaves`.
         """
         try:
             try:
@@ -103,7 +105,7 @@ class LayerSegment:
                 self._copies = True
             return self._forward(micro, given, call, extra, train)
         except (Exception, SystemExit, KeyboardInterrupt):
-            with user_code(f"layer {self._at}"):  # errors name the layer that was running
+            with user_code(f"layer {self._at}"):  # adds the name of the layer that was running to the error
                 raise
 
     def _forward(
@@ -148,35 +150,42 @@ class LayerSegment:
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """The parameters of the segment that are trained."""
+        """The segment's parameters that need a gradient."""
         found = {id(p): p for layer in self.layers.values() for p in layer.module.parameters() if p.requires_grad}
         return list(found.values())
 
 
 def edge_of(t: Tensor) -> GradientEdge | None:
-    """Return the autograd edge of `t`'s gradient; None if `t` wants no gradient.
+    """Return the autograd edge of `t`; None if `t` needs no gradient.
 
-    The edge holds no reference to the tensor's memory.
+    From the edge a backward pass can start, and it does not keep the memory of `t` alive.
     """
     return get_gradient_edge(t) if t.requires_grad else None
 
 
 def parcel_of(value: Nested, layer: str) -> TensorMessage:
-    """Return a layer's output as a message."""
+    """Return `value`, the output of `layer`, as a message for another stage."""
     tensors, form = packed(value, layer)
     return TensorMessage(tensors, [t.requires_grad for t in tensors], form)
 
 
 def backward(tape: Tape, grads: list[Grads]) -> list[Grads]:
-    """Run the whole backward pass: add to the `.grad` of every parameter, return the gradient of every leaf."""
+    """Run a whole backward pass from the outputs' gradients `grads`, by port.
+
+    Add to the `.grad` of every parameter, and return the gradient of every leaf.
+    """
     edges, given = _paired(tape, grads)
-    if edges:  # as torch.autograd.backward, whose checks of shapes take longer than a small layer's gradient
+    # like torch.autograd.backward, without its checks of shapes, which take longer than a small layer's gradient
+    if edges:
         _run_backward(tuple(edges), tuple(given), False, False, (), allow_unreachable=True, accumulate_grad=True)
     return [[None if leaf is None else leaf.grad for leaf in port] for port in tape.leaves]
 
 
 def input_half(segment: LayerSegment, tape: Tape, grads: list[Grads]) -> tuple[list[Grads], WeightBackward | None]:
-    """Return the gradient of every leaf, and the deferred computation for the weights."""
+    """Run the first half of a backward pass: return the gradient of every leaf, and the second half (None: not needed).
+
+    `grads` are the gradients of the outputs, by port.
+    """
     edges, given = _paired(tape, grads)
     params = segment.params if edges else []
     leaves = [leaf for port in tape.leaves for leaf in port if leaf is not None]
@@ -189,22 +198,23 @@ def input_half(segment: LayerSegment, tape: Tape, grads: list[Grads]) -> tuple[l
 
 
 def _paired(tape: Tape, grads: list[Grads]) -> tuple[list[GradientEdge], list[Tensor]]:
-    """Return the edges for which a gradient was received, and the gradients."""
+    """Return the edges of `tape` for which `grads` has a gradient, and these gradients."""
     flat = [edge for port in tape.edges for edge in port], [grad for port in grads for grad in port]
     both = [(e, g) for e, g in zip(*flat, strict=True) if e is not None and g is not None]
     return [e for e, _ in both], [g for _, g in both]
 
 
 def weight_half(half: WeightBackward) -> None:
-    """Run the deferred computation: add to the `.grad` of the segment's parameters."""
+    """Run the deferred second half of a backward pass: add to the `.grad` of the segment's parameters."""
     torch.autograd.backward(half.edges, half.grads, inputs=half.params)
 
 
 def split(layers: Mapping[int, Layer], crossing: set[str]) -> list[list[int]]:
-    """Return the numbers of the layers of each segment, for split backward passes: one layer each if possible.
+    """Cut a chunk's layers into segments for split backward passes: one layer in each if possible.
 
-    Layers between a Stash and its Unstash stay together unless that skip connection leaves the chunk (`crossing`). A
-    layer that changes its input in place stays with the layer before, whose output it changes.
+    Return the layers' numbers, by segment. The layers from a Stash to its Unstash are one segment, unless that skip
+    connection goes to another chunk (its name is in `crossing`). A layer that changes its input in place is in one
+    segment with the layer before it.
     """
     numbers = list(layers)
     joined = {number for number in numbers[1:] if _in_place(layers[number].module)}

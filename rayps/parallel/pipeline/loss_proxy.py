@@ -1,7 +1,8 @@
-"""Call the user's loss in a pipeline, where no worker has the whole model.
+"""Call the user's loss(model, batch) in a pipeline, where no worker has the whole model.
 
-On the first stage the model is a recorder: the loss runs until it calls the model, and the arguments are the
-micro-batch's input. On the last stage the model returns the output of the stages.
+The loss gets a stand-in for the model. On the first stage, the stand-in records the arguments of the loss's call of the
+model, which are the pipeline's input, and the rest of the loss does not run. On the last stage, the stand-in returns
+the pipeline's output.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from rayps.core.errors import WorkloadError
 from rayps.core.partition import slices
 from rayps.core.user_code import user_code
 from rayps.data.base import Batch, Nested, map_tensors
+from rayps.tensors.user_loss import checked_loss
 
 Call = tuple[tuple[Nested, ...], dict[str, Nested]]
 
 
 class Losses(Protocol):
-    """The methods of a Workload that are called in a pipeline."""
+    """The methods of a `Workload` that this module calls."""
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the mean loss over the batch."""
@@ -43,7 +45,7 @@ def parts(batch: Batch, micro_batches: int) -> list[Batch]:
 
 
 def weights(batches: list[Batch]) -> list[float]:
-    """Return each micro-batch's share of the samples."""
+    """Return each micro-batch's fraction of all samples; all 0 if there are no samples."""
     total = sum(batch.size for batch in batches)
     return [batch.size / total if total else 0.0 for batch in batches]
 
@@ -59,21 +61,24 @@ def _tensor_rows(t: Tensor, size: int, cut: slice) -> Tensor:
         return t
     if t.shape[0] != size:
         raise WorkloadError(
-            f"a batch of {size} rows holds a tensor of shape {tuple(t.shape)}: for micro-batches its first dimension "
-            "must be the rows (pad ragged tensors)"
+            f"a batch of {size} rows contains a tensor of shape {tuple(t.shape)}: to cut it into micro-batches, the "
+            f"first dimension of every tensor must be {size} (pad ragged tensors)"
         )
     return t[cut]
 
 
 class _Called(BaseException):
-    """The model was called: the rest of the loss is not run. Not an Exception, so that user code does not catch it."""
+    """Raised when the loss calls the recording stand-in, so that the rest of the loss does not run.
+
+    It is not an Exception, so that user code does not catch it.
+    """
 
     def __init__(self, call: Call) -> None:
         self.call = call
 
 
 class _Model(nn.Module):
-    """A stand-in for the model. It has no attributes of the model, only a call."""
+    """Stands in for the model: it can be called, and raises an error if the loss reads an attribute of the model."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise _unseen(name)
@@ -93,8 +98,8 @@ setattr(_Model, "state_dict", _refused("state_dict"))  # noqa: B010
 
 def _unseen(name: str) -> WorkloadError:
     return WorkloadError(
-        f"loss() or evaluate() uses model.{name}, and in a pipeline no worker has the whole model: call the model once "
-        "and use its output (a penalty on weights can be the optimizer's weight_decay)"
+        f"loss() or evaluate() uses model.{name}, but in a pipeline no worker has the whole model: only call the "
+        "model, once, and use its output (for a penalty on weights, use the optimizer's weight_decay)"
     )
 
 
@@ -113,8 +118,8 @@ class _Returns(_Model):
         self.__dict__["calls"] += 1
         if self.__dict__["calls"] > 1:
             raise WorkloadError(
-                "loss() calls the model more than once, and a pipeline runs it once per micro-batch: "
-                "join the inputs into one, e.g. with torch.cat, and split what it returns"
+                "loss() calls the model more than once, but a pipeline runs the model once per micro-batch: "
+                "join the inputs into one, e.g. with torch.cat, and split the output"
             )
         output: Nested = self.__dict__["output"]
         return output
@@ -124,13 +129,16 @@ def inputs(workload: Losses, batch: Batch, *, training: bool = True) -> Call:
     """Return the arguments with which the user's loss calls the model on a micro-batch. Raises WorkloadError."""
     call = _listen("loss", workload, batch, training)
     if call is None:
-        raise WorkloadError("loss(model, batch) did not call the model: a pipeline takes its input from that call")
+        raise WorkloadError(
+            "loss(model, batch) did not call the model: in a pipeline, the arguments of that call are the first "
+            "stage's input"
+        )
     if not training:
         other = _listen("evaluate", workload, batch, training)
         if other is not None and not _alike(call, other):
             raise WorkloadError(
-                "evaluate() calls the model with other arguments than loss() does, and a pipeline runs "
-                "it once for both: use the same input in both"
+                "evaluate() calls the model with other arguments than loss() does, but a pipeline runs the model once "
+                "for both: use the same input in both"
             )
     return call
 
@@ -155,18 +163,13 @@ def _alike(a: Nested, b: Nested) -> bool:
 
 
 def loss(workload: Losses, batch: Batch, output: Nested, *, training: bool = True) -> Tensor:
-    """Return the user's loss of a micro-batch, for the model's output. Raises WorkloadError."""
+    """Return the user's mean loss of a micro-batch, computed from the pipeline's output. Raises WorkloadError."""
     with user_code("loss"):
         found = workload.loss(_Returns(output).train(training), batch)
-    if not isinstance(found, Tensor) or found.numel() != 1:
-        shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        raise WorkloadError(
-            f"loss(model, batch) returned {shape}: return one number as a tensor, the mean over the batch"
-        )
-    return found
+    return checked_loss(found, trains=False)
 
 
 def metrics(workload: Losses, batch: Batch, output: Nested) -> dict[str, float | Tensor]:
-    """Return the user's metrics of a micro-batch, for the model's output. Raises WorkloadError."""
+    """Return the user's metrics of a micro-batch, computed from the pipeline's output. Raises WorkloadError."""
     with user_code("evaluate"):
         return workload.evaluate(_Returns(output).train(False), batch)

@@ -1,7 +1,7 @@
-"""Random numbers that do not depend on how a model is cut: reseeded for each layer and micro-batch.
+"""Random numbers that do not depend on how a model is cut: the generators are seeded for each layer and micro-batch.
 
-A layer that draws (dropout) uses torch's own generators, which are seeded before the layer is called. That takes about
-a microsecond, less than finding out which layers draw.
+A layer that draws random numbers (dropout) uses torch's generators, which are seeded before each layer is called. That
+takes about a microsecond, less than finding out which layers draw.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MASK = (1 << 64) - 1
 
 
 class LayerRandomState:
-    """The random state of one replica, seeded by (seed, step, data index, micro-batch, layer)."""
+    """Seeds torch's generators for one replica, from (seed, replica number `data`, step, micro-batch, layer)."""
 
     def __init__(self, seed: int, data: int, device: str | torch.device = "cpu") -> None:
         self._job = (seed, data)
@@ -28,14 +28,14 @@ class LayerRandomState:
             self._generators.append(torch.cuda.default_generators[place.index or 0])
 
     def at(self, micro: int, layer: int) -> None:
-        """Seed the generators for `layer` on the micro-batch `micro`."""
+        """Seed the generators before `layer` runs on micro-batch `micro`."""
         seed = _mixed(self._base + (micro << 32) + layer)
         for generator in self._generators:
             generator.manual_seed(seed)
 
     @contextmanager
     def of(self, step: int) -> Iterator[None]:
-        """Set the step inside the block, and restore the generators after it."""
+        """Use `step` for the seeds inside the block, and restore the generators' state after it."""
         words = hashlib.blake2b(repr((*self._job, step)).encode(), digest_size=8).digest()
         self._base = int.from_bytes(words, "little")
         before = [generator.get_state() for generator in self._generators]
@@ -47,12 +47,12 @@ class LayerRandomState:
 
 
 def put_back(generator: torch.Generator, state: torch.Tensor) -> None:
-    """Restore a generator's state."""
+    """Set a generator to a state that it returned earlier."""
     generator.set_state(state)
 
 
 def _mixed(x: int) -> int:
-    """Apply the finaliser of splitmix64: similar numbers become unrelated ones."""
+    """Hash a 64-bit number (the finaliser of splitmix64), so that similar numbers give unrelated seeds."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK
     return x ^ (x >> 31)

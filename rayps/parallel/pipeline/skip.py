@@ -1,6 +1,6 @@
-"""Skip connections that may cross the stages of a pipeline: `Stash` stores a value, `Unstash` merges it in again.
+"""Skip connections that may cross the stages of a pipeline: `Stash` stores a value, a later `Unstash` merges it.
 
-In one process they act as an ordinary skip connection. In a pipeline the value is sent directly from the stage of the
+In one process the pair is an ordinary skip connection. In a pipeline the value is sent directly from the stage of the
 Stash to the stage of its Unstash, and its gradient is sent back.
 """
 
@@ -19,7 +19,7 @@ from rayps.data.base import Nested
 
 
 class _Aside(threading.local):
-    """The stashed values, by name; each thread has its own."""
+    """The values that are stashed now, by name. Each thread has its own."""
 
     def __init__(self) -> None:
         self.values: dict[str, Nested] = {}
@@ -36,7 +36,7 @@ class Stash(nn.Module):
         self.name = name
 
     def forward(self, x: Nested) -> Nested:
-        """Return x unchanged."""
+        """Return x unchanged, after storing it."""
         _aside.values[self.name] = x
         return x
 
@@ -46,7 +46,10 @@ class Stash(nn.Module):
 
 
 class Unstash(nn.Module):
-    """A layer that returns `merge(x, stashed)` with the value of the `Stash` of the same name; by default their sum."""
+    """A layer that returns `merge(x, stashed)`, where `stashed` is the value of the `Stash` of the same name.
+
+    By default `merge` adds them.
+    """
 
     def __init__(self, name: str, merge: Callable[..., Nested] = torch.add) -> None:
         super().__init__()
@@ -57,7 +60,8 @@ class Unstash(nn.Module):
         """Return the merged value. Raises WorkloadError: no value was stashed under the name."""
         if self.name not in _aside.values:
             raise WorkloadError(
-                f"Unstash({self.name!r}) found nothing: put Stash({self.name!r}) on a layer before it", name=self.name
+                f"Unstash({self.name!r}) found no stashed value: put a layer Stash({self.name!r}) before it",
+                name=self.name,
             )
         return self.merge(x, _aside.values.pop(self.name))
 
@@ -68,7 +72,7 @@ class Unstash(nn.Module):
 
 @contextmanager
 def aside(values: dict[str, Nested]) -> Iterator[None]:
-    """Use `values`, inside the block, as the store for values that are stashed on this thread."""
+    """Inside the block, `Stash` and `Unstash` layers that run on this thread use `values` as their store."""
     before, _aside.values = _aside.values, values
     try:
         yield
@@ -80,12 +84,12 @@ class Route(NamedTuple):
     """A skip connection between two chunks of the model."""
 
     name: str
-    source: int
-    target: int
+    source: int  # the chunk of the Stash
+    target: int  # the chunk of the Unstash
 
 
 def places(modules: Sequence[nn.Module]) -> dict[str, tuple[int, int]]:
-    """Return, by name, the numbers of the layers that hold the Stash and the Unstash of each skip connection.
+    """Return for each skip connection, by name, the numbers of the layers that contain its Stash and its Unstash.
 
     Raises:
         WorkloadError: a Stash or an Unstash is missing or occurs twice, or they are in the wrong order.
@@ -100,8 +104,8 @@ def places(modules: Sequence[nn.Module]) -> dict[str, tuple[int, int]]:
             if len(numbers) != 1:
                 raise WorkloadError(
                     f"{kind.__name__}({name!r}) is in the model {len(numbers)} times"
-                    f"{f' (layers {numbers})' if numbers else ''}: a skip connection has one Stash and one Unstash; "
-                    "give each its own name",
+                    f"{f' (layers {numbers})' if numbers else ''}: a skip connection has exactly one Stash and one "
+                    "Unstash; give each skip connection its own name",
                     name=name,
                 )
         if where[Stash][0] > where[Unstash][0]:
@@ -114,7 +118,10 @@ def places(modules: Sequence[nn.Module]) -> dict[str, tuple[int, int]]:
 
 
 def routes(modules: Sequence[nn.Module], boundaries: Sequence[int]) -> tuple[Route, ...]:
-    """Return the skip connections that a cut at `boundaries` sends from chunk to chunk. Raises as `places`."""
+    """Return the skip connections that go from one chunk to another if the layers are cut at `boundaries`.
+
+    Raises the errors of `places`.
+    """
 
     def chunk(layer: int) -> int:
         return sum(layer >= boundary for boundary in boundaries)

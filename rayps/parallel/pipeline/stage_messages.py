@@ -1,4 +1,4 @@
-"""Messages between stages: outputs, stashed values, and the gradients of both."""
+"""Messages between the stages of a pipeline: outputs, stashed values, and the gradients of both."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _NO_GRADIENT = "0"  # marks, in a message's form, a tensor whose gradient is Non
 
 
 class StageMessage(enum.IntEnum):
-    """Kinds of messages."""
+    """Kinds of messages between stages."""
 
     OUTPUT = 0  # the output of a chunk
     GRADIENT = 1  # the gradient of a chunk's output
-    STASH = 2  # the value of a route
-    STASH_GRADIENT = 3
+    STASH = 2  # the stashed value of a skip connection
+    STASH_GRADIENT = 3  # the gradient of that value
 
     @property
     def words(self) -> str:
-        """Describe the kind of message for an error."""
+        """The kind of message in words, for errors."""
         return {
             0: "the output",
             1: "the gradient of the output",
@@ -43,7 +43,10 @@ class StageMessages:
         self._here: dict[tuple[int, int, int], TensorMessage] = {}
 
     def give(self, chunk: int, sort: StageMessage, index: int, micro: int, parcel: TensorMessage) -> None:
-        """Send a message to the worker of `chunk`. Raises LinkError."""
+        """Send a message of the kind `sort` to the worker of `chunk`. Raises LinkError.
+
+        `index` is the number of the chunk that computed the output, or of the skip connection.
+        """
         to = chunk % self.stages
         if to == self.rank:
             self._here[sort, index, micro] = parcel
@@ -52,7 +55,7 @@ class StageMessages:
             self._parcels.give(to, _tag(sort, index, micro), parcel.tensors, parcel.form)
 
     def take(self, chunk: int, sort: StageMessage, index: int, micro: int) -> TensorMessage:
-        """Receive a message from the worker of `chunk`. Raises LinkError."""
+        """Receive from the worker of `chunk` the message that it sent with these arguments. Raises LinkError."""
         frm = chunk % self.stages
         if frm == self.rank:
             return self._here.pop((sort, index, micro))
@@ -69,7 +72,7 @@ class StageMessages:
         return found
 
     def give_grads(self, chunk: int, sort: StageMessage, index: int, micro: int, grads: list[Tensor | None]) -> None:
-        """Send gradients to the worker of `chunk`; None is the gradient of a tensor that was not used."""
+        """Send gradients to the worker of `chunk`; a gradient is None if the tensor was not used."""
         there = [g for g in grads if g is not None]
         form = "".join(_NO_GRADIENT if g is None else "1" for g in grads) if len(there) < len(grads) else ""
         self.give(chunk, sort, index, micro, TensorMessage(there, [False] * len(there), form))
@@ -93,7 +96,7 @@ class StageMessages:
 
     @property
     def counts(self) -> tuple[int, int, float]:
-        """Return the total bytes and messages sent, and the seconds spent waiting."""
+        """The bytes and messages sent since construction, and the seconds spent waiting."""
         return (
             (0, 0, 0.0)
             if self._parcels is None

@@ -7,12 +7,13 @@ rows and columns; Megatron's ColumnParallelLinear and torch's ColwiseParallel ar
 RowParallelLinear and RowwiseParallel the split by `in`, after y = x A with A = W^T. In a plan, `row` and `column` mean
 the literature's (`out`, `in`); `rowwise` and `colwise` are refused with this explanation.
 
-`out` followed by `in` exchanges nothing between the two layers: one sum forward, one backward. A layer split by `out`
-without such a partner gathers its output; one split by `in` takes its slice of a whole input. Between the two only
-operations per element, or per head, are possible, and no trained parameters (`agree` detects them). Dropout there
-equals the unsplit layer's, bit for bit, in Sequentials, attention and transformer layers; in a user's own forward each
-worker drops separately, and all continue from one random state after it. The variant with slices of the sequence
-between the blocks (reduce-scatter and all-gather instead of sums) is not implemented.
+Between a layer split by `out` and a next layer split by `in`, workers exchange nothing: the pair needs one sum in the
+forward pass and one in the backward pass. A layer split by `out` without such a partner gathers its output; a layer
+split by `in` without one takes its slice of a whole input. Between the two layers of a pair, the model may only apply
+operations to each element (or head) separately, and none with trained parameters; `agree` detects such parameters.
+Dropout between them equals the unsplit layer's, bit for bit, in Sequentials, attention and transformer layers. In a
+user's own forward(), each worker draws its own dropout there, and all workers continue from the same random state after
+the pair. Sequence parallelism (reduce-scatter and all-gather instead of sums) is not implemented.
 """
 
 from rayps.parallel.tensor.apply_plan import pieces, split

@@ -1,4 +1,4 @@
-"""Apply a plan: find the part of each parameter that a worker holds, and split the model's layers."""
+"""Apply a plan: find the part of each parameter that a worker has, and replace the model's layers by split ones."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from rayps.parallel.tensor.layers import (
 
 
 def pieces(model: nn.Module, plan: Plan, size: int, index: int) -> dict[str, Cut]:
-    """Return for each split parameter of the whole model the dimension, and the ranges (lo, hi) of worker `index`.
+    """Return, for each parameter that is split, the dimension and the ranges (lo, hi) of worker `index` of `size`.
 
-    Names are those of `model.named_parameters()`; other parameters are whole on every worker. `model` may be on the
-    meta device, and may lack layers of the plan.
+    Names are those of `model.named_parameters()`; parameters that are not returned are whole on every worker. `model`
+    is the unsplit model; it may be on the meta device, and may lack layers of the plan.
     """
     layers = dict(model.named_modules(remove_duplicate=False))
     known = {name for name, _ in model.named_parameters()}
@@ -43,11 +43,11 @@ def pieces(model: nn.Module, plan: Plan, size: int, index: int) -> dict[str, Cut
 
 
 def split(model: nn.Module, plan: Plan, index: int, size: int, ring: Ring | TensorCommunicator | None) -> nn.Module:
-    """Replace each layer of the plan by worker `index`'s part of it; return the model.
+    """Replace each layer of the plan by the part of worker `index` of `size`; return the model.
 
-    Parameters keep their names, dtype, device and ties, and lose the values of other parts; a model on the meta device
-    is filled later. Layers of the plan that the model lacks (another stage's) are skipped. `ring` connects the workers
-    of the group; a `TensorCommunicator` also counts its exchanges; None is for shapes only.
+    Parameters keep their names, dtype, device and ties, and of their values only this worker's part. Layers of the plan
+    that the model lacks (those of another stage) are skipped. `ring` connects the workers of the group; a
+    `TensorCommunicator` also counts the exchanges; with None the model has the right shapes but cannot run.
     """
     if size == 1 or not plan:
         return model
@@ -89,12 +89,14 @@ def _twin(
         if way.split == split_by and isinstance(layer, kind):
             return make().train(layer.training)
     raise WorkloadError(
-        f"the plan splits {name!r} by {way.split}, and this layer is a {type(layer).__name__}", layer=name
+        f"the plan splits {name!r} by {way.split}, but on this worker the layer is a {type(layer).__name__}: model() "
+        "must build the same model each time",
+        layer=name,
     )
 
 
 def _keep_to_forward(layer: nn.Module) -> None:
-    """Disable the fused evaluation path of torch's transformer layers, which reads whole weights around the layers."""
+    """Disable the fused evaluation of torch's transformer layers, which reads weights without calling the layers."""
     held = any(isinstance(each, (OutLinear, InLinear, SplitAttention)) for each in layer.modules())
     if held and isinstance(layer, nn.TransformerEncoderLayer):
         layer.activation_relu_or_gelu = 0  # only the fused path reads this attribute

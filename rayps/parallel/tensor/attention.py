@@ -1,7 +1,8 @@
 """nn.MultiheadAttention with its heads divided among the workers of a tensor group.
 
-Shoeybi et al., "Megatron-LM", 2019, part 3: q, k and v are split by `out`, head by head, the projection after them by
-`in`; one sum forward, and one backward for each different input. The number of heads need not be divisible.
+Shoeybi et al., "Megatron-LM", 2019, part 3: the projections of q, k and v are split by `out`, head by head, and the
+output projection by `in`. The forward pass needs one sum, the backward pass one for each different input (1 in
+self-attention). The number of heads need not be a multiple of the number of workers.
 """
 
 from __future__ import annotations
@@ -21,10 +22,9 @@ _HELD = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_
 
 
 class SplitAttention(nn.Module):
-    """Some heads of an attention layer; it has the arguments and results of nn.MultiheadAttention.
+    """One worker's heads of an attention layer, with the arguments and results of nn.MultiheadAttention.
 
-    `need_weights` works, averaged over all heads or not, with one more exchange of the weights' size: pass
-    need_weights=False if the weights are not used.
+    To return the attention weights, the workers exchange them; pass need_weights=False if they are not used.
     """
 
     in_proj_weight: nn.Parameter | None
@@ -53,7 +53,7 @@ class SplitAttention(nn.Module):
 
     @property
     def num_heads(self) -> int:
-        """The number of this worker's heads; `all_heads` is the number of the layer's."""
+        """The number of this worker's heads; `all_heads` is the number of heads of the unsplit layer."""
         return self.heads[1] - self.heads[0]
 
     def forward(
@@ -67,9 +67,9 @@ class SplitAttention(nn.Module):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """See nn.MultiheadAttention. `is_causal` is only a hint: `attn_mask` is applied."""
+        """Attend as nn.MultiheadAttention does. `is_causal` is only a hint, as there: the mask is `attn_mask`."""
         if is_causal and attn_mask is None:
-            raise WorkloadError("is_causal is a hint: give attention the causal mask too, as attn_mask")
+            raise WorkloadError("attention got is_causal=True without attn_mask: pass the causal mask as attn_mask too")
         batched = query.dim() == 3
         q, k, v = self._project(query, key, value, turn=batched and self.batch_first, lone=not batched)
         if not batched and key_padding_mask is not None:
@@ -81,8 +81,8 @@ class SplitAttention(nn.Module):
             seen, weights = self._attend(q, k, v, mask, drop)
         else:
             seen, weights = F.scaled_dot_product_attention(q, k, v, mask), None
-        # [batch, head, target, head_dim] to [target, batch, features], with the strides of the unsplit layer,
-        # because dropout draws in their order
+        # [batch, head, target, head_dim] to [target, batch, features], with the strides that the unsplit layer's output
+        # has, because a later dropout draws in the order of strides
         made = self.out_proj(seen.permute(2, 0, 1, 3).flatten(2))
         shown = self._show(weights, average_attn_weights) if need_weights and weights is not None else None
         if not batched:
@@ -90,7 +90,11 @@ class SplitAttention(nn.Module):
         return (made.transpose(0, 1) if self.batch_first else made), shown
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor, turn: bool, lone: bool) -> tuple[Tensor, ...]:
-        """Return this worker's q, k, v as [batch, head, length, head_dim]."""
+        """Return this worker's q, k, v as [batch, head, length, head_dim].
+
+        `turn`: the inputs are [batch, length, features]; `lone`: they have no batch dimension; else [length, batch,
+        ...].
+        """
         communicator, width = self._group.communicator, self.num_heads * self.head_dim
         if self.in_proj_weight is not None and query is key and key is value:
             packed = F.linear(functions.spread(query, communicator), self.in_proj_weight, self.in_proj_bias)
@@ -116,7 +120,7 @@ class SplitAttention(nn.Module):
         return tuple(each.view(*each.shape[:2], -1, self.head_dim).transpose(1, 2) for each in parts)
 
     def _lengthen(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Return k, v with the extra keys and values that the layer adds, and their number."""
+        """Return k and v with the extra positions that bias_k, bias_v and add_zero_attn append, and their number."""
         extra = 0
         if self.bias_k is not None and self.bias_v is not None:
             added = (self.bias_k, self.bias_v)
@@ -129,9 +133,9 @@ class SplitAttention(nn.Module):
         return k, v, extra
 
     def _mask(self, attn: Tensor | None, padding: Tensor | None, q: Tensor, extra: int) -> Tensor | None:
-        """Return the summand of the scores, [batch or 1, this worker's heads or 1, target, source].
+        """Return what the masks add to the attention scores: [batch or 1, this worker's heads or 1, target, source].
 
-        None = no summand.
+        Return None if there is no mask.
         """
         whole: Tensor | None = None
         if attn is not None:

@@ -1,4 +1,4 @@
-"""Check during a run that parameters which every worker holds whole have the same gradient everywhere."""
+"""Check during a run that a parameter which is not split has the same gradient on all workers of a tensor group."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 from rayps.comm.ring import Ring
 from rayps.core.errors import WorkloadError
 
-_TOLERANCE = (
-    1e-3  # relative to the norm: equal sums in the same order have equal bits, a missing part differs by far more
-)
+# relative to the norm. Correct gradients have equal bits; one that lacks other workers' slices differs by far more
+_TOLERANCE = 1e-3
 
 
 def agree(named: Iterable[tuple[str, Tensor]], ring: Ring) -> None:
-    """Compare the gradients of unsplit parameters over the tensor ring: one exchange of two numbers for each.
+    """Compare the gradients of unsplit parameters, given with their names, between the workers of a tensor group.
 
-    The gradients differ if a layer with parameters works on slices, between a layer split by `out` and one split by
-    `in`: its gradient then lacks the other workers' slices. All workers must call this function, once, after a first
-    backward. Raises WorkloadError, on all workers.
+    The workers exchange two numbers per parameter. The gradients differ if a layer with parameters works on slices,
+    between a layer split by `out` and one split by `in`: each worker's gradient then lacks the other workers' slices.
+    All workers must call this function at the same time; once, after the first backward pass, is enough. If a gradient
+    differs, all workers raise WorkloadError.
     """
     known = list(named)
     zero = torch.zeros((), dtype=torch.float64)
@@ -34,7 +34,7 @@ def agree(named: Iterable[tuple[str, Tensor]], ring: Ring) -> None:
         if most - least > _TOLERANCE * most:
             raise WorkloadError(
                 f"the gradient of {name!r} is not the same on all tensor ranks (norms from {least:.3g} to {most:.3g}): "
-                "its layer works on slices, between a layer split by 'out' and one by 'in'; leave these whole "
-                "('none'), or move the layer outside",
+                "its layer works on slices, between a layer split by 'out' and one split by 'in'; leave these two "
+                "whole (plan 'none'), or move the layer before or after them",
                 parameter=name,
             )

@@ -1,4 +1,4 @@
-"""The ring of the workers that divide layers, with counters."""
+"""The ring between the workers of a tensor group, with counters of their exchanges."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from rayps.core.user_code import peers_awaited
 class TensorCommunicator:
     """One worker's side of its tensor group. Every worker of the group must make the same calls in the same order.
 
-    Each exchange adds 1 to `collectives` and the bytes of its whole tensor to `bytes`: of the sum of an all-reduce, of
-    the concatenation of an all-gather. The bytes sent are the ring's choice (`ring.bytes_sent`); the least is 2 (N-1)/N
-    of the bytes for a sum, (N-1)/N for a gather, from each of N workers.
+    Each exchange adds 1 to `collectives`, and to `bytes` the bytes of its result: of the sum, or of the concatenation.
+    How many bytes are sent depends on the ring's algorithm (`ring.bytes_sent`): each of N workers sends at least
+    2 (N-1)/N of these bytes for a sum, and (N-1)/N for a gather.
     """
 
     def __init__(self, ring: Ring | None) -> None:
@@ -32,7 +32,7 @@ class TensorCommunicator:
         return self  # a copy of a layer uses the same ring
 
     def add(self, t: Tensor) -> Tensor:
-        """Sum all workers' tensors, in place: `t` must be contiguous and not shared."""
+        """Sum all workers' tensors in `t`, which must be contiguous, and which no other code may use."""
         self.collectives += 1
         self.bytes += t.nbytes
         with peers_awaited():
@@ -42,7 +42,10 @@ class TensorCommunicator:
         """Concatenate all workers' tensors along `dim`; the tensor of rank i is `widths[i]` wide."""
         ring = self._open()
         if t.shape[dim] != widths[ring.rank]:
-            raise ConfigError(f"this worker's slice is {t.shape[dim]} wide along {dim}, expected {widths[ring.rank]}")
+            raise ConfigError(
+                f"the slice of tensor rank {ring.rank} has {t.shape[dim]} elements along dimension {dim}, expected "
+                f"{widths[ring.rank]}"
+            )
         shape = list(t.shape)
         shape[dim] = sum(widths)
         one = t.numel() // max(1, widths[ring.rank])  # elements of a slice of width one
@@ -59,23 +62,28 @@ class TensorCommunicator:
         return torch.cat(parts, dim)
 
     def remembered(self, x: Tensor) -> Tensor | None:
-        """Return the result stored for the tensor `x`, so that layers with the same input share its gradient's sum."""
+        """Return the result that `remember` stored for `x`, if any.
+
+        Layers with the same input use the same result, so that the gradient of their input is summed only once.
+        """
         if self._last is None:
             return None
         source, made, version = self._last
         return made if source() is x and x._version == version else None
 
     def remember(self, x: Tensor, made: Tensor) -> Tensor:
-        """Store `made` for the next layer that takes `x`, until backward and while `x` exists."""
+        """Store the result `made` for other layers with the input `x`, until the backward pass or the end of `x`."""
         self._last = (weakref.ref(x, self.forget), made, x._version)
         return made
 
     def forget(self, source: weakref.ref[Tensor] | None = None) -> None:
-        """Drop the stored result; with `source`, only if the result was computed from it."""
+        """Drop the stored result; with `source`, only if the result was computed from that tensor."""
         if self._last is not None and (source is None or self._last[0] is source):
             self._last = None
 
     def _open(self) -> Ring:
         if self.ring is None:
-            raise ConfigError("these layers were split without a ring, for their shapes only: give split() a ring")
+            raise ConfigError(
+                "these layers were split without a ring, so they have shapes but cannot run: pass a ring to split()"
+            )
         return self.ring

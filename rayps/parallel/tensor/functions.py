@@ -1,14 +1,15 @@
-"""Exchanges between workers that divide a layer. Each function's backward is its transpose.
+"""Exchanges between the workers of a tensor group, as differentiable functions.
 
 | function      | forward                     | backward                    |                              |
 |---------------|-----------------------------|-----------------------------|------------------------------|
 | `spread`      | identity                    | sum over the workers        | Megatron's f                 |
 | `total`       | sum over the workers        | identity                    | Megatron's g                 |
 | `gather`      | concatenation of slices     | this worker's slice         | after a layer split by `out` |
-| `own`         | this worker's slice         | concatenation of slices     | before one split by `in`     |
+| `own`         | this worker's slice         | concatenation of slices     | before a layer split by `in` |
 
-Shoeybi et al., "Megatron-LM", 2019, part 3. `gather` and `own` connect to tensors that are equal on every worker, so a
-gradient from outside is whole and equal everywhere, and only this worker's slice of it is used.
+Shoeybi et al., "Megatron-LM", 2019, part 3. The result of `gather` and the argument of `own` are equal on every worker.
+The gradient of the result of `gather` is therefore equal on every worker too, and each worker takes its slice of it
+without a sum.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Grads = tuple[Tensor | None, ...]
 
 
 class _Context(FunctionCtx):
-    """What a forward stores for its backward."""
+    """The values that the functions below store in the forward pass for the backward pass."""
 
     communicator: TensorCommunicator
     dim: int
@@ -45,7 +46,7 @@ class _Spread(Function):
     @staticmethod
     def backward(ctx: _Context, *grads: Tensor) -> Grads:
         ctx.communicator.forget()
-        return ctx.communicator.add(_copy(grads[0])), None  # a copy, as other code may use the gradient too
+        return ctx.communicator.add(_copy(grads[0])), None  # a copy: other code may use this gradient too
 
 
 class _Total(Function):
@@ -88,9 +89,9 @@ class _Own(Function):
 
 
 def spread(x: Tensor, communicator: TensorCommunicator) -> Tensor:
-    """Return `x`, equal on every worker, for different uses on each: its gradient is the sum over the workers.
+    """Return `x`, which is equal on every worker, for computations that differ between workers.
 
-    Layers that take the same tensor one after another share one sum.
+    The gradient of `x` is therefore summed over the workers. Successive layers with the same input share one sum.
     """
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
@@ -102,9 +103,9 @@ def spread(x: Tensor, communicator: TensorCommunicator) -> Tensor:
 
 
 def total(x: Tensor, communicator: TensorCommunicator, *, ours: bool = False) -> Tensor:
-    """Return the sum of all workers' `x`; later operations are equal on every worker.
+    """Return the sum of all workers' `x`, for computations that are the same on every worker.
 
-    With `ours`, no other code uses `x`, and it is summed in place.
+    With `ours`, no other code uses `x`, and the sum is computed in place.
     """
     made: Tensor = _Total.apply(x, communicator, ours)  # type: ignore[no-untyped-call]
     return made
@@ -117,16 +118,19 @@ def gather(x: Tensor, communicator: TensorCommunicator, dim: int, widths: Sequen
 
 
 def own(x: Tensor, communicator: TensorCommunicator, dim: int, widths: Sequence[int], rank: int) -> Tensor:
-    """Return this worker's slice of an `x` that is equal on every worker. Backward: gather all slices."""
+    """Return the slice of worker `rank` along `dim` of an `x` that is equal on every worker.
+
+    `widths` are the slices' widths, in the order of ranks. The backward pass gathers the gradients of all slices.
+    """
     made: Tensor = _Own.apply(x, communicator, dim, widths, rank)  # type: ignore[no-untyped-call]
     return made
 
 
 def dropout(x: Tensor, p: float, dim: int, whole: int, ranges: Sequence[Range]) -> Tensor:
-    """Apply the unsplit layer's dropout to a slice: the `ranges` along `dim` of a mask that is `whole` wide.
+    """Apply dropout to this worker's slice `x` (the `ranges` along `dim`) of a tensor that is `whole` wide along `dim`.
 
-    Every worker draws the whole mask. So all workers draw as many random numbers, and later dropout on tensors that are
-    equal on all workers is equal too.
+    Every worker draws the mask of the whole tensor and uses its slice of it. All workers thus draw equally many random
+    numbers, so that a later dropout on a tensor that is equal on all workers drops the same elements on all of them.
     """
     if p == 0.0:
         return x

@@ -1,4 +1,4 @@
-"""How one layer is split, as plain data: computed once by the driver, equal on every worker."""
+"""How one layer is split, as plain data, which the driver computes once and sends to every worker."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ Range = tuple[int, int]
 class LayerSplit:
     """How a layer is split.
 
-    `split` is out, in, heads, rows, or dropout (a layer without parameters that drops elements of slices). `width`
-    elements are divided in units of `unit` elements (a head); a layer may consist of `blocks` blocks, each of which is
-    divided (a packed q, k, v). With `kept`, the wide side stays in slices: an `out` layer's output is not gathered, an
-    `in` layer's input arrives in slices. `region` names the layers between which a user's own forward runs.
+    `split` is out, in, heads, rows, or dropout (a dropout layer whose input is a slice). `width` is the number of
+    outputs, inputs, features or rows that are divided, in units of `unit` elements (those of a head). The layer may
+    consist of `blocks` equal blocks, each of which is divided (3 for packed q, k, v). With `kept`, data between this
+    layer and its partner stays in slices: the output of an `out` layer is not gathered, the input of an `in` layer
+    arrives as a slice. Layers with the same `region` enclose code of a user's own forward() that runs on slices.
     """
 
     split: str
@@ -28,11 +29,11 @@ class LayerSplit:
 
     @property
     def units(self) -> int:
-        """The largest number of workers that can each have a part."""
+        """The number of units that can be divided: at most this many workers can have a part."""
         return self.width // self.blocks // self.unit
 
     def ranges(self, size: int, index: int) -> tuple[Range, ...]:
-        """Return the part of the width that worker `index` of `size` holds: one range in each block."""
+        """Return the part of the width that worker `index` of `size` has: one range (lo, hi) in each block."""
         lo, hi = part(self.units, size, index)
         block = self.width // self.blocks
         return tuple((b * block + lo * self.unit, b * block + hi * self.unit) for b in range(self.blocks))

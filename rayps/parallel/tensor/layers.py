@@ -1,9 +1,9 @@
 """Layers divided among the workers of a tensor group. Parameters keep the names of the unsplit layer.
 
-Shoeybi et al., "Megatron-LM", 2019, part 3. With y = x W^T + b and W [out, in]: split by `out`, a worker computes its
-slice of y from the whole x, and backward the gradients of x are summed; split by `in`, it computes a partial sum of y
-from its slice of x, the sums are added, and the bias is added once, after the sum. See `rayps.parallel.tensor` for the
-names.
+Shoeybi et al., "Megatron-LM", 2019, part 3. With y = x W^T + b and W [out, in]: in a layer split by `out`, each worker
+computes its slice of y from the whole x, and the backward pass sums the workers' gradients of x. In a layer split by
+`in`, each worker computes a partial sum of y from its slice of x; the partial sums are added, then the bias is added
+once. `rayps.parallel.tensor` compares these names with those of the literature.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from rayps.parallel.tensor.communicator import TensorCommunicator
 from rayps.parallel.tensor.functions import take
 from rayps.parallel.tensor.layer_split import LayerSplit, Range
 
-Cut = tuple[int, tuple[Range, ...]]  # of a parameter: the dimension, and this worker's ranges along it
+Cut = tuple[int, tuple[Range, ...]]  # how a parameter is split: the dimension, and this worker's ranges along it
 
 
 @dataclass(slots=True)
 class TensorRank:
-    """One worker's rank in the group."""
+    """One worker's place in its tensor group."""
 
     communicator: TensorCommunicator
-    size: int
-    index: int
+    size: int  # workers in the group
+    index: int  # this worker's rank in the group
 
 
 class Region:
-    """The random state between split layers in a user's own forward, where workers may draw different amounts.
+    """Sets the random state for the code of a user's own forward() between two split layers.
 
-    In the region each worker draws from its own stream; after it all workers continue from the same state.
+    That code runs on slices, so the workers may draw different numbers of random numbers. Each worker draws from a
+    state of its own there; after the second layer all workers continue from the same state.
     """
 
     def __init__(self, group: TensorRank) -> None:
@@ -42,7 +43,10 @@ class Region:
         self._outside: Tensor | None = None
 
     def enter(self) -> None:
-        """Start the region, at the first layer that computes slices."""
+        """Start the code on slices: from now on this worker draws from its own state.
+
+        The first split layer calls this.
+        """
         if self._outside is None:
             generator = torch.default_generator
             seed = int(torch.randint(1 << 62, (), generator=generator))
@@ -50,14 +54,14 @@ class Region:
             generator.manual_seed(seed + self._group.index)
 
     def leave(self) -> None:
-        """End the region, at the layer that sums the slices."""
+        """End the code on slices: restore the state that is common to all workers. The last split layer calls this."""
         if self._outside is not None:
             torch.default_generator.set_state(self._outside)
             self._outside = None
 
 
 def cuts(layer: nn.Module, way: LayerSplit, size: int, index: int) -> dict[str, Cut]:
-    """Return which of the unsplit layer's parameters are split, and how; the others are whole on every worker."""
+    """Return how the unsplit layer's parameters are split, by name; those not returned are whole on every worker."""
     mine = way.ranges(size, index)
     if way.split == "heads":
         return _head_cuts(layer, way.width, mine)
@@ -86,7 +90,7 @@ def _head_cuts(layer: nn.Module, width: int, mine: tuple[Range, ...]) -> dict[st
     return {name: cut for name, cut in found.items() if name in present}
 
 
-Made = dict[int, nn.Parameter]  # by the id of the whole parameter: tied parameters stay tied
+Made = dict[int, nn.Parameter]  # split parameters by the id of the whole one, so that tied parameters stay tied
 
 
 def local(whole: Tensor, cut: Cut | None, made: Made) -> nn.Parameter:
@@ -102,7 +106,7 @@ def local(whole: Tensor, cut: Cut | None, made: Made) -> nn.Parameter:
 
 
 class SplitLinear(nn.Module):
-    """A linear layer that holds a slice of the unsplit layer's outputs (`out`) or inputs (`in`)."""
+    """Base of the split linear layers: it has the weights of a slice of the outputs (`out`) or inputs (`in`)."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -120,15 +124,15 @@ class SplitLinear(nn.Module):
         self._region = region
 
     def extra_repr(self) -> str:
-        """Describe the slice: this worker's sizes, the split, the whole width."""
+        """Describe the layer: this worker's numbers of inputs and outputs, the split, the unsplit layer's width."""
         return f"{self.in_features} -> {self.out_features}, {self._way.split} of {self._way.width}"
 
 
 class OutLinear(SplitLinear):
-    """A linear layer that computes a slice of the output, and gathers the slices unless the next layer takes one."""
+    """A linear layer split by `out`: it computes a slice of the output; the slices are gathered unless `kept`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x Wᵀ + b: [..., in] to [..., out], or this worker's slice of the outputs."""
+        """Return x Wᵀ + b [..., out] for x [..., in]; with `kept`, only this worker's slice of the outputs."""
         if self._region is not None and self.training:
             self._region.enter()
         y = F.linear(functions.spread(x, self._group.communicator), self.weight, self.bias)
@@ -138,10 +142,10 @@ class OutLinear(SplitLinear):
 
 
 class InLinear(SplitLinear):
-    """A linear layer that takes a slice of the input, and sums the workers' partial outputs."""
+    """A linear layer split by `in`: it computes a partial output from a slice of the input; these are summed."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x Wᵀ + b: [..., in], or this worker's slice of the inputs, to [..., out]."""
+        """Return x Wᵀ + b [..., out] for x [..., in]; with `kept`, x is this worker's slice of the inputs."""
         if not self._way.kept:
             x = functions.own(x, self._group.communicator, -1, self._widths, self._group.index)
         y = functions.total(F.linear(x, self.weight), self._group.communicator, ours=True)
@@ -151,7 +155,7 @@ class InLinear(SplitLinear):
 
 
 class RowsEmbedding(nn.Module):
-    """An embedding that holds a range of the rows. Ids of other ranges give zeros; the workers' outputs are summed."""
+    """An embedding with a range of the rows. It returns zeros for other ids, and the workers' outputs are summed."""
 
     def __init__(self, layer: nn.Embedding, way: LayerSplit, group: TensorRank, made: Made) -> None:
         super().__init__()
@@ -172,7 +176,7 @@ class RowsEmbedding(nn.Module):
 
 
 class OutEmbedding(nn.Module):
-    """An embedding that holds a slice of every row; the workers' slices are gathered."""
+    """An embedding with a slice of every row; the workers' slices are gathered."""
 
     def __init__(self, layer: nn.Embedding, way: LayerSplit, group: TensorRank, made: Made) -> None:
         super().__init__()
@@ -188,7 +192,7 @@ class OutEmbedding(nn.Module):
 
 
 class SliceDropout(nn.Module):
-    """Dropout on slices: it drops the elements that the unsplit layer drops from the same random state."""
+    """Dropout on a slice: from the same random state, it drops the same elements as the unsplit layer."""
 
     def __init__(self, p: float, way: LayerSplit, group: TensorRank) -> None:
         super().__init__()
@@ -196,5 +200,5 @@ class SliceDropout(nn.Module):
         self._whole, self._ranges = way.width, way.ranges(group.size, group.index)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return this worker's slice with elements dropped; `x` itself in evaluation."""
+        """Return the slice `x` with elements dropped; in eval mode return `x`."""
         return functions.dropout(x, self.p, -1, self._whole, self._ranges) if self.training else x

@@ -1,9 +1,10 @@
-"""Plan which layers of a model are split among `size` workers, and how. Pure: works on the meta device.
+"""Plan which layers of a model are split among `size` workers, and how. The model may be on the meta device.
 
-Automatic, as in Shoeybi et al., "Megatron-LM", 2019, part 3: pairs of successive linear layers in a Sequential
-(activations and dropout between them), the first by `out`, the second by `in`; heads of attention; the two linear
-layers of nn.TransformerEncoderLayer and DecoderLayer; rows of large embeddings, with a linear layer tied to one by
-`out`. All other layers stay whole. A plan by names splits the named layers only.
+Without a plan by the user, these layers are split, as in Shoeybi et al., "Megatron-LM", 2019, part 3: pairs of
+successive linear layers in a Sequential (with only activations and dropout between them), the first by `out`, the
+second by `in`; attention by heads; the two linear layers of nn.TransformerEncoderLayer and DecoderLayer; large
+embeddings by rows, and a linear layer whose weight is tied to such an embedding by `out`. All other layers stay whole.
+A user's plan splits only the layers that it names.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from rayps.parallel.tensor.layer_split import LayerSplit, Plan
 from rayps.parallel.tensor.layers import cuts
 from rayps.parallel.tensor.user_plan import UserSplit, resolve, splits
 
-BIG = 1 << 20  # least elements of an embedding for an automatic split: below, the exchange costs more than it saves
+BIG = 1 << 20  # smaller embeddings (in elements) are not split automatically: the exchange costs more than it saves
 _DROPOUTS = (nn.Dropout,)
 _ELEMENTWISE = (
     nn.ReLU,
@@ -48,11 +49,11 @@ Named = list[tuple[str, nn.Module]]
 
 
 def plan(model: nn.Module, size: int, given: dict[str, str] | None = None) -> Plan:
-    """Return how each layer is split: automatically, or as `given` by layer name (other layers stay whole).
+    """Return how each layer is split, by layer name: chosen automatically, or as in the user's plan `given`.
 
-    The plan is empty for one worker. Raises ConfigError, WorkloadError: a name that matches nothing, a layer that
-    cannot be split or has fewer heads, rows or features than there are workers, tied weights of which only one is
-    split.
+    Layers not returned stay whole; for one worker, no layer is returned. Raises ConfigError, WorkloadError: a name in
+    `given` matches no layer; a layer cannot be split, or has fewer heads, rows or features than there are workers; of
+    two layers with tied weights only one is split.
     """
     wishes = _automatic(model, size) if given is None else resolve(model, given)
     if size == 1:
@@ -69,18 +70,18 @@ def plan(model: nn.Module, size: int, given: dict[str, str] | None = None) -> Pl
 
 
 def _none_by_itself(model: nn.Module, size: int) -> WorkloadError:
-    """Return the error if no layer is split automatically, with names that the user may give in `plan`."""
+    """Return the error for a model of which no layer is split automatically; it proposes a `plan` if possible."""
     could = next((name for name, each in model.named_modules() if splits(each) and name), None)
     tied = " (layers that share weights are left whole)" if any(len(n) > 1 for n in _holders(model).values()) else ""
     way_out = "use pipeline instead" if could is None else f"name some in plan, e.g. plan={{{could!r}: 'out'}}"
     return WorkloadError(
-        f"no layer can be split among {size} workers automatically{tied}: {way_out}; splits are found for pairs of "
-        "Linear in a Sequential, attention, transformer layers and big embeddings"
+        f"no layer can be split among {size} workers automatically{tied}: {way_out}; automatic are "
+        "pairs of Linear in a Sequential, attention, transformer layers and large embeddings"
     )
 
 
 def chains(model: nn.Module) -> Iterator[Named]:
-    """Return the layers of each Sequential in order; a nested Sequential is flattened."""
+    """Yield, for each outermost Sequential, its layers in order with their names; nested Sequentials are flattened."""
     inner = {id(layer) for each in model.modules() if _plain(each) for layer in each.children() if _plain(layer)}
     for name, each in model.named_modules():
         if _plain(each) and id(each) not in inner:
@@ -162,7 +163,7 @@ def _big_embeddings(
 
 
 def _join(model: nn.Module, wishes: dict[str, UserSplit]) -> Plan:
-    """Return the splits of the wished layers, where successive layers exchange slices if possible."""
+    """Return how the requested layers are split; a layer passes slices directly to the next one where possible."""
     layers = dict(model.named_modules())
     ways = {name: _way(name, layers[name], wish) for name, wish in wishes.items()}
     for chain in chains(model):
@@ -187,8 +188,8 @@ def _way(name: str, layer: nn.Module, wish: UserSplit) -> LayerSplit:
     width = linear.out_features if wish.split == "out" else linear.in_features
     if width % (wish.unit * wish.blocks):
         raise ConfigError(
-            f"plan splits the layer {name!r} into {wish.blocks} x units of {wish.unit}, and its {width} "
-            f"{wish.split}puts are not a multiple of these",
+            f"plan splits the layer {name!r} into blocks ({wish.blocks}) of units of {wish.unit}, but its {width} "
+            f"{wish.split}puts are not a multiple of {wish.blocks * wish.unit}",
             field="plan",
         )
     return LayerSplit(wish.split, width, wish.unit, wish.blocks)
@@ -213,7 +214,7 @@ def _join_chain(chain: Named, ways: Plan) -> None:
 
 
 def _join_children(prefix: str, parent: nn.Module, ways: Plan) -> None:
-    """Join, in a user's own forward, linear layers by `out` and the next one by `in`, which takes their slices."""
+    """Let linear layers split by `out` pass slices to the next one split by `in`, in a module's own forward()."""
     outs: list[str] = []
     for child, layer in parent.named_children():
         name = prefix + child
@@ -233,16 +234,16 @@ def _must_fit(outs: list[str], last: str, ways: Plan) -> None:
         return
     name = outs[0]
     many = ways[name].width // width
-    hint = f"; if it holds {many} blocks (a packed q, k, v), give 'out*{many}'" if many > 1 else ""
+    hint = f"; if its outputs are {many} blocks (packed q, k, v), give 'out*{many}'" if many > 1 else ""
     raise ConfigError(
-        f"plan splits {name!r} by its {ways[name].width} outputs and {last!r}, after it, by its {width} inputs: "
-        f"the slices do not fit{hint}",
+        f"plan splits {name!r} by its {ways[name].width} outputs, and the layer after it, {last!r}, by its {width} "
+        f"inputs: the numbers must be equal, as the second layer takes the slices of the first{hint}",
         field="plan",
     )
 
 
 def _keep(ways: Plan, outs: list[str], last: str, drops: Named, region: str = "") -> None:
-    """Keep the outputs of `outs` in slices up to `last`, which takes them as they were cut."""
+    """Let the layers `outs` pass their slices to the layer `last` directly; `drops` are dropout layers between them."""
     lead = next(ways[name] for name in outs if ways[name].width == ways[last].width * ways[name].blocks)
     for name in outs:
         way = ways[name]
@@ -257,7 +258,7 @@ def _keep(ways: Plan, outs: list[str], last: str, drops: Named, region: str = ""
 
 
 def _holders(model: nn.Module) -> dict[int, list[str]]:
-    """Return by the id of a parameter every name that it has."""
+    """Return all names of each parameter, by the parameter's id; a tied parameter has several."""
     found: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(parameter), []).append(name)
@@ -268,8 +269,8 @@ def _too_small(name: str, layer: nn.Module, way: LayerSplit, size: int) -> Confi
     what = {"heads": "heads", "rows": "rows"}.get(way.split, "outputs" if way.split == "out" else "inputs")
     have = f"{way.units} {what}" if way.unit == 1 or what == "heads" else f"{way.units} units of {way.unit} {what}"
     return ConfigError(
-        f"size is {size}, and the layer {name!r} ({type(layer).__name__}) has {have}: every worker needs at least "
-        "one; give a smaller size, or 'none' for it",
+        f"size is {size}, but the layer {name!r} ({type(layer).__name__}) has {have}: every worker needs at least "
+        f"one; give a smaller size, or keep the layer whole (plan={{{name!r}: 'none'}})",
         field="size",
     )
 
@@ -285,6 +286,6 @@ def _must_keep_ties(model: nn.Module, ways: Plan, size: int) -> None:
     for names in _holders(model).values():
         if any(cut.get(name) != cut.get(names[0]) for name in names):
             raise WorkloadError(
-                f"{' and '.join(names)} are one tensor, and the plan splits them differently: split both in the same "
-                "dimension (an embedding by 'rows' with a linear layer by 'out'), or neither"
+                f"{' and '.join(names)} are one tensor, but the plan splits them differently: split both in the same "
+                "dimension (the embedding by 'rows' and the linear layer by 'out'), or neither"
             )

@@ -1,4 +1,4 @@
-"""A user's plan: how one layer is to be split, as text, and which layers a name matches."""
+"""Parse a user's plan, which says in text how layers are split, and find the layers that its names match."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CAN = "rayps splits Linear (out, in), Embedding (rows, out) and MultiheadAttent
 
 
 class UserSplit(NamedTuple):
-    """One layer's requested split: `out*3:64` is three blocks, each divided in units of 64."""
+    """How a user wants a layer to be split; `out*3:64` means three blocks, each divided in units of 64 outputs."""
 
     split: str
     blocks: int = 1
@@ -26,7 +26,9 @@ class UserSplit(NamedTuple):
 
 
 def read(name: str, words: str) -> UserSplit:
-    """Parse `out`, `in`, `heads`, `rows`, `none`, `out:UNIT`, `out*BLOCKS` and `out*BLOCKS:UNIT`.
+    """Parse `words`, the plan's text for the layer `name`.
+
+    The forms are `out`, `in`, `heads`, `rows`, `none`, `out:UNIT`, `out*BLOCKS` and `out*BLOCKS:UNIT`.
 
     Raises:
         ConfigError: `words` has none of these forms.
@@ -34,14 +36,14 @@ def read(name: str, words: str) -> UserSplit:
     if isinstance(words, str) and words.lower() in _OPPOSITES:
         raise ConfigError(
             f"plan[{name!r}] is {words!r}, which means one thing in papers (rows of W [out, in]) and the opposite in "
-            "torch's RowwiseParallel and Megatron's RowParallelLinear: say what is split, 'out' or 'in'",
+            "torch's RowwiseParallel and Megatron's RowParallelLinear: name what is split, 'out' or 'in'",
             field="plan",
         )
     found = _WORDS.fullmatch(words) if isinstance(words, str) else None
     if found is None or (found["blocks"] and found["split"] not in ("out", "row")):
         raise ConfigError(
             f"plan[{name!r}] is {words!r}: give out, in, heads, rows or none; out:64 keeps units of 64 outputs "
-            "together (a head's), out*3:64 does so in each of three blocks (a packed q, k, v)",
+            "(those of a head) together, out*3:64 does so in each of three blocks (packed q, k, v)",
             field="plan",
         )
     split = ALIASES.get(found["split"], found["split"])
@@ -49,11 +51,14 @@ def read(name: str, words: str) -> UserSplit:
 
 
 def resolve(model: nn.Module, given: dict[str, str]) -> dict[str, UserSplit]:
-    """Return the requested split of each layer. A name may hold `*`; of two that match the exact or longer one wins.
+    """Return the requested split of each layer, by layer name.
+
+    A name in the plan `given` may contain `*`. If several names match a layer, an exact name has precedence, then the
+    longest.
 
     Raises:
         ConfigError: a name matches no layer, or only layers that cannot be split in that way.
-        WorkloadError: a named layer cannot be split.
+        WorkloadError: a named layer cannot be split at all.
     """
     layers = dict(model.named_modules())
     chosen: dict[str, tuple[tuple[bool, int], UserSplit]] = {}
@@ -73,14 +78,15 @@ def resolve(model: nn.Module, given: dict[str, str]) -> dict[str, UserSplit]:
 
 
 def splits(layer: nn.Module) -> tuple[str, ...]:
-    """Return how a layer can be split; () = it cannot.
+    """Return the ways in which a layer can be split; () if it cannot.
 
-    A subclass or a layer with hooks cannot be split: a split layer would not run its code.
+    A layer with hooks, or of a subclass with its own forward(), cannot be split: the split layer would not run that
+    code.
     """
     if type(layer).__name__.startswith("Parametrized") or layer._forward_pre_hooks or layer._forward_hooks:
         return ()
     if isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear):
-        return ()  # the layer is a part of attention, which reads its weights and never calls it
+        return ()  # the output projection of an attention layer, which reads its weights and never calls it
     if isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward:
         return ("out", "in")
     if isinstance(layer, nn.Embedding) and type(layer).forward is nn.Embedding.forward:
@@ -103,7 +109,7 @@ def _able(layer: nn.Module, wish: UserSplit) -> bool:
 def _unknown(pattern: str, layers: dict[str, nn.Module]) -> ConfigError:
     known = [name for name, layer in layers.items() if splits(layer)]
     near = difflib.get_close_matches(pattern, [name for name in layers if name], 1)
-    hint = f"did you mean {near[0]!r}?" if near else f"it can split {_few(known)}" if known else _CAN
+    hint = f"did you mean {near[0]!r}?" if near else f"layers that can be split are {_few(known)}" if known else _CAN
     return ConfigError(f"plan names {pattern!r}, and the model has no such layer: {hint}", field="plan")
 
 
@@ -120,9 +126,9 @@ def _unable(name: str, layer: nn.Module, wish: UserSplit, exact: bool) -> Config
         )
     inner = [part for part, each in layer.named_modules() if part and splits(each)]
     if inner:
-        hint = f"name the layers in it: {_few([f'{name}.{part}' for part in inner])}"
+        hint = f"name the layers in it instead: {_few([f'{name}.{part}' for part in inner])}"
     elif isinstance(layer, (nn.Linear, nn.Embedding, nn.MultiheadAttention)):
-        hint = "it has a forward, hooks or options (max_norm) of its own, which a split layer would not keep"
+        hint = "it has a forward, hooks or options (max_norm) of its own, which the split layer would ignore"
     else:
         hint = _CAN
     return WorkloadError(f"the layer {name!r} ({kind}) cannot be split: {hint}", layer=name)

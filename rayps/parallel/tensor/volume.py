@@ -1,10 +1,10 @@
-"""What a plan exchanges, by formula: elements and collectives of one forward and backward pass. Pure.
+"""Formulas for what split layers exchange: elements and collectives of one forward and backward pass.
 
-For one row of a layer's input (a token, a sample), the split linear layer [o, i] and N workers:
+For one row of the input (a token, a sample), a linear layer with o outputs and i inputs, and N workers:
 
 | layer                    | forward          | backward         |
 |--------------------------|------------------|------------------|
-| `out` then `in` (o_last) | sum of o_last    | sum of i_first   |
+| pair `out`, then `in`    | sum of o (2nd)   | sum of i (1st)   |
 | `out` alone              | gather of o      | sum of i         |
 | `in` alone               | sum of o         | gather of i      |
 | heads (E features)       | sum of E         | sum of E (for each different input) |
@@ -24,7 +24,7 @@ from rayps.parallel.tensor.layer_split import Plan
 
 @dataclass(frozen=True, slots=True)
 class Volume:
-    """The exchanges of one pass: elements of whole tensors per row, and the number of exchanges."""
+    """What is exchanged in a forward and a backward pass: elements per row (of whole tensors), and collectives."""
 
     forward: int = 0
     backward: int = 0
@@ -43,16 +43,17 @@ class Volume:
 def volume(model: nn.Module, plan: Plan) -> Volume:
     """Return what all layers of the plan exchange in one step.
 
-    Assumes that every input needs a gradient, that self-attention returns no weights, and that all layers have the same
-    number of rows. A first layer whose input needs no gradient exchanges less: its backward part is omitted.
+    The formulas assume that every layer's input needs a gradient, that attention is self-attention which returns no
+    weights, and that all layers have the same number of rows. If the model's input needs no gradient, the first layer
+    exchanges less: nothing in the backward pass.
     """
     return sum(by_layer(model, plan).values(), Volume())
 
 
 def by_layer(model: nn.Module, plan: Plan) -> dict[str, Volume]:
-    """Return the volume of each layer.
+    """Return the volume of each layer of the plan, by layer name.
 
-    Of several `out` layers on one input the first one includes the backward exchange.
+    If several layers split by `out` have the same input, the backward exchange is counted for the first of them.
     """
     layers = dict(model.named_modules())
     seen: set[str] = set()

@@ -1,1 +1,1 @@
-"""The worker's side of a server group: sends requests to the servers that hold the segments at present."""
+"""The worker's side of the parameter server: sends each request to the servers that now hold its segments."""

@@ -1,7 +1,7 @@
-"""Access to the shared parameters on a server group, for a worker: a `GroupServer` over a `Session`.
+"""A worker's access to the dense vector of a space: a `GroupServer`, which sends its requests through a `Session`.
 
-With `defer`, a push is sent together with the next request, so that a round of push and pull is one request to each
-server. `compress` makes pushes travel in fewer bytes, where that pays.
+With `defer`, a push is sent together with the next request, so that a push and a pull are one request to each server.
+`compress` sets an encoding of pushes that takes fewer bytes, if that is faster.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ Extras = Callable[[], Mapping[int, Any]]
 
 
 class GroupServer:
-    """The dense vector of a space: pull and push, whole or by range.
+    """A worker's pulls and pushes of the dense vector of a space: all of it, a range, or rows.
 
-    `extras` gives a step's pieces of tables, by segment; without it tables are pushed nothing. `step` is the number of
-    the next push; -1 goes on where the rank was. `consistent` is what pulls do unless they say otherwise, see `pull`;
-    by default they are consistent for every staleness but None.
+    `defer`: a push is sent with the next request. `extras` returns the pieces that a push has for tables, by segment;
+    without it a push has empty pieces for tables. `step` is the number of the next push; -1 = after the last push that
+    the servers have of this rank. `consistent` is the default for the argument of `pull`; None = True, unless the
+    staleness is None.
 
     Raises:
         PeerTimeout, PeerLost, StaleGeneration: as `Session.join`.
@@ -58,15 +59,15 @@ class GroupServer:
         self.talk, self.rank, self.size, self.dtype = talk, talk.rank, space.layout.size, space.layout.dtype
         self.home: Tensor | None = None  # the tensor that receives whole pulls; None = a new tensor each time
         self.bytes_moved = 0  # bytes of parameters and gradients, sent and received
-        self._last = SegmentReplies({}, 0, 0, 0)  # replies to the last pull; `durable` also of the last push
+        self._last = SegmentReplies({}, 0, 0, 0)  # replies to the last pull; `durable` is also updated by a push
         servers = space.servers
         self.consistent = servers.staleness is not None if consistent is None else consistent
-        self.feedback: ErrorFeedback | None = None  # where pushes are encoded: see `rayps.ps.client.client`
+        self.feedback: ErrorFeedback | None = None  # encodes pushes; None = pushes are not compressed
         self.extras = extras
         self._defer = defer
         self._vector = VectorSegments(space, space.layout)
         self._lists = IdLists(space.layout, space.cuts)
-        self._posted: _SentPush | None = None  # a deferred push that is not sent
+        self._posted: _DeferredPush | None = None  # the push that is not sent yet
         # where the last whole pull was written: the tensor, its pieces and landing places
         self._landed: tuple[Tensor, dict[int, Any], dict[int, Any]] | None = None
         marks = talk.join()
@@ -75,30 +76,34 @@ class GroupServer:
     def pull(
         self, lo: int = 0, hi: int | None = None, *, out: Tensor | None = None, consistent: bool | None = None
     ) -> Tensor:
-        """Return the elements lo to hi of the vector; waits while the clock says so.
+        """Return the elements lo to hi of the vector; wait until the space's staleness allows the pull.
 
         The values are written to `out` if it is given (a contiguous CPU tensor of as many elements), else to a new
-        tensor. With `consistent` they are of one moment: every push is in all of them or in none (with staleness 0 that
-        is so anyway; otherwise pushes wait on the servers meanwhile, and the pull takes four requests instead of one).
-        Without `consistent`, segments answer independently, and a segment of this host may step while it is read.
+        tensor. With `consistent` all values are of one moment: each push is contained in all of them or in none. With
+        staleness 0 this is so in any case; otherwise servers delay pushes meanwhile, and the pull takes four requests
+        instead of one. Without `consistent`, segments answer independently, and a segment in shared memory may step
+        while it is read, so that its values are of several versions.
 
         Raises:
-            PeerTimeout: the slowest worker, or a server, was silent past the deadline.
-            PeerLost: segments are lost.
+            PeerTimeout: the slowest worker, or a server, sent nothing before the deadline.
+            PeerLost: segments are lost, or `hang_up` was called.
         """
         return self._fetch(GroupMessage.PULL, lo, self.size if hi is None else hi, out, consistent)
 
     def read(self, lo: int = 0, hi: int | None = None) -> Tensor:
-        """Return the elements lo to hi as they are now, outside the clock; each segment's are of one version."""
+        """Return the elements lo to hi as they are now, without waiting for other workers.
+
+        The elements of one segment are of one version.
+        """
         return self._fetch(GroupMessage.READ, lo, self.size if hi is None else hi, None, False)
 
     def push(self, value: Tensor | Gradient, weight: float = 1.0, lo: int = 0, rounds: int = 1) -> None:
-        """Push a gradient, or a range of it that begins at element lo; the push counts as one step.
+        """Push a gradient, or a range of it that begins at element `lo`. The push counts as one step.
 
-        Where the strategy's pushes are `spans` it counts as `rounds` steps, all that were made since the one before.
-
-        A Gradient brings its number of samples as its weight. What a range leaves out is not stepped, unless others
-        push it in the same round. Deferred, `value` must not change before the next call here.
+        If a push of the strategy covers several rounds (`PerPush.spans`), it counts as `rounds` steps: all that the
+        worker has made since its last push. A Gradient has its own weight, the number of its samples. Elements outside
+        the range are not stepped, unless other workers push them in the same round. With `defer`, `value` must not
+        change before the next call of a method of this object.
 
         Raises:
             PeerTimeout, PeerLost, StaleGeneration: as `Session.exchange`.
@@ -116,21 +121,21 @@ class GroupServer:
         self._post(pieces, weight, rounds)
 
     def _post(self, pieces: dict[int, Any], weight: float, rounds: int = 1) -> None:
-        """Send a push now, or with the next request. Segments that `pieces` lacks are not named."""
+        """Send a push now, or with the next request. A segment that `pieces` lacks is sent an empty piece."""
         pieces = self._vector.to_all(pieces)
         if self.extras is not None:
             pieces |= self.extras()
         self.bytes_moved += sum(len(piece) for piece in pieces.values())
         self.step += rounds
-        self._posted = _SentPush(self.step - 1, weight, pieces)
+        self._posted = _DeferredPush(self.step - 1, weight, pieces)
         if not self._defer:
             self.settle()
 
     def wait(self, rank: int, rounds: int) -> None:
-        """Return when the pushes of a rank stand for `rounds` rounds.
+        """Wait until the pushes of a rank cover `rounds` rounds.
 
         Raises:
-            PeerTimeout: the rank pushed nothing within the deadline, which each push renews.
+            PeerTimeout: the rank has pushed nothing for the session's `timeout` in seconds.
         """
         self.settle()
         reached, since, timeout = -1, time.monotonic(), self.talk.timeout
@@ -149,7 +154,7 @@ class GroupServer:
                 time.sleep(LOOK_SECONDS)
 
     def _lay(self, vector: Tensor, weight: float, rounds: int) -> bool:
-        """Push a whole gradient in shared memory; return False if no server is on this host."""
+        """Push a whole gradient through shared memory; return False, without effect, if no server is on this host."""
         found = self.talk.shared.buffer()
         if found is None:
             return False
@@ -157,22 +162,22 @@ class GroupServer:
             found.lay(vector.detach() if vector.requires_grad else vector, found.whole)
         self.bytes_moved += self.size * self._vector.item
         self.step += rounds
-        self._posted = _SentPush(self.step - 1, weight, self.talk.shared.pieces(found))
+        self._posted = _DeferredPush(self.step - 1, weight, self.talk.shared.pieces(found))
         if not self._defer:
             self.settle()
         return True
 
     def settle(self) -> None:
-        """Return once every push is acknowledged."""
+        """Send a deferred push, and wait until it is acknowledged."""
         if self._posted is not None:
             posted, self._posted = self._posted, None
             answers = self.talk.exchange(GroupMessage.PUSH, posted.pieces, step=posted.step, weight=posted.weight)
             self._last = self._last._replace(durable=answers.durable)
 
     def flush(self) -> None:
-        """Return when every push is durable: all backups have it, so no failure of one server loses it.
+        """Wait until every push is durable: all backups have it, so no failure of one server loses it.
 
-        In step (staleness 0) that is after the other workers have pushed as many rounds.
+        With staleness 0 this is after the other workers have pushed as many rounds.
 
         Raises:
             PeerTimeout, PeerLost: as `Session.exchange`.
@@ -183,10 +188,11 @@ class GroupServer:
     def pull_rows(
         self, ids: Tensor, table: str | None = None, *, out: Tensor | None = None, consistent: bool | None = None
     ) -> Tensor:
-        """Return the rows of a table with these ids, in the given order and repetition, [len(ids), width].
+        """Return the rows of a table with these ids, [len(ids), width], in the order of `ids`, which may repeat.
 
         A table is a parameter of two or more dimensions; `table` is its name, if there are several. The rows are
-        written to `out` if it is given. Waits and raises as `pull`, and ConfigError: there is no such table or row.
+        written to `out` if it is given. Waits and raises as `pull`; also raises ConfigError: there is no such table or
+        row.
         """
         self.settle()
         listed = self._lists.find(ids, table)
@@ -205,11 +211,11 @@ class GroupServer:
     def push_rows(self, ids: Tensor, rows: Tensor, weight: float = 1.0, table: str | None = None) -> None:
         """Push a gradient [len(ids), width] of the rows with these ids; rows of the same id are added up.
 
-        Counts as one step, as `push` does. Out of step the optimizer steps these rows alone, in step all that anybody
-        pushed in the round; see `rayps.ps.protocol.rows.step_rows` for what that means to its state.
+        The push counts as one step. With staleness 0 the optimizer steps all rows that any worker has pushed in the
+        round, otherwise only these rows; `rayps.ps.protocol.rows.step_rows` says how its state changes.
 
         Raises:
-            ConfigError: there is no such table or row, or the shape is another.
+            ConfigError: there is no such table or row, or `rows` has another shape.
         """
         listed = self._lists.find(ids, table)
         width = listed.ids.table.width
@@ -232,10 +238,10 @@ class GroupServer:
         return found
 
     def buffer(self, size: int, dtype: torch.dtype) -> Tensor:
-        """Allocate `size` elements, all zero, for gradients: what is at the beginning is pushed without a copy.
+        """Return a tensor of `size` zeros; a gradient that is written into its first elements is pushed without a copy.
 
-        Servers of this host read this memory: from `push` on it may change only after the push is acknowledged (`pull`
-        or `settle` has returned). If no server is on this host, it is ordinary memory.
+        Servers of this host read this memory: after a `push`, change it only after the push is acknowledged (`pull` or
+        `settle` has returned). If no server is on this host, it is ordinary memory.
         """
         found = self.talk.shared.buffer()
         if found is None or dtype != self.dtype or size > found.gradient.numel():
@@ -243,14 +249,14 @@ class GroupServer:
         return found.gradient[:size]
 
     def hang_up(self) -> None:
-        """End the waits of another thread in this object with PeerLost; that thread must `close`.
+        """End the waits of another thread in this object with PeerLost; that thread must then call `close`.
 
         Any thread may call this.
         """
         self.talk.hang_up()
 
     def close(self) -> None:
-        """Close the connections; the rank's clock stays on the servers.
+        """Close the connections. The servers retain the number of this rank's steps.
 
         Call `flush` before, if pushes must be durable.
         """
@@ -278,7 +284,7 @@ class GroupServer:
 
     @property
     def seconds_waiting(self) -> float:
-        """How long this worker has waited for answers."""
+        """The seconds for which this worker has waited for answers."""
         return self.talk.seconds_waiting
 
     def _fetch(self, kind: GroupMessage, lo: int, hi: int, out: Tensor | None, consistent: bool | None) -> Tensor:
@@ -327,30 +333,30 @@ class GroupServer:
         return self.talk.exchange(GroupMessage.PULL, pieces, step=self.step, landing=places, rows=rows, torn=torn)
 
     def _together(self, consistent: bool | None) -> bool:
-        """Return whether a pull must stop all servers at the same pushes."""
+        """Return whether a pull must make all segments stop after the same pushes."""
         return self._vector.independent and (self.consistent if consistent is None else consistent)
 
 
 class VectorSegments:
-    """The dense vector of a space, cut into segments: splits a push or a pull of a range into pieces by segment."""
+    """The segments of a space's dense vector: divides a push or a pull of a range into pieces, by segment."""
 
     def __init__(self, space: Space, layout: Layout) -> None:
         self.size, self.dtype, self.cuts, self.item = layout.size, layout.dtype, space.cuts, layout.dtype.itemsize
-        # segments that apply pushes each on its own: a pull of several may be of several states
+        # whether segments apply pushes independently, so that a pull of several may return different states
         self.independent = not space.servers.in_step and len(space.cuts) > 1
         self._nothing: dict[int, Any] = dict.fromkeys(range(space.segments), EMPTY)
 
     def bytes_of(self, index: int) -> int:
-        """Return the bytes of a segment's elements."""
+        """Return the size of a segment's elements in bytes."""
         a, b = self.cuts[index]
         return (b - a) * self.item
 
     def to_all(self, pieces: dict[int, Any]) -> dict[int, Any]:
-        """Return the pieces of a push to all segments, tables too: empty ones for the segments that `pieces` lacks."""
+        """Return `pieces` with an empty piece for every segment, of tables too, that it lacks."""
         return self._nothing | pieces
 
     def pulled(self, out: Any, lo: int, hi: int) -> tuple[dict[int, Any], dict[int, Any]]:
-        """Return the pieces of a pull of the elements lo to hi, and the landing place of each in the bytes `out`."""
+        """Return the pieces of a pull of the elements lo to hi, and where in the bytes `out` each piece's values go."""
         pieces: dict[int, Any] = {}
         places: dict[int, Any] = {}
         for index, (a, b) in enumerate(self.cuts):
@@ -374,7 +380,7 @@ class VectorSegments:
         return found
 
     def encoded(self, memory: ErrorFeedback, vector: Tensor, weight: float, lo: int) -> dict[int, Any]:
-        """Return the encoded pieces of a push of a vector that begins at element `lo`."""
+        """Return the compressed pieces of a push of a vector that begins at element `lo`."""
         cuts = [(i, a, max(a, lo), min(b, lo + vector.numel())) for i, (a, b) in enumerate(self.cuts)]
         return {
             i: coded_piece(memory, vector[start - lo : stop - lo], start, start - a, weight, self.bytes_of(i))
@@ -383,9 +389,11 @@ class VectorSegments:
         }
 
     def check_range(self, lo: int, hi: int) -> None:
-        """Raise ConfigError if there is no such range of elements."""
+        """Raise ConfigError if the vector has no elements lo to hi."""
         if not 0 <= lo <= hi <= self.size:
-            raise ConfigError(f"range {lo} to {hi} is not within the {self.size} parameters")
+            raise ConfigError(
+                f"the range from element {lo} to {hi} is not within the {self.size} elements of the vector"
+            )
 
     def check_out(self, out: Tensor | None, count: int) -> None:
         """Raise ConfigError if `count` elements cannot be written into `out`."""
@@ -393,28 +401,29 @@ class VectorSegments:
             return
         if out.numel() != count or out.dtype != self.dtype or not out.is_contiguous() or out.device.type != "cpu":
             raise ConfigError(
-                f"out is {out.dtype} of {out.numel()} elements: give a contiguous CPU tensor of {count} {self.dtype}"
+                f"out is {out.dtype} of {out.numel()} elements on {out.device}: give a contiguous CPU tensor of "
+                f"{count} elements of {self.dtype}"
             )
 
 
-class _SentPush(NamedTuple):
-    """A deferred push that was not sent yet."""
+class _DeferredPush(NamedTuple):
+    """A push that will be sent with the next request."""
 
     step: int
     weight: float
     pieces: dict[int, Any]
 
 
-PROBE_ELEMENTS = 1 << 20
-_TRIES = 3
+PROBE_ELEMENTS = 1 << 20  # most elements with which `compress` measures
+_TRIES = 3  # measurements of which the median counts
 
 
 class PushesWhole(Protocol):
-    """The interface of a worker's server that `compress` uses."""
+    """The part of the interface of `GroupServer` that `compress` uses."""
 
     size: int  # elements
     dtype: torch.dtype
-    feedback: ErrorFeedback | None  # where pushes are encoded
+    feedback: ErrorFeedback | None  # encodes pushes; None = pushes are not compressed
 
     @property
     def shares_memory(self) -> bool:
@@ -425,17 +434,19 @@ class PushesWhole(Protocol):
 
 
 def compress(server: PushesWhole, compression: str) -> dict[str, Any]:
-    """Let a server's pushes travel as `compression` says; the choice as an event.
+    """Set the encoding of a worker's pushes; return the choice as an event.
 
-    `auto` leaves them as they are where shards read a worker's gradient in shared memory. Elsewhere it compares what a
-    read of up to 2^20 elements takes with what encoding and decoding as many takes, beside the share of the bytes that
-    is left: for this worker and its lines, each may choose another.
+    `compression` is the name of a codec, or "auto". With "auto" pushes are not compressed if all servers read the
+    worker's gradient in shared memory. Otherwise the worker measures how long it takes to read up to 2^20 elements, and
+    to encode and decode as many with each codec. It then uses the codec with the shortest time of coding and sending,
+    if this is less than MARGIN times the time without a codec. Each worker measures its own connections, so workers may
+    choose different codecs.
     """
     if compression != "auto":
         server.feedback = ErrorFeedback(codec(compression), server.size, server.dtype)
-        return choice("server", compression, "given")
+        return choice("server", compression, f"the option compression={compression} requests it")
     if server.shares_memory:
-        return choice("server", "off", "all shards are on this host and read them where they lie")
+        return choice("server", "off", "all servers are on this host and read them in shared memory")
     n = min(server.size, PROBE_ELEMENTS)
     x = torch.randn(n).to(server.dtype)
     line = _seconds(lambda: server.read(0, n))
@@ -448,7 +459,10 @@ def compress(server: PushesWhole, compression: str) -> dict[str, Any]:
 
 
 def _coded_seconds(name: str, x: Tensor, line: float) -> float:
-    """Return the seconds of a compressed push: coding on both sides, and sending the remaining bytes."""
+    """Estimate the seconds of a compressed push: encoding, decoding, and sending the remaining bytes.
+
+    `line` is the seconds for sending `x` uncompressed.
+    """
     kind, n = codec(name), x.numel()
     memory = ErrorFeedback(kind, n, x.dtype)
     coding = _seconds(lambda: kind.decode(memory.encode(x), n, x.dtype))

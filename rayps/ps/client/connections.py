@@ -1,7 +1,7 @@
 """A worker's connections to the servers of a space.
 
 `ServerConnection` is one connection with its requests in flight. `ServerConnections` opens a connection when a request
-needs it, closes it when the server dies, and limits how often an unreachable server is called.
+needs it, closes it when the server dies, and limits how often it tries to reach an unreachable server.
 """
 
 from __future__ import annotations
@@ -28,27 +28,29 @@ from rayps.ps.protocol.rows import ShardRows
 from rayps.ps.protocol.segment_map import SpaceMap, StaticMap, StaticSubscription
 from rayps.ps.protocol.space import Space
 
-CALL_SECONDS = (0.1, 2.0)  # first and longest attempt to connect to a server, which may be dead and still in the map
-PROBE_SECONDS = 0.002  # to detect whether a server that was lost listens at all
-PAUSE_SECONDS = (0.005, 0.1)  # first and longest pause before the next request to a server that refused or was lost
-NAP_SECONDS = 0.05  # between two checks while a segment has no primary
+# seconds of the first, and of the longest, attempt to connect to a server: a dead server may still be in the map
+CALL_SECONDS = (0.1, 2.0)
+PROBE_SECONDS = 0.002  # seconds to find out whether a server that was lost listens at all
+# seconds of the first, and of the longest, pause before the next request to a server that refused one or was lost
+PAUSE_SECONDS = (0.005, 0.1)
+NAP_SECONDS = 0.05  # seconds between two checks while a segment has no primary
 POOLED_BYTES = 1 << 14  # memory for smaller payloads is not reused
 
 
 class _Backoff:
-    """When to try a server again that refused a request or was lost: with growing pauses."""
+    """The pauses, of growing length, between attempts to use a server that refused a request or was lost."""
 
     def __init__(self) -> None:
         self.pause, self.call, self.until = PAUSE_SECONDS[0], CALL_SECONDS[0], 0.0
 
     def extend(self) -> None:
-        """Wait for the next, longer pause."""
+        """Begin a pause, and double the length of the next one."""
         self.until = time.monotonic() + self.pause
         self.pause = min(2 * self.pause, PAUSE_SECONDS[1])
 
 
 class ServerConnections:
-    """The connections of one holder of a rank, by server, and the map of the space's segments."""
+    """The connections of one incarnation of a rank to the servers of a space, and the map of the space."""
 
     def __init__(
         self,
@@ -64,14 +66,15 @@ class ServerConnections:
     ) -> None:
         """With `resident`, share memory with servers of this host.
 
-        `first(server)` returns the first step that can be repeated to a server, which counts the steps below as lost.
+        `first(server)` returns the first step that this worker can repeat to a server; the server counts missing pushes
+        below this step as lost.
         """
         self.space, self.rank, self.name, self.timeout = space, rank, name, timeout
         self.watch = subscribe(door, space.number, name, timeout)
         self.map: SpaceMap = self.watch.map
         self.open: dict[str, ServerConnection] = {}
         self.ended = False
-        self.breaks = 0  # counts lost servers, and maps in which segments have another holder
+        self.breaks = 0  # counts lost connections, and maps that changed the primary or generation of a segment
         self.changes = 0  # counts changes of `open`
         self.deadline = 0.0
         self.memory = WorkerMemory() if resident and AVAILABLE else None
@@ -86,23 +89,34 @@ class ServerConnections:
         if found is None:
             return None
         old, self.map = self.map, found
-        self.backoffs.clear()
         changed = {
             index
             for index, (a, b) in enumerate(zip(old.holdings, found.holdings, strict=True))
             if (a.primary, a.generation) != (b.primary, b.generation)
         }
+        received = {found.holdings[index].primary for index in changed}
+        # the pauses of servers about which the map says nothing new continue: an attempt to connect to a dead server
+        # takes up to CALL_SECONDS
+        self.backoffs = {
+            server: backoff
+            for server, backoff in self.backoffs.items()
+            if server not in received and found.addresses.get(server) == old.addresses.get(server)
+        }
         self.breaks += bool(changed)
         for line in list(self.open.values()):
-            if found.addresses.get(line.server) != old.addresses.get(line.server):  # another process with this name
+            if found.addresses.get(line.server) != old.addresses.get(
+                line.server
+            ):  # this name now belongs to another process
                 self.lose(line)
         return changed
 
     def to(self, server: str) -> ServerConnection | None:
-        """Return the connection to a server, opened with a JOIN; None while it is unreachable or backs off.
+        """Return the connection to a server; open it and send JOIN if there is none.
+
+        None: the server is unreachable, or the pause before the next attempt is not over.
 
         Raises:
-            PeerLost: it died, and will not be replaced.
+            PeerLost: the server died, and will not be replaced.
         """
         backoff = self.backoffs.get(server)
         if backoff is not None and time.monotonic() < backoff.until:
@@ -125,16 +139,17 @@ class ServerConnections:
         return self.open.get(server)
 
     def _call(self, address: str, backoff: _Backoff, known_trouble: bool) -> Link | None:
-        """Connect to a server; None if it is slow or, after a short probe, does not listen.
+        """Connect to a server; return None if it is too slow, or does not listen.
 
-        Raises LinkError: it does not listen, and will not be replaced.
+        `known_trouble`: the server has been lost or has refused a request, so probe first whether it listens. Raises
+        LinkError: the server does not listen, and will not be replaced.
         """
         patience = min(backoff.call, max(0.001, self.deadline - time.monotonic()))
         for seconds in (PROBE_SECONDS, patience) if known_trouble else (patience,):
             try:
                 return connect(address, name=self.name, secret=self.watch.door["secret"], generation=0, timeout=seconds)
             except PeerTimeout:
-                continue  # it listens but is slow
+                continue  # the server may listen, but is slow
             except LinkError:
                 if self.watch.final:
                     raise
@@ -156,7 +171,7 @@ class ServerConnections:
             self.lose(line)
 
     def lose(self, line: ServerConnection) -> None:
-        """Close a connection that failed; its requests in flight must be sent again."""
+        """Close a connection that failed, and mark its requests in flight as unsent."""
         if self.open.pop(line.server, None) is not None:
             self.breaks += 1
             self.changes += 1
@@ -170,23 +185,23 @@ class ServerConnections:
             passing("session: lost, not sent again")
 
     def refused(self, server: str) -> None:
-        """Send nothing to this server for a moment: it does not have the segments, or not yet."""
+        """Begin a pause in which this server is sent nothing: it does not serve the segments, or not yet."""
         self._backoff(server).extend()
 
     def answered(self, server: str) -> None:
-        """Record that this server has the segments that the map assigns to it."""
+        """Record that this server serves its segments: it may be sent requests without a pause."""
         self.backoffs.pop(server, None)
 
     def wait(self, unsent: list[int]) -> None:
-        """Block until a message or a map arrives, or requests to the segments `unsent` may be sent again.
+        """Wait until an answer or a map arrives, or it is time to try again to send requests to the segments `unsent`.
 
         Raises:
-            PeerTimeout: the deadline has passed; it names the silent servers.
+            PeerTimeout: the deadline has passed; the error names the servers that did not answer.
             PeerLost: `hang_up` was called.
         """
         now = time.monotonic()
         if self.ended:
-            raise PeerLost(f"{self.name} has been ended on this side", peer=self.name)
+            raise PeerLost(f"{self.name} has ended its own connections (hang_up or close)", peer=self.name)
         if now > self.deadline:
             raise self._late(unsent)
         ends = self.deadline
@@ -204,23 +219,24 @@ class ServerConnections:
         for box in boxes:
             box.words[WAITS] = 1
         self.fence()
-        if not any(line.readable for line in self.open.values()):
+        if not any(line.readable or line.unread for line in self.open.values()):
             poll.poll(max(1, int(1000 * (ends - now))))
         for box in boxes:
             box.words[WAITS] = 0
         if boxes and self.memory is not None:
-            self.memory.hush()
+            self.memory.wakeup.clear()
 
     def hang_up(self) -> None:
-        """End every wait of another thread with PeerLost. Any thread may call it."""
+        """End every wait of another thread with PeerLost. Any thread may call this."""
         self.ended = True
         self.watch.hang_up()
         for line in list(self.open.values()):
             line.link.hang_up()
 
     def close(self) -> None:
-        """Close all. Safe to call twice."""
+        """Close all connections, the subscription to the map, and the shared memory. Safe to call twice."""
         self.ended = True
+        self.watch.hang_up()  # a thread that catches up would wait on closed descriptors until its deadline
         for line in list(self.open.values()):
             line.close()
         self.open.clear()
@@ -237,12 +253,12 @@ class ServerConnections:
             for line in self.open.values()
             if line.flights
         }
-        reasons = [f"server {name!r} did not answer for {named(which)}" for name, which in silent.items()]
+        reasons = [f"server {name!r} did not answer requests to {named(which)}" for name, which in silent.items()]
         segments = sorted({*unsent, *(index for which in silent.values() for index in which)})
         if unsent:
-            holders = ", ".join(sorted(map(str, self.map.by_server(unsent))))
+            holders = ", ".join(sorted(server or "no server" for server in self.map.by_server(unsent)))
             lost = "; the manager is unreachable" if self.watch.lost else ""
-            reasons.append(f"no request could be sent for {named(sorted(set(unsent)))} (held by {holders}{lost})")
+            reasons.append(f"no request could be sent to {named(sorted(set(unsent)))} (held by {holders}{lost})")
         return PeerTimeout(
             f"space {self.space.name!r}: {'; '.join(reasons)} within {self.timeout:g} s (the knob is `timeout`)",
             peer=next(iter(silent), "manager"),
@@ -252,10 +268,10 @@ class ServerConnections:
 
 
 def take_seat(door: StaticMap, space: Space, rank: int, timeout: float) -> int:
-    """Return a new incarnation of a rank where there is no manager: the server of segment 0 counts them.
+    """Return a new incarnation of a rank of a space without a manager: the server of segment 0 counts incarnations.
 
     Raises:
-        PeerTimeout, PeerLost: that server does not answer.
+        PeerTimeout, PeerLost: the server does not answer.
     """
     found = door.map
     server = str(found.holdings[0].primary)
@@ -271,7 +287,7 @@ def take_seat(door: StaticMap, space: Space, rank: int, timeout: float) -> int:
 
 
 def named(segments: list[int]) -> str:
-    """Return a list of segments for a message, at most eight of them."""
+    """Return a list of segments as text for an error; it names at most eight of them."""
     shown = ", ".join(map(str, segments[:8])) + (f" and {len(segments) - 8} more" if len(segments) > 8 else "")
     return f"segment{'s' if len(segments) != 1 else ''} {shown}"
 
@@ -283,33 +299,33 @@ PUSHES = frozenset({GroupMessage.PUSH, GroupMessage.PUSH_PULL})
 class SegmentRequest:
     """One request to several segments, which may be on several servers.
 
-    `unsent` are the segments to which it must be sent, for the first time or again; `open` counts those without an
-    answer.
+    `unsent` are the segments to which the request must be sent, for the first time or again. `open` is the number of
+    segments that have not answered.
     """
 
     kind: GroupMessage
     step: int
     weight: float
-    pieces: dict[int, Any]  # buffers; of a push that was sent, where they lie in `buffers`
+    pieces: dict[int, Any]  # by segment: a buffer; once a push was sent by message, a view of one of `buffers`
     landing: dict[int, Any] | None = None  # by segment: writable buffers for the values
     answers: dict[int, Any] = field(default_factory=dict)
-    unsent: dict[int, None] = field(default_factory=dict)  # in order
+    unsent: dict[int, None] = field(default_factory=dict)  # an ordered set
     open: int = 0
     lead: int = 0
     version: int | None = None
     durable: int | None = None
-    buffers: list[Any] = field(default_factory=list)  # payloads of messages, to be used again
+    buffers: list[Any] = field(default_factory=list)  # payloads of sent messages; their memory is reused afterwards
     repeated: bool = False  # a push out of the replay buffer, which owns its memory
-    by_message: bool = False  # it must not go by mailbox
-    torn: bool = False  # what is read of a segment may be of several versions
-    asked_rows: Mapping[int, ShardRows] = field(default_factory=dict)  # that the pieces of a pull ask for, by segment
+    by_message: bool = False  # it must be sent as a message, not by mailbox
+    torn: bool = False  # the values that are read of a segment may be of several versions
+    asked_rows: Mapping[int, ShardRows] = field(default_factory=dict)  # by segment: the rows that a pull asks for
 
     def __post_init__(self) -> None:
         self.unsent = dict.fromkeys(self.pieces)
         self.open = len(self.pieces)
 
     def answered(self, segments: list[int], message: Message) -> None:
-        """Record an answer of these segments, without its values."""
+        """Record that these segments have answered; `land` records the values of the answer."""
         durable = int(message.weight)
         self.open -= len(segments)
         self.durable = durable if self.durable is None else min(durable, self.durable)
@@ -320,7 +336,7 @@ class SegmentRequest:
             self.answers.update(dict.fromkeys(segments, EMPTY))
 
     def land(self, server: str, payload: Any) -> None:
-        """Copy the values of an answer to their places. Raises LinkError: they have another size."""
+        """Copy the values of an answer to their landing places. Raises LinkError: the sizes differ."""
         for index, _, data in unpack(payload):
             place = None if self.landing is None else self.landing.get(index)
             if place is None:
@@ -345,26 +361,30 @@ class InFlight:
     request: SegmentRequest
     segments: list[int]
     by_mailbox: bool = False
-    outs: dict[int, Any] = field(default_factory=dict)  # where rows are put that do not land in their place at once
+    outs: dict[int, Any] = field(default_factory=dict)  # by segment: where a server writes rows that are copied later
 
     def reopen(self) -> None:
-        """Mark it as unsent."""
+        """Mark this part of the request as unsent."""
         self.request.unsent.update(dict.fromkeys(self.segments))
 
 
 class ServerConnection:
-    """A worker's connection to one server, its requests in flight there, and the mailbox where memory is shared."""
+    """A worker's connection to one server, the requests in flight on it, and the mailbox if they share memory."""
 
     def __init__(self, server: str, link: Link, mailbox: WorkerMailbox | None = None) -> None:
         self.server, self.link, self.mailbox = server, link, mailbox
         self.flights: dict[int, InFlight] = {}  # by tag
-        self.marks: dict[int, int] = {}  # by segment: the rank's next step there when it joined
+        self.marks: dict[int, int] = {}  # by segment: the rank's next step when it joined
         self.joined = False
         self.joining = -1  # tag of the unanswered JOIN
         self._scratch = np.empty(0, np.uint8)
+        self._seen = 0  # bytes that the link had received when `next` last found no complete message
 
     def send(self, message: Message, payload: Any) -> None:
-        """Send what the socket takes; the rest leaves while answers are awaited. Raises LinkError."""
+        """Send what the socket accepts now; the rest is sent while answers are awaited.
+
+        Raises LinkError: the connection is lost.
+        """
         self.link.queue(message, payload, copy=False)
 
     @property
@@ -381,6 +401,14 @@ class ServerConnection:
         flight = self.flights.get(box.tag)
         return flight is not None and flight.by_mailbox and box.readable
 
+    @property
+    def unread(self) -> bool:
+        """Whether a message was received, together with offers of memory, since `next` last found none.
+
+        `poll` does not report such a message, because the socket is empty.
+        """
+        return self.link.head is not None and self.link.bytes_received != self._seen
+
     def close(self) -> None:
         """Close the link and the mailbox."""
         self.link.close()
@@ -389,19 +417,18 @@ class ServerConnection:
 
     @property
     def events(self) -> int:
-        """The poll events to wait for."""
+        """The `poll` events to wait for: input, and what the link needs to send its queued bytes."""
         return select.POLLIN | (self.link.interest if self.link.queued else 0)
 
     def next(self) -> Message | None:
-        """Return the next message, None if none has arrived.
+        """Return the next message; None if none has arrived. Raises LinkError: the connection is lost.
 
-        The payload of a VALUE with landing places is valid until the next call.
-
-        Raises LinkError.
+        The payload of a VALUE whose request has landing places is valid until the next call.
         """
         link = self.link
         head = link.peek()
         if head is None:
+            self._seen = link.bytes_received
             return None
         flight = self.flights.get(head.tag)
         into = None
@@ -411,7 +438,10 @@ class ServerConnection:
                 if len(self._scratch) != size:
                     self._scratch = np.empty(size, np.uint8)
                 into = self._scratch
-        return link.try_recv(into)
+        found = link.try_recv(into)
+        if found is None:
+            self._seen = link.bytes_received
+        return found
 
 
 ManagerDoor = (
@@ -419,19 +449,19 @@ ManagerDoor = (
 )  # {"address", "secret"} of a manager, or a function that returns it
 Door = ManagerDoor | StaticMap  # where the map of a space comes from
 
-RETRY_SECONDS = 0.2  # between two attempts to find a manager that was lost
-FIND_SECONDS = 0.25  # limit of one such attempt
+RETRY_SECONDS = 0.2  # seconds between two attempts to find a manager that was lost
+FIND_SECONDS = 0.25  # limit of one such attempt in seconds
 
 
 class MapSubscription:
     """One space's map, updated over a link to the manager. For one thread.
 
-    An outdated map is safe: servers refuse requests to segments that they do not hold. So a manager that was lost is
-    looked for only while a request waits for a newer map.
+    An outdated map is safe, because servers refuse requests to segments that they do not hold. So this object looks for
+    a manager that was lost only while a request waits for a newer map.
 
     Raises:
         PeerLost, PeerTimeout: no manager answers.
-        NotFound: it knows no such space.
+        NotFound: the manager has no such space.
     """
 
     final = False  # the manager may replace a server that dies
@@ -458,7 +488,7 @@ class MapSubscription:
         self.map = found
 
     def look(self) -> SpaceMap | None:
-        """Return a newer map, None if none has arrived; does not wait. Raises NotFound: the space is closed."""
+        """Return a newer map; None if none has arrived. Does not wait. Raises NotFound: the space is closed."""
         link = self._link
         if link is None:
             return None
@@ -489,11 +519,11 @@ class MapSubscription:
         return self._link is None
 
     def fileno(self) -> int:
-        """Readable when `look` may find something; -1 while the manager is lost."""
+        """Return the descriptor that is readable when `look` may find a map; -1 while the manager is lost."""
         return -1 if self._link is None else self._link.fileno()
 
     def hang_up(self) -> None:
-        """End every wait of another thread. Any thread may call it."""
+        """End every wait of another thread for a map. Any thread may call this."""
         if (link := self._link) is not None:
             link.hang_up()
 
@@ -518,14 +548,14 @@ class MapSubscription:
 
 
 def subscribe(door: Door, space: int, name: str, timeout: float) -> MapSubscription | StaticSubscription:
-    """Follow the map of a space. Raises as `MapSubscription`."""
+    """Return a subscription to the map of the space with this number. Raises as `MapSubscription`."""
     if isinstance(door, StaticMap):
         return door.subscribe()
     return MapSubscription(door, space, name, timeout)
 
 
 def _map_of(message: Message, known: SpaceMap | None) -> SpaceMap | None:
-    """Return the map in a message if it is newer than the known one. Raises the error that the manager sent."""
+    """Return the map in a message if it is newer than `known`, else None. Raises the error that the manager sent."""
     if message.kind == GroupMessage.ERROR:
         raise error_of(message)
     if message.kind != GroupMessage.MAP:

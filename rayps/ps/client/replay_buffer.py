@@ -1,9 +1,9 @@
 """A worker's pushes that are not durable yet, retained so that they can be pushed again. Pure: no sockets.
 
-A server acknowledges a push that waits for its round before the backups have it. When the segment gets another primary,
-the worker repeats from here what that primary lacks; its ledger drops a push that it has. Memory is bounded: beyond
-`limit` bytes the oldest pushes are evicted, and counted in `dropped`. An evicted push that only a dead server had is
-lost.
+A server acknowledges a push that waits for the rest of its round before the backups have it. When a segment gets
+another primary, the worker repeats the retained pushes that the new primary lacks; the segment's ledger drops a push
+that it has already. Memory is bounded: beyond `limit` bytes the oldest pushes are evicted, and counted in `dropped`. An
+evicted push that only a dead server had is lost.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from rayps.comm.link.socket_link import Payload, as_bytes
 from rayps.ps.protocol.mailbox import rounded
 from rayps.ps.protocol.rows import Bytes
 
-LEAST_BLOCK = 1 << 14  # bytes; a smaller copy is an ordinary one
-COPY_CHUNK = 1 << 21
-COPY_LIMIT = 1 << 29
+LEAST_BLOCK = 1 << 14  # bytes; a smaller copy is in ordinary memory
+COPY_CHUNK = 1 << 21  # bytes that are allocated at once
+COPY_LIMIT = 1 << 29  # most bytes that are allocated
 
 
 @dataclass(slots=True)
 class StepPush:
-    """One step's push: its pieces by segment, of the segments where it is not durable. The bytes must not change."""
+    """The push of one step: its pieces, by segment, for the segments in which it is not durable.
+
+    The bytes of the pieces must not change.
+    """
 
     step: int
     weight: float
@@ -37,7 +40,7 @@ class StepPush:
 class CopyMemory:
     """Memory for the copies of pushes, reused as soon as a copy is no longer referenced.
 
-    A new page of memory costs several times the copy into it, so blocks are not returned to the system.
+    The first write to a new page takes several times as long as the copy, so blocks are not returned to the system.
     """
 
     def __init__(self) -> None:
@@ -46,7 +49,7 @@ class CopyMemory:
         self._bytes = 0
 
     def copy(self, piece: Payload) -> memoryview:
-        """Return a copy of a piece, in ordinary memory where it is small or `COPY_LIMIT` is reached."""
+        """Return a copy of a piece; in ordinary memory if it is small, or `COPY_LIMIT` is reached."""
         view = as_bytes(piece)
         size = rounded(len(view))
         free = self._free.setdefault(size, [])
@@ -62,7 +65,7 @@ class CopyMemory:
         return found.data
 
     def _room(self, size: int) -> bool:
-        """Return whether the rest has room for a block; allocate if it has not."""
+        """Return whether a block fits into the rest of the last chunk; allocate a chunk, within the limit, if not."""
         wanted = max(COPY_CHUNK, size)
         if len(self._rest) < size and self._bytes + wanted <= COPY_LIMIT:
             self._rest = np.empty(wanted, np.uint8)
@@ -73,30 +76,32 @@ class CopyMemory:
 class ReplayBuffer:
     """The pushes of one worker that are not durable everywhere, by segment, oldest first.
 
-    `limit` is in bytes; 0 retains nothing. With `tracks`, the acknowledged steps are recorded even then, for `oldest`.
+    `limit` is in bytes; 0 retains nothing. With `tracks`, the acknowledged steps are recorded even if `limit` is 0, for
+    `oldest`.
     """
 
     def __init__(self, limit: int, *, tracks: bool = False) -> None:
         self.limit = limit
         self.records = tracks or limit > 0  # whether `acknowledged` has anything to record
+        self._tracks = tracks
         self.bytes = 0
         self.dropped = 0  # pushes that were evicted before they were durable
         self.since = 0  # all evicted pushes are below this step
         self._by_segment: dict[int, deque[tuple[int, float, memoryview]]] = {}
-        self._before: dict[int, int] = {}  # by segment: the step after the last one that is not retained
+        self._before: dict[int, int] = {}  # by segment: the first step that retained pushes cover
         self._copies = CopyMemory()
-        self._next: dict[int, int] = {}  # by segment: the step after the last one that was acknowledged
+        self._next: dict[int, int] = {}  # by segment: the step after the last acknowledged one
 
     def joined(self, marks: Mapping[int, int]) -> None:
-        """Record a rank's next step by segment, as servers gave it; steps that are known already stay."""
+        """Record the rank's next step by segment, as servers reported it, for segments of which it is not known yet."""
         for index, mark in marks.items():
             self._next.setdefault(index, mark)
 
     def acknowledged(self, push: StepPush, durable: int, *, copy: bool) -> bool:
-        """Record a push that servers have; return whether its pieces are retained.
+        """Record a push that servers have acknowledged; return whether its pieces are retained.
 
-        All steps below `durable` are durable in the push's segments. With `copy`, copies are retained: the memory of
-        the pieces is used again.
+        All steps below `durable` are durable in the push's segments. With `copy`, copies of the pieces are retained,
+        because the caller will overwrite their memory.
         """
         segments, step = push.pieces.keys(), push.step
         first = min((self._next.get(index, step) for index in segments), default=step)
@@ -113,7 +118,7 @@ class ReplayBuffer:
     def keep(self, step: int, weight: float, pieces: Mapping[int, memoryview], first: int | None = None) -> None:
         """Retain a push; pieces of the same step are one push. Evicts the oldest pushes beyond the limit.
 
-        A push that stands for several steps is named by the last of them, `step`; `first` is the first of them.
+        `first`: the first of the steps that the push covers, if it covers several; `step` is the last of them.
         """
         for index, piece in pieces.items():
             held = self._by_segment.setdefault(index, deque())
@@ -124,7 +129,7 @@ class ReplayBuffer:
             elif all(known != step for known, _, _ in held):
                 insort(held, (step, weight, piece), key=lambda entry: entry[0])
             else:
-                continue  # the same bytes
+                continue  # the piece is retained already
             self.bytes += len(piece)
         while self.bytes > self.limit:
             oldest = min(held[0][0] for held in self._by_segment.values() if held)
@@ -132,28 +137,33 @@ class ReplayBuffer:
             self.dropped, self.since = self.dropped + 1, oldest + 1
 
     def durable(self, segments: Collection[int], mark: int) -> None:
-        """Free the pushes of these segments below step `mark`: they need not be repeated."""
+        """Free the pushes to these segments below step `mark`: they need not be repeated."""
         for index in segments:
             held = self._by_segment.get(index)
             while held and held[0][0] < mark:
                 self._before[index] = held[0][0] + 1
                 self.bytes -= len(held.popleft()[2])
 
-    def among(self, segments: Collection[int]) -> set[int]:
-        """Return those of these segments of which a push is retained."""
-        return {index for index in segments if self._by_segment.get(index)}
+    def concerned(self, segments: Collection[int]) -> set[int]:
+        """Return which of these segments, which have a new primary, need a JOIN that asks for this rank's next step.
+
+        The new primary may lack a retained push, which the worker then repeats. With `tracks` it may also lack a push
+        of an earlier worker of this rank, which this buffer does not have: the JOIN counts that push as lost, because
+        otherwise consistent pulls of other ranks would wait for it.
+        """
+        return {index for index in segments if self._by_segment.get(index) or (self._tracks and index in self._next)}
 
     def first(self, segment: int) -> int | None:
-        """Return the earliest step that is retained of a segment, also as the first one of a push; None: no push is."""
+        """Return the first step of a segment that retained pushes cover; None if no push is retained."""
         return self._before[segment] if self._by_segment.get(segment) else None
 
     def oldest(self, segments: Iterable[int]) -> int:
-        """Return the first step that can be repeated in all of these segments; -1: nothing was pushed to them."""
+        """Return the first step that can be repeated to any of these segments; -1: one of them has had no push."""
         found = [(self.first(index), index) for index in segments]
         return min((self._next.get(index, -1) if first is None else first for first, index in found), default=-1)
 
     def of(self, segments: Collection[int], marks: Mapping[int, int] | None = None) -> list[StepPush]:
-        """Return the retained pushes of these segments in order; with `marks`, from this step of the segment on."""
+        """Return the retained pushes to these segments, by step; `marks`: by segment, the first step to return."""
         found: dict[int, StepPush] = {}
         for index in segments:
             first = 0 if marks is None else marks.get(index, 0)

@@ -1,7 +1,7 @@
-"""Send a request to one server, and read its answer: through shared memory, else by message.
+"""Send a request to one server, and read its answer: through shared memory if possible, else by message.
 
 On one host a request goes into the server's mailbox (`rayps.ps.protocol.mailbox`): its pieces are in memory that the
-server reads, and values are copied out of the server's memory. Otherwise pieces are packed into one payload.
+server reads, and the worker copies values out of the server's memory. Otherwise the pieces are packed into one payload.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class RequestSender:
         self._lines = lines
         self._item = 0 if lines.space.layout is None else lines.space.layout.dtype.itemsize
         self._tag = 0
-        self._unsignalled: list[WorkerMailbox] = []  # with a request for which the server was not woken
+        self._unsignalled: list[WorkerMailbox] = []  # mailboxes with a request for which the server was not woken yet
 
     def next_tag(self) -> int:
-        """Return a new tag, which an answer repeats."""
+        """Return the tag of a new request; the answer has the same tag."""
         self._tag += 1
         return self._tag
 
@@ -66,7 +66,9 @@ class RequestSender:
         pieces = [SegmentPayload(index, holdings[index].generation, request.pieces[index]) for index in segments]
         payload, places = gather(pieces, self.pool)
         request.buffers.append(payload)
-        if request.kind in PUSHES:  # a push that is repeated or retained must be the same bytes: nothing changes these
+        if (
+            request.kind in PUSHES
+        ):  # the push may be retained and repeated: refer to bytes that the caller cannot change
             request.pieces.update(zip(segments, places, strict=True))
         tag = self._in_flight(line, InFlight(request, segments))
         try:
@@ -77,7 +79,7 @@ class RequestSender:
     def _send_by_mailbox(
         self, line: ServerConnection, request: SegmentRequest, segments: list[int], patience: int
     ) -> bool:
-        """Put a request into a mailbox; False where it must go by message."""
+        """Write a request to the server's mailbox; return False if it must be sent by message."""
         box, memory = line.mailbox, self._lines.memory
         if memory is None or box is None or request.kind not in _BY_MAILBOX or request.by_message:
             return False
@@ -107,9 +109,9 @@ class RequestSender:
     def _row(
         self, memory: WorkerMemory, request: SegmentRequest, index: int, outs: dict[int, Any]
     ) -> tuple[int, ...] | None:
-        """Return a segment's row in the head of a mailbox; None where the request must go by message.
+        """Return a segment's row in the head of a mailbox; None if the request must be sent by message.
 
-        Rows of tables that cannot be written into their landing place go into `outs`.
+        If a server cannot write the rows of a table to their landing place, `outs` gets other memory for them.
         """
         dense, place, size = index < len(self._lines.space.cuts), 0, 0
         if not dense and request.kind != GroupMessage.PUSH:
@@ -126,7 +128,7 @@ class RequestSender:
         piece = array_of(request.pieces[index])
         headed = dense and len(piece) not in (0, self._bytes_of(index)) and index not in request.asked_rows
         if headed and (request.kind != GroupMessage.PUSH or memory.place(piece) < 0):
-            return None  # a range, rows elsewhere, or encoded
+            return None  # the server could not read this form of a piece in the worker's memory
         at = memory.place(piece) if len(piece) else 0
         if at < 0:
             copy = memory.room(len(piece))
@@ -144,9 +146,9 @@ class RequestSender:
         return tag
 
     def read(self, box: WorkerMailbox, flight: InFlight) -> dict[int, Any]:
-        """Copy the values of an answer out of shared memory.
+        """Copy the values of an answer out of shared memory to their landing places.
 
-        Return the landing places, by segment, of those that changed during every attempt: they must come by message.
+        Return the landing places, by segment, whose values changed during every attempt: request them by message.
         """
         request, dense = flight.request, len(self._lines.space.cuts)
         torn: dict[int, Any] = {}
@@ -170,7 +172,7 @@ class RequestSender:
 
 
 class BufferPool:
-    """Memory for payloads, reused: touching fresh pages takes as long as the copy into them."""
+    """Memory for payloads, which is reused: the first write to new pages costs as much as the copy of a payload."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[Any]] = {}
@@ -181,7 +183,7 @@ class BufferPool:
         return free.pop() if free else memoryview(np.empty(size, np.uint8))  # type: ignore[arg-type]
 
     def give(self, buffers: list[Any]) -> None:
-        """Take memory back that is not read any more."""
+        """Return buffers to the pool; nothing may read them any more."""
         for buffer in buffers:
             if len(buffer) >= POOLED_BYTES:
                 free = self._free.setdefault(len(buffer), [])
@@ -189,12 +191,12 @@ class BufferPool:
                     free.append(buffer)
 
     def clear(self) -> None:
-        """Free all memory, when requests will have other sizes."""
+        """Free all memory. Call this when later requests will have other sizes."""
         self._free.clear()
 
 
 def gather(pieces: list[SegmentPayload], pool: BufferPool) -> tuple[Any, list[Any]]:
-    """Return a payload as `messages.pack` makes it, with one copy, and the place of each piece in it."""
+    """Return a payload as `messages.pack` makes it, in memory of `pool`, and a view of each piece in it."""
     head = pack_head(pieces)
     views = [as_bytes(each.data) for each in pieces]
     payload = pool.take(len(head) + sum(map(len, views)))

@@ -1,9 +1,10 @@
-"""A worker's session with the servers of a group about one space: requests reach the primary of each segment.
+"""A worker's session with the servers of one space: it sends each request to the primaries of the segments.
 
-A push that an exchange has acknowledged is not lost while one server that has it lives; each push is applied once. When
-a server dies or a segment moves, the session sends the unanswered requests to the segment's new primary, after the
-pushes that only the former primary had (`rayps.ps.client.replay_buffer`); the segment's ledger drops a push that it has
-already. An exchange sends one request to each server before it reads an answer. Li et al., OSDI 2014, section 4.1.
+An acknowledged push is not lost as long as one server that has it lives, and each push is applied once. When a server
+dies or a segment moves, the session repeats the pushes that only the former primary had
+(`rayps.ps.client.replay_buffer`), and then sends the unanswered requests, to the segment's new primary; the segment's
+ledger drops a push that it has already. An exchange sends its requests to all servers before it reads an answer. Li et
+al., OSDI 2014, section 4.1.
 """
 
 from __future__ import annotations
@@ -31,26 +32,27 @@ from rayps.ps.client.connections import (
 )
 from rayps.ps.client.replay_buffer import ReplayBuffer, StepPush
 from rayps.ps.client.requests import RequestSender
-from rayps.ps.client.turn import SharedGradient, TurnPart
+from rayps.ps.client.whole_exchange import SharedGradient, TurnPart
 from rayps.ps.protocol.mailbox import WorkerMailbox
 from rayps.ps.protocol.messages import GroupMessage, error_of, numbers, read_numbers
 from rayps.ps.protocol.rows import ShardRows
 from rayps.ps.protocol.segment_map import SpaceMap, StaticMap
 from rayps.ps.protocol.space import Space
 
-GRACE_SECONDS = 5.0  # beyond the timeout, in which a server itself reports what was late, naming the slowest rank
-KEEP_BYTES = 256_000_000  # of pushes that are not durable yet
+GRACE_SECONDS = 5.0  # seconds beyond the timeout, for servers to answer with an error that names the slowest rank
+KEEP_BYTES = 256_000_000  # bytes of the replay buffer, by default
 _NEVER = 1 << 62
-ASK_SECONDS = 0.5  # between two checks whether awaited segments are lost
+ASK_SECONDS = 0.5  # seconds between two checks whether awaited segments are lost
+# requests whose answer a server may delay
 _PATIENT = frozenset({GroupMessage.PULL, GroupMessage.PUSH_PULL, GroupMessage.READ, GroupMessage.FLUSH})
 
 
 class SegmentReplies(NamedTuple):
     """The answers to a request.
 
-    `pieces` are the values by segment (EMPTY where they were written into a landing place), `lead` the number of rounds
-    that this rank is ahead of the slowest, `version` the least version of the segments, `durable` the step of this rank
-    below which all pushes are durable.
+    `pieces`: the values, by segment; EMPTY if they were written to a landing place. `lead`: the number of rounds that
+    this rank is ahead of the slowest. `version`: the least number of optimizer steps of the segments. `durable`: the
+    step of this rank below which all pushes are durable.
     """
 
     pieces: dict[int, Any]
@@ -60,13 +62,15 @@ class SegmentReplies(NamedTuple):
 
 
 class Session:
-    """One rank's connections to the servers and the manager. For one thread; another uses a `reader()` of its own.
+    """The requests of one rank to a space's servers. For one thread; another thread uses a `reader()` of its own.
 
-    `door` is a manager's {"address", "secret"}, a function that returns it, or a `StaticMap`. `incarnation` numbers the
-    holders of the rank (`ManagerClient.join`); servers refuse all but the last one. `timeout` is in seconds. `keep` is
-    the limit in bytes of the replay buffer. `lost` returns the segments that are lost for good; without it the session
-    waits for them until the deadline, as they may be loaded again. Rank -1 loads and reads, and never pushes. With
-    `resident=False` no memory is shared with servers of this host.
+    `door` is a manager's {"address", "secret"}, a function that returns it, or a `StaticMap`. `incarnation` is the
+    number of this process among those that had the rank (`ManagerClient.join`); servers refuse all but the last one.
+    `timeout` is in seconds. `keep` is the size of the replay buffer in bytes. `lost` returns the segments that are lost
+    for good; without it the session waits for lost segments until the deadline, because they may be loaded again. Rank
+    -1 loads and reads, and never pushes. With `resident=False` no memory is shared with servers of this host. With
+    `pushes=False` this session does not report pushes as lost to a restored server: the session of the rank that
+    pushes does.
 
     Raises:
         PeerLost, PeerTimeout: the manager does not answer.
@@ -84,33 +88,35 @@ class Session:
         keep: int = KEEP_BYTES,
         lost: Callable[[], Collection[int]] | None = None,
         resident: bool = True,
+        pushes: bool = True,
     ) -> None:
         self.space, self.rank, self.timeout = space, rank, timeout
         self.seconds_waiting = 0.0
         self._door, self._incarnation = door, incarnation
         name = name or (f"worker-{rank}" if rank >= 0 else "opener")
         restored = isinstance(door, StaticMap) and not door.final  # a server that died is restored from a snapshot
-        self.kept = ReplayBuffer(keep, tracks=restored)
-        first = self._first if restored else None
+        self.kept = ReplayBuffer(keep, tracks=restored and pushes)
+        first = self._first if restored and pushes else None
         self._lines = ServerConnections(door, space, rank, incarnation, name, timeout, resident=resident, first=first)
         self.shared = SharedGradient(self._lines)
         self._sender = RequestSender(self._lines)
         self._losses = LossCheck(space.name, lost)
-        self._lock = threading.RLock()  # one exchange at a time: see `catch_up`
+        self._lock = threading.RLock()  # held during an exchange, because `catch_up` may run in another thread
         self._readers: weakref.WeakSet[Session] = weakref.WeakSet()
-        self._requests: list[SegmentRequest] = []  # of the exchange under way, in the order to be sent
-        # segments whose new primary may lack retained pushes, and the connection on which it was asked (`_ask_marks`)
+        self._requests: list[SegmentRequest] = []  # of the present exchange, in the order in which they are sent
+        # segments whose new primary may lack pushes of this rank, and the connection on which the primary was asked for
+        # this rank's next step (`_ask_marks`); None = it was not asked yet
         self._unsure: dict[int, ServerConnection | None] = {}
 
     @property
     def map(self) -> SpaceMap:
-        """The newest map of the segments that has arrived."""
+        """The newest map of the space that was received."""
         return self._lines.map
 
     def reader(self) -> Session:
-        """Return another session of the same rank, with connections of its own, for another thread.
+        """Return another session of the same rank, with its own connections, for another thread.
 
-        It must not push. `hang_up` of this session also ends it.
+        The other session must not push. `hang_up` of this session ends both.
         """
         made = Session(
             self._door,
@@ -122,18 +128,21 @@ class Session:
             keep=0,
             lost=self._losses.lost,
             resident=self._lines.memory is not None,
+            pushes=False,
         )
         self._readers.add(made)
-        if self._lines.ended:  # while it was made
+        if self._lines.ended:  # `hang_up` was called while `made` was created
             made.hang_up()
         return made
 
     def join(self) -> dict[int, int]:
-        """Connect to all servers; return this rank's next step by segment. Rank -1 has none, and need not join.
+        """Connect to all servers; return this rank's next step by segment.
+
+        Rank -1 has no steps, and need not join.
 
         Raises:
             PeerTimeout, PeerLost: a server does not answer, or a segment is lost.
-            StaleGeneration: the rank has a later holder.
+            StaleGeneration: a later incarnation of the rank has joined.
         """
         self._begin()
         lines, found = self._lines, dict[int, int]()
@@ -144,7 +153,7 @@ class Session:
                 line = None if server is None else lines.to(server)
                 if line is not None and line.joined:
                     found |= {i: line.marks[i] for i in segments if i in line.marks}
-                    if any(i not in line.marks for i in segments):  # it has not received its orders yet
+                    if any(i not in line.marks for i in segments):  # the server has not received its orders yet
                         lines.join(line)
                         lines.refused(line.server)
             missing = [index for index in missing if index not in found]
@@ -165,16 +174,18 @@ class Session:
         rows: Mapping[int, ShardRows] | None = None,
         torn: bool = False,
     ) -> SegmentReplies:
-        """Send a request to the segments in `pieces` (buffers), and return all answers.
+        """Send a request to the segments in `pieces`, and return all answers.
 
-        `step` is also the round of a PART. Values are written into `landing` (writable buffers of the right size) where
-        given, else into new memory. `rows` are what the pieces of a PULL ask for, by segment: they are read where a
-        server shares its memory; with `torn` it may step while it is read. A PUSH_PULL pulls the segments of the dense
-        vector alone. Buffers may change once this has returned.
+        `pieces`: buffers by segment, which may change when this has returned. `step`: the step of a push or a pull, or
+        the round of a PART. `landing`: by segment, a writable buffer of the size of the values; without one the values
+        are in new memory. `rows`: by segment, the rows for which the piece of a PULL asks; with them, the rows can be
+        read in a server's shared memory. `torn`: a segment may step while it is read there. A PUSH_PULL pulls only
+        segments of the dense vector.
 
         Raises:
-            PeerTimeout: servers, or the slowest rank, did not answer by the deadline; it names them.
-            PeerLost: segments are lost. StaleGeneration: the rank has a later holder.
+            PeerTimeout: servers did not answer, or the slowest rank did not push, in time; the error names them.
+            PeerLost: segments are lost, or `hang_up` was called.
+            StaleGeneration: a later incarnation of the rank has joined.
         """
         dense, lands = len(self.space.cuts), None if landing is None else dict(landing)
         parts = [(kind, dict(pieces))]
@@ -209,10 +220,10 @@ class Session:
     ) -> SegmentReplies:
         """Pull as `exchange` does, from all dense segments in one state: each push is in all of them or in none.
 
-        Servers apply no push meanwhile. All pushes of this rank must be acknowledged.
+        Servers delay pushes meanwhile. All pushes of this rank must be acknowledged before.
 
         Raises:
-            PeerTimeout: a push that one server has did not reach another, or servers were held for too long.
+            PeerTimeout: a push that one server has did not reach another server, or no pull succeeded in time.
         """
         deadline = time.monotonic() + self.timeout
         while True:
@@ -223,24 +234,24 @@ class Session:
             except PeerTimeout as error:
                 if not error.data.get("behind") or time.monotonic() > deadline:
                     raise
-                continue  # a worker that must repeat a push may have waited for a server that was held here
+                continue  # a worker that must repeat a push may have waited for a server that this reader held
             finally:
                 self.tell(GroupMessage.RELEASE, 0)
             if self._lines.breaks == breaks and time.monotonic() - began < self.timeout:
-                return found  # otherwise a segment has moved, or its server ended the hold
+                return found  # no segment has moved, and no server has ended the hold
             if time.monotonic() > deadline:
                 raise PeerTimeout(
-                    f"the segments of {self.space.name!r} could not be held and read within {self.timeout:g} s: raise "
-                    "timeout, or pull with consistent=False",
+                    f"no consistent pull of space {self.space.name!r} succeeded within {self.timeout:g} s, because "
+                    "segments moved or servers did not answer: raise timeout, or pull with consistent=False",
                     peer="server",
                     seconds=self.timeout,
                 )
 
     def _hold(self) -> None:
-        """Stop all dense segments at the same pushes.
+        """Make all dense segments stop after the same pushes.
 
-        Segment 0 is held first, alone: it admits one reader at a time. With a second segment that request could be
-        divided between two servers, and two readers could then wait for each other.
+        The first request is to segment 0 alone, whose server admits one reader at a time. A first request to two
+        segments could go to two servers, and two readers could then wait for each other.
         """
         pieces = self.exchange(GroupMessage.HOLD, {0: EMPTY}, step=1).pieces
         others = dict.fromkeys(range(1, len(self.space.cuts)), EMPTY)
@@ -249,13 +260,13 @@ class Session:
         reached = {i: read_numbers(piece) for i, piece in pieces.items()}
         target = [max(steps) for steps in zip(*reached.values(), strict=True)]
         if len({steps[self.rank] for steps in reached.values()}) > 1:
-            return  # a push of this rank has reached some servers only: no common state until it is repeated
+            return  # only some servers have a push of this rank: there is no common state until it is repeated
         late = {i: numbers(target) for i, steps in reached.items() if steps != target}
         if late:
             self.exchange(GroupMessage.AIM, late)
 
     def room(self, size: int) -> Any:
-        """Return `size` bytes for a piece or a landing place that servers of this host can access; not zeroed."""
+        """Return `size` bytes, not zeroed, for a piece or a landing place; servers of this host can access them."""
         memory = self._lines.memory
         return np.empty(size, np.uint8) if memory is None else memory.room(size)
 
@@ -268,10 +279,10 @@ class Session:
     def turn(
         self, step: int, weight: float, pieces: Mapping[int, Any], landing: Mapping[int, Any], *, torn: bool = False
     ) -> SegmentReplies | None:
-        """Do an `exchange` of a PUSH_PULL in fewer calls; `pieces` are those of the whole gradient in `shared`.
+        """Push the whole gradient and pull the whole vector through shared memory: a PUSH_PULL in fewer calls.
 
-        Return None where it must be an `exchange`: a server does not share memory, or a request is in flight. Raises as
-        `exchange`.
+        `pieces` is the result of `shared.pieces`. Returns None, without effect, if `exchange` must do it: a server does
+        not share memory, or a request is in flight. Raises as `exchange`.
         """
         with self._lock:
             return self._turn_alone(step, weight, pieces, landing, torn=torn)
@@ -325,7 +336,7 @@ class Session:
         return SegmentReplies({}, lead, version, durable)
 
     def tell(self, kind: GroupMessage, number: int) -> None:
-        """Send a message that has no answer (SAVED, RELEASE) to all connected servers."""
+        """Send a message that has no answer (SAVED, RELEASE), with a = `number`, to all connected servers."""
         for line in list(self._lines.open.values()):
             try:
                 line.send(Message(kind, 0, number), None)
@@ -333,9 +344,10 @@ class Session:
                 self._lines.lose(line)
 
     def flush(self) -> None:
-        """Return once every push of this rank is durable; in step, once the other workers have pushed as many rounds.
+        """Wait until every push of this rank is durable: all backups have it.
 
-        On servers with a static map, which have no backups, acknowledged pushes are all that can be waited for.
+        With staleness 0 this is after the other workers have pushed as many rounds. With a static map it returns at
+        once, because the servers have no backups.
 
         Raises:
             PeerTimeout, PeerLost: as `exchange`.
@@ -344,19 +356,19 @@ class Session:
             self.exchange(GroupMessage.FLUSH, dict.fromkeys(range(self.space.segments), EMPTY))
 
     def hang_up(self) -> None:
-        """End every wait of another thread with PeerLost; that thread is to `close`. Any thread may call it."""
+        """End every wait of another thread with PeerLost; that thread must then `close`. Any thread may call this."""
         self._lines.hang_up()
         for reader in list(self._readers):
             reader.hang_up()
 
     def close(self) -> None:
-        """Close all connections. Pushes that are not durable stay with the servers as they are. Safe to call twice."""
+        """Close all connections. Pushes that are not durable are not repeated any more. Safe to call twice."""
         self._lines.close()
 
     def catch_up(self) -> None:
         """Repeat the pushes that a restored server lacks, unless an exchange has done so.
 
-        Any thread: it waits for the exchange under way, and the next exchange waits for it.
+        Any thread may call this: it waits for the end of the present exchange, and the next exchange waits for it.
 
         Raises:
             PeerTimeout, PeerLost: as `exchange`.
@@ -368,14 +380,14 @@ class Session:
     # ---- one exchange
 
     def _begin(self) -> float:
-        """Start the deadline; return the time."""
+        """Set the deadline of an exchange; return the time now."""
         now = time.monotonic()
         self._lines.deadline = now + self.timeout + GRACE_SECONDS
         self._losses.begin(now)
         return now
 
     def _run(self, requests: list[SegmentRequest]) -> None:
-        """Send requests, after those that an earlier exchange left, and wait for all answers."""
+        """Send requests, after the pushes that a failed exchange has left to repeat, and wait for all answers."""
         with self._lock:
             began = self._begin()
             self._requests += requests
@@ -406,7 +418,7 @@ class Session:
         self._lines.wait([index for each in self._requests for index in each.unsent] + unasked)
 
     def _give_up(self) -> None:
-        """After an error, ignore the answers to come; pushes that may not have arrived precede the next request."""
+        """After an error, ignore the answers to come, and prepare to repeat the pushes that may not have arrived."""
         for line in self._lines.open.values():
             if line.pending and self._lines.memory is not None:
                 self._lines.memory.retire()
@@ -419,10 +431,10 @@ class Session:
         self._requests = self._repeated(range(self.space.segments)) if cut_off else []
 
     def _repeated(self, segments: Collection[int], marks: Mapping[int, int] | None = None) -> list[SegmentRequest]:
-        """Return the retained pushes of these segments as requests; with `marks`, from these steps on."""
+        """Return the retained pushes to these segments as requests; `marks`: by segment, the first step to repeat."""
         return [
             SegmentRequest(GroupMessage.PUSH, p.step, p.weight, p.pieces, repeated=True, by_message=True)
-            for p in self.kept.of(segments, marks)  # messages stay in this order
+            for p in self.kept.of(segments, marks)  # a server receives messages in this order
         ]
 
     def _first(self, server: str) -> int:
@@ -430,7 +442,7 @@ class Session:
         return self.kept.oldest(index for index, held in enumerate(self.map.holdings) if held.primary == server)
 
     def _ask_marks(self) -> None:
-        """Ask new primaries for this rank's next step there, by a JOIN; JOINED answers it (`_joined`)."""
+        """Ask new primaries for this rank's next step, by a JOIN; `_joined` handles the answer."""
         for server, segments in self.map.by_server(list(self._unsure)).items():
             line = None if server is None else self._lines.to(server)
             if server is not None and line is not None and any(self._unsure[index] is not line for index in segments):
@@ -448,15 +460,15 @@ class Session:
         for index in known:
             del self._unsure[index]
         self._requests[:0] = self._repeated(known, line.marks)
-        if len(known) < len(asked):  # it has not received its orders yet
+        if len(known) < len(asked):  # the server has not received its orders yet
             self._unsure.update(dict.fromkeys(set(asked).difference(known)))
             self._lines.refused(line.server)
 
     def _send_all(self) -> None:
-        """Send what is unsent to the present primaries; repeated pushes precede the later ones of their segments."""
+        """Send unsent requests to the present primaries; in each segment, repeated pushes before any other request."""
         if self._unsure:
             self._ask_marks()
-        behind = set(self._unsure)  # segments whose primary lacks earlier pushes
+        behind = set(self._unsure)  # segments whose primary may lack earlier pushes
         for request in list(self._requests):
             if request.repeated:
                 behind.update(index for index in request.pieces if index not in request.answers)
@@ -470,7 +482,7 @@ class Session:
         self._sender.signal()
 
     def _patience(self, request: SegmentRequest) -> int:
-        """Return how long the answer to a request may wait on the server, in milliseconds."""
+        """Return how many milliseconds a server may delay the answer to a request."""
         if request.kind not in _PATIENT:
             return 0
         return max(1, int(1000 * (self._lines.deadline - GRACE_SECONDS - time.monotonic())))
@@ -493,7 +505,7 @@ class Session:
         kind = GroupMessage.ACK if flight.request.kind == GroupMessage.PUSH else GroupMessage.VALUE
         self._answered(line, flight, Message(kind, box.tag, version, lead, float(durable)))
         torn = self._sender.read(box, flight) if kind == GroupMessage.VALUE else {}
-        if torn:  # the server sends a copy
+        if torn:  # request these values by message
             asked = flight.request
             pieces = {index: asked.pieces[index] if index in asked.asked_rows else EMPTY for index in torn}
             self._requests.append(SegmentRequest(GroupMessage.READ, 0, 0.0, pieces, torn, by_message=True))
@@ -508,7 +520,7 @@ class Session:
                     line.link.absorb()
                     line.link.flush()
             except LinkError:
-                pass  # raised again by `next`, after the messages that had arrived
+                pass  # `next` raises it again, after it has returned the messages that have arrived
             while open_lines.get(line.server) is line:
                 try:
                     message = line.next()
@@ -526,14 +538,14 @@ class Session:
             line.joining = 0
             if message.kind == GroupMessage.ERROR:
                 raise error_of(message)
-            if message.kind != GroupMessage.JOINED:  # the server does not know the space yet: join again later
+            if message.kind != GroupMessage.JOINED:  # the server does not know the space yet: connect again later
                 self._lines.lose(line)
                 return
             self._joined(line, message)
             return
         flight = line.flights.pop(message.tag, None)
         if flight is None:
-            return  # its request was given up
+            return  # the exchange of this request has failed
         if message.kind == GroupMessage.ERROR:
             raise error_of(message)
         if message.kind == GroupMessage.STALE:
@@ -541,7 +553,10 @@ class Session:
             self._lines.refused(line.server)
             return
         if message.kind not in (GroupMessage.ACK, GroupMessage.VALUE):
-            raise LinkError(f"{line.server!r} answered with a message of kind {message.kind}", peer=line.server)
+            raise LinkError(
+                f"{line.server!r} answered with a message of kind {message.kind}, where ACK or VALUE was expected",
+                peer=line.server,
+            )
         self._answered(line, flight, message)
         if message.kind == GroupMessage.VALUE:
             flight.request.land(line.server, message.payload)
@@ -553,7 +568,7 @@ class Session:
         if request.kind in PUSHES and not request.repeated:
             push = StepPush(request.step, request.weight, {i: as_bytes(request.pieces[i]) for i in segments})
             if self.kept.acknowledged(push, durable, copy=flight.by_mailbox):
-                request.buffers.clear()  # the replay buffer has them
+                request.buffers.clear()  # the replay buffer uses them now
         else:
             self.kept.durable(segments, durable)
         request.answered(segments, message)
@@ -561,7 +576,7 @@ class Session:
     # ---- a newer map
 
     def _apply_map(self) -> None:
-        """Apply a newer map: reopen the requests to segments that moved, and check what their new primaries lack."""
+        """Apply a newer map: mark requests to segments with a new primary as unsent, and the segments as unsure."""
         changed = self._lines.newer()
         if not changed:
             return
@@ -573,17 +588,20 @@ class Session:
             for tag in void:
                 line.flights.pop(tag).reopen()
             if void and line.link.queued:
-                self._lines.lose(line)  # half of a request has been sent
-        self._unsure.update(dict.fromkeys(self.kept.among(changed)))
+                self._lines.lose(line)  # a request may be sent in part, and its rest must not follow
+        self._unsure.update(dict.fromkeys(self.kept.concerned(changed)))
 
 
 class LossCheck:
-    """Detects that awaited segments are lost for good; `lost` returns such segments (None: never checked)."""
+    """Detects that segments for which a session waits are lost for good.
+
+    `lost` returns the segments of the space that are lost for good; None = never check.
+    """
 
     def __init__(self, space: str, lost: Callable[[], Collection[int]] | None) -> None:
         self.lost = lost
         self._space = space
-        self._moved: set[int] = set()  # segments whose primary has changed: no other can be lost
+        self._moved: set[int] = set()  # segments whose primary has changed: only these can be lost
         self._due = 0.0
 
     def moved(self, segments: Collection[int]) -> None:
@@ -595,15 +613,15 @@ class LossCheck:
         self._due = now + ASK_SECONDS
 
     def check(self, awaited: Iterable[int]) -> None:
-        """Raise PeerLost if awaited segments are lost; asks at most every ASK_SECONDS."""
+        """Raise PeerLost if awaited segments are lost. Calls `lost` at most once in ASK_SECONDS."""
         if self.lost is None or not self._moved or time.monotonic() < self._due:
             return
         self._due = time.monotonic() + ASK_SECONDS
         gone = sorted(self._moved.intersection(awaited).intersection(self.lost()))
         if gone:
             raise PeerLost(
-                f"{named(gone)} of {self._space!r} had no backup when their server died: their parameters, and all "
-                "pushes to them, are lost (the knob is `replicas`)",
+                f"{named(gone)} of space {self._space!r} had no backup when their server died: their parameters, and "
+                "all pushes to them, are lost (the knob is `replicas`)",
                 peer="server",
                 segments=gone,
             )

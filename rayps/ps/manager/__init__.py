@@ -1,1 +1,1 @@
-"""The manager of a server group: pure functions decide which server holds each segment; a thread acts."""
+"""The manager of a server group: pure functions decide which server holds each segment, and a thread acts on this."""

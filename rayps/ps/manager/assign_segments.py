@@ -1,15 +1,17 @@
 """Decide what the manager of a server group does next: pure functions from facts to decisions.
 
-`decide` compares the present assignment of segments to servers with the wanted one, whatever led to the present one. So
-a manager that restarts from its record continues where the last one stopped. The manager applies decisions until there
-are none. Copies and moves take time: servers report them, and `apply_report` changes the assignment. A move is a new
-backup, a promotion and a removal; a recovery is a promotion and a new backup.
+`decide` compares the present assignment of segments to servers with the wanted one, and needs no history. So a manager
+that restarts from its record continues where the last one stopped. The manager applies decisions until `decide` returns
+none. Some decisions take servers time to carry out: servers report progress, and `apply_report` changes the assignment.
+A segment is moved to a server by making a backup there, promoting the backup, and dropping the copy on the old server.
+A segment is recovered by promoting a backup and making a new one.
 
-`Rebalancer` decides which segments move because of load. Segments are placed by the hash ring, which does not know the
-load: a table whose ids follow Zipf's law makes a few segments hot. A server that is hot for a while gives a segment to
-the least loaded server, the one that lowers the larger of the two loads the most, until the server is cool. A segment
-that alone is hotter than the mean stays, and the others leave its server. Below a minimum load nothing moves, and a
-segment that has moved is measured at its new place before it moves again.
+`Rebalancer` decides which segments move because of load. Segments are placed by consistent hashing (the *hash ring*),
+which ignores load: if the ids of a table follow Zipf's law, a few segments are hot. A server that stays hot gives
+segments to the least loaded server, one after the other, until it is cool (`Balance`). It gives the segment whose move
+makes the larger of the two servers' loads smallest. A segment that alone is hotter than the mean stays, and other
+segments leave its server. Below a minimum load no segment moves, and a segment that has moved stays for a while, so
+that its load is measured on the new server before it moves again.
 """
 
 from __future__ import annotations
@@ -53,16 +55,16 @@ class ServerFacts:
 
     @property
     def stays(self) -> bool:
-        """Whether segments belong on this server.
+        """Whether segments may be placed on this server.
 
-        A server that is AWAY is expected back: a manager's restart moves nothing.
+        This includes a server that is AWAY, which will connect again: a restart of the manager moves no segment.
         """
         return self.state in (ServerState.ALIVE, ServerState.AWAY)
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentAssignment:
-    """The servers of one segment. Backups in `synced` have every acknowledged push; the others are being copied."""
+    """The servers of one segment. Backups in `synced` have every acknowledged push; other backups do not yet."""
 
     space: int
     index: int
@@ -85,7 +87,7 @@ class SegmentAssignment:
 
     @property
     def unsynced(self) -> tuple[str, ...]:
-        """The backups that are being copied."""
+        """The backups that do not have every acknowledged push yet."""
         return tuple(copy for copy in self.copies if copy not in self.synced)
 
     @property
@@ -115,7 +117,7 @@ def apply_report(
     """
     if generation != segment.generation:
         return segment
-    if event == Event.ASKED:  # sent by a backup, or by a primary that has no state to begin with
+    if event == Event.ASKED:  # sent by a backup that needs a state, or by a primary that has none to begin with
         if reporter == segment.primary and not segment.started:
             return replace(segment, primary=None)
         return _without_copy(segment, reporter) if reporter in segment.copies else segment
@@ -138,14 +140,14 @@ class GroupFacts:
 
     servers: tuple[ServerFacts, ...]
     segments: tuple[SegmentAssignment, ...]  # the segments of a space are adjacent
-    wanted: int  # servers
+    wanted: int  # wanted number of servers
     replicas: int  # wanted backups of each segment; fewer if there are too few servers
-    starting: int = 0  # servers whose start was ordered and that have not registered
-    gathering: bool = False  # `starting` servers register soon: fully copied segments wait, so that they move only once
-    placed_by_load: Mapping[SegmentId, str] = field(default_factory=dict)  # primaries that load moved off the ring
-    failed_copies: frozenset[tuple[str, str]] = frozenset()  # a primary, and a server that it failed to copy to
-    moves: int = 2  # segments that a server moves at a time; few, so that training continues
-    heals: int = 4  # missing backups that a server copies at a time
+    starting: int = 0  # number of servers that were ordered and have not registered yet
+    gathering: bool = False  # more servers register soon: fully copied segments wait for them, so that each moves once
+    placed_by_load: Mapping[SegmentId, str] = field(default_factory=dict)  # segment moved because of load -> its server
+    failed_copies: frozenset[tuple[str, str]] = frozenset()  # (primary, server): copying to this server failed recently
+    moves: int = 2  # most segments that a server moves at a time; few, so that training continues
+    heals: int = 4  # most missing backups that a server sends or receives at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +166,7 @@ class Promote:
     segment: SegmentId
     server: str
     copies: tuple[str, ...]
-    reason: str  # "died", "moved" or "back"
+    reason: str  # "died": the old primary; "moved": the segment was handed over; "back": the successor is gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +179,7 @@ class StartCopy:
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """The decision: let the primary refuse requests and bring all backups up to date, so that `server` is promoted."""
+    """The decision: let the primary refuse requests and bring all backups up to date; `server` is promoted next."""
 
     segment: SegmentId
     server: str
@@ -200,7 +202,7 @@ class StartServers:
 
 @dataclass(frozen=True, slots=True)
 class LeaveServer:
-    """The decision: empty a server, because there are more servers than are wanted."""
+    """The decision: move all segments of a server to others, because more servers than wanted are alive."""
 
     server: str
 
@@ -219,7 +221,7 @@ Decision = SegmentDecision | StartServers | LeaveServer | RetireServer
 def apply(segment: SegmentAssignment, decision: SegmentDecision) -> SegmentAssignment:
     """Return the assignment after a decision about it.
 
-    After a promotion the named backups remain in sync: the new primary answers nothing before they have its state.
+    After a promotion the named backups count as in sync: the new primary answers no request before they have its state.
     """
     next_one = replace(segment, generation=segment.generation + 1, ready=False, successor=None, handed=False)
     match decision:
@@ -237,7 +239,7 @@ def apply(segment: SegmentAssignment, decision: SegmentDecision) -> SegmentAssig
 
 
 def decide(facts: GroupFacts) -> list[Decision]:
-    """Return the decisions for now, at most one for each segment; empty: all is settled, or reports are awaited."""
+    """Return the present decisions, at most one for each segment. Empty: the group is settled, or waits for reports."""
     return [*_about_servers(facts), *_SegmentDecisions(facts).decide()]
 
 
@@ -252,7 +254,7 @@ def settled(facts: GroupFacts) -> bool:
 
 
 def targets(facts: GroupFacts) -> dict[SegmentId, tuple[str, ...]]:
-    """Return for each segment the servers on which it belongs, the primary first; empty if no server stays."""
+    """Return for each segment the servers on which it belongs, the primary first; empty if there is none."""
     staying = tuple((server.name, server.host) for server in facts.servers if server.stays)
     found: dict[SegmentId, tuple[str, ...]] = {}
     if not staying:
@@ -286,7 +288,7 @@ def _about_servers(facts: GroupFacts) -> list[Decision]:
         found.append(StartServers(missing))
     found += [
         LeaveServer(server.name) for server in alive[facts.wanted :]
-    ]  # the youngest; silent servers are not counted
+    ]  # the servers that were started last; silent servers are not counted
     return found + [
         RetireServer(server.name)
         for server in facts.servers
@@ -375,9 +377,10 @@ class _SegmentDecisions:
         return segment.ready and segment.successor is None and not segment.unsynced and self._up(str(segment.primary))
 
     def _limited(self, segment: SegmentAssignment, copied: bool) -> SegmentDecision | None:
-        """Return the next decision that needs a copy: first to copy the segment, then to move it.
+        """Return the segment's next decision: first copy it to missing servers, then hand it over, then drop a backup.
 
-        A backup in sync can be promoted whatever happens, so a segment is never moved before it is copied.
+        A segment is handed over only after all its wanted backups are in sync, so no failure meanwhile loses it.
+        `copied`: whether the segment has as many backups in sync as wanted.
         """
         assert segment.primary is not None
         wanted = self._targets.get(segment.id, ())
@@ -424,11 +427,13 @@ class _SegmentDecisions:
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """When load moves segments: a server above `hot` times the mean load gives some away, down to `cool` times it.
+    """When load moves segments: a server above `hot` times the mean load gives segments away, down to `cool` times it.
 
-    Load is operations a second. `every`: seconds between two checks. `patience`: checks in a row at which the server
-    must be hot. `floor`: the mean load below which nothing moves. `rest`: seconds that a segment stays where it was
-    moved. `at_once`: segments that move at one check. Raises ConfigError: `cool` is below 1 or above `hot`.
+    Load is operations per second. `every`: seconds between two checks. `patience`: number of checks in a row at which
+    the server must be hot. `floor`: the mean load below which no segment moves. `rest`: seconds that a segment stays on
+    the server to which it was moved. `at_once`: most segments that move after one check.
+
+    Raises ConfigError: `cool` is below 1 or above `hot`.
     """
 
     hot: float = 1.5
@@ -442,14 +447,14 @@ class Balance:
     def __post_init__(self) -> None:
         if not 1.0 <= self.cool <= self.hot:
             raise ConfigError(
-                f"a server cannot shed from hot={self.hot:g} down to cool={self.cool:g} times the mean: "
-                "give 1 <= cool <= hot",
+                f"balance has hot={self.hot:g} and cool={self.cool:g}, as multiples of the mean load: give 1 <= cool "
+                "<= hot",
                 field="balance",
             )
 
 
 class Rebalancer:
-    """The state of the checks of load: applies a `Balance` every `every` seconds; None = never."""
+    """Decides which segments move because of load, by a `Balance`; with `balance=None` no segment does."""
 
     def __init__(self, balance: Balance | None) -> None:
         self._balance, self._checked = balance, 0.0
@@ -490,7 +495,10 @@ class Rebalancer:
 def _relieve(
     server: str, own: dict[SegmentId, float], total: dict[str, float], cool: float, most: int
 ) -> dict[SegmentId, str]:
-    """Choose at most `most` of the server's `own` segments to move, until its load is `cool`; `total` is updated."""
+    """Choose at most `most` of the server's segments `own` to move, until its load is `cool`.
+
+    Return each with its new server; update `total`, the load by server, and `own`, the load by segment.
+    """
     found: dict[SegmentId, str] = {}
     while own and len(found) < most and total[server] > cool:
         coldest = min(total, key=lambda name: (total[name], name))

@@ -1,8 +1,8 @@
 """The manager's state, and how reports, decisions and time change it. No threads, no locks.
 
-Every change ends in `think`, which decides until there is nothing to decide, and then in `commit`: write the record,
-send servers their orders, send workers their maps. The record is written first, so that no process learns of a
-generation that a restarted manager would not know.
+After every change `think` applies decisions until there are none, and then calls `commit`, which writes the record,
+sends orders to servers and sends maps to workers. The record is written first, so that no process receives a generation
+that a restarted manager would not know.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ log = logging.getLogger(__name__)
 BROKEN_SECONDS = 1.0  # seconds in which a server whose connection broke may connect again
 SILENT_SECONDS = 10.0  # seconds in which a silent server may return; segments without a backup wait for it
 AWAY_SECONDS = 5.0  # seconds in which servers must find a restarted manager
-GATHER_SECONDS = 30.0  # seconds that moves wait for servers that were ordered together
+GATHER_SECONDS = 30.0  # longest time in seconds that moves wait for servers that are being started
 RETRY_COPY_SECONDS = 1.0  # seconds until a failed copy is tried again
-EVENTS = 200
+EVENTS = 200  # number of events in the group's facts
 
 
 class GroupState:
-    """The servers and segments of a group."""
+    """A group's servers, segments and events, as its manager knows them."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class GroupState:
         self.pending = PendingServers()
         self.begun: dict[tuple[SegmentId, str], float] = {}  # when each copy or handover began
         self.events: deque[dict[str, Any]] = deque(maxlen=EVENTS)
-        self.departed: deque[tuple[float, ServerMember]] = deque(maxlen=16)
+        self.departed: deque[tuple[float, ServerMember]] = deque(maxlen=16)  # dead servers, and when they were removed
         self.changed = False  # whether `think` must be called
         self._failed_copies: dict[tuple[str, str], float] = {}  # a primary and a server -> when to try again
         self._gather_until = 0.0
@@ -92,7 +92,7 @@ class GroupState:
         self.record.counts[what] = self.record.counts.get(what, 0) + by
 
     def view(self) -> GroupFacts:
-        """Return the facts for decisions."""
+        """Return the present facts about the group, on which `decide` decides."""
         silent = any(member.state == ServerState.SILENT for member in self.members.values())
         expected = bool(self.pending) or silent  # a silent server will return or be replaced
         return GroupFacts(
@@ -107,7 +107,7 @@ class GroupState:
         )
 
     def settled(self) -> bool:
-        """See `rayps.ps.manager.assign_segments.settled`."""
+        """Return whether all segments are where they belong, and the wanted number of servers is alive."""
         return not self.pending and settled(self.view())
 
     # ---- messages of servers
@@ -120,7 +120,7 @@ class GroupState:
         if self.pending.registered(name):
             member = self.members[name] = ServerMember(name, record, ServerState.ALIVE)
             self.members = dict(sorted(self.members.items(), key=lambda item: _age(item[0])))  # the oldest first
-            self.event("server_joined", f"{name} has joined, on {record.host or 'this host'}", server=name)
+            self.event("server_joined", f"{name} on {record.host or 'this host'} has joined the group", server=name)
         elif member is None or member.state == ServerState.DEAD:
             return False
         elif member.state != ServerState.ALIVE:
@@ -161,7 +161,7 @@ class GroupState:
         self.event("server_back", f"{member.name} {how}", server=member.name)
 
     def reported(self, member: ServerMember, tag: int, space: int, events: Iterable[list[Any]]) -> None:
-        """Apply a server's REPORT about its segments. `tag`: the last orders that the server had received."""
+        """Apply a server's REPORT about its segments. `tag`: of the last ORDERS that the server had received."""
         self.alive(member)
         dropped = False
         for what, index, generation, name in events:
@@ -213,7 +213,7 @@ class GroupState:
         for member in self.members.values():
             since = now - member.since
             if member.state in UP and now - member.last_message > self._silence:
-                why = f"no heartbeat for {self._silence:g} s (`rayps servers start --silence`)"
+                why = f"no heartbeat for {self._silence:g} s (the limit is set by `rayps servers start --silence`)"
                 self.lost(member, why, broken=False)
             elif member.state == ServerState.AWAY and since > AWAY_SECONDS:
                 self.lost(member, "the server did not connect to the restarted manager", broken=True)
@@ -258,7 +258,7 @@ class GroupState:
     # ---- decisions
 
     def think(self) -> None:
-        """Decide until nothing is left to decide, then commit."""
+        """Apply decisions until there are none, then `commit`."""
         staying = {member.name for member in self.members.values() if member.facts.stays}
         held = self.record.placed_by_load
         self.record.placed_by_load = {i: name for i, name in held.items() if i in self.segments and name in staying}
@@ -269,16 +269,16 @@ class GroupState:
             for decision in decisions:
                 self._do(decision)
         else:
-            log.error("%s: 100 rounds of decisions did not settle: %s", self.record.name, decisions[:3])
+            log.error("%s: there are still decisions after 100 rounds of them: %s", self.record.name, decisions[:3])
         if self.record.resizing is not None and self.settled():
             before, now = self.record.resizing
             self.record.resizing = None
             self.pending.settled()
-            self.event("resized", f"resized from {before} to {now} servers", servers=now)
+            self.event("resized", f"the group was resized from {before} to {now} servers", servers=now)
         self.commit()
 
     def commit(self) -> None:
-        """Write the record, then send what changed."""
+        """Write the record, then send orders and maps that changed."""
         self.changed = False
         self.publisher.update_maps(self.record, self.members)
         self._file.write(self.record)
@@ -317,22 +317,22 @@ class GroupState:
     def start_failed(self, name: str, reason: str) -> None:
         """Record that a server could not be started; another one is tried later."""
         if self.pending.failed(name):
-            self.event("server_not_started", f"{name} could not be started: {reason}", server=name)
+            self.event("server_not_started", f"{name} did not start ({reason}): another server is started", server=name)
 
     def leave(self, name: str) -> None:
-        """Empty a server, then end it."""
+        """Mark a server as leaving: its segments move to other servers, and then it ends."""
         member = self.members[name]
         member.record.leaving = True
         if member.state == ServerState.ALIVE:
             member.become(ServerState.LEAVING)
-        self.event("server_leaving", f"{name} is being emptied, and ends then", server=name)
+        self.event("server_leaving", f"{name} leaves: its segments move to other servers, then it ends", server=name)
         self.changed = True
 
     def _retire(self, name: str) -> None:
         member = self.members.pop(name)
         self.record.servers.pop(name, None)
         if member.state == ServerState.LEAVING:
-            self.event("server_left", f"{name} is empty and has ended", server=name)
+            self.event("server_left", f"{name} has no segments left and has ended", server=name)
         else:
             self.departed.append((time.time(), member))
         if member.connection is not None:
@@ -345,12 +345,15 @@ class GroupState:
         space = self.record.spaces[segment.space].name
         match decision:
             case PlaceSegment(_, server, True):
+                why = f"{segment.primary} died, and no server had a backup"
+                if segment.primary is None:
+                    why = "the space that it branches from was closed before the segment had started"
                 self.count("lost")
                 self.event(
                     "segment_lost",
-                    f"segment {segment.index} of space {space!r} is lost: {segment.primary} died, and no server had a "
-                    f"backup. It starts empty on {server} and must be loaded from a checkpoint. A group that is "
-                    "started with replicas=1 loses nothing when one server dies",
+                    f"segment {segment.index} of space {space!r} is lost: {why}. The segment starts empty on {server} "
+                    "and must be loaded from a checkpoint. A group that is started with replicas=1 loses no segment "
+                    "when one server dies",
                     space=space,
                     segment=segment.index,
                 )
@@ -367,7 +370,7 @@ class GroupState:
     # ---- segments
 
     def close_space(self, number: int) -> None:
-        """Remove a space and its segments, here and on the servers."""
+        """Remove a space and its segments from the record and from all servers."""
         record = self.record
         del record.spaces[number]
         record.versions.pop(number, None)

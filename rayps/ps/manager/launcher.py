@@ -20,13 +20,14 @@ RETRY_SECONDS = 2.0  # seconds from a failed start to the next attempt
 
 
 class PendingServers:
-    """The servers that were ordered and have not registered.
+    """The servers that the manager has ordered and that have not registered yet. Pure.
 
-    Servers that start gently start one after the other. Pure.
+    A server that starts *gently* loads its modules at the lowest priority, so that it does not slow workers. Such
+    servers start one after the other.
     """
 
     def __init__(self) -> None:
-        self._until: dict[str, float] = {}  # by server: when it must have registered; infinite before its start
+        self._until: dict[str, float] = {}  # by server: the deadline of its registration; infinite before its start
         self._queue: deque[tuple[str, bool]] = deque()  # servers not started yet, and whether they start gently
         self._last = ""  # the server that was started last
         self._hurried = False  # a server was late: the next one is not started gently
@@ -40,10 +41,7 @@ class PendingServers:
         return list(self._until)
 
     def add(self, name: str, *, gently: bool) -> None:
-        """Add a server.
-
-        With `gently` it starts after the others that start gently, without slowing the workers down.
-        """
+        """Add a server. With `gently` it starts after the others that start gently; otherwise it starts next."""
         gently = gently and not self._hurried
         self._until[name] = math.inf
         if gently:
@@ -67,7 +65,7 @@ class PendingServers:
         return self._until.pop(name, None) is not None
 
     def failed(self, name: str) -> bool:
-        """Record a failed start: the server is late after RETRY_SECONDS. Return False if it is not pending."""
+        """Record a failed start: `late` returns the server after RETRY_SECONDS. Return False if it is not pending."""
         if name not in self._until:
             return False
         self._until[name] = time.monotonic() + RETRY_SECONDS
@@ -82,7 +80,7 @@ class PendingServers:
         return found
 
     def settled(self) -> None:
-        """Start later servers gently again, because the resize has ended."""
+        """Let servers start gently again after one was late, because the resize has ended."""
         self._hurried = False
 
 
@@ -101,11 +99,11 @@ class Launcher:
         self._thread.start()
 
     def start(self, server: str, *args: Any, **more: Any) -> None:
-        """Start a server's process; the rest are arguments of `ServerActor`."""
+        """Start a server's process; the other arguments are those of `ServerActor`."""
         self._tasks.put(lambda: self._start(server, args, more))
 
     def end(self, server: str) -> None:
-        """End a server's process, alive or not."""
+        """End a server's process; do nothing if it has ended already."""
         self._tasks.put(lambda: self._end(server))
 
     def close(self, timeout: float = 30.0) -> None:

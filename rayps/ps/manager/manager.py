@@ -1,9 +1,9 @@
 """The manager of a server group: one thread that serves connections, and the calls that users make.
 
 Servers register, send heartbeats and reports, and receive orders; workers watch the maps of their spaces. Pushes and
-pulls do not pass through the manager, and continue while it is away. A manager that is made with the folder of one that
-died continues from its record, and listens on the same port, so that servers and workers find it. `ManagerActor` is its
-process.
+pulls do not pass through the manager, and continue while it is away. A new manager that is given the folder of one that
+died continues from the record in this folder, and listens on the same port, so that servers and workers find it.
+`ManagerActor` runs a manager as an actor.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.05  # longest time between two checks of the deadlines
 BALANCE = Balance()
-SILENCE = 10.0  # seconds, long enough for a busy machine; a process that dies is detected at once, by its connection
+SILENCE = 10.0  # seconds, long enough for a busy machine; a process that dies is detected when its connection closes
 COPIED_SECONDS = 10.0  # seconds in which the backups of a new space should be in sync
 READY_SECONDS = 60.0  # seconds in which the servers of a new space must be ready
 
@@ -45,10 +45,10 @@ READY_SECONDS = 60.0  # seconds in which the servers of a new space must be read
 class Manager:
     """The manager of the group `name`: keeps `servers` servers and `replicas` backups of each segment.
 
-    `folder` holds the group's record; None = the group ends with this manager. So it does unless `detached`. Servers
-    are actors of `cluster` (default: the surrounding one) with `cpus` each; one that sends nothing for `silence`
-    seconds counts as dead; `balance` moves segments by load (None = never). A record in `folder` takes precedence over
-    `servers` and `replicas`. Raises ConfigError.
+    `folder` holds the group's record, from which a later manager can continue; None = no record is written. Unless
+    `detached`, the group ends with this manager. Servers are actors of `cluster` (default: the surrounding one) with
+    `cpus` each. A server that sends nothing for `silence` seconds counts as dead. `balance` determines when load moves
+    segments (None = never). A record in `folder` takes precedence over `servers` and `replicas`. Raises ConfigError.
     """
 
     def __init__(
@@ -70,7 +70,10 @@ class Manager:
         if record is None:
             record = GroupRecord(name, secrets.token_bytes(32), servers, replicas, born=time.time())
         elif record.name != name:
-            raise ConfigError(f"{folder} is the record of group {record.name!r}, not of {name!r}", field="folder")
+            raise ConfigError(
+                f"{folder} has the record of group {record.name!r}, not of {name!r}: give another folder",
+                field="folder",
+            )
         self._listener = _listen(f"manager of {name}", record)
         record.port = parse_address(self._listener.address).port
         self._file, self._ends_servers = file, not detached
@@ -90,14 +93,14 @@ class Manager:
     # ---- calls
 
     def door(self) -> dict[str, Any]:
-        """Return the address at which servers and workers connect, and the secret."""
+        """Return the address to which servers and workers connect, and the group's secret."""
         return {"address": self._listener.address, "secret": self._state.record.secret}
 
     def open(self, space: Space) -> Space:
         """Place a space, and return it with its number once its servers are ready and its backups in sync.
 
-        If there are too few servers for backups, the space opens without them. Raises ConfigError, Conflict (the name
-        is open), ClusterError (no server is ready in time).
+        If there are too few servers for backups, the space opens without them. Raises ConfigError; Conflict: a space of
+        this name is open; ClusterError: no server is ready in time.
         """
         with self._lock:
             return self._placed(spaces.opened(self._state, space))
@@ -153,7 +156,7 @@ class Manager:
             return self._state.publisher.maps[spaces.of_number(self._state, number).number].to_json()
 
     def join(self, number: int, rank: int) -> int:
-        """Give a rank to a new process: return an incarnation, which fences all earlier ones. Raises NotFound."""
+        """Return a new incarnation of a rank, for a new process: servers refuse all earlier ones. Raises NotFound."""
         with self._lock:
             count = spaces.joined(self._state, number, rank)
             self._file.write(self._state.record)
@@ -174,16 +177,20 @@ class Manager:
             self._resize(servers)
 
     def drain(self, server: str) -> None:
-        """Empty this server and end it: as `resize` to one server less, with a choice of the server.
+        """Reduce the group by this server: move its segments to other servers, then end it.
 
-        Raises as `resize`, and NotFound.
+        Raises the errors of `resize`; NotFound: there is no such server, or it is dead or silent.
         """
         with self._lock:
             state, record = self._state, self._state.record
             member = state.members.get(server)
             if member is None or member.state in (ServerState.DEAD, ServerState.SILENT):
                 known = ", ".join(name for name, m in state.members.items() if m.state != ServerState.DEAD) or "none"
-                raise NotFound(f"there is no server {server!r} that could be drained; there are {known}", status=404)
+                raise NotFound(
+                    f"server {server!r} cannot be drained, because it is unknown or does not respond; the servers are "
+                    f"{known}",
+                    status=404,
+                )
             if member.record.leaving:
                 return
             check_size(record.name, record.wanted - 1, record.replicas)
@@ -194,7 +201,8 @@ class Manager:
 
     def _resize(self, servers: int) -> None:
         record = self._state.record
-        self._state.event("resizing", f"resizing from {record.wanted} to {servers} servers", servers=servers)
+        message = f"the group is being resized from {record.wanted} to {servers} servers"
+        self._state.event("resizing", message, servers=servers)
         record.resizing = (record.wanted, servers)
         record.wanted = servers
         self._state.gather()
@@ -222,7 +230,7 @@ class Manager:
         self._file.erase()
 
     def close(self) -> None:
-        """Stop as if this process had died; servers that are not detached end too."""
+        """End this manager as if its process had died: the servers continue. Unless `detached`, stop the group too."""
         if self._ends_servers and not self._closing.is_set():
             self.stop()
         else:
@@ -259,15 +267,12 @@ class Manager:
                 spaces.drop(state, space.name)
                 state.think()
             raise ClusterError(
-                f"segments {waiting[:5]} of space {space.name!r} have no server that is ready after {READY_SECONDS:g} "
-                f"s: {connected} of {state.record.wanted} servers of group {state.record.name!r} are connected"
+                f"segments {waiting[:5]} of space {space.name!r} have no ready server after {READY_SECONDS:g} s: "
+                f"{connected} of {state.record.wanted} servers of group {state.record.name!r} are connected"
             )
 
     def _await_copies(self, space: Space) -> None:
-        """Wait until the backups are in sync, so that the first push is durable.
-
-        After COPIED_SECONDS open without them.
-        """
+        """Wait until the backups are in sync, so that the first push is durable; at most COPIED_SECONDS."""
         state, number = self._state, space.number
 
         def copied() -> bool:
@@ -283,9 +288,9 @@ class Manager:
         alive = sum(member.facts.stays for member in state.members.values())
         total = len(state.segments)
         return (
-            f"group {record.name!r} is being resized from {before} to {now} servers: {alive} are alive, "
-            f"{total - len(moves(state))} of {total} segments are not moving. Wait for it (`rayps servers show "
-            f"{record.name}`), or go back with resize({before}); then resize({servers})"
+            f"group {record.name!r} is being resized from {before} to {now} servers: {alive} servers are alive, and "
+            f"{len(moves(state))} copies of {total} segments are in progress. Wait until the resize has ended (`rayps "
+            f"servers show {record.name}`), or undo it with resize({before}); then call resize({servers})"
         )
 
     # ---- the thread
@@ -312,13 +317,17 @@ class Manager:
             self._listener.close()
 
     def _receive(self, connection: ManagerConnection, messages: list[Message] | None) -> None:
-        """Handle a connection's messages. `messages` None: the connection is lost."""
+        """Handle the messages of a connection; `messages` is None if the connection is lost."""
         for message in messages or []:
             try:
                 self._handle(connection, message)
             except Exception as error:  # an error of one peer must not end the group
                 log.exception("%s sent a message that cannot be read", connection.link.peer)
-                self._state.event("nonsense", f"{connection.link.peer}: {type(error).__name__}: {error}")
+                self._state.event(
+                    "nonsense",
+                    f"the connection of {connection.link.peer} was closed, because its message cannot be read: "
+                    f"{type(error).__name__}: {error}",
+                )
                 self._connections.drop(connection)
                 messages = None
                 break
@@ -355,21 +364,21 @@ def check_size(name: str, servers: int, replicas: int) -> None:
             raise ConfigError(f"{what} is {value!r}: give a whole number, at least {least}{hint}", field=what)
     if servers < replicas + 1:
         raise ConfigError(
-            f"group {name!r} keeps replicas={replicas} copies of each segment on other servers, which takes at least "
-            f"{replicas + 1} servers: {servers} are too few",
+            f"group {name!r} keeps replicas={replicas} backups of each segment on other servers, so it needs at least "
+            f"{replicas + 1} servers: servers={servers} is too few",
             field="servers",
         )
 
 
 def _listen(name: str, record: GroupRecord) -> Listener:
     if record.port:
-        with contextlib.suppress(LinkError):  # the port is taken: listen on another; servers look the new address up
+        with contextlib.suppress(LinkError):  # the port is in use: listen on another, which servers look up
             return Listener(name, record.secret, host=host_address(), port=record.port)
     return Listener(name, record.secret, host=host_address())
 
 
 class ManagerActor(Manager):
-    """An actor that runs a `Manager`; its name gives the group."""
+    """The actor of a `Manager`: registers the manager's address under the group's name, so that others find it."""
 
     def __init__(
         self,
@@ -391,6 +400,6 @@ class ManagerActor(Manager):
         return os.getpid()
 
     def stop(self) -> None:
-        """See `Manager.stop`."""
+        """End the group (see `Manager.stop`), and remove its registered address."""
         unregister_group(rendezvous(), self._name)
         super().stop()

@@ -1,4 +1,4 @@
-"""The manager's facts about its servers and workers: a connection, and for a server its state, orders and load."""
+"""What a manager knows about its servers (connection, state, sent orders, load) and its workers (connection)."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from rayps.ps.manager.record import ServerRecord
 from rayps.ps.protocol.messages import SegmentOrder
 from rayps.ps.protocol.space import Space
 
-RATE_SECONDS = 3.0  # span of a rate; servers are compared by rates, because they do not report at the same time
-STEP_SECONDS = 0.25
+RATE_SECONDS = 3.0  # time over which a rate is measured
+STEP_SECONDS = 0.25  # least time between two values that a rate records
 
 
 class ManagerConnection:
-    """A connection of a server or a worker."""
+    """A connection of a server or a worker to the manager."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
-        self.server: str | None = None  # the server that registered over it
-        self.watching: set[int] = set()  # spaces whose map is sent
+        self.server: str | None = None  # the server that registered over this connection
+        self.watching: set[int] = set()  # spaces whose map is sent to this worker each time it changes
         self.lost = False
 
     def send(self, message: Message, payload: Any = b"") -> None:
@@ -38,7 +38,7 @@ class ManagerConnection:
 
 @dataclass(slots=True)
 class Rate:
-    """The increase of a counter per second, over the last RATE_SECONDS. A counter that falls was restarted."""
+    """The increase of a counter per second, over the last RATE_SECONDS; measured anew if the counter restarts at 0."""
 
     per_second: float = 0.0
     _values: deque[tuple[float, float]] = field(default_factory=deque)  # (time, value), the newest last
@@ -73,7 +73,7 @@ class ServerLoad:
         self.bytes, self.cpu = 0, 0.0
         self.spaces: dict[int, dict[str, Any]] = {}  # by space: the space's part of the heartbeat
         self.segments: dict[SegmentId, SegmentLoad] = {}  # the segments of which the server is primary
-        self._rates: dict[tuple[int, int | str], Rate] = {}  # by space, and segment or name of the count
+        self._rates: dict[tuple[int, int | str], Rate] = {}  # by space, and segment index or name of the counter
 
     def heartbeat(self, body: dict[str, Any], now: float) -> None:
         """Record a heartbeat that arrived at `now`."""
@@ -96,7 +96,7 @@ class ServerLoad:
         return 0.0 if rate is None else rate.per_second
 
     def forget(self, space: int) -> None:
-        """Remove a closed space."""
+        """Remove a closed space from the load and the rates."""
         self.spaces.pop(space, None)
         self.segments = {segment: load for segment, load in self.segments.items() if segment[0] != space}
         self._rates = {key: rate for key, rate in self._rates.items() if key[0] != space}
@@ -104,15 +104,15 @@ class ServerLoad:
 
 @dataclass(slots=True)
 class SentOrders:
-    """The orders that a server was sent over its present connection."""
+    """The orders that the manager has sent to a server over the server's present connection."""
 
     tag: int = 0  # tag of the last ORDERS message
     orders: dict[SegmentId, SegmentOrder] = field(default_factory=dict)
     spaces: dict[int, Space] = field(default_factory=dict)
-    first: dict[tuple[SegmentId, str], int] = field(default_factory=dict)  # a backup -> tag of the first order with it
+    first: dict[tuple[SegmentId, str], int] = field(default_factory=dict)  # by backup: tag of the first order naming it
 
     def forget(self, space: int) -> None:
-        """Remove a closed space."""
+        """Remove the orders about a closed space."""
         self.spaces.pop(space, None)
         self.orders = {segment: order for segment, order in self.orders.items() if segment[0] != space}
         self.first = {key: tag for key, tag in self.first.items() if key[0][0] != space}
@@ -148,12 +148,12 @@ class ServerMember:
         self.state, self.since = state, time.monotonic()
 
     def register(self, connection: ManagerConnection, record: ServerRecord) -> None:
-        """Replace the connection; all orders are sent again over the new one."""
+        """Use a new connection of the server, over which all orders will be sent again."""
         self.record, self.connection, self.sent = record, connection, SentOrders()
         self.last_message, self.broken = time.monotonic(), False
         self.become(ServerState.LEAVING if record.leaving else ServerState.ALIVE)
 
     def forget(self, space: int) -> None:
-        """Remove a closed space."""
+        """Remove a closed space from the sent orders and the load."""
         self.sent.forget(space)
         self.load.forget(space)

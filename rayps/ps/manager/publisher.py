@@ -1,7 +1,7 @@
 """A manager's connections, and the messages that it sends: orders and spaces to servers, maps to workers.
 
-A server is sent only the changes since the last message over its present connection. One thread waits and
-reads; any thread that holds the manager's lock may send.
+Each message of orders to a server has only the changes since the last one over the same connection. One thread waits
+for messages and reads them; any thread that holds the manager's lock may send.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rayps.ps.manager.record import GroupRecord
 from rayps.ps.protocol.messages import GroupMessage, Role, SegmentOrder, refusal
 from rayps.ps.protocol.segment_map import SegmentHolders, SpaceMap
 
-HEARTBEAT_SECONDS = 0.1
+HEARTBEAT_SECONDS = 0.1  # time between two heartbeats of a server
 
 
 class ManagerConnections:
@@ -44,22 +44,28 @@ class ManagerConnections:
         return list(self._open.values())
 
     def wake(self) -> None:
-        """End the wait of the thread. Any thread may call this."""
+        """End the wait of the thread that is in `wait`. Any thread may call this."""
         with contextlib.suppress(OSError):  # full: a wakeup is pending; closed: no thread waits
             self._waker.send(b"!")
 
     def prepare(self) -> None:
-        """Prepare a wait, under the lock: the wait also ends when queued bytes of a connection can be sent."""
+        """Prepare the next `wait`, which will also end when a connection can send queued bytes.
+
+        Call it with the manager's lock held.
+        """
         for descriptor, connection in self._open.items():
             events = connection.link.interest if connection.link.queued else 0
             self._poll.register(descriptor, select.POLLIN | events)
 
     def wait(self, seconds: float) -> list[int]:
-        """Return the descriptors with events; without the lock."""
+        """Wait at most `seconds`; return the descriptors with events. Call it without holding the manager's lock."""
         return [descriptor for descriptor, _ in self._poll.poll(int(seconds * 1000))]
 
     def read(self, ready: list[int]) -> list[tuple[ManagerConnection, list[Message] | None]]:
-        """Accept, read and send, under the lock. Return the messages of each connection; None if it is lost."""
+        """Accept connections, read messages and send queued bytes. Call it with the manager's lock held.
+
+        Return the connections that were read, each with its messages, or with None if the connection is lost.
+        """
         found: list[tuple[ManagerConnection, list[Message] | None]] = []
         with contextlib.suppress(BlockingIOError):
             self._wakeup.recv(4096)
@@ -93,7 +99,7 @@ class ManagerConnections:
         connection.link.close()
 
     def close(self) -> None:
-        """Send queued bytes, as far as that is possible at once, and close all connections."""
+        """Send the queued bytes that can be sent without waiting, and close all connections."""
         for connection in self.all:
             with contextlib.suppress(LinkError):
                 connection.link.flush()
@@ -114,7 +120,7 @@ class Publisher:
     # ---- servers
 
     def welcome(self, connection: ManagerConnection) -> None:
-        """Accept a server that registered."""
+        """Send WELCOME to a server that has registered."""
         connection.send(Message(GroupMessage.WELCOME), _json({"heartbeat": HEARTBEAT_SECONDS}))
 
     def forget(self, member: ServerMember, space: int) -> None:
@@ -124,7 +130,7 @@ class Publisher:
             member.connection.send(Message(GroupMessage.FORGET, a=space))
 
     def send_orders(self, record: GroupRecord, members: Mapping[str, ServerMember]) -> None:
-        """Send each connected server the orders that differ from those it was sent before."""
+        """Send each connected server the orders that differ from the orders sent to it before."""
         wanted: dict[str, dict[SegmentId, SegmentOrder]] = {name: {} for name in members}
         for segment in record.segments.values():
             addresses = {name: members[name].record.address for name in segment.copies if name in members}
@@ -153,7 +159,7 @@ class Publisher:
         ordered = {space for space, _ in changed}
         for number, space in record.spaces.items():
             if sent.spaces.get(number) is not space and (number in sent.spaces or number in ordered):
-                sent.spaces[number] = space  # the first order about it, or another quota
+                sent.spaces[number] = space  # before the first order about the space, and when its quota changes
                 connection.send(Message(GroupMessage.SPACE, a=number), pickle.dumps(space))
         for number in sorted(ordered):
             orders = {id_: order for id_, order in changed.items() if id_[0] == number}
@@ -174,7 +180,7 @@ class Publisher:
         segments: list[SegmentAssignment],
         record: GroupRecord,
     ) -> None:
-        """Send BRANCH for segments of a branch that have not started: they begin with values on the same server."""
+        """Send BRANCH for a branch's segments that have not started: each copies its parent segment on this server."""
         by_spaces: dict[tuple[int, int], list[list[int]]] = {}
         for segment in segments:
             parent = None if segment.parent is None else record.segments.get(segment.parent)
@@ -186,7 +192,7 @@ class Publisher:
     # ---- workers
 
     def update_maps(self, record: GroupRecord, members: Mapping[str, ServerMember]) -> None:
-        """Compute the present maps. A map that changed gets the next version; `publish` sends it."""
+        """Compute the map of each space. A map that changed gets the next version; `publish` sends it."""
         holdings: dict[int, list[SegmentHolders]] = {number: [] for number in record.spaces}
         for segment in record.segments.values():
             member = members.get(str(segment.primary))
@@ -233,7 +239,7 @@ def _not_open(number: int) -> tuple[Message, bytes]:
     return refusal(
         0,
         NotFound(
-            f"there is no open space number {number}: it was dropped, or its job started again under another number"
+            f"there is no open space number {number}: it was dropped, or its job has opened it again under a new number"
         ),
     )
 

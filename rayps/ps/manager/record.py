@@ -1,11 +1,11 @@
 """The record of a server group on disk, from which a new manager continues: JSON files, each replaced as a whole.
 
-    record.json      the group: {"format": 2, "name": ..., "servers": ..., "seats": ...}
-    space-N.json     space number N (`Space.to_json`): layout and packed optimizer factory, written once
+    record.json      the group: {"format": 2, "name": ..., "servers": ..., "seats": segments by space, ...}
+    space-N.json     space number N (`Space.to_json`): layout and packed optimizer factory; written when it changes
 
 The record is written before servers receive orders, so no generation number is given twice. The record survives the
-manager's process, not a loss of power: the servers are lost then too. No file names a class of rayps. A record of
-format 1 (rayps 0.1.0), in which spaces are pickles, is read, and replaced at the first write.
+manager's process, but not a loss of power, in which the servers are lost too. No file names a class of rayps. A record
+of format 1 (rayps 0.1.0), in which spaces are pickles, can be read; the first write replaces it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _UNREADABLE = (
 
 @dataclass(slots=True)
 class ServerRecord:
-    """A server in the record. `leaving`: the server is to be emptied and ended."""
+    """A server in the record. `leaving`: its segments are to be moved away, and then it ends."""
 
     address: str
     host: str
@@ -55,9 +55,9 @@ class GroupRecord:
 
     name: str
     secret: bytes
-    wanted: int  # servers
+    wanted: int  # wanted number of servers
     replicas: int
-    port: int = 0  # on which the manager listens
+    port: int = 0  # the port on which the manager listens
     born: float = 0.0  # when the group was started, by time.time
     next_server: int = 0
     next_space: int = 1
@@ -72,7 +72,7 @@ class GroupRecord:
 
 
 class RecordFile:
-    """The folder of a group's record; None = nothing is written, and the group ends with its manager."""
+    """Reads and writes a group's record in a folder; with `folder=None` nothing is read or written."""
 
     def __init__(self, folder: str | Path | None) -> None:
         self._folder = None if folder is None else Path(folder)
@@ -92,7 +92,9 @@ class RecordFile:
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
             if found["format"] not in (_PICKLED, FORMAT):
-                raise ValueError(f"its format is {found['format']}, and this rayps reads {_PICKLED} and {FORMAT}")
+                raise ValueError(
+                    f"its format is {found['format']}, but this version of rayps reads formats {_PICKLED} and {FORMAT}"
+                )
             self._pickled = found["format"] == _PICKLED
             spaces = {int(number): self._read_space(int(number)) for number in found["seats"]}
             self._written = {} if self._pickled else dict(spaces)
@@ -100,12 +102,12 @@ class RecordFile:
         except _UNREADABLE as error:
             raise ConfigError(
                 f"{path} is not the record of a server group ({type(error).__name__}: {error}): give another folder, "
-                "or remove it to start a new group, without what the servers of the old one held",
+                "or remove this one to start a new group without the parameters of the old group",
                 field="folder",
             ) from error
 
     def write(self, record: GroupRecord) -> None:
-        """Replace the written record."""
+        """Write the record in place of the last one."""
         if self._folder is None:
             return
         for number, space in record.spaces.items():
@@ -113,7 +115,7 @@ class RecordFile:
                 _replace(self._space_path(number), space.to_json())
                 self._written[number] = space
         _replace(self._folder / "record.json", _plain(record))
-        for number in self._written.keys() - record.spaces.keys():  # last: a record must find all its spaces
+        for number in self._written.keys() - record.spaces.keys():  # last: no record on disk may lack a space's file
             self._space_path(number).unlink(missing_ok=True)
             del self._written[number]
         if self._pickled:
@@ -163,7 +165,7 @@ def _plain(record: GroupRecord) -> dict[str, Any]:
 
 
 def _record(found: dict[str, Any], spaces: dict[int, Space]) -> GroupRecord:
-    """Return the record that `_plain` wrote."""
+    """Return the record from the data that `_plain` returned, and its spaces."""
     return GroupRecord(
         **{name: found[name] for name in _AS_THEY_ARE}
         | {
@@ -183,16 +185,16 @@ def _record(found: dict[str, Any], spaces: dict[int, Space]) -> GroupRecord:
 
 
 def _segment(values: list[Any]) -> SegmentAssignment:
-    found = SegmentAssignment(*values)  # has lists in place of tuples so far
+    found = SegmentAssignment(*values)  # with lists, where JSON had to replace tuples and sets
     parent = None if found.parent is None else (found.parent[0], found.parent[1])
     return replace(found, copies=tuple(found.copies), synced=frozenset(found.synced), parent=parent)
 
 
 # ---- format 1: spaces are pickles of classes by the paths that they had in rayps 0.1.0
 #
-# Each class of that version is in a table, with its fields. A restricted unpickler makes stand-ins of them, and the
-# stand-ins become the data that `Space.from_json` reads. So classes may be moved and renamed without a change here, and
-# a class or function that is not in the table is refused.
+# `_FIELDS` has each class of that version, with its fields. A restricted unpickler creates stand-ins for the objects of
+# these classes, and the stand-ins become the data that `Space.from_json` reads. So classes of rayps may be moved and
+# renamed without a change here. A class or function that is not in `_FIELDS` is refused.
 
 _PACKAGE = "rayps."  # not part of the paths below, so that a rename by script does not change these old paths
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -210,17 +212,17 @@ _FIELDS = {
 
 
 class _StandIn:
-    """An object of a class of rayps 0.1.0: its class by the old name, and its fields by name."""
+    """A stand-in for an object of a rayps 0.1.0 class: the old path of the class, and the object's fields by name."""
 
     path: str
     fields: tuple[str, ...]
 
     def __setstate__(self, state: Any) -> None:
-        """Take the values of all fields in their order (a dataclass with slots), or by name (one without)."""
+        """Store the fields: a list in their order for a dataclass with slots, a dict by name for one without."""
         if isinstance(state, list):
             state = dict(zip(self.fields, state, strict=True))
         if not isinstance(state, dict) or not state.keys() <= set(self.fields):
-            raise pickle.UnpicklingError(f"a {self.path} with the state {state!r:.200}")
+            raise pickle.UnpicklingError(f"the pickled {self.path} has unknown fields: {state!r:.200}")
         self.state: dict[str, Any] = state
 
     def __getitem__(self, field: str) -> Any:
@@ -234,15 +236,15 @@ _CLASSES = {
 
 
 class _Restricted(pickle.Unpickler):
-    """An unpickler that makes stand-ins of the classes in the table, names of dtypes, and nothing else."""
+    """An unpickler that creates only stand-ins for the classes in `_FIELDS`, and names of dtypes."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a stand-in's class. Raises UnpicklingError: it is not in the table."""
+        """Return the class of the stand-ins for a class. Raises UnpicklingError: the class is not in `_FIELDS`."""
         if module == "torch" and name in _DTYPES:
             return name
         found = _CLASSES.get(f"{module.removeprefix(_PACKAGE)}:{name}") if module.startswith(_PACKAGE) else None
         if found is None:
-            raise pickle.UnpicklingError(f"it holds a {module}.{name}, which no record of format 1 has")
+            raise pickle.UnpicklingError(f"the pickle contains {module}.{name}, which no record of format 1 contains")
         return found
 
 
@@ -250,12 +252,12 @@ def _read_pickled(data: bytes) -> dict[str, Any]:
     """Return the space in a pickle of format 1, in the form that `Space.from_json` reads.
 
     Raises:
-        UnpicklingError: the pickle holds something else; none of its code was run.
+        UnpicklingError: the pickle contains something else; none of its code was run.
         EOFError, KeyError, TypeError, ValueError, AttributeError: the pickle is truncated.
     """
     space = _Restricted(io.BytesIO(data)).load()
     if getattr(space, "path", None) != _SPACE:
-        raise pickle.UnpicklingError(f"it holds a {type(space).__name__} in place of a space")
+        raise pickle.UnpicklingError(f"the pickle contains a {type(space).__name__} instead of a space")
     half, layout, ticks = space["strategy"], space["layout"], space["ticks"]
     found = dict(space.state) | {
         "strategy": {"name": _STRATEGIES[half.path], **half.state},

@@ -1,4 +1,4 @@
-"""Open, branch and close the spaces of a group, and check such requests. `decide` then places the segments."""
+"""Open, branch and close the spaces of a group, and check these calls. `decide` then places the spaces' segments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def find(state: GroupState, name: str) -> Space:
             return space
     known = ", ".join(sorted(repr(space.name) for space in state.record.spaces.values())) or "none"
     raise NotFound(
-        f"there is no space {name!r} on server group {state.record.name!r}; the open ones are: {known}",
+        f"there is no space {name!r} on server group {state.record.name!r}; the open spaces are: {known}",
         status=404,
         space=name,
     )
@@ -37,7 +37,7 @@ def of_number(state: GroupState, number: int) -> Space:
 def opened(state: GroupState, space: Space) -> Space:
     """Add a space, whose segments are not placed yet; return it with its number.
 
-    Raises ConfigError, Conflict (its name is open).
+    Raises ConfigError; Conflict: a space of this name is open.
     """
     _check(space)
     return _add(state, replace(space, quota=quota_of(space.quota)), None)
@@ -46,9 +46,11 @@ def opened(state: GroupState, space: Space) -> Space:
 def branched(
     state: GroupState, parent: Space, name: str, quota: Quota | dict[str, Any] | None, changes: dict[str, Any]
 ) -> Space:
-    """Add a space that begins with the values of `parent`, not placed yet. `changes`: fields that differ.
+    """Add a space that begins with the values of `parent`; return it with its number. Its segments are not placed yet.
 
-    Raises ConfigError, Conflict (the name is open).
+    `changes`: the fields in which the space differs from its parent.
+
+    Raises ConfigError; Conflict: a space of this name is open.
     """
     space = replace(parent, name=name, quota=quota_of(quota), branch_of=parent.name, **changes)
     _check(space)
@@ -76,10 +78,13 @@ def restored(state: GroupState, number: int, segments: list[int]) -> None:
 
 
 def joined(state: GroupState, number: int, rank: int) -> int:
-    """Return the incarnation of a rank's next holder. Raises NotFound, ConfigError."""
+    """Return the incarnation of the next process that has this rank. Raises NotFound, ConfigError."""
     space = of_number(state, number)
     if isinstance(rank, bool) or not isinstance(rank, int) or not -1 <= rank < space.workers:
-        raise ConfigError(f"rank {rank!r} is not one of the {space.workers} workers of {space.name!r}", field="rank")
+        raise ConfigError(
+            f"rank {rank!r} does not exist in space {space.name!r}: give 0 to {space.workers - 1}, or -1 for a reader",
+            field="rank",
+        )
     ranks = state.record.incarnations.setdefault(number, {})
     ranks[rank] = ranks.get(rank, 0) + 1
     return ranks[rank]
@@ -92,28 +97,37 @@ def quota_of(given: Any) -> Quota:
     if isinstance(given, dict):
         unknown = sorted(given.keys() - {"bytes", "operations"})
         if unknown:
-            raise ConfigError(f"a quota has no {unknown[0]!r}: give bytes and operations", field="quota")
+            raise ConfigError(f"a quota has no field {unknown[0]!r}: give bytes and operations", field="quota")
         given = Quota(given.get("bytes"), given.get("operations"))
     if not isinstance(given, Quota):
-        raise ConfigError(f"{given!r} is not a quota: give bytes and operations (a second)", field="quota")
+        raise ConfigError(f"{given!r} is not a quota: give bytes and operations (per second)", field="quota")
     for name, value in (("bytes", given.bytes), ("operations", given.operations)):
         if value is not None and not (is_number(value) and value > 0):
-            raise ConfigError(f"a quota of {value!r} {name}: give a number above 0, or None (no limit)", field="quota")
+            raise ConfigError(
+                f"the quota has {name}={value!r}: give a number above 0, or None (no limit)", field="quota"
+            )
     return given
 
 
 def _check(space: Space) -> None:
     if not isinstance(space, Space):
-        raise ConfigError(f"a {type(space).__name__} is not a Space", field="space")
+        raise ConfigError(f"a {type(space).__name__} was given: give a Space", field="space")
     if not isinstance(space.name, str) or not space.name.strip() or len(space.name) > 200:
-        raise ConfigError(f"{space.name!r} cannot name a space: give 1 to 200 characters", field="name")
+        raise ConfigError(
+            f"the name of a space is {space.name!r}: give 1 to 200 characters, not only blanks", field="name"
+        )
     if isinstance(space.workers, bool) or not isinstance(space.workers, int) or space.workers < 1:
-        raise ConfigError(f"space {space.name!r} has {space.workers!r} workers: give at least 1", field="workers")
+        raise ConfigError(f"space {space.name!r} has workers={space.workers!r}: give at least 1", field="workers")
     if space.segments < 1:
-        raise ConfigError(f"space {space.name!r} has neither a dense vector nor a table", field="space")
+        raise ConfigError(
+            f"space {space.name!r} has neither a dense vector nor a table: give it at least one of them", field="space"
+        )
     names = [table.name for table in space.tables]
     if len(set(names)) < len(names):
-        raise ConfigError(f"space {space.name!r} has two tables of one name: {sorted(names)}", field="tables")
+        raise ConfigError(
+            f"space {space.name!r} has two tables with the same name, among {sorted(names)}: rename one of them",
+            field="tables",
+        )
     for table in space.tables:
         check_table(table)
 
@@ -141,13 +155,13 @@ def _add(state: GroupState, space: Space, parent: Space | None) -> Space:
             differs=differs,
         )
     space = replace(space, number=record.next_space)
-    space.to_json()  # raises for what the record cannot store, before anything has changed
+    space.to_json()  # raises, before anything has changed, if the record cannot store the space
     record.next_space += 1
     record.spaces[space.number] = space
     for index in range(space.segments):
         above = None if parent is None else (parent.number, index)
-        # a segment of a branch is placed with its parent, so that they share the memory of what is equal
+        # a branch's segment is placed with its parent's segment, so that both share the memory of equal values
         key = f"{space.name}/{index}" if above is None else state.segments[above].key
         state.segments[space.number, index] = SegmentAssignment(space.number, index, key, parent=above)
-    state.event("space_opened", f"space {space.name!r} has {space.segments} segments", space=space.name)
+    state.event("space_opened", f"space {space.name!r} is open, with {space.segments} segments", space=space.name)
     return space

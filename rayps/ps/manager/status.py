@@ -10,7 +10,7 @@ from rayps.ps.manager.group_state import GroupState
 from rayps.ps.manager.members import SegmentLoad, ServerMember
 from rayps.ps.protocol.space import Space
 
-DEAD_SHOWN_SECONDS = 60.0  # how long a dead server is listed after no segment refers to it any more
+DEAD_SHOWN_SECONDS = 60.0  # seconds that a dead server stays in the list after its removal from the group
 _STATES = {ServerState.ALIVE: "alive", ServerState.LEAVING: "leaving", ServerState.AWAY: "alive"}
 COUNTS = ("moves", "moved_bytes", "promotions", "deaths", "copies_made", "copied_bytes", "lost")
 _NO_LOAD = SegmentLoad(0, 0, 0, 0)
@@ -40,7 +40,7 @@ def _status(state: GroupState) -> str:
     serving = {name for name, member in state.members.items() if member.state in _STATES}
     first = len(state.members) + len(state.pending) == record.next_server
     if state.pending and first and record.resizing is None and not record.counts.get("deaths"):
-        return "starting"  # the first servers: nothing has failed
+        return "starting"  # only the group's first servers are pending, and none has failed
     if not serving or any(each.lost or (each.started and each.primary not in serving) for each in segments):
         return "degraded" if state.members else "healing"
     if record.resizing is not None:

@@ -1,1 +1,1 @@
-"""Values and messages that workers, servers and the manager of a server group exchange."""
+"""The values and messages that workers, servers and the manager of a server group exchange."""

@@ -1,14 +1,16 @@
-"""Requests of a worker to a server on the same host, through shared memory; no bytes are sent.
+"""A worker's requests to a server on the same host, through shared memory: nothing is sent on the connection.
 
-A mailbox is a block of shared memory that holds one request at a time: its kind, step and weight, and a *head* with a
-row for each segment: the segment, its generation, place and bytes of its piece, place and bytes of its answer. A place
-is the number of one of the worker's memories, and an offset in that memory. The worker puts the pieces there, and the
-server writes the rows of tables there. The values of a dense segment are read out of the server's own memory
-(`SharedSlice`). Other answers (an error, STALE) are sent as a message, and the answer in the mailbox says so.
+A mailbox is a block of shared memory that holds one request at a time: its kind, step and weight, and a *head* with one
+row for each segment. A row has the segment, its generation, the place and size of its piece, and the place and size of
+its answer. A *place* is the number of one of the worker's shared memories, and an offset in it. The worker writes its
+pieces there, and the server writes the rows of tables there. The worker reads the values of a dense segment in the
+server's own shared memory (`SharedSlice`). Any other answer (an error, STALE) is sent as a message, and the answer in
+the mailbox says so.
 
-A wakeup descriptor (an eventfd) is written only if the other side sleeps: a side first sets its word ASLEEP, then
-checks once more for work, then sleeps. Until the answer is there, the piece must not change and the place of the answer
-belongs to the server. A worker that does not wait for an answer uses other memory from then on (`WorkerMemory.retire`).
+Each side sleeps until its wakeup descriptor (an eventfd) is written, and the other side writes it only if it must: a
+side first sets a word in shared memory (the server ASLEEP, the worker WAITS), then checks once more for work, then
+sleeps. While a request is unanswered, the worker must not change the piece, and must not use the place of the answer. A
+worker that gives up an unanswered request uses new memory from then on (`WorkerMemory.retire`).
 """
 
 from __future__ import annotations
@@ -27,28 +29,30 @@ from torch import Tensor
 from rayps.comm.link import memory as link_memory
 from rayps.comm.link.memory import Memory
 from rayps.comm.link.shared_memory_link import SharedLink
+from rayps.comm.link.wakeup import Wakeup
 from rayps.core.errors import LinkError
 from rayps.ps.protocol.rows import Bytes, ShardRows
 
-# keys under which memories and descriptors are offered on a link
+# keys under which one side of a link offers a memory or a descriptor to the other side
 MAILBOX, SERVER, WAKEUP, MEMORY, SEGMENT = 16, 17, 18, 1 << 10, 1 << 20
 
 MAILBOX_BYTES = 1 << 14
-# words (int64) of a mailbox: the request behind ASKED, the answer behind ANSWERED
+# indices of int64 words in a mailbox: the tag of the last request, with the request after it; the tag of the last
+# answer, with the answer after it; and a word that is 1 while the worker sleeps
 ASKED, ANSWERED, WAITS = 0, 8, 16
 HEAD = 256  # byte at which the head begins
 ROW = 6  # words in a row of the head
-ROWS = (MAILBOX_BYTES - HEAD) // (8 * ROW)
+ROWS = (MAILBOX_BYTES - HEAD) // (8 * ROW)  # most rows of a head
 REQUEST = struct.Struct("<5qd")  # kind, number of the head, rows in the head, step, patience in ms, weight
-ANSWER = struct.Struct("<5q")  # version, lead, durable, BY_MEMORY or BY_MESSAGE, offers made on the link so far
+ANSWER = struct.Struct("<5q")  # version, lead, durable, BY_MEMORY or BY_MESSAGE, offers by the server so far
 _REQUEST_AT, _ANSWER_AT = 8 * (ASKED + 1), 8 * (ANSWERED + 1)
-BY_MEMORY, BY_MESSAGE = 0, 1
-ASLEEP = 0  # word of a server's page that is 1 while the server sleeps
+BY_MEMORY, BY_MESSAGE = 0, 1  # where the values of an answer are
+ASLEEP = 0  # index of a word in a server's page; the word is 1 while the server sleeps
 OFFSET_BITS = 40  # low bits of a place, which hold the offset; the bits above are the memory's number
 
-CHUNK_BYTES = 1 << 22  # least size of a memory for pieces
-LIMIT_BYTES = 1 << 28  # largest sum of the sizes of one session's memories for pieces
-ALIGN = 64
+CHUNK_BYTES = 1 << 22  # smallest size of a memory for pieces
+LIMIT_BYTES = 1 << 28  # most bytes of all memories for pieces of one session
+ALIGN = 64  # bytes
 TRIES = 20  # attempts to read a slice between two steps of the server, before the server is asked for a copy
 
 
@@ -63,9 +67,9 @@ class MailboxCall(NamedTuple):
 
 
 class _Chunk:
-    """One shared memory of a worker, divided into blocks.
+    """One shared memory of a worker, from which blocks are allocated unless `blocks` is False.
 
-    A block that was given back is used again for the same size.
+    A block that is freed is used again for a block of the same size.
     """
 
     def __init__(self, memory: Memory, blocks: bool) -> None:
@@ -77,7 +81,7 @@ class _Chunk:
         self._free: dict[int, deque[int]] = {}
 
     def take(self, size: int) -> int:
-        """Return the offset of a free block of this size; -1 if there is no room."""
+        """Allocate a block of this size; return its offset, or -1 if there is no room."""
         free = self._free.get(size)
         if free:
             return free.popleft()
@@ -87,7 +91,7 @@ class _Chunk:
         return self._top - size
 
     def give(self, size: int, offset: int) -> None:
-        """Return a block to the free blocks."""
+        """Free the block of this size at `offset`."""
         self._free.setdefault(size, deque()).append(offset)
 
 
@@ -99,22 +103,22 @@ class WorkerMemory:
 
         Raises LinkError: shared memory is not available.
         """
-        self.wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.wakeup = Wakeup()
         self.chunks: list[_Chunk] = []
         self.gradients: GradientBuffer | None = None
         self._bytes = 0
 
     def gradient(self, size: int, dtype: torch.dtype) -> GradientBuffer:
-        """Return the memory for the dense vector's gradient."""
+        """Return the memory for the dense vector's gradient; create it at the first call."""
         if self.gradients is None:
             self.gradients = GradientBuffer(size, dtype)
             self.chunks.append(_Chunk(self.gradients.memory, blocks=False))
         return self.gradients
 
     def room(self, size: int) -> Bytes:
-        """Allocate memory for a piece or an answer, not cleared. It is used again when no reference to it is left.
+        """Allocate `size` bytes for a piece or an answer, not zeroed; reuse them when no reference to them is left.
 
-        If the session has reached LIMIT_BYTES, the memory is ordinary memory.
+        Beyond LIMIT_BYTES the bytes are in ordinary memory, which servers cannot access.
         """
         whole = rounded(size)
         for chunk in self.chunks:
@@ -134,7 +138,7 @@ class WorkerMemory:
         return found
 
     def place(self, piece: Bytes) -> int:
-        """Return the place of a piece; -1 if it is in none of these memories."""
+        """Return the place of a piece, as in the head of a request; -1 if it is in none of these memories."""
         address = int(piece.__array_interface__["data"][0])
         for number, chunk in enumerate(self.chunks):
             if address - chunk.address >= 0 and address + len(piece) <= chunk.address + chunk.size:
@@ -142,39 +146,26 @@ class WorkerMemory:
         return -1
 
     def number(self, gradients: GradientBuffer) -> int:
-        """Return the number of a gradient's memory."""
+        """Return the index in `chunks` of the block in which `gradients` is stored."""
         return next(i for i, chunk in enumerate(self.chunks) if chunk.memory is gradients.memory)
 
     def retire(self) -> None:
-        """Stop using the present memories, which a server may still read and write; later calls create others."""
+        """Stop using the present memories, which a server may still read and write; later calls create new ones."""
         for chunk in self.chunks:
             chunk.usable = False
-            chunk.address = 1 << 62  # no piece is found in this memory from now on
+            chunk.address = 1 << 62  # an address that no piece has: `place` finds nothing here from now on
         self._bytes = 0
         if self.gradients is not None:
             self.gradients.close()
             self.gradients = None
 
-    def hush(self) -> None:
-        """Clear the wakeup descriptor."""
-        try:  # noqa: SIM105  # in every turn
-            os.eventfd_read(self.wakeup)
-        except BlockingIOError:
-            pass
-
     def close(self) -> None:
-        """Close the descriptors. Arrays that were allocated from the memories stay valid. Safe to call twice."""
-        if self.wakeup >= 0:
-            os.close(self.wakeup)
-            self.wakeup = -1
+        """Close the descriptors. Arrays in the memories stay valid. Safe to call twice."""
+        self.wakeup.close()
         if self.gradients is not None:
             self.gradients.close()
             self.gradients = None
         self.chunks = []
-
-    def __del__(self) -> None:
-        if getattr(self, "wakeup", -1) >= 0:  # of a session that was not closed
-            os.close(self.wakeup)
 
 
 def rounded(size: int) -> int:
@@ -186,39 +177,42 @@ def rounded(size: int) -> int:
 
 
 class WorkerMailbox:
-    """The worker's side of a mailbox: creates it, offers it to the server at the other end of `link`, puts requests."""
+    """The worker's side of a mailbox: offers it to the server at the other end of `link`, and writes requests to it."""
 
     def __init__(self, link: SharedLink, memory: WorkerMemory) -> None:
-        """Create the mailbox and offer it on the link. Raises LinkError: there is no memory, or the link is lost."""
+        """Create the mailbox and offer it on the link.
+
+        Raises LinkError: shared memory cannot be created, or the link is lost.
+        """
         self.link, self.memory = link, memory
         self._box = Memory.create(MAILBOX_BYTES)
         self._view, self.words = self._box.view, self._box.view.cast("q")
         link.offer(MAILBOX, self._box)
-        link.offer_descriptor(WAKEUP, memory.wakeup)
+        link.offer_descriptor(WAKEUP, memory.wakeup.fileno())
         self._box.close_descriptor()
         self.tag = 0  # tag of the last request
-        self._bell = -1
+        self._bell: Wakeup | None = None
         self._asleep: memoryview | None = None
-        self._offered = 0  # number of memories offered
+        self._offered = 0  # number of memories that were offered
         self._head, self._number, self._rows = b"", 0, 0
         self._slices: dict[int, tuple[memoryview, Bytes]] = {}
 
     @property
     def ready(self) -> bool:
-        """Whether the server takes requests from this mailbox; the server offers its page before it sends JOINED."""
+        """Whether the server reads requests from this mailbox: it has offered its page, as it does before JOINED."""
         if self._asleep is None and SERVER in self.link.memories and WAKEUP in self.link.descriptors:
             self._asleep = self.link.memories.pop(SERVER).view.cast("q")
-            self._bell = self.link.descriptors.pop(WAKEUP)
+            self._bell = Wakeup(self.link.descriptors.pop(WAKEUP))
         return self._asleep is not None
 
     @property
     def answered(self) -> bool:
-        """Whether the last request is answered, so that another request may be put."""
+        """Whether the last request is answered, so that the next one may be written."""
         found: bool = self.words[ANSWERED] == self.tag
         return found
 
     def offer(self) -> bool:
-        """Offer the server all memories that were created since; return False while the link cannot send."""
+        """Offer the server the memories that were created since the last call; return False if the link is busy."""
         chunks = self.memory.chunks
         while self._offered < len(chunks):
             if chunks[self._offered].memory.fd >= 0:
@@ -227,7 +221,7 @@ class WorkerMailbox:
         return self.link.flush() and not self.link.queued
 
     def put(self, tag: int, kind: int, head: bytes, step: int, patience: int, weight: float) -> None:
-        """Put a request. Call `offer` before; a fence and `ring` must follow."""
+        """Write a request. Call `offer` before it; after it, call a memory fence and then `ring`."""
         if head is not self._head:
             if head != self._head:
                 self._number += 1
@@ -238,23 +232,23 @@ class WorkerMailbox:
 
     def ring(self) -> None:
         """Wake the server if it sleeps."""
-        if self._asleep is not None and self._asleep[ASLEEP]:
-            try:  # noqa: SIM105  # in every turn
-                os.eventfd_write(self._bell, 1)
-            except OSError:
-                pass  # the server has ended, which the link reports
+        if self._bell is not None and self._asleep is not None and self._asleep[ASLEEP]:
+            self._bell.wake()
 
     def answer(self) -> tuple[int, int, int, int, int]:
         """Return the answer to the last request: version, lead, durable, BY_MEMORY or BY_MESSAGE, and offers.
 
-        The offers are the number of memories that the server had offered on the link by then.
+        The offers are the number of memories that the server had offered on the link before it answered.
         """
         found: tuple[int, int, int, int, int] = ANSWER.unpack_from(self._view, _ANSWER_AT)
         return found
 
     @property
     def readable(self) -> bool:
-        """Whether the answer is in memory, and all memories that the server had offered by then have arrived."""
+        """Whether the answer's values can be read in memory.
+
+        They can if the answer is BY_MEMORY, and all memories that the server offered before its answer have arrived.
+        """
         _, _, _, where, offers = self.answer()
         if where != BY_MEMORY:
             return False
@@ -263,7 +257,10 @@ class WorkerMailbox:
         return self.link.offers_taken >= offers
 
     def slice(self, segment: int) -> tuple[memoryview, Bytes]:
-        """Return a segment's first words and its values. Raises LinkError: the server did not offer its memory."""
+        """Return a segment's words (such as STEPS) and values, in the server's memory.
+
+        Raises LinkError: the server did not offer the segment's memory.
+        """
         fresh = self.link.memories.pop(SEGMENT + segment, None)
         if fresh is not None:
             params = np.frombuffer(fresh.view[PAGE:], np.uint8) if fresh.size > PAGE else np.empty(0, np.uint8)
@@ -271,12 +268,13 @@ class WorkerMailbox:
         found = self._slices.get(segment)
         if found is None:
             raise LinkError(
-                f"{self.link.peer!r} answered with a segment whose memory it did not offer", peer=self.link.peer
+                f"{self.link.peer!r} answered in shared memory, but did not offer its memory of segment {segment}",
+                peer=self.link.peer,
             )
         return found
 
     def place_of(self, segment: int, into: Any, rows: ShardRows | None = None) -> tuple[memoryview, Bytes, Bytes]:
-        """Return a segment's first words, its values, and `into` as an array of bytes.
+        """Return a segment's words and values, as `slice`, and the buffer `into` as an array of bytes.
 
         `into` has room for all values, or for `rows`. Raises LinkError: the server did not offer the segment, or the
         segment has another size than `into`.
@@ -293,9 +291,10 @@ class WorkerMailbox:
         return words, values, place
 
     def read(self, segment: int, into: Any, rows: ShardRows | None = None, *, torn: bool = False) -> bool:
-        """Copy a segment's values, or `rows` of them, all of one version; with `torn`, possibly of several versions.
+        """Copy a segment's values, or `rows` of them, to `into`; return whether the copy is valid.
 
-        Return False if the values changed during each attempt. Raises LinkError as `place_of`.
+        All values are of one version; with `torn` they may be of several, as the server may step meanwhile. Returns
+        False if the server stepped during every attempt. Raises LinkError as `place_of`.
         """
         words, values, place = self.place_of(segment, into, rows)
         if not torn:
@@ -304,18 +303,16 @@ class WorkerMailbox:
         return True
 
     def close(self) -> None:
-        """Close the wakeup descriptor; the memory is freed by its last user."""
-        if self._bell >= 0:
-            os.close(self._bell)
-            self._bell = -1
-
-    def __del__(self) -> None:
-        if getattr(self, "_bell", -1) >= 0:  # of a session that was not closed
-            os.close(self._bell)
+        """Close the wakeup descriptor. The system frees the memory when no process uses it."""
+        if self._bell is not None:
+            self._bell.close()
 
 
 def copy_whole(words: memoryview, values: Bytes, place: Bytes, rows: ShardRows | None = None) -> bool:
-    """Copy values, or rows of them, of one version; return False if the server stepped during each attempt."""
+    """Copy `values`, or `rows` of them, to `place`, all of one version; `words` are those of the segment.
+
+    Return False if the server stepped during every attempt.
+    """
     for _ in range(TRIES):
         before = words[STEPS]
         if not before & 1:
@@ -328,7 +325,7 @@ def copy_whole(words: memoryview, values: Bytes, place: Bytes, rows: ShardRows |
 
 
 def copy_now(values: Bytes, place: Bytes, rows: ShardRows | None) -> None:
-    """Copy values, or rows of them, also while the server steps."""
+    """Copy `values`, or `rows` of them, to `place`, even if the server steps meanwhile."""
     if rows is None:
         place[:] = values
     else:
@@ -343,37 +340,40 @@ def array_of(buffer: Any) -> Bytes:
 
 
 def mailbox(link: object, memory: WorkerMemory | None) -> WorkerMailbox | None:
-    """Return a mailbox on a link whose ends share memory; None for another link."""
+    """Return a mailbox on `link`; None if the two ends of the link cannot share memory."""
     if memory is None or not AVAILABLE or not isinstance(link, SharedLink):
         return None
     return WorkerMailbox(link, memory)
 
 
 class ServerMailbox:
-    """The server's side of a mailbox: takes requests out, and puts answers in."""
+    """The server's side of a mailbox: reads requests from it, and writes answers to it."""
 
     def __init__(self, link: SharedLink, page: Memory, wakeup: int) -> None:
-        """Take the memories that the worker has offered on the link; `page` and `wakeup` are this server's."""
+        """Use the mailbox that the worker has offered on `link`.
+
+        Offer the worker the server's `page`, which has the word ASLEEP, and its descriptor `wakeup`.
+        """
         self.link = link
         box = link.memories.pop(MAILBOX)
-        self._bell = link.descriptors.pop(WAKEUP)
+        self._bell = Wakeup(link.descriptors.pop(WAKEUP))
         self._view, self.words = box.view, box.view.cast("q")
-        self.seen = 0  # tag of the last request that was taken out
-        self.open = 0  # tag of the request that is not answered yet
+        self.seen = 0  # tag of the last request that was read
+        self.open = 0  # tag of the request that is not answered yet; 0 = none
         self.number, self._rows = 0, list[list[int]]()  # number and rows of the head that was read last
         self._memories: dict[int, Memory] = {}
-        self.offered: dict[int, object] = {}  # by segment: the memory that was offered to the worker
+        self.offered: dict[int, object] = {}  # by segment: the memory that the worker was offered
         link.offer(SERVER, page, read_only=True)
         link.offer_descriptor(WAKEUP, wakeup)
 
     def take(self) -> tuple[MailboxCall, list[list[int]], bool]:
-        """Return the new request, the rows of its head, and whether the head has changed since the last request."""
+        """Read the new request; return it, the rows of its head, and whether the head differs from the last one."""
         tag = self.begin()
         kind, number, rows, step, patience, weight = self.request()
         fresh = number != self.number
         if fresh:
             if not 0 <= rows <= ROWS:
-                raise ValueError(f"a request in a mailbox names {rows} segments: the mailbox has room for {ROWS}")
+                raise ValueError(f"a request in a mailbox names {rows} segments, and a mailbox has room for {ROWS}")
             words = np.frombuffer(self._view, np.int64, rows * ROW, HEAD)
             self.number, self._rows = number, words.reshape(rows, ROW).tolist()
         return MailboxCall(tag, kind, step, patience, weight), self._rows, fresh
@@ -390,7 +390,7 @@ class ServerMailbox:
         return tag
 
     def bytes_at(self, place: int, size: int) -> memoryview:
-        """Return bytes of the worker's memory. Raises ValueError: the worker did not offer this place."""
+        """Return `size` bytes at a place in the worker's memories. Raises ValueError: the worker did not offer them."""
         if not size:
             return memoryview(b"")
         number, offset = place >> OFFSET_BITS, place & (1 << OFFSET_BITS) - 1
@@ -400,19 +400,22 @@ class ServerMailbox:
                 self.link.absorb()
             found = self.link.memories.pop(MEMORY + number, None)
             if found is None:
-                raise ValueError(f"{self.link.peer!r} names memory {number}, which it did not offer")
+                raise ValueError(f"a request of {self.link.peer!r} names memory {number}, which it did not offer")
             memory = self._memories[number] = found
         if size < 0 or offset + size > memory.size:
-            raise ValueError(f"{self.link.peer!r} names {size} bytes at {offset} of a memory of {memory.size}")
+            raise ValueError(
+                f"a request of {self.link.peer!r} names {size} bytes from byte {offset} on, in memory {number} of "
+                f"{memory.size} bytes"
+            )
         return memory.view[offset : offset + size]
 
     def tensor_at(self, place: int, size: int, dtype: torch.dtype) -> Tensor:
-        """Return bytes of the worker's memory as elements of `dtype`.
+        """Return `size` bytes at a place in the worker's memories as elements of `dtype`.
 
-        Raises ValueError: as `bytes_at`, or the size does not fit.
+        Raises ValueError: as `bytes_at`, or the bytes are not a whole number of elements.
         """
         if size % dtype.itemsize:
-            raise ValueError(f"{size} bytes are no whole number of {dtype} elements")
+            raise ValueError(f"a piece of {size} bytes is not a whole number of {dtype} elements")
         view = self.bytes_at(place, size)
         return torch.frombuffer(view, dtype=dtype) if size else torch.empty(0, dtype=dtype)
 
@@ -421,20 +424,18 @@ class ServerMailbox:
         self.link.offer(SEGMENT + segment, memory, read_only=True)
 
     def answer(self, version: int, lead: int, durable: int, where: int = BY_MEMORY) -> None:
-        """Answer the open request. All offers must have been sent before; `wake` must follow."""
+        """Write the answer to the open request. Send all offers before it; after it, call a memory fence and `wake`."""
         ANSWER.pack_into(self._view, _ANSWER_AT, version, lead, durable, where, self.link.offers_made)
         self.words[ANSWERED], self.open = self.open, 0
 
     def wake(self) -> None:
-        """Write the worker's wakeup if the worker sleeps; a fence comes before."""
+        """Wake the worker if it sleeps. Call a memory fence before."""
         if self.words[WAITS]:
-            os.eventfd_write(self._bell, 1)
+            self._bell.wake()
 
     def close(self) -> None:
-        """Close the worker's wakeup descriptor; the memory is freed by its last user."""
-        if self._bell >= 0:
-            os.close(self._bell)
-            self._bell = -1
+        """Close the worker's wakeup descriptor. The system frees the memory when no process uses it."""
+        self._bell.close()
 
 
 def offered(link: object) -> bool:
@@ -447,17 +448,18 @@ def head_of(rows: Sequence[Sequence[int]]) -> bytes:
     return np.array(rows, np.int64).tobytes()
 
 
-# The words below must be read in the order in which they are written; processors without this order use messages.
+# The other process must see the words below change in the order in which they are written. Where the processor does not
+# guarantee this, requests are sent as messages.
 AVAILABLE = link_memory.AVAILABLE and link_memory.ORDERED
 
 PAGE = 4096
-SMALL = 1 << 18  # elements
-# words (int64) of a slice's first page
-STEPS = 0  # twice the number of steps, plus one during a step
+SMALL = 1 << 18  # elements of a gradient up to which numpy copies it faster than torch
+# indices of int64 words in the first page of a slice
+STEPS = 0  # twice the number of optimizer steps, plus one during a step
 
 
 class SharedSlice:
-    """A shard's parameters, in memory that workers of this host can read if shared memory is available.
+    """A shard's parameters; in shared memory, if it is available, so that workers of this host can read them.
 
     With `private` the parameters stay in the given memory, which no other process reads.
     """

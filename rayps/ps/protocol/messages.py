@@ -2,8 +2,8 @@
 
 A request of a worker has effect as a whole or not at all: if the server does not serve one of the named segments in the
 named generation, nothing is applied, and the answer is STALE. The payload of a request begins with a head
-(`pack_head`): for each segment its number, its generation, and the bytes of its piece. The pieces follow, and the
-pieces of the answer are in the same order.
+(`pack_head`): for each segment its number, its generation, and the size of its piece in bytes. The pieces follow the
+head. The pieces of the answer are in the same order.
 """
 
 from __future__ import annotations
@@ -24,41 +24,49 @@ class GroupMessage(enum.IntEnum):
     """The kind of a message, with the meaning of a, b, weight and payload. An answer has its request's tag."""
 
     # worker -> server (one connection for each worker, server and space)
-    # JOIN: payload = seconds that pulls may wait, then the first step that this rank can push again, or -1
-    JOIN = 1  # a = space, b = rank (-1: a reader, or the process that loads), weight = incarnation -> JOINED
-    PUSH = 2  # a = step, weight = samples, payload = head + pieces  -> ACK
-    PULL = 3  # payload = head + pieces (which rows, for a table)    -> VALUE, once the clocks of all segments allow it
-    PUSH_PULL = 4  # as PUSH; dense segments only                    -> VALUE of the same segments
-    READ = 5  # as PULL, outside the clock                           -> VALUE
-    LOAD = 6  # payload = head + a state each (`ServedSegment.dump`); rank -1 only -> ACK once backups have it
-    PART = 7  # a = round, payload = head                            -> VALUE, a state each; ERROR if not kept
+    # JOIN: payload = seconds that pulls may wait (float64), then the first step that this rank can repeat (int64): the
+    # server counts missing pushes below this step as lost; -1 = it counts none
+    JOIN = 1  # a = space, b = rank (-1: only reads, or loads states), weight = incarnation -> JOINED
+    PUSH = 2  # a = step, weight = samples, payload = head + pieces -> ACK
+    PULL = 3  # payload = head + pieces that name what to pull -> VALUE, once the clocks of all segments allow it
+    PUSH_PULL = 4  # as PUSH, dense segments only -> VALUE of the same segments, as for PULL
+    READ = 5  # as PULL, without waiting for the clock -> VALUE
+    # LOAD: only rank -1 may send it; a state is the result of `ServedSegment.dump`
+    LOAD = 6  # payload = head + a state for each segment -> ACK, once the backups have the states
+    # PART: request the segments' states after a round; the server answers when it closes the round
+    PART = 7  # a = round (-1: now), payload = head -> VALUE: a state for each segment; ERROR: it is not retained
     SAVED = 8  # a = round: the state after this round is stored elsewhere; no answer
     FLUSH = 9  # payload = head -> ACK, once all pushes of this rank are durable
-    CHANGES = 10  # tables only; payload = head + a version (int64) -> VALUE: changes since, an Arrow stream each
-    MARKS = 11  # payload = head -> VALUE, int64 for each segment and rank: its next step
-    HOLD = 12  # a = 1: once the clock lets this rank pull; payload = head -> VALUE, int64: steps by rank; pushes wait
-    AIM = 13  # payload = head + int64: steps by rank            -> ACK, once all these steps are applied
-    RELEASE = 14  # apply the pushes that wait since HOLD; no answer
-    SEAT = 15  # a = space, b = rank, without a manager -> ACK, payload = int64: the incarnation of the next JOIN
+    CHANGES = 10  # tables only; payload = head + versions (int64) -> VALUE: changes since these, as Arrow streams
+    MARKS = 11  # payload = head -> VALUE: for each segment, the next step of each rank (int64)
+    # HOLD begins a consistent pull: pushes to these segments wait from its answer on. a = 1: the answer waits until the
+    # clock lets this rank pull
+    HOLD = 12  # payload = head -> VALUE: for each segment, the number of applied steps of each rank (int64)
+    # AIM: apply also the pushes below these steps
+    AIM = 13  # payload = head + a step for each rank (int64) -> ACK, once all these pushes are applied
+    RELEASE = 14  # end a consistent pull: apply the pushes that have waited since HOLD; no answer
+    SEAT = 15  # where there is no manager: a = space, b = rank -> ACK: the incarnation for the next JOIN (int64)
     # server -> worker. Every answer: weight = step of this rank below which all pushes to these segments are durable
-    JOINED = 20  # payload = int64 pairs: segment, this rank's next step; of all segments that the server is primary of
+    JOINED = 20  # payload = int64 pairs (segment, this rank's next step) of all segments that this server is primary of
     ACK = 21
-    VALUE = 22  # a = version (steps taken, the least of the segments), b = lead in rounds, payload = pieces
-    STALE = 23  # payload = int64: the segments that are not served in that generation; nothing was applied
-    ERROR = 24  # as `refusal`
+    # VALUE: the version is the least number of optimizer steps of the segments
+    VALUE = 22  # a = version, b = this rank's lead in rounds, payload = pieces
+    STALE = 23  # payload = int64: the segments that are not served in the requested generation; nothing was applied
+    ERROR = 24  # payload = JSON of an error, see `refusal`
     # primary -> backup, answered by COPIED in the order of sending
-    STATE = 40  # a = space, b = segment, weight = generation, payload = `ServedSegment.dump`: begin a backup with it
-    FORWARD = 41  # a = space, b = segment, weight = generation, payload = a result of `ServedSegment.push`: replay it
-    COPIED = 42  # tag = the last message that was applied
+    STATE = 40  # a = space, b = segment, weight = generation, payload = the backup's first state (`ServedSegment.dump`)
+    FORWARD = 41  # a = space, b = segment, weight = generation, payload = a change (`ServedSegment.push`) to replay
+    COPIED = 42  # tag = the tag of the last message that the backup applied
     # server <-> manager. Payloads are JSON, except that of SPACE
     REGISTER = 60  # {"name", "address", "host", "pid", "holds": {space: [[segment, role, generation], ...]}} -> WELCOME
     WELCOME = 61  # {"heartbeat": seconds}
-    HEARTBEAT = 62  # the load, see `rayps.ps.server.outbound`; tag counts up
+    HEARTBEAT = 62  # the server's load (`rayps.ps.server.outbound`); tag = the number of the heartbeat
     SPACE = 63  # payload = a pickled Space: sent before the first orders about it
     ORDERS = 64  # {"space", "holdings": [a `SegmentOrder`, ...]}
     REPORT = 65  # {"space", "events": [[an `Event`, segment, generation, name of a backup], ...]}
     FORGET = 66  # a = space: the space is closed; free its memory
-    BRANCH = 67  # a = space, b = parent space: payload = {"segments": [[segment, generation], ...]}
+    # BRANCH: begin these segments of a space with the values of the same segments of its parent
+    BRANCH = 67  # a = space, b = parent space, payload = {"segments": [[segment, generation], ...]}
     # worker <-> manager
     WATCH = 80  # a = space -> MAP now, and each time the map changes
     MAP = 81  # `SpaceMap.to_json`
@@ -67,41 +75,43 @@ class GroupMessage(enum.IntEnum):
 class Role(enum.StrEnum):
     """The role of a server for a segment."""
 
-    PRIMARY = (
-        "primary"  # serve the segment, and copy it to the named backups; report each as SYNCED when it has everything
-    )
-    COPY = "copy"  # be a backup: take STATE and FORWARD from the primary of that generation
+    # PRIMARY: serve the segment, and send it to the named backups; report each backup as SYNCED when it has everything
+    PRIMARY = "primary"
+    COPY = "copy"  # be a backup: apply STATE and FORWARD of the primary of that generation
     LEAVING = "leaving"  # refuse requests as STALE from now on; report HANDED once the backups have everything
-    NONE = "none"  # drop it
+    NONE = "none"  # drop the segment
 
 
 class SegmentOrder(NamedTuple):
-    """The whole state that a server is to reach for a segment: a row of ORDERS. A repeated order changes nothing."""
+    """An order of the manager about one segment: the role that the server must have. It is one row of ORDERS.
+
+    A repeated order changes nothing.
+    """
 
     segment: int
     role: Role
     generation: int
     copies: dict[str, str]  # of a primary: backup -> address
-    lost: bool = False  # the segment's values were lost: the server serves none before a state is loaded
+    lost: bool = False  # the segment's values were lost: the server serves it only after a state is loaded
 
     @classmethod
     def of(cls, row: Sequence[Any]) -> SegmentOrder:
-        """Return the order that JSON has as this row."""
+        """Return the order in a row of ORDERS, as decoded from JSON."""
         return cls(row[0], Role(row[1]), *row[2:])
 
 
 class Event(enum.StrEnum):
-    """A server's report about a segment."""
+    """What a server reports to the manager about a segment."""
 
-    READY = "ready"  # PRIMARY in that generation, and serving
+    READY = "ready"  # the server is PRIMARY in that generation, and serves requests
     SYNCED = "synced"  # backup `name` has everything, and every later answer waits for this backup
-    HANDED = "handed"  # LEAVING, and all backups have everything
-    COPY_LOST = "copy lost"  # the connection to backup `name` failed; answers wait until ORDERS name it no more
-    ASKED = "asked"  # a COPY has no STATE, or lacks a forwarded change: the server needs a new STATE
+    HANDED = "handed"  # the server is LEAVING, and all backups have everything
+    COPY_LOST = "copy lost"  # the connection to backup `name` failed; answers wait until ORDERS no longer name it
+    ASKED = "asked"  # the server has no state of the segment, or its COPY lacks a change: it needs a new STATE
 
 
 def refusal(tag: int, error: Exception) -> tuple[Message, bytes]:
-    """Return an error as the answer to a request."""
+    """Return the message, with its payload, that answers the request `tag` with an error."""
     body = {"kind": type(error).__name__, "message": str(error), "data": getattr(error, "data", {})}
     return Message(GroupMessage.ERROR, tag=tag), json.dumps(body).encode()
 
@@ -119,11 +129,11 @@ class SegmentPayload(NamedTuple):
 
     segment: int
     generation: int
-    data: Any  # a buffer; memoryview when it was read
+    data: Any  # a buffer; a memoryview if `unpack` returned it
 
 
 def pack_head(pieces: Sequence[SegmentPayload]) -> bytes:
-    """Return the head of a request: int64 n, then n rows of segment, generation, bytes of its piece."""
+    """Return the head of a request, in int64: the number of segments, then (segment, generation, piece's size) each."""
     rows = [[each.segment, each.generation, memoryview(each.data).nbytes] for each in pieces]
     return np.array([len(rows), *(value for row in rows for value in row)], np.int64).tobytes()
 
@@ -139,25 +149,30 @@ def pack(pieces: Sequence[SegmentPayload]) -> bytearray:
 
 
 def unpack(payload: Any) -> list[SegmentPayload]:
-    """Return the pieces of a payload that `pack` made, as views. Raises ValueError: it is none."""
+    """Return the pieces of a payload that `pack` made, as views. Raises ValueError: `pack` did not make it."""
     view = memoryview(payload).cast("B") if len(payload) else memoryview(b"")
     if len(view) < 8:
-        raise ValueError("a request names no segments")
+        raise ValueError(f"a request of {len(view)} bytes is shorter than the 8 bytes that count its segments")
     count = int(np.frombuffer(view[:8], np.int64)[0])
     at = 8 + 24 * count
     if not 0 <= count <= (len(view) - 8) // 24:
-        raise ValueError(f"a request of {len(view)} bytes cannot name {count} segments")
+        raise ValueError(
+            f"a request of {len(view)} bytes is not valid: its head names {count} segments, and each takes 24 bytes"
+        )
     found = []
     for segment, generation, size in np.frombuffer(view[8:at], np.int64).reshape(count, 3).tolist():
         if size < 0 or at + size > len(view):
-            raise ValueError(f"the piece of segment {segment} does not fit into the request")
+            raise ValueError(
+                f"the head of a request gives segment {segment} a piece of {size} bytes, and the request has only "
+                f"{len(view) - at} bytes left"
+            )
         found.append(SegmentPayload(segment, generation, view[at : at + size]))
         at += size
     return found
 
 
 def numbers(values: Iterable[int]) -> bytes:
-    """Return whole numbers as a payload."""
+    """Encode whole numbers as a payload of int64."""
     return np.fromiter(values, np.int64).tobytes()
 
 

@@ -1,9 +1,9 @@
-"""The piece of a push or a pull that concerns one dense segment, as bytes. Pure: tensors, no sockets.
+"""A piece: the part of a push or a pull that concerns one dense segment, as bytes. Pure: tensors, no sockets.
 
-An empty piece has no elements (of a pull: asks for all). A piece of the segment's size has all of its elements. Any
-other piece begins with a head that names its form: a range of elements, rows of one parameter by id, or encoded
-elements. Messages, replay buffers and backups carry every form alike, and a repeated push consists of the same bytes.
-Pulls are not encoded: all workers read the same parameters, bit for bit.
+An empty piece pushes nothing, or pulls the whole segment. A piece as long as the segment pushes all of its elements.
+Any other piece begins with a head that names its form: a range of elements, rows of one parameter by id, or a range of
+compressed elements. Messages, replay buffers and backups treat all forms alike, and a repeated push consists of the
+same bytes. Pulled values are not compressed: all workers read the same parameters, bit for bit.
 """
 
 from __future__ import annotations
@@ -25,19 +25,21 @@ from rayps.tensors.packing import flat_bytes, tensor_of
 
 _HEAD = struct.Struct("<5q")  # form, three numbers, bytes of the body
 _ALIGN = 8
-KEPT_IDS = 1 << 21  # ids that are kept for one segment: 24 MB
+KEPT_IDS = 1 << 21  # most ids that `KnownRows` retains for one segment; they take 24 MB
 
 
 class Form(enum.IntEnum):
-    """The form of a piece with a head, with its numbers and its body."""
+    """The form of a piece that has a head; for each form, the numbers in the head, and the body."""
 
-    RANGE = 1  # offset, elements; body of a push: the elements
-    ROWS = 2  # number of the parameter, ids; body: ids (int32) from the segment's first row; of a push also the rows
-    CODED = 3  # offset, elements, number of the codec; body: the encoded elements
+    RANGE = 1  # offset, number of elements; body of a push: the elements, of a pull: empty
+    # number of the parameter, number of ids; body: the ids (int32, 0 = the table's first row in the segment), and then,
+    # in a push, the rows
+    ROWS = 2
+    CODED = 3  # offset, number of elements, number of the codec; body: the compressed elements
 
 
 class DensePiece(NamedTuple):
-    """A decoded push of one segment: elements from `offset` on, or of `rows`."""
+    """A decoded push to one segment: `value` has its elements from `offset` on, or those of `rows`."""
 
     value: Tensor
     offset: int = 0
@@ -50,7 +52,10 @@ class DensePiece(NamedTuple):
 
 
 def _piece(plain: int, form: Form, numbers: tuple[int, int, int], *body: Any) -> bytes:
-    """Return a piece with a head, padded so that it is not as long as the segment's `plain` bytes."""
+    """Return a piece with a head, padded so that its length differs from `plain`, the segment's size in bytes.
+
+    A piece of that length would be read as one without a head.
+    """
     size = sum(len(part) for part in body)
     padding = -size % _ALIGN
     if _HEAD.size + size + padding == plain:
@@ -59,12 +64,18 @@ def _piece(plain: int, form: Form, numbers: tuple[int, int, int], *body: Any) ->
 
 
 def range_piece(offset: int, count: int, plain: int, value: Any = b"") -> bytes:
-    """Return a piece for `count` elements from `offset` on. `value`: their bytes, to push; none, to pull."""
+    """Return a piece that pushes `count` elements from `offset` on; `value` is their bytes.
+
+    Without `value` the piece pulls these elements. `plain` is the segment's size in bytes.
+    """
     return _piece(plain, Form.RANGE, (offset, count, 0), value)
 
 
 def rows_piece(rows: ShardRows, plain: int, value: Any = b"") -> bytes:
-    """Return a piece for rows by id. `value`: their bytes, to push; none, to pull."""
+    """Return a piece that pushes `rows` by id; `value` is their bytes.
+
+    Without `value` the piece pulls these rows. `plain` is the segment's size in bytes.
+    """
     ids = rows.ids.numpy().astype(np.int32).tobytes()
     return _piece(plain, Form.ROWS, (rows.entry, len(rows.ids), 0), ids, bytes(-len(ids) % _ALIGN), value)
 
@@ -72,9 +83,9 @@ def rows_piece(rows: ShardRows, plain: int, value: Any = b"") -> bytes:
 def rows_push(
     rows: ShardRows, plain: int, summed: tuple[Tensor, Tensor | None], first: int, room: Callable[[int], Bytes]
 ) -> Bytes:
-    """Encode a push of rows as `rows_piece` does, in memory of `room(bytes)`.
+    """Encode a push of rows as `rows_piece` does, in the memory that `room(size in bytes)` returns.
 
-    The rows are the result of `Ids.summed`, from row `first` on.
+    `summed` is the result of `Ids.summed`; the values of `rows` are its rows from `first` on.
     """
     count, values = len(rows.ids), summed[0]
     padding, size = -4 * count % _ALIGN, rows.elements * values.element_size()
@@ -91,10 +102,11 @@ def rows_push(
 
 
 def coded_piece(memory: ErrorFeedback, value: Tensor, lo: int, offset: int, weight: float, plain: int) -> bytes:
-    """Return an encoded push of elements that begin at `lo` of the whole vector, at `offset` of the segment.
+    """Return a piece that pushes the elements `value` in compressed form.
 
-    The encoding's error is added to the worker's next push (`rayps.comm.compress.ErrorFeedback`). A push of weight 0
-    has no effect: it consists of zeros, and the error is kept for the next one.
+    They begin at element `lo` of the whole vector, which is element `offset` of the segment. `memory` adds the error of
+    this encoding to the worker's next push. A push of weight 0 has no effect: it has zeros in place of `value`, and
+    does not change the error in `memory`.
     """
     n = value.numel()
     if weight:
@@ -105,9 +117,9 @@ def coded_piece(memory: ErrorFeedback, value: Tensor, lo: int, offset: int, weig
 
 
 def area_piece(value: Tensor, area: Area, size: int) -> bytes:
-    """Return an applied push for a backup to apply; `Extent.read_push` returns the area and its elements.
+    """Encode a push that the primary has applied, for its backups; `Extent.read_push` decodes it.
 
-    `value` has the segment's `size` elements, or the area's rows.
+    `value` has all `size` elements of the segment, or the rows of `area`. Only the elements in `area` are encoded.
     """
     plain = size * value.element_size()
     if isinstance(area, ShardRows):
@@ -119,18 +131,18 @@ def area_piece(value: Tensor, area: Area, size: int) -> bytes:
 
 
 class KnownRows:
-    """The lists of ids that were last received for one segment, so that a repeated list is not checked again.
+    """The lists of row ids that one segment received last, and has checked: a repeated list is not checked again.
 
     Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014, section 5.1.1 (key caching).
     """
 
     def __init__(self, lists: int) -> None:
-        """Keep at most `lists` lists, with `KEPT_IDS` ids in all."""
+        """Retain at most `lists` lists, with at most `KEPT_IDS` ids in all."""
         self._lists, self._ids = lists, 0
         self._known: dict[tuple[int, ...], tuple[NDArray[np.int32], ShardRows]] = {}  # the list used last is the last
 
     def find(self, entry: int, ids: NDArray[np.int32]) -> ShardRows | None:
-        """Return the rows of these ids; None if the list is not known."""
+        """Return the rows with these ids of the parameter number `entry`; None if the list is not known."""
         key = self._key(entry, ids)
         found = self._known.get(key)
         if found is None or not np.array_equal(found[0], ids):
@@ -139,7 +151,7 @@ class KnownRows:
         return found[1]
 
     def keep(self, entry: int, ids: NDArray[np.int32], rows: ShardRows) -> None:
-        """Add a list that was checked; drop the lists that were used longest ago."""
+        """Add a list that was checked; drop the least recently used lists beyond the limits."""
         key = self._key(entry, ids)
         self._forget(key)
         self._known[key] = ids.copy(), rows
@@ -170,9 +182,9 @@ class Extent(NamedTuple):
         return (self.hi - self.lo) * self.layout.dtype.itemsize
 
     def read_push(self, data: memoryview, known: KnownRows | None = None) -> DensePiece:
-        """Decode the piece of a push; do not check the ids of `known` lists again.
+        """Decode the piece of a push. A list of ids that `known` has is not checked again.
 
-        Raises ValueError, ConfigError: it does not fit this segment.
+        Raises ValueError, ConfigError: the piece does not fit this segment.
         """
         dtype = self.layout.dtype
         if len(data) in (0, self.size):
@@ -187,9 +199,9 @@ class Extent(NamedTuple):
         return DensePiece(decoded(c, tensor_of(body, torch.uint8), b, dtype), a)
 
     def read_pull(self, data: memoryview, known: KnownRows | None = None) -> Area:
-        """Return what a pull asks for; `known` as for a push.
+        """Return the elements or rows that the piece of a pull asks for; `known` as in `read_push`.
 
-        Raises ValueError, ConfigError: it does not fit this segment.
+        Raises ValueError, ConfigError: the piece does not fit this segment.
         """
         if not len(data):
             return 0, self.hi - self.lo
@@ -204,12 +216,15 @@ class Extent(NamedTuple):
             form, a, b, c, size = _HEAD.unpack_from(data)
             if form in iter(Form) and 0 <= size <= len(data) - _HEAD.size:
                 return Form(form), a, b, c, memoryview(data)[_HEAD.size : _HEAD.size + size]
-        raise ValueError(f"a piece of {len(data)} bytes does not fit into a segment of {self.size} bytes")
+        raise ValueError(
+            f"a piece of {len(data)} bytes does not fit into a segment of {self.size} bytes: it must be empty, or as "
+            "long as the segment, or begin with a valid head"
+        )
 
     def _rows(self, entry: int, count: int, body: memoryview, known: KnownRows | None = None) -> tuple[ShardRows, int]:
         size = 4 * count
         if count < 0 or size > len(body):
-            raise ValueError(f"{count} row ids do not fit into {len(body)} bytes")
+            raise ValueError(f"a piece names {count} row ids, which do not fit into its {len(body)} bytes")
         ids = np.frombuffer(body[:size], np.int32)
         found = None if known is None else known.find(entry, ids)
         if found is None:
@@ -220,10 +235,13 @@ class Extent(NamedTuple):
 
     def _must_fit(self, offset: int, count: int) -> None:
         if offset < 0 or count < 0 or offset + count > self.hi - self.lo:
-            raise ValueError(f"{count} elements at {offset} do not fit into {self.hi - self.lo}")
+            raise ValueError(
+                f"a piece of {count} elements from element {offset} on does not fit into a segment of "
+                f"{self.hi - self.lo} elements"
+            )
 
 
 def _elements(body: memoryview, count: int, dtype: torch.dtype) -> Tensor:
     if len(body) != count * dtype.itemsize:
-        raise ValueError(f"{len(body)} bytes are not {count} elements of {dtype}")
+        raise ValueError(f"a piece has {len(body)} bytes of values, where {count} elements of {dtype} were expected")
     return tensor_of(body, dtype)

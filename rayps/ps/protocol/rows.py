@@ -1,9 +1,9 @@
-"""Rows of a table by id: encode a worker's requests for rows, and read and step rows on a shard. Pure: no sockets.
+"""Rows of a dense table by id: a worker divides them among shards, a shard reads and steps them. Pure: no sockets.
 
-A table is a parameter of two or more dimensions within the flat vector; a row is one index of its first dimension.
-Ids are sorted and made unique once, so that the rows of one shard are adjacent in every message, and
-duplicates are summed. A list of ids that is used again is not sent again: the shard keeps a few lists of each worker.
-Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014 (caching of key lists).
+A table is a parameter of two or more dimensions within the flat vector; a row is one index of its first dimension. Ids
+are sorted and made unique once, so that the rows of one shard are adjacent in every message; rows of the same id are
+summed. The worker and the shard retain the last few lists of ids, so a list that is used again is neither sorted nor
+checked again. Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014 (key caching).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from rayps.tensors.optim import SlicedOptimizer
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
-KEPT_LISTS = 4  # lists kept for each worker on each shard, e.g. those of this batch and of the last one
-SEGMENTS = 32  # segments of a large vector
-SEGMENT_BYTES = 1 << 17  # least size by default: each segment costs a request about 30 microseconds, whatever its size
+KEPT_LISTS = 4  # lists of ids that a worker retains, and each shard for each worker: e.g. of this batch and the last
+SEGMENTS = 32  # segments of a large vector, by default
+SEGMENT_BYTES = 1 << 17  # smallest segment by default: each one adds about 30 microseconds to a request
 
 
 @dataclass(frozen=True, slots=True)
 class TableInVector:
-    """The position of a table in the vector: its number in the layout, its first element, and its shape in rows."""
+    """The position of a table in the vector: its number in the layout, its first element, its rows and their width."""
 
     name: str
     entry: int
@@ -43,15 +43,15 @@ class TableInVector:
         """Return the rows [first, last) that are within the elements [lo, hi) of the vector.
 
         Raises:
-            ConfigError: a row is cut by these bounds.
+            ConfigError: one of these bounds lies within a row.
         """
         start, stop = max(lo, self.lo), min(hi, self.lo + self.rows * self.width)
         if start >= stop:
             return 0, 0
         if (start - self.lo) % self.width or (stop - self.lo) % self.width:
             raise ConfigError(
-                f"rows of {self.name!r} have {self.width} elements and are cut between servers: "
-                f"use fewer shards (segments, of a server group) than {self.rows} rows fill, or one"
+                f"rows of {self.name!r} have {self.width} elements and are cut between servers: use fewer shards (in a "
+                f"server group: segments), so that each holds many of the {self.rows} rows"
             )
         return (start - self.lo) // self.width, (stop - self.lo) // self.width
 
@@ -66,7 +66,7 @@ def table_of(layout: Layout, name: str | None = None) -> TableInVector:
     if name is None and len(tables) == 1:
         name = next(iter(tables))
     if name is None or name not in tables:
-        asked = "rows were asked for without table=" if name is None else f"there is no table {name!r}"
+        asked = "rows were requested without table=NAME" if name is None else f"there is no table {name!r}"
         known = ", ".join(map(repr, tables)) or "none: a table is a parameter of two or more dimensions"
         raise ConfigError(f"{asked}; the tables are {known}", field="table")
     entry = layout.entries[tables[name]]
@@ -76,8 +76,8 @@ def table_of(layout: Layout, name: str | None = None) -> TableInVector:
 def cuts(layout: Layout, shards: int, most: float = 1 / 16) -> list[tuple[int, int]]:
     """Return the elements [lo, hi) of each shard: equal parts, with bounds moved back to the beginning of a row.
 
-    If a row is larger than the share `most` of a shard's part, the bounds stay, and that table has no rows by id.
-    Raises ConfigError.
+    A bound within a row that is larger than the fraction `most` of a shard's part is not moved; the rows of that table
+    cannot then be pushed or pulled by id. Raises ConfigError: `shards` is below 1.
     """
     widest = int(layout.size // shards * most)
     bounds = [_row_begin(layout, cut.stop, widest) for cut in slices(layout.size, shards)]
@@ -87,9 +87,8 @@ def cuts(layout: Layout, shards: int, most: float = 1 / 16) -> list[tuple[int, i
 def cut(layout: Layout, segments: int | None = None) -> tuple[tuple[int, int], ...]:
     """Return the elements [lo, hi) of each segment.
 
-    The default is 32 segments, for a small vector fewer, but at least 8.
-
-    A column of a model may own nothing: it has one empty segment, whose clock counts the column's pushes.
+    The default is 32 segments; for a small vector fewer, but at least 8. An empty vector (a column of a model may own
+    no parameters) has one empty segment, whose clock counts the column's pushes.
 
     Raises:
         ConfigError: `segments` is below 1 or above the number of elements.
@@ -100,7 +99,8 @@ def cut(layout: Layout, segments: int | None = None) -> tuple[tuple[int, int], .
         segments = min(SEGMENTS, max(8, layout.size * layout.dtype.itemsize // SEGMENT_BYTES), layout.size)
     if isinstance(segments, bool) or not isinstance(segments, int) or not 1 <= segments <= layout.size:
         raise ConfigError(
-            f"segments is {segments!r}: give a whole number from 1 to the {layout.size} elements", field="segments"
+            f"segments is {segments!r}: give 1 to {layout.size}, the number of elements of the parameters",
+            field="segments",
         )
     return tuple(cuts(layout, segments, 1 / 2))  # a server has many segments, so they need not be of equal size
 
@@ -117,13 +117,20 @@ class Ids:
     """The row ids of a request: as the user gave them (`given`), and as they are sent (`unique`, int64, sorted)."""
 
     def __init__(self, given: Tensor, table: TableInVector) -> None:
-        """Raises ConfigError: the ids are not whole numbers in one dimension, or there is no such row."""
+        """Sort the ids, and remove duplicates.
+
+        Raises ConfigError: the ids are not whole numbers in one dimension, or the table has no row of such an id.
+        """
         if given.dim() != 1 or given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
-            raise ConfigError(f"ids are {given.dtype} of shape {tuple(given.shape)}: give whole numbers, shape [n]")
+            raise ConfigError(
+                f"ids are a tensor of {given.dtype} with shape {tuple(given.shape)}: give whole numbers with shape [n]"
+            )
         self.table = table
         self.given = given.detach().to("cpu", torch.int64, copy=True)
         self.unique = self.given
-        self._order: Tensor | None = None  # the permutation that sorts the given ids; None = they are sorted
+        self._order: Tensor | None = (
+            None  # the permutation that sorts the given ids; None = they are sorted, and unique
+        )
         self._places = self.given  # the index in `unique` of each given id, unless they are sorted
         self._repeated = False
         if not bool((self.given[1:] > self.given[:-1]).all()):
@@ -145,15 +152,13 @@ class Ids:
         return self._order is None
 
     def same(self, given: Tensor, table: TableInVector) -> bool:
-        """Return whether `given` and `table` are equal to those of this object."""
+        """Return whether this object was made of the same ids, compared by value, and of the same table."""
         return table == self.table and given.shape == self.given.shape and torch.equal(given, self.given)
 
     def summed(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Sum rows [len(given), width] by id; return them with the order in which they are sent.
+        """Sum rows [len(given), width] by id; return the sums, and the permutation that sorts them by id.
 
-        None = the order is unchanged.
-
-        `piece` returns a part of them.
+        The permutation is None if the sums are sorted already. The function `piece` returns a range of this result.
         """
         rows = rows.contiguous()
         if not self._repeated:
@@ -162,7 +167,10 @@ class Ids:
         return total.index_put_((self._places,), rows, accumulate=True), None
 
     def spread(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return rows [len(unique), width] in the order of the given ids: [len(given), width], in `out` if given."""
+        """Return rows [len(unique), width] in the order of the given ids, [len(given), width].
+
+        Returns `rows` itself if it is in this order, else a copy, in `out` if given.
+        """
         if self._order is None:
             return rows
         spread = torch.empty(len(self.given), rows.shape[1], dtype=rows.dtype) if out is None else out
@@ -170,7 +178,10 @@ class Ids:
         return spread
 
     def cut(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return the range of each shard's ids in `unique`, for shards of the elements `ranges`. Raises ConfigError."""
+        """Return, for each shard, the range [first, last) of its ids in `unique`. Raises as `TableInVector.part`.
+
+        `ranges` has the elements [lo, hi) of each shard.
+        """
         parts = [self.table.part(lo, hi) for lo, hi in ranges]
         places = torch.searchsorted(self.unique, torch.tensor(parts, dtype=torch.int64)).tolist()
         return [(first, last) for first, last in places]
@@ -178,9 +189,10 @@ class Ids:
 
 @dataclass(frozen=True, slots=True)
 class ShardRows:
-    """Some rows of the part of a table on one shard.
+    """Some rows of the part of a table that one shard holds.
 
-    The part begins at the shard's element `start`, where `ids` count from 0.
+    `entry` is the table's number in the layout. The part begins at the shard's element `start`; `ids` are the indices
+    of the rows in the part.
     """
 
     entry: int
@@ -194,11 +206,11 @@ class ShardRows:
         return len(self.ids) * self.width
 
     def of(self, vector: Tensor) -> Tensor:
-        """Return these rows of the shard's vector, as a new tensor [n, width]."""
+        """Return these rows of the shard's vector, as a new tensor [len(ids), width]."""
         return _taken(self._table(vector), self.ids)
 
     def copy(self, vector: Bytes, into: Bytes) -> None:
-        """Copy these rows out of the shard's vector, both as bytes."""
+        """Copy these rows of the shard's vector to `into`; both are arrays of bytes."""
         if len(self.ids):
             cell = np.dtype((np.void, len(into) // len(self.ids)))
             first = self.start * (cell.itemsize // self.width)
@@ -206,11 +218,11 @@ class ShardRows:
             np.take(vector[first : first + whole].view(cell), self.ids.numpy(), out=into.view(cell), mode="clip")
 
     def add(self, vector: Tensor, rows: Tensor, alpha: float) -> None:
-        """Add `alpha` times rows to these rows of the shard's vector."""
+        """Add `alpha * rows` to these rows of the shard's vector."""
         self.put(vector, self.of(vector).add_(rows.view(-1, self.width), alpha=alpha))
 
     def put(self, vector: Tensor, rows: Tensor) -> None:
-        """Write these rows into the shard's vector."""
+        """Replace these rows of the shard's vector by `rows`."""
         if len(self.ids):
             _cells(self._table(vector))[self.ids.numpy()] = _cells(rows.contiguous().view(-1, self.width))
 
@@ -219,7 +231,7 @@ class ShardRows:
         return vector[self.start : self.start + whole * self.width].view(whole, self.width)
 
     def within(self, wider: ShardRows) -> ShardRows:
-        """Return the same rows with ids that are their indices in `wider`, which contains all of them."""
+        """Return the same rows, with their indices in `wider` as ids; `wider` must contain all of them."""
         return ShardRows(self.entry, 0, self.width, torch.searchsorted(wider.ids, self.ids))
 
 
@@ -231,7 +243,7 @@ def _cells(rows: Tensor) -> Any:
 
 
 def piece(rows: tuple[Tensor, Tensor | None], first: int, last: int, out: Tensor | None = None) -> Tensor:
-    """Return rows `first` to `last` of the result of `Ids.summed`, flat, as they are sent; in `out` if given."""
+    """Return `rows`, a result of `Ids.summed`, from `first` to `last`: flat and sorted by id; in `out` if given."""
     values, order = rows
     count = (last - first) * values.shape[1]
     if order is None:
@@ -253,10 +265,11 @@ Area = tuple[int, int] | ShardRows  # the elements of a shard that a push change
 
 
 def gathered(pushes: Sequence[tuple[Tensor, Area]], size: int) -> tuple[list[Tensor], Area]:
-    """Extend the pushes of one round to one shape; return them with the area that they change.
+    """Extend the pushes of one round, with zeros, to the same elements; return the extended values and their area.
 
-    The area is rows if all pushes are rows of one table. Pushes of ranges are of the shard's whole `size` already;
-    pushes that change nothing count as zeros.
+    `pushes` are values, each with the area that it changes. If all are rows of one table, the area of the result is the
+    union of these rows; otherwise it is a range. The value of a range must have all `size` elements of the shard
+    already. A push that changes nothing counts as zeros.
     """
     several = [area for _, area in pushes if isinstance(area, ShardRows)]
     spans = [area for _, area in pushes if not isinstance(area, ShardRows) and area[0] < area[1]]
@@ -287,7 +300,7 @@ def _dense(value: Tensor, area: Area, size: int) -> Tensor:
 
 
 def union(several: Sequence[ShardRows]) -> ShardRows:
-    """Return the union of rows of one table."""
+    """Return the rows that at least one of `several` contains; all must be of one table."""
     first = several[0]
     ids = first.ids
     if any(not torch.equal(rows.ids, ids) for rows in several[1:]):
@@ -296,42 +309,54 @@ def union(several: Sequence[ShardRows]) -> ShardRows:
 
 
 def rows_here(layout: Layout, lo: int, hi: int, entry: int, ids: Tensor) -> ShardRows:
-    """Return global ids of a table as rows of the shard that holds the elements lo to hi. Raises as `local_rows`."""
+    """Return the rows with these ids of a table, as rows of the shard that holds the elements lo to hi.
+
+    `entry` is the table's number in the layout; ids count from the first row of the whole table. Raises as
+    `local_rows`.
+    """
     return local_rows(layout, lo, hi, entry, ids - _table_at(layout, entry).part(lo, hi)[0])
 
 
 def local_rows(layout: Layout, lo: int, hi: int, entry: int, ids: Tensor) -> ShardRows:
-    """Return ids that count from a table's first row among the elements lo to hi, as rows of these.
+    """Return the rows with these ids of a table, as rows of the shard that holds the elements lo to hi.
+
+    `entry` is the table's number in the layout; ids count from the first of the table's rows on this shard.
 
     Raises:
-        ValueError: there is no such table here, or the ids are not sorted, unique and all of these rows.
+        ValueError: the layout has no such table, or the ids are not sorted, not unique, or not all on this shard.
     """
     table = _table_at(layout, entry)
     first, last = table.part(lo, hi)
     inside = len(ids) == 0 or 0 <= int(ids[0]) <= int(ids[-1]) < last - first
     if not inside or not bool((ids[1:] > ids[:-1]).all()):
         raise ValueError(
-            f"ids of {table.name!r} must be sorted, unique and of the rows {first} to {last - 1}, which are held here"
+            f"ids of {table.name!r} must be sorted, unique and among the rows {first} to {last - 1} of this shard"
         )
     return ShardRows(entry, table.lo + first * table.width - lo, table.width, ids)
 
 
 def _table_at(layout: Layout, entry: int) -> TableInVector:
     if not 0 <= entry < len(layout.entries):
-        raise ValueError(f"there is no parameter number {entry}: there are {len(layout.entries)}")
+        raise ValueError(f"there is no parameter number {entry}: the layout has {len(layout.entries)}, numbered from 0")
     return table_of(layout, layout.entries[entry].name)
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A list of ids under its number: its range of ids for each shard, and the rows of each shard that has some."""
+    """A list of ids in `IdLists`, divided among the shards.
+
+    `number` is its place in `IdLists`. `cuts` has for each shard the range of its ids in `ids.unique`; `parts` has the
+    rows of each shard that holds some. `new`: this is the first use of the list.
+    """
 
     number: int
     ids: Ids
     cuts: list[tuple[int, int]]
     parts: list[tuple[int, ShardRows]]
     new: bool
-    pulls: dict[int, Any] = field(default_factory=dict)  # by shard: the encoded pull of these rows, once it was made
+    pulls: dict[int, Any] = field(
+        default_factory=dict
+    )  # by shard: the encoded pull of the rows, from their first pull on
 
 
 class IdLists:
@@ -348,7 +373,7 @@ class IdLists:
     def find(self, given: Tensor, table: str | None = None) -> Listed:
         """Return the list with these ids; a new one if none of the last lists has them.
 
-        Raises ConfigError: an id is invalid.
+        Raises ConfigError: there is no such table or row, or the ids are not whole numbers in one dimension.
         """
         wanted = table_of(self._layout, table)
         for listed in self._lists:
@@ -370,13 +395,13 @@ class IdLists:
 def step_rows(
     sliced: SlicedOptimizer, rows: ShardRows, grad: Tensor, scale: float = 1.0, decays: float | None = None
 ) -> None:
-    """Let the shard's optimizer step these rows alone, by `scale` times the gradient [n, width] or flat.
+    """Let the shard's optimizer step only these rows, by `scale` times their gradient, [len(rows.ids), width] or flat.
 
-    Their elements of the optimizer's state move with them, nothing else does: SGD and Adagrad give what a dense
-    gradient with zeros elsewhere gives, momentum and Adam are lazy (the state of a row that is not touched does not
-    decay, as in `torch.optim.SparseAdam`), and weight decay reaches touched rows only: by `decays` of a whole step (see
-    `SlicedOptimizer.step`), so that a row that all workers touch decays as in step, another one less. Counts such as
-    Adam's `step` advance once for all.
+    The optimizer's state changes only for these rows. So SGD without momentum and Adagrad give the same result as a
+    dense gradient that is zero in all other rows. Momentum and Adam are lazy, as `torch.optim.SparseAdam`: the state of
+    a row decays only in steps of the row. Weight decay too applies only to these rows, multiplied by `decays` (see
+    `SlicedOptimizer.step`): a row that all workers push decays as much as with synchronous workers, any other row less.
+    A state that is one number for all rows, such as Adam's `step`, advances with every call.
     """
     leaf, cut = next((leaf, cut) for leaf, cut in sliced.leaves() if cut.start <= rows.start < cut.stop)
     local = ShardRows(rows.entry, rows.start - cut.start, rows.width, rows.ids)

@@ -1,16 +1,14 @@
-"""The addresses of a space's servers by segment, and of the managers of a cluster's server groups.
+"""The map of a space: which server holds each segment, and its address. Also: the managers of a cluster's groups.
 
-A space's map is made by its group's manager. Where there is no manager, the owner of the servers publishes a
-`StaticMap`, and publishes it again when a server is replaced. Each request of a worker names the generation of each
-segment that it touches. A server that holds a segment in another generation, or not at all, refuses the whole request,
-so a request under an old map has no effect.
+The manager of a server group makes the maps of its spaces. Where there is no manager, the owner of the servers
+publishes a `StaticMap`, and a newer one when it has replaced a server. Each request of a worker names the generation of
+each segment that it touches. A server that holds a segment in another generation, or not at all, refuses the whole
+request, so a request under an old map has no effect.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import threading
 import weakref
 from collections.abc import Iterable
@@ -18,11 +16,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from rayps.cluster.local import KeyValues
+from rayps.comm.link.wakeup import Wakeup
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentHolders:
-    """The servers that hold one segment: the primary, and as `copies` the backups that hold every acknowledged push.
+    """The servers that hold one segment: the primary, and the backups that have every acknowledged push (`copies`).
 
     A new primary begins a new generation.
     """
@@ -44,7 +43,7 @@ class SpaceMap:
     addresses: dict[str, str] = field(default_factory=dict)  # server -> address
 
     def by_server(self, segments: Iterable[int]) -> dict[str | None, list[int]]:
-        """Return segments by their primaries, in order; segments without a primary are under None."""
+        """Group segments by their primary, in the given order; segments without a primary are under None."""
         found: dict[str | None, list[int]] = {}
         for index in segments:
             found.setdefault(self.holdings[index].primary, []).append(index)
@@ -66,10 +65,10 @@ class SpaceMap:
 
 
 class StaticMap:
-    """A space's map without a manager, and the secret of its servers. May be passed to other processes.
+    """The map of a space whose servers have no manager, and the servers' secret. May be passed to other processes.
 
-    Any thread may `publish`. `final`: a server that dies is not replaced, so a worker that loses one raises PeerLost at
-    once; otherwise it waits for the next map.
+    Any thread may `publish`. `final`: a server that dies is not replaced, so a worker raises PeerLost at once when it
+    loses a server; otherwise the worker waits for a newer map.
     """
 
     def __init__(self, found: SpaceMap, secret: bytes, *, final: bool = True) -> None:
@@ -79,12 +78,15 @@ class StaticMap:
 
     @classmethod
     def of(cls, addresses: dict[str, str], secret: bytes, *, final: bool = True) -> StaticMap:
-        """Return the first map: one segment on each of these servers, in their order."""
+        """Return the first map of a space: one segment on each of these servers (name -> address), in their order."""
         holders = tuple(SegmentHolders(server, (), 1) for server in addresses)
         return cls(SpaceMap(1, holders, dict(addresses)), secret, final=final)
 
     def moved(self, segment: int, address: str) -> SpaceMap:
-        """Return the next map: the server of `segment` is replaced by one at `address`, in a new generation."""
+        """Return the next map, in which a new server at `address` holds `segment`, in a new generation.
+
+        The caller must publish the map.
+        """
         old = self.map
         held = old.holdings[segment]
         holdings = list(old.holdings)
@@ -92,7 +94,7 @@ class StaticMap:
         return SpaceMap(old.version + 1, tuple(holdings), old.addresses | {str(held.primary): address})
 
     def publish(self, found: SpaceMap) -> None:
-        """Give all subscriptions a newer map; an older one changes nothing."""
+        """Give a map to all subscriptions of this process if it is newer than the present map; else do nothing."""
         with self._lock:
             if found.version > self.map.version:
                 self.map = found
@@ -114,7 +116,7 @@ class StaticMap:
 
 
 class StaticSubscription:
-    """One session's view of a `StaticMap`: the calls of `rayps.ps.client.connections.MapSubscription`."""
+    """One session's subscription to a `StaticMap`. It has the methods of `client.connections.MapSubscription`."""
 
     lost = False  # there is no connection to a manager that could be lost
 
@@ -123,21 +125,19 @@ class StaticSubscription:
         self.final = source.final
         self.door: dict[str, Any] = {"secret": source.secret}
         self._source = source
-        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wakeup = Wakeup()
         self._woken = False
-        self._lock = threading.Lock()  # protects the descriptor against a concurrent `close`
 
     def wake(self) -> None:
-        """Make `fileno` readable. Any thread."""
-        with self._lock:
-            if self._wakeup >= 0:
-                os.eventfd_write(self._wakeup, 1)
-                self._woken = True
+        """Make the descriptor `fileno()` readable. Any thread may call this."""
+        self._wakeup.wake()
+        self._woken = True
 
     def look(self) -> SpaceMap | None:
         """Return the newest map if it is newer than the last one returned; does not wait."""
         if self._woken:
-            self._clear()
+            self._woken = False
+            self._wakeup.clear()
         newer = self._source.map
         if newer.version <= self.map.version:
             return None
@@ -145,32 +145,19 @@ class StaticSubscription:
         return newer
 
     def seek(self) -> None:
-        """Do nothing: there is no manager to connect to; the owner publishes."""
+        """Do nothing: there is no manager to connect to, and the owner publishes the maps."""
 
     def fileno(self) -> int:
         """Return the descriptor that is readable when `look` may find a map."""
-        return self._wakeup
+        return self._wakeup.fileno()
 
     def hang_up(self) -> None:
-        """Wake the thread that waits on `fileno`. Any thread."""
+        """Wake the thread that waits on the descriptor `fileno()`. Any thread may call this."""
         self.wake()
 
     def close(self) -> None:
         """Close the descriptor. Safe to call twice."""
-        with self._lock:
-            descriptor, self._wakeup = self._wakeup, -1
-            if descriptor >= 0:
-                os.close(descriptor)
-
-    def __del__(self) -> None:
-        if getattr(self, "_wakeup", -1) >= 0:  # of a session that was not closed
-            os.close(self._wakeup)
-
-    def _clear(self) -> None:
-        with self._lock, contextlib.suppress(BlockingIOError):
-            self._woken = False
-            if self._wakeup >= 0:
-                os.eventfd_read(self._wakeup)
+        self._wakeup.close()
 
 
 # ---- the groups of a cluster, in the key-value map that all its actors share
@@ -184,12 +171,12 @@ def address_key(group: str) -> str:
 
 
 def manager_actor(group: str) -> str:
-    """Return the name of the actor of the group's manager."""
+    """Return the name of the actor that is the group's manager."""
     return f"{_ALL}-{group}"
 
 
 def group_names(values: KeyValues) -> list[str]:
-    """Return the names of all groups. A name may be out of date: the group exists if its manager's actor does."""
+    """Return the names of all registered groups. A group exists only if the actor `manager_actor(name)` exists too."""
     found = values.get(_ALL)
     names: list[str] = json.loads(found) if found else []
     return names

@@ -3,8 +3,8 @@
 Segments are numbered: first those of the dense vector, then those of each table in turn.
 
 A segment on a server (`ServedSegment`) is a state machine without sockets and threads. A backup that replays the
-results of `push` in the same order is equal to the primary, bit for bit. So a backup, a move and a recovery are one
-operation: a state, then the pushes that followed it.
+results of `push` in the same order is equal to the primary, bit for bit. So a backup, a move and a recovery are the
+same operation: send the segment's state, then the changes that followed it.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ _Error = TypeVar("_Error", bound=RaypsError)
 class SparseTable:
     """A sparse table of rows [dim] by 64-bit id, cut into `segments` by a hash of the id.
 
-    `optimizer`: a name and its numbers, e.g. {"name": "adagrad", "lr": 0.1}. `policy`: when rows are admitted and
-    evicted (`rayps.ps.tables.row_lifecycle`). `init`: a row's first values, e.g. {"name": "uniform", "scale": 0.05}.
+    `optimizer`: a name and its options, e.g. {"name": "adagrad", "lr": 0.1}. `policy`: when rows are admitted and
+    evicted (`rayps.ps.tables.row_lifecycle`). `init`: the distribution from which a row's first values are drawn, with
+    `seed`, e.g. {"name": "uniform", "scale": 0.05}.
     """
 
     name: str
@@ -61,16 +62,17 @@ class Quota:
     """The limits of a space; None = no limit."""
 
     bytes: int | None = None  # bytes of parameters, optimizer state and rows, without backups
-    operations: float | None = None  # requests a second, over all servers
+    operations: float | None = None  # pushes and pulls a second, on all servers together
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
     """The parameters of one job on a server group: a dense vector, sparse tables, or both, cut into segments.
 
-    The manager gives `number`, and no number twice. `layout` and `cuts` are those of the dense vector; None and empty
-    if there is none. `factory`: a packed optimizer factory (`rayps.core.user_module.pack`), with or without a schedule.
-    `ticks`: the epoch of each round. `strategy`: staleness, and what a server does with pushes.
+    The manager assigns `number`, to one space only. `layout` and `cuts` (the elements of each segment) describe the
+    dense vector; they are None and empty if there is none. `factory`: a packed optimizer factory
+    (`rayps.core.user_module.pack`), with or without a schedule. `ticks`: the epoch of each round. `strategy`: the
+    staleness, and how a server applies pushes. `branch_of`: the name of the space from which this one was branched.
     """
 
     name: str
@@ -90,19 +92,22 @@ class Space:
 
     @property
     def servers(self) -> Servers:
-        """The topology of the space's parameters: consistency, update, replay."""
+        """The topology of the space's strategy: consistency, update, replay.
+
+        Raises ConfigError: the strategy stores nothing on servers.
+        """
         found = servers_of(self.strategy)
         if found is None:
             raise ConfigError(
-                f"space {self.name!r} follows {self.strategy.name}, which has nothing on servers: give a strategy "
-                "whose topology is Servers(...)",
+                f"the strategy of space {self.name!r} is {self.strategy.name}, which stores nothing on servers: give a "
+                "strategy whose topology is Servers(...)",
                 field="strategy",
             )
         return found
 
     @property
     def segments(self) -> int:
-        """The number of segments."""
+        """The number of segments of the dense vector and of all tables."""
         return len(self.cuts) + sum(table.segments for table in self.tables)
 
     def table(self, name: str) -> tuple[SparseTable, int]:
@@ -117,14 +122,17 @@ class Space:
 
     def table_of(self, index: int) -> tuple[SparseTable, int] | None:
         """Return the table of a segment, and the segment's number within the table; None = the dense vector."""
-        index -= len(self.cuts)
-        if index < 0:
+        at = index - len(self.cuts)
+        if at < 0:
             return None
         for table in self.tables:
-            if index < table.segments:
-                return table, index
-            index -= table.segments
-        raise ConfigError(f"space {self.name!r} has no segment {index}", field="segment")
+            if at < table.segments:
+                return table, at
+            at -= table.segments
+        raise ConfigError(
+            f"space {self.name!r} has no segment {index}: it has {self.segments} segments, numbered from 0",
+            field="segment",
+        )
 
     def unpack_factory(self) -> Factory:
         """Unpack the optimizer factory. Runs the user's code, and raises the exceptions of that code.
@@ -135,7 +143,7 @@ class Space:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """Return the space as JSON-ready data without class paths; see `from_json`.
+        """Return the space as JSON-ready data without class paths, for `from_json`.
 
         A strategy whose server half is not `PlainServers` is pickled.
 
@@ -186,7 +194,7 @@ class Space:
         )
 
 
-# classes that are not public, or are in packed factories
+# classes that packed factories contain and `rayps.__all__` lacks
 _MOVED = {kind.__name__: kind for kind in (Recipe, Layout, Entry, Ticks, SubsetFactory)}
 
 
@@ -208,7 +216,7 @@ class _Unpickler(pickle.Unpickler):
 def _layout(found: dict[str, Any]) -> Layout:
     dtype = getattr(torch, found["dtype"], None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"there is no dtype {found['dtype']!r}")
+        raise ValueError(f"the dtype {found['dtype']!r} of a layout is not a dtype of torch")
     return Layout(tuple(Entry(name, lo, hi, tuple(shape)) for name, lo, hi, shape in found["entries"]), dtype)
 
 
@@ -224,12 +232,12 @@ def _strategy(found: dict[str, Any]) -> ServerHalf:
         return PlainServers.from_wire(found)
     strategy = pickle.loads(base64.b64decode(found["pickle"], validate=True))
     if not isinstance(strategy, ServerHalf):
-        raise ValueError(f"a {type(strategy).__name__} is not a strategy")
+        raise ValueError(f"the pickled strategy of a space is a {type(strategy).__name__}, which is not a strategy")
     return strategy
 
 
 def _plain(value: Any, table: SparseTable) -> Any:
-    """Return an option as data that JSON returns unchanged: text keys, lists, numbers of Python."""
+    """Return an option as data that JSON can encode and decode without a change: text keys, lists, Python's numbers."""
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
     if isinstance(value, dict):
@@ -249,7 +257,7 @@ def _plain(value: Any, table: SparseTable) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class SpaceRank:
-    """A rank's place in a space on a server group. A later incarnation of the same rank fences earlier ones."""
+    """What a worker needs to join a space as a rank. Servers refuse earlier incarnations of the same rank."""
 
     door: dict[str, Any] | StaticMap  # the manager's address and the group's secret, or the map
     space: Space
@@ -260,7 +268,7 @@ class ServedSegment(Protocol):
     """One segment of a space on a server: the interface of a primary and of a backup."""
 
     seq: int  # number of changes applied; a change is one item of the list that `push` returns
-    operations: int  # number of pushes and pulls so far, a measure of load; of a table, of the rows in them
+    operations: int  # a measure of load: the number of pushes and pulls so far; of a table, the number of rows in them
     copied: bool  # whether there are backups; if not, `push` returns empty changes
 
     @property
@@ -273,13 +281,14 @@ class ServedSegment(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of parameters, optimizer state and index."""
+        """The size in bytes of parameters, optimizer state and, of a table, the index of ids."""
 
     def push(self, rank: int, step: int, weight: float, data: memoryview) -> list[bytes]:
         """Record a push, which may complete rounds; return the changes that backups must replay, in order.
 
-        A repeated push, and a push that changes nothing yet, return []. Raises ValueError, ConfigError: the push is
-        invalid, and nothing was applied.
+        Returns [] if the push is a repeated one, or has no effect before the rest of its round arrives.
+
+        Raises ValueError, ConfigError: the push is invalid, and nothing was applied.
         """
 
     def check(self, rank: int, step: int, weight: float, data: memoryview) -> None:
@@ -290,29 +299,32 @@ class ServedSegment(Protocol):
         """
 
     def replay(self, change: memoryview) -> None:
-        """On a backup: apply one change that `push` returned on the primary."""
+        """On a backup: apply one change that `push` or `pull` returned on the primary."""
 
     def may_pull(self, rank: int) -> bool:
         """Return whether a pull of `rank` may be served now."""
 
     def laggards(self) -> list[int]:
-        """Return the ranks that pulls wait for."""
+        """Return the slowest ranks: those for whose pushes pulls wait."""
 
     def pull(self, rank: int, data: memoryview, out: memoryview | None = None) -> tuple[Any, int, list[bytes]]:
         """Return a buffer with the requested values, the lead of `rank`, and the changes that backups must replay.
 
-        The buffer is `out` where the values fit. The lead is the number of rounds that `rank` is ahead of the slowest.
-        A pull changes the rows of a table that it creates or counts.
+        The buffer is `out` if the values fit into it. The lead is the number of rounds that `rank` is ahead of the
+        slowest rank. A pull from a table is a change if it counts uses of rows, or creates rows.
         """
 
     def read(self, data: memoryview) -> Any:
-        """Return a buffer with the requested values, whatever the clock; changes nothing."""
+        """Return a buffer with the requested values, without waiting for the clock; changes nothing."""
 
     def marks(self) -> dict[int, int]:
         """Return the next step of each rank."""
 
     def durable(self, rank: int) -> int:
-        """Return the step of this rank below which all pushes are applied here; backups hold every applied push."""
+        """Return the step of this rank below which all pushes are applied here, and so are sent to all backups.
+
+        A push that waits for the rest of its round is not applied yet.
+        """
 
     def dump(self) -> bytes:
         """Return the whole state, for a backup, a move, a branch or a checkpoint."""
@@ -321,13 +333,13 @@ class ServedSegment(Protocol):
         """Replace the state by one that `dump` returned."""
 
     def part(self, rounds: int) -> bytes | None:
-        """Return the state after `rounds` rounds; None if it was not kept (see `keep`)."""
+        """Return the state after `rounds` rounds; None if it was not retained (see `keep`)."""
 
     def keep(self, rounds: Sequence[int]) -> None:
-        """Keep, from now on, the states after these rounds."""
+        """Retain the state after each of these rounds, when the round closes."""
 
     def branch(self) -> ServedSegment:
-        """Return another segment with the same values. Memory is shared until the two differ.
+        """Return another segment with the same values. The two share memory until one of them changes.
 
         The clock of the branch starts at step 0 for all ranks.
         """

@@ -1,7 +1,7 @@
-"""What a server holds: spaces, their segments, in which role and generation; and the orders, compared with it.
+"""The segments that a server holds, each with a role and a generation, and how the manager's orders change them.
 
-No sockets and no threads. Orders say how things are to be: whatever differs is changed, and said; orders that are
-repeated change nothing.
+No sockets and no threads. Orders describe the state that the server must reach: the server changes what differs, and
+reports it to the manager. A repeated order changes nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rayps.tensors.optim import Factory
 
 
 class SegmentReport(NamedTuple):
-    """An event about a segment, to be sent to the manager."""
+    """An event about a segment, to be sent to the manager. `name`: the backup's server, for an event about a backup."""
 
     space: int
     event: Event
@@ -39,15 +39,15 @@ class AssignedSegment:
     index: int
     role: Role
     generation: int
-    segment: ServedSegment | None = None  # None: a copy without a state yet
-    usable: bool = True  # False until something is loaded, here or where the state came from
+    segment: ServedSegment | None = None  # None: a backup that has not received a state yet
+    usable: bool = True  # False until a state is loaded, here or on the primary that sent its state
     copies: dict[str, Any] = field(default_factory=dict)  # by server: `rayps.ps.server.replication.ReplicaCopy`
-    line: int = 0  # the generation in which its last change, or its state, was made: see `Copies`
-    source: object = None  # as a copy: the link that its state came by
-    since: float = 0.0  # when it became what it is
-    handed: bool = False
-    saved: dict[int, int] = field(default_factory=dict)  # by rank: the steps that a state holds which is kept elsewhere
-    saving: dict[int, dict[int, int]] = field(default_factory=dict)  # the same, of states not known to be kept yet
+    line: int = 0  # the generation of its last change or state, a part of the mark (see `replication`)
+    source: object = None  # of a backup: the connection on which its state came
+    since: float = 0.0  # when its present role began
+    handed: bool = False  # whether HANDED was reported
+    saved: dict[int, int] = field(default_factory=dict)  # by rank: number of steps in the state stored elsewhere
+    saving: dict[int, dict[int, int]] = field(default_factory=dict)  # by round: as `saved`, of states to be stored
 
     @property
     def serves(self) -> bool:
@@ -55,7 +55,11 @@ class AssignedSegment:
         return self.role == Role.PRIMARY
 
     def durable(self, rank: int) -> int:
-        """Below this step, nothing of a rank is lost with this server (copies' answers are another's business)."""
+        """Return the step of a rank below which no push is lost if this server dies after an answer.
+
+        If the segment has backups, all applied pushes count, because an answer waits for the backups anyway. If it has
+        none, only the pushes in a state that is stored elsewhere count.
+        """
         assert self.segment is not None
         saved = None if self.copies else self.saved.get(rank, 0)
         if saved == 0:
@@ -64,12 +68,12 @@ class AssignedSegment:
         return applied if saved is None else min(applied, saved)
 
     def marks(self) -> dict[int, int]:
-        """Return for each rank its next step."""
+        """Return for each rank its next step: the pushes of all earlier steps are recorded."""
         assert self.segment is not None
         return self.segment.marks()
 
     def state_is_kept(self, rounds: int) -> None:
-        """Record that the state after `rounds` is stored elsewhere."""
+        """Record that the state after `rounds` rounds is stored elsewhere."""
         marks = self.saving.get(rounds)
         if marks is not None:
             self.saved = {rank: max(step, self.saved.get(rank, 0)) for rank, step in marks.items()}
@@ -81,12 +85,12 @@ class AssignedSpace:
 
     def __init__(self, space: Space) -> None:
         self.space = space
-        self.static = False  # it has no manager, no copies, and no server that takes over
+        self.static = False  # whether the space has no manager and no backups, so that no other server takes over
         self.holdings: dict[int, AssignedSegment] = {}
         self.incarnations: dict[int, int] = {}  # by rank: the highest incarnation that has joined
         self.parked: list[Any] = []  # requests that wait for the clock
-        self.withheld: list[Any] = []  # answers that wait for copies
-        self.unborn: set[tuple[int, int]] = set()  # segments and generations that were to begin from what is not here
+        self.withheld: list[Any] = []  # answers that wait for backups
+        self.unborn: set[tuple[int, int]] = set()  # segment, generation: of a branch whose parent's segment is not here
         self.operations = 0
         self.rejected = 0
         self.seconds = 0.0
@@ -105,17 +109,18 @@ class AssignedSpace:
                 self._factory = self.space.unpack_factory()
             except Exception as error:
                 raise WorkloadError(
-                    f"the optimizer of {self.space.name!r} cannot be unpacked on a server: {type(error).__name__}: "
-                    f"{error}\ninstall the package it needs on every machine of the cluster"
+                    f"the optimizer of space {self.space.name!r} cannot be unpacked on a server: "
+                    f"{type(error).__name__}: {error}\n"
+                    "install the package that it needs on every machine of the cluster"
                 ) from error
         return self._factory
 
     def primaries(self) -> list[AssignedSegment]:
-        """Return the segments of which this server is primary."""
+        """Return the space's segments of which this server is primary."""
         return [holding for holding in self.holdings.values() if holding.serves]
 
     def make(self, index: int) -> ServedSegment:
-        """Create an empty segment."""
+        """Create segment `index` of the space, without values: of the dense vector or of a table."""
         found = self.space.table_of(index)
         if found is None:
             return DenseSegment(self.space, index, self.factory)
@@ -123,45 +128,45 @@ class AssignedSpace:
 
     @property
     def scheduled(self) -> Scheduled | None:
-        """What gives tables the knobs of a round; None where the job has no schedule. Raises WorkloadError."""
+        """The learning-rate schedule of the tables' optimizers; None if the job has none. Raises WorkloadError."""
         found = self.factory if self.space.factory else None
         return Scheduled(found, self.space.ticks) if isinstance(found, Recipe) else None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what it is primary of."""
+        """Bytes of the space's segments of which this server is primary."""
         return sum(holding.segment.nbytes for holding in self.primaries() if holding.segment is not None)
 
 
 class OrderActions(Protocol):
-    """What orders lead to, beyond the holdings themselves."""
+    """What `Assignments` calls on the server when an order also concerns backups, requests or the manager."""
 
     def report(self, report: SegmentReport) -> None:
         """Send an event to the manager."""
 
     def want_copies(self, holding: AssignedSegment, copies: dict[str, str], *, anew: bool) -> None:
-        """Keep backups of a segment on these servers and no others.
+        """Keep backups of a segment on these servers (name -> address) and no others.
 
-        `anew`: the orders are the first of a generation.
+        `anew`: this is the first order of a generation.
         """
 
     def stop_serving(self, holding: AssignedSegment) -> None:
-        """Refuse the requests that wait for this segment's clock."""
+        """Refuse the parked requests that touch this segment."""
 
     def withdraw(self, holding: AssignedSegment) -> None:
-        """Refuse also the answers that wait for the segment's backups, and drop the backups."""
+        """Refuse the withheld answers about this segment, and drop its backups."""
 
 
 class Assignments:
-    """All spaces of which one server holds segments."""
+    """The spaces of which a server holds segments, and the changes that orders make to these segments."""
 
     def __init__(self, acts: OrderActions) -> None:
         self.spaces: dict[int, AssignedSpace] = {}
-        self.forgotten: set[int] = set()
+        self.forgotten: set[int] = set()  # numbers of closed spaces
         self._acts = acts
 
     def learn(self, space: Space) -> AssignedSpace:
-        """Add a space of which a segment will be held, or replace its quota."""
+        """Add a space, before its segments are assigned; of a known space, replace the options (a new quota)."""
         held = self.spaces.get(space.number)
         if held is None:
             held = self.spaces[space.number] = AssignedSpace(space)
@@ -171,7 +176,7 @@ class Assignments:
         return held
 
     def hold(self, space: Space, index: int, generation: int, segment: ServedSegment) -> AssignedSegment:
-        """Make this server primary of a segment that has its state already; used where no manager gives orders."""
+        """Make this server primary of a segment that has its state already. For a server without a manager."""
         held = self.learn(space)
         held.static = True
         found = AssignedSegment(held, index, Role.PRIMARY, generation, segment, line=generation, since=_now())
@@ -179,7 +184,7 @@ class Assignments:
         return found
 
     def forget(self, number: int) -> None:
-        """Drop a space that was closed."""
+        """Drop a closed space and its segments."""
         self.forgotten.add(number)
         held = self.spaces.get(number)
         if held is not None:
@@ -188,7 +193,7 @@ class Assignments:
             del self.spaces[number]
 
     def obey(self, held: AssignedSpace, orders: Iterable[SegmentOrder]) -> None:
-        """Change what is held until it is as ordered."""
+        """Apply the manager's orders to the segments of a space."""
         for order in orders:
             holding = held.holdings.get(order.segment)
             if holding is not None and order.generation < holding.generation:
@@ -205,7 +210,10 @@ class Assignments:
                         self._end(holding)
 
     def branch(self, held: AssignedSpace, parent: AssignedSpace, index: int, generation: int) -> bool:
-        """Begin a segment of a space with what its parent's holds here; False where that is not here."""
+        """Begin a branch's segment with the values of its parent's segment.
+
+        Return False if this server does not serve the parent's segment.
+        """
         base = parent.holdings.get(index)
         if base is None or base.segment is None or not base.serves or not base.usable:
             held.unborn.add((index, generation))
@@ -227,11 +235,10 @@ class Assignments:
         return True
 
     def is_to_be_copy(self, held: AssignedSpace, index: int, generation: int, source: object) -> AssignedSegment | None:
-        """Become a backup whose state a primary of that generation sends.
+        """Make this server a backup of a segment, because the primary of this generation sends a state over `source`.
 
-        Return None if the generation is an earlier one.
-
-        The state may come before the orders, and says the same: only the manager makes generations.
+        The state may arrive before the manager's order. It means the same, because only the manager assigns
+        generations. Return None if this server has a later generation, or is itself the primary of this one.
         """
         holding = held.holdings.get(index)
         if holding is not None and (
@@ -261,7 +268,7 @@ class Assignments:
             self._acts.report(SegmentReport(held.number, Event.ASKED, order.segment, order.generation))
             return
         elif anew:
-            if holding.serves:  # what waits was said to an older generation
+            if holding.serves:  # the parked requests named an older generation
                 self._acts.stop_serving(holding)
             elif holding.role == Role.COPY:
                 getattr(holding.segment, "promoted", _nothing)()
@@ -274,7 +281,7 @@ class Assignments:
 
     def _leaving(self, holding: AssignedSegment | None, order: SegmentOrder) -> None:
         if holding is None or holding.segment is None or holding.role == Role.COPY:
-            return  # nothing to hand over
+            return  # this server has nothing to hand over
         if holding.role != Role.LEAVING:
             holding.role, holding.handed, holding.since = Role.LEAVING, False, _now()
             self._acts.stop_serving(holding)
@@ -303,7 +310,7 @@ class Assignments:
 
 
 def _nothing() -> None:
-    """For segments that have no such hook."""
+    """Do nothing. Called in place of an optional method that a segment does not have."""
 
 
 def _now() -> float:

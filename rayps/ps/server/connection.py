@@ -1,4 +1,4 @@
-"""The inbound connections of a server, and their requests."""
+"""The connections that a server has accepted, and the requests that arrive on them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from rayps.ps.server.mailboxes import WholePush
 
 PATIENCE = 60.0  # seconds that a pull may wait if its worker gives no limit
-NOT_JOINED = -2  # the rank of a connection that has not joined, or is fenced
+NOT_JOINED = -2  # the rank of a connection that has not sent JOIN
 
 
 class ServerPeer:
-    """A connection of a worker, a reader, or another server's primaries."""
+    """An accepted connection: of a worker, of a reader, or of another server whose segments this server backs up."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
@@ -29,16 +29,16 @@ class ServerPeer:
         self.incarnation = 0
         self.patience = PATIENCE
         self.full = False  # its send buffer is full
-        self.paused = False  # it is not read until its space has room
+        self.paused = False  # it is not read until its space's queue has room
         self.gone = False
-        self.applied = 0  # as a primary's link: the last message that is applied
+        self.applied = 0  # of another server: tag of the last STATE or FORWARD message that was applied
         self.box: ServerMailbox | None = None
-        self.push: WholePush | None = None  # what its mailbox asked last, prepared to be asked again
+        self.push: WholePush | None = None  # prepared for repetitions of the mailbox's last request
 
 
 @dataclass(slots=True, eq=False)
 class PeerRequest:
-    """A request of a connection."""
+    """A request that arrived by message or by mailbox. `a`, `b` and `weight` depend on its kind: see `GroupMessage`."""
 
     guest: ServerPeer
     kind: int
@@ -46,16 +46,16 @@ class PeerRequest:
     a: int
     b: int
     weight: float
-    payload: Any  # None: it came by mailbox, and its pieces lie in the worker's memory
+    payload: Any  # None: the request came by mailbox, and its pieces are in the worker's memory
     pieces: list[SegmentPayload] = field(default_factory=list)
-    outs: list[memoryview] = field(default_factory=list)  # by mailbox: where the answer of each piece goes
-    lent: list[AssignedSegment] = field(default_factory=list)  # by mailbox: segments that may use its memory still
-    whole: WholePush | None = None  # by mailbox: the pull of such a push
+    outs: list[memoryview] = field(default_factory=list)  # by mailbox: the memory for each piece's answer
+    lent: list[AssignedSegment] = field(default_factory=list)  # by mailbox: segments that may still read its memory
+    whole: WholePush | None = None  # of the parked pull of a `WholePush`: this `WholePush`
     deadline: float = 0.0
 
 
 def fenced(guest: ServerPeer) -> StaleGeneration:
-    """Return the error for a connection whose rank a newer worker has taken."""
+    """Return the error for a connection whose rank now belongs to a newer worker."""
     return StaleGeneration(
         f"{guest.link.peer} does not hold its rank any more: a newer worker has joined with this rank",
         peer=guest.link.peer,

@@ -1,13 +1,16 @@
-"""Consistent reads: one version of all dense segments of a space, which step on their own. The server's half.
+"""The server's half of consistent reads: a reader sees all dense segments of a space with the same pushes applied.
 
-1. The reader holds each segment. A held segment reports how many pushes of each rank it has applied, and applies no
-   other.
-2. The reader names the largest of these numbers for each rank. A held segment then applies the pushes below them: each
-   was applied by another segment, so it is in flight to this one. When all are applied, all segments have the same
-   pushes, and the reader reads them.
+Segments on different servers apply pushes independently, so a reader proceeds in two steps:
 
-The first segment admits one reader at a time and is held first, so two readers never wait for each other. A hold ends
-when the reader releases it, disconnects, exceeds its deadline, or a held segment moves; the reader then tries again.
+1. It holds each segment (HOLD). A held segment reports, for each rank, one more than the highest step that it has
+   applied, and delays further pushes.
+2. It sends every held segment the largest of these numbers for each rank (AIM). The segment then applies the pushes
+   below these numbers: another segment has applied each of them, so each is on its way to this one. When all segments
+   have applied them, all have the same pushes, and the reader reads the segments.
+
+A server lets one reader at a time hold a space, and every reader asks the server of the first segment first, so two
+readers never wait for each other. A hold ends when the reader releases it or disconnects, when its deadline passes, or
+when a held segment is migrated; after the last two the reader tries again.
 """
 
 from __future__ import annotations
@@ -24,11 +27,11 @@ from rayps.ps.server.assignments import AssignedSegment, AssignedSpace
 from rayps.ps.server.connection import PeerRequest, ServerPeer
 from rayps.ps.server.dense_segment import DenseSegment
 
-BEHIND_SECONDS = 0.5  # what another server has applied is on its way here, or its worker must repeat it
+BEHIND_SECONDS = 0.5  # longest wait for a push that another server has applied, before its worker must repeat the push
 
 
 class ReaderReplies(Protocol):
-    """The interface by which readers, and pushes that waited for readers, are answered."""
+    """What `ConsistentReaders` calls to answer readers, and to serve pushes that waited for readers."""
 
     def reply(
         self, request: PeerRequest, kind: GroupMessage, touched: list[AssignedSegment], *, payload: bytes | bytearray
@@ -36,14 +39,14 @@ class ReaderReplies(Protocol):
         """Answer a request."""
 
     def fail(self, held: AssignedSpace | None, request: PeerRequest, error: Exception) -> None:
-        """Answer with an error."""
+        """Answer a request with an error."""
 
     def redo(self, held: AssignedSpace, request: PeerRequest) -> None:
-        """Serve a push that waited."""
+        """Serve a push that waited for a reader."""
 
 
 class ConsistentCut:
-    """Which pushes a segment still applies while a reader holds it. Pure.
+    """Decides which pushes a segment still applies while a reader holds it. Pure.
 
     The idea is the consistent cut of Chandy and Lamport, "Distributed snapshots: determining global states of
     distributed systems", TOCS 1985.
@@ -54,21 +57,26 @@ class ConsistentCut:
         self._target: list[int] | None = None
 
     def reached(self) -> list[int]:
-        """By rank: the number of pushes applied here."""
+        """Return for each rank one more than the highest step that this segment has applied."""
         return [self._ledger.reach(rank) for rank in self._ledger.marks]
 
     def aim(self, target: Sequence[int]) -> None:
-        """Admit pushes until `target` is reached: the most that any segment has applied, by rank. Raises ValueError."""
+        """Admit the pushes below `target`: by rank, the largest number that `reached` returned on any segment.
+
+        Raises ValueError: `target` has another number of ranks.
+        """
         if len(target) != len(self._ledger.marks):
-            raise ValueError(f"a cut names {len(target)} ranks, and there are {len(self._ledger.marks)}")
+            raise ValueError(
+                f"an AIM request has steps of {len(target)} ranks, but the space has {len(self._ledger.marks)} ranks"
+            )
         self._target = list(target)
 
     def admits(self, rank: int, step: int) -> bool:
-        """Return whether a push may be applied now; a repeated one always may, because the ledger drops it."""
+        """Return whether a push may be applied now. A repeated push always may, because the ledger drops it."""
         return self._ledger.seen(rank, step) or (self._target is not None and step < self._target[rank])
 
     def missing(self) -> list[int]:
-        """Return the ranks of which another segment has applied a push that this one has not."""
+        """Return the ranks of which another segment has applied a push that this segment has not applied."""
         if self._target is None:
             return []
         return [rank for rank, mark in self._ledger.marks.items() if mark < self._target[rank]]
@@ -76,7 +84,7 @@ class ConsistentCut:
 
 @dataclass(slots=True)
 class _Hold:
-    """The reader that holds the space, its deadline, and each segment's cut."""
+    """The reader that holds the space, its deadline, and a `ConsistentCut` for each held segment."""
 
     reader: ServerPeer
     deadline: float
@@ -84,18 +92,18 @@ class _Hold:
     aimed: PeerRequest | None = None  # an AIM that is not answered yet
 
     def missing(self) -> list[int]:
-        """Return the ranks of which another server has a push that has not arrived here."""
+        """Return the ranks of which another server has a push that has not arrived on this server."""
         return sorted({rank for cut in self.cuts.values() for rank in cut.missing()})
 
 
 class ConsistentReaders:
-    """The reader that holds a space on this server, the readers that wait, and the pushes that wait."""
+    """The reader that holds a space on this server, the readers that wait to hold it, and the delayed pushes."""
 
     def __init__(self, held: AssignedSpace, replies: ReaderReplies) -> None:
         self._held, self._replies = held, replies
         self._hold: _Hold | None = None
-        self._waiting: list[PeerRequest] = []  # to hold the space
-        self._delayed: list[PeerRequest] = []  # pushes
+        self._waiting: list[PeerRequest] = []  # HOLD requests that are not granted yet
+        self._delayed: list[PeerRequest] = []  # pushes that wait for the reader
 
     @property
     def busy(self) -> bool:
@@ -103,7 +111,7 @@ class ConsistentReaders:
         return self._hold is not None or bool(self._waiting)
 
     def admits(self, push: PeerRequest) -> bool:
-        """Return whether a push may be applied now; otherwise queue it."""
+        """Return whether a push may be applied now; otherwise delay it."""
         hold = self._hold
         if hold is None:
             return True
@@ -116,22 +124,25 @@ class ConsistentReaders:
     def hold(self, request: PeerRequest) -> None:
         """Hold the space for this reader when its turn has come; answer with the steps applied, by segment and rank."""
         if request.guest.rank < 0:
-            raise ValueError(f"{request.guest.link.peer} joined as a reader, which has no clock: READ, do not HOLD")
+            raise ValueError(f"{request.guest.link.peer} joined as a reader and has no clock: send READ, not HOLD")
         hold = self._hold
         if hold is not None and hold.reader is request.guest and any(p.segment in hold.cuts for p in request.pieces):
-            self._let_go()  # the reader tries again
-        # a reader that the first server has admitted need not wait at the others, unless the first one was replaced
+            self._let_go()  # the reader's last attempt failed, and this is the next
+        # a reader that the first server has admitted waits on other servers only if the first server was replaced
         request.deadline = time.monotonic() + (request.guest.patience if request.a else BEHIND_SECONDS)
         self._waiting.append(request)
         self._grant()
 
     def aim(self, request: PeerRequest) -> None:
-        """Answer once the named segments have come so far. Raises PeerTimeout: the reader does not hold them."""
+        """Answer once the named segments have applied the pushes below the steps in the request.
+
+        Raises PeerTimeout: the reader does not hold these segments.
+        """
         hold = self._hold
         if hold is None or hold.reader is not request.guest or any(p.segment not in hold.cuts for p in request.pieces):
             raise PeerTimeout(
-                f"{request.guest.link.peer} does not hold {self._held.space.name!r}: it was held for longer than "
-                f"{request.guest.patience:g} s (the knob is `timeout`) and let go, or a segment has moved",
+                f"{request.guest.link.peer} no longer holds space {self._held.space.name!r}: its hold ended after "
+                f"{request.guest.patience:g} s (raise `timeout`), or because a segment was migrated",
                 peer=request.guest.link.peer,
                 seconds=request.guest.patience,
                 behind=True,
@@ -144,16 +155,16 @@ class ConsistentReaders:
         self.look()
 
     def release(self, guest: ServerPeer) -> None:
-        """End the hold of a reader that has read."""
+        """End this reader's hold of the space."""
         if self._hold is not None and self._hold.reader is guest:
             self._let_go()
 
     def look(self) -> None:
-        """Check, after a push, whether a hold has reached its aim, or the clock admits the next reader."""
+        """After a push: answer the AIM whose target is reached, and let the next reader hold the space if it may."""
         hold = self._hold
         if hold is not None and hold.aimed is not None and not hold.missing():
             aimed, hold.aimed = hold.aimed, None
-            hold.deadline = time.monotonic() + aimed.guest.patience  # to read
+            hold.deadline = time.monotonic() + aimed.guest.patience  # time to read the segments
             self._replies.reply(
                 aimed, GroupMessage.ACK, [self._held.holdings[p.segment] for p in aimed.pieces], payload=b""
             )
@@ -166,9 +177,9 @@ class ConsistentReaders:
         self.release(guest)
 
     def stop_serving(self, segment: int) -> list[PeerRequest]:
-        """End the hold on a segment that is no longer served here.
+        """End the hold of a segment that is no longer served here.
 
-        Return the waiting requests about it, to be refused.
+        Return the waiting requests for this segment, which the caller must refuse.
         """
         gone = [r for r in [*self._waiting, *self._delayed] if any(p.segment == segment for p in r.pieces)]
         self._waiting = [request for request in self._waiting if request not in gone]
@@ -194,13 +205,16 @@ class ConsistentReaders:
     def _segment(self, index: int) -> DenseSegment:
         segment = self._held.holdings[index].segment
         if not isinstance(segment, DenseSegment):
-            raise ValueError(f"segment {index} of {self._held.space.name!r} is of a table: hold the dense vector")
+            raise ValueError(
+                f"segment {index} of space {self._held.space.name!r} belongs to a table: HOLD is for segments of the "
+                "dense vector"
+            )
         return segment
 
     def _grant(self) -> None:
-        """Let the next reader hold the space, if no other does and the clock lets it pull; then all that it asks for.
+        """Let the next reader hold the space, if no other reader does and the clock lets this one pull.
 
-        A reader's requests are granted together: one that waits for what the same reader holds would wait forever.
+        All waiting requests of that reader are granted together: otherwise it would wait for its own hold to end.
         """
         for request in list(self._waiting):
             hold = self._hold
@@ -234,8 +248,8 @@ class ConsistentReaders:
         behind = sorted({rank for p in request.pieces for rank in self._segment(p.segment).laggards()})
         names = ", ".join(f"rank {rank}" for rank in behind)
         return PeerTimeout(
-            f"{request.guest.link.peer} waited too long for {names} to push, or for other readers (the knob is "
-            "`timeout`)",
+            f"{request.guest.link.peer} waited too long to read space {self._held.space.name!r} consistently, for "
+            f"{names} to push or for another reader to finish: raise `timeout` if this may take longer",
             peer=names,
             ranks=behind,
             behind=not request.a,
@@ -244,8 +258,8 @@ class ConsistentReaders:
     def _cut_off(self, aimed: PeerRequest, missing: list[int]) -> PeerTimeout:
         return PeerTimeout(
             f"{aimed.guest.link.peer} waited for a push of rank {', '.join(map(str, missing))} that another server has "
-            "and this one has not: did its worker die between two servers?\nraise timeout if it may take longer, or "
-            "pull with consistent=False",
+            "received and this one has not: the worker may have died before it had pushed to all servers.\nraise "
+            "`timeout` if the push may take longer, or pull with consistent=False",
             peer=f"worker-{missing[0]}" if missing else "server",
             seconds=aimed.guest.patience,
             behind=True,

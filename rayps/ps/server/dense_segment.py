@@ -1,8 +1,9 @@
-"""A segment of the dense vector as a server holds it: a `Shard`, pushes and states as bytes, and branches.
+"""A segment of the dense vector on a server: its shard, pushes and states as bytes, and branches.
 
-What a change is depends on the strategy. Where a push has effect at once, a change is a push. Where a round gathers all
-pushes, a change is a closed round: the weighted mean of its pushes if the strategy applies nothing else (its `means`),
-which is one vector for any number of workers; otherwise all its pushes in the order of ranks.
+A *change* is what a primary sends to its backups. If the strategy changes the shard on each push, a change is a push.
+If it changes the shard only once a round is complete, a change is a closed round: the weighted mean of the round's
+pushes if the strategy applies nothing else (`PerRound(means=True)`), which is one vector for any number of workers;
+otherwise all pushes of the round, in the order of ranks.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import torch
 from torch import Tensor
 from torch.optim import Adagrad
 
-from rayps.core.calendar import Boundary
-from rayps.core.clock import Clock
 from rayps.core.errors import CheckpointError, ConfigError
 from rayps.core.failpoint import passing
+from rayps.core.phase_rounds import Boundary
 from rayps.core.repeated_pushes import WINDOW, Ledger
 from rayps.core.server_updates import weighted_mean
+from rayps.core.staleness_bound import Clock
 from rayps.core.strategy import ServerHalf
 from rayps.core.topology import Servers, servers_of
 from rayps.core.values import Buffer
@@ -53,24 +54,24 @@ class ShardPart:
 
     @property
     def done(self) -> dict[int, int]:
-        """The steps that each rank had pushed without a gap."""
+        """For each rank, the number of its pushes that were applied without a gap."""
         return self.ledger.marks
 
 
 @dataclass(slots=True)
 class ShardFacts:
-    """What the driver polls from a shard while it runs."""
+    """The facts about a running shard that the driver polls."""
 
     index: int
     lo: int
     hi: int
     version: int
     bytes: int
-    staleness: dict[int, int]  # pulls by the rounds that their rank led the slowest
-    laggards: list[int]
+    staleness: dict[int, int]  # number of pulls, by how many rounds their rank was ahead of the slowest
+    laggards: list[int]  # the slowest ranks
     reached: int  # rounds that the slowest worker has pushed
     snapshots: list[int] = field(default_factory=list)  # rounds after which a state is retained
-    ages: dict[int, int] = field(default_factory=dict)  # pushes by versions between their pull and their application
+    ages: dict[int, int] = field(default_factory=dict)  # number of pushes, by optimizer steps since their rank's pull
     lost: int = 0  # acknowledged pushes that no worker retained when this shard was restored
 
 
@@ -82,7 +83,7 @@ PUSHED, MEAN, VALUES = 1, 2, 3
 
 
 def changes_by(strategy: ServerHalf) -> int:
-    """Return what a change is under this strategy: a push (PUSHED), or a closed round, as its MEAN or its VALUES."""
+    """Return what a change is under this strategy: a push (PUSHED), or a closed round (its MEAN, or all its VALUES)."""
     servers = servers_of(strategy)
     if servers is None or servers.update.listens:
         return PUSHED
@@ -90,7 +91,7 @@ def changes_by(strategy: ServerHalf) -> int:
 
 
 class FiledPush(NamedTuple):
-    """A push of an open round: elements of the whole shard or of rows, its weight, and what of the shard it covers."""
+    """A push of an open round: its elements, its weight, and the area of the shard that these elements cover."""
 
     value: Tensor
     weight: float
@@ -98,7 +99,7 @@ class FiledPush(NamedTuple):
 
 
 class ChangeLog:
-    """The changes of a shard: their number, and while `recording` their encoding for the backups."""
+    """The changes of a shard: their number and, while `recording` is set, their encoding for the backups."""
 
     def __init__(self, strategy: ServerHalf, size: int) -> None:
         """`size` is the shard's number of elements."""
@@ -114,12 +115,12 @@ class ChangeLog:
         return b"".join([CHANGE.pack(PUSHED, rank, step, weight), data]) if self.recording else b""
 
     def stepped(self, grad: Tensor, area: Area) -> None:
-        """Record the gradient of a step: the round's mean, where backups apply means."""
+        """Record the gradient of an optimizer step, which is the round's mean, if changes are means."""
         if self.kind == MEAN:
             self._mean = area_piece(grad, area, self._size)
 
     def gathered(self, finished: int, pushes: Sequence[tuple[int, FiledPush]]) -> None:
-        """Record the pushes of a round by rank, where backups apply values."""
+        """Record the pushes of a round (rank, push) if changes consist of all pushes."""
         if self.kind == VALUES:
             values = [area_piece(push.value, push.area, self._size) for _, push in pushes]
             heads = [
@@ -128,7 +129,7 @@ class ChangeLog:
             self._changes.append(b"".join([CHANGE.pack(VALUES, finished, len(pushes), 0.0), *heads, *values]))
 
     def closed(self, finished: int) -> None:
-        """Count a closed round, where it is a change, and record its mean."""
+        """Count a closed round if changes are rounds, and record its mean if changes are means."""
         if self.kind != PUSHED:
             self.seq += 1
             if self.recording and self.kind == MEAN:
@@ -136,7 +137,7 @@ class ChangeLog:
                 self._mean = b""
 
     def since(self, seq: int) -> list[bytes]:
-        """Return the changes after number `seq`, once; empty ones unless recording."""
+        """Return the changes after number `seq`, and forget them; empty changes unless recording."""
         changes, self._changes = self._changes, []
         return changes if self.recording else [b""] * (self.seq - seq)
 
@@ -156,7 +157,7 @@ class SegmentOptimizer:
         self._pace = pace_of(factory, extent.layout, self._sliced.optimizer, ticks)
 
     def begin(self, area: Area, step: int) -> None:
-        """Set the area and the round, which determines the learning rate, of the next step."""
+        """Set the area that the next step changes, and the round `step`, which determines the learning rate."""
         self.area = area
         if self._pace is not None:
             self._pace.at(step)
@@ -164,7 +165,7 @@ class SegmentOptimizer:
     def step(self, grad: Tensor, scale: float = 1.0, decays: float | None = None) -> None:
         """Apply `scale` times a gradient of the area; see `SlicedOptimizer.step`."""
         area = self.area
-        self._words[STEPS] += 1  # odd: a worker that reads this memory now reads a mixture, and repeats
+        self._words[STEPS] += 1  # odd during the step: a worker that reads the memory meanwhile must read it again
         try:
             if area is self.whole or area == self.whole:
                 self._sliced.step(grad, scale, decays)
@@ -176,7 +177,7 @@ class SegmentOptimizer:
             self._words[STEPS] += 1
 
     def mean(self, values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-        """Return sum(w_i v_i) / sum(w_i) of gradients of the area, valid until the next call."""
+        """Return the weighted mean of gradients of the area, sum(w_i v_i) / sum(w_i), valid until the next call."""
         return self._sliced.mean(values, weights) if self.area == self.whole else weighted_mean([*values], [*weights])
 
     def _step_range(self, grad: Tensor, a: int, b: int, decays: float) -> None:
@@ -193,7 +194,7 @@ class SegmentOptimizer:
             t.copy_(old)
 
     def _elementwise(self) -> list[tuple[slice, Tensor]]:
-        """Return the tensors of the optimizer's state that have one number per element, with their elements."""
+        """Return the optimizer-state tensors with one number per element, each with the range of elements it covers."""
         state = self._sliced.optimizer.state
         return [
             (cut, t)
@@ -203,7 +204,7 @@ class SegmentOptimizer:
         ]
 
     def load(self, moments: Moments, extent: Extent) -> None:
-        """Restore an optimizer state of whole parameters."""
+        """Restore this segment's part of an optimizer state that covers whole parameters."""
         self._sliced.load(fitting(moments, self._sliced.optimizer), extent.layout)
 
     def restore(self, moments: Moments, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -213,11 +214,11 @@ class SegmentOptimizer:
             mine.update({key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
 
     def moments(self) -> Moments:
-        """Return the optimizer's state by parameter name; copies."""
+        """Return a copy of the optimizer's state, by parameter name."""
         return self._sliced.moments()
 
     def groups(self) -> list[dict[str, Any]]:
-        """Return the numbers of the optimizer's groups, JSON-ready."""
+        """Return the options of the optimizer's parameter groups, such as `lr`, JSON-ready."""
         plain = (int, float, str, bool, type(None), tuple)
         return [
             {key: value for key, value in group.items() if key != "params" and isinstance(value, plain)}
@@ -236,16 +237,16 @@ class RoundBuffer:
 
     def __init__(self) -> None:
         self._pushes: dict[int, dict[int, FiledPush]] = {}
-        self.lent: set[tuple[int, int]] = set()  # step and rank of those in their pusher's memory
+        self.lent: set[tuple[int, int]] = set()  # step and rank of pushes that are still in the pusher's memory
 
     def file(self, step: int, rank: int, push: FiledPush, lent: bool = False) -> None:
-        """Retain a push until its round is closed; one that is `lent` must be owned before its pusher is answered."""
+        """Hold a push until its round is closed. If it is `lent`, call `own` before the pusher is answered."""
         self._pushes.setdefault(step, {})[rank] = push
         if lent:
             self.lent.add((step, rank))
 
     def own(self, rank: int) -> None:
-        """Copy the pushes of a rank out of its memory."""
+        """Copy the lent pushes of a rank from the rank's memory into the server's."""
         for key in [key for key in self.lent if key[1] == rank]:
             self.lent.discard(key)
             push = self._pushes[key[0]][rank]
@@ -262,7 +263,7 @@ class RoundBuffer:
 
 
 class RetainedStates(RetainedParts[bytes]):
-    """A shard's states after the rounds of a boundary and after requested ones, until they are fetched."""
+    """A shard's states after the rounds of a boundary and after requested rounds, until the driver fetches them."""
 
     def __init__(self, boundary: Boundary) -> None:
         super().__init__()
@@ -270,22 +271,22 @@ class RetainedStates(RetainedParts[bytes]):
         self.requested: set[int] = set()
 
     def due(self, rounds: int) -> bool:
-        """Return whether to retain the state after `rounds`."""
+        """Return whether to retain the state after `rounds` rounds."""
         return rounds in self.requested or rounds in self._boundary
 
     def keep(self, rounds: int, part: bytes) -> None:
-        """Retain the state after `rounds`; see `RetainedParts`."""
+        """Retain the state after `rounds` rounds, and drop older ones (see `RetainedParts`)."""
         super().keep(rounds, part)
         passing("host: state kept, not collected")
         self.requested = {each for each in self.requested if each > rounds}
 
 
 class ShardCounts:
-    """Counters of a shard, for its facts: the lead of pulls, the age of pushes, and lost pushes."""
+    """Counters of a shard, for its facts: pulls by the lead of their rank, pushes by age, and lost pushes."""
 
     def __init__(self) -> None:
-        self.leads: Counter[int] = Counter()  # pulls by rounds that their rank led the slowest
-        self.ages: Counter[int] = Counter()  # pushes by versions since their rank's last pull
+        self.leads: Counter[int] = Counter()  # number of pulls, by how many rounds their rank was ahead of the slowest
+        self.ages: Counter[int] = Counter()  # number of pushes, by optimizer steps since their rank's last pull
         self.lost = 0
         self._pulled_at: dict[int, int] = {}  # by rank: the version of its last pull
 
@@ -302,7 +303,7 @@ class ShardCounts:
 
 @dataclass(slots=True)
 class ShardState:
-    """The complete state of a shard, for a backup, a move, a branch or a checkpoint."""
+    """The complete state of a shard, for a backup, a migration, a branch or a checkpoint."""
 
     params: Tensor
     moments: Moments
@@ -310,9 +311,9 @@ class ShardState:
     groups: list[dict[str, Any]] = field(default_factory=list)
     version: int = 0
     seq: int = 0
-    pushes: list[tuple[int, int, float, bytes]] = field(default_factory=list)  # of open rounds: step, rank, weight
-    kept: dict[int, bytes] = field(default_factory=dict)
-    wanted: list[int] = field(default_factory=list)
+    pushes: list[tuple[int, int, float, bytes]] = field(default_factory=list)  # open rounds: step, rank, weight, piece
+    kept: dict[int, bytes] = field(default_factory=dict)  # retained states, by round
+    wanted: list[int] = field(default_factory=list)  # rounds after which a state was requested
 
     def pack(self) -> bytes:
         """Encode the state; see `rayps.tensors.packing`."""
@@ -352,7 +353,10 @@ class ShardState:
 
 
 class Shard:
-    """One segment of the dense vector. Implements `rayps.core.strategy.ShardView` for the strategy's server half."""
+    """The parameters, optimizer, clock and open rounds of one segment of the dense vector.
+
+    Implements `rayps.core.strategy.ShardView`, through which the strategy's `on_push` and `on_round` change it.
+    """
 
     def __init__(
         self,
@@ -366,20 +370,20 @@ class Shard:
         private: bool = False,
         ticks: Ticks | None = None,
     ) -> None:
-        """Begin with `params` and the pushes in `start`: a ledger, or the first step of each rank.
+        """Begin with `params`, which include the pushes in `start`: a ledger, or the first step that each rank pushes.
 
-        `boundary`: the rounds after which a state is retained. With `private`, `params` is the shard's own from now on
-        and other processes cannot read it. `ticks`: the epochs of the phase, for a schedule that counts them.
+        `boundary`: the rounds after which a state is retained. With `private`, the shard uses the tensor `params`
+        itself, and other processes cannot read it. `ticks`: the epochs of the phase, for a schedule that counts epochs.
         """
         servers = servers_of(strategy) or Servers()
         self.extent, self.strategy = extent, strategy
         self.slice = SharedSlice(params, private=private)
         self.ledger = start.copy() if isinstance(start, Ledger) else Ledger(start)
         self.clock = Clock(self.ledger.marks, servers.staleness)
-        self.size = len(self.ledger.marks)  # workers
-        self.closed = self.clock.slowest  # rounds
-        self.rounds = 1  # see ShardView
-        self.version = 0  # steps of the optimizer
+        self.size = len(self.ledger.marks)  # number of workers
+        self.closed = self.clock.slowest  # number of closed rounds
+        self.rounds = 1  # number of rounds for which the current push stands, see ShardView
+        self.version = 0  # number of optimizer steps
         self.spans, self._borrows = servers.update.spans, servers.update.borrows
         self.changes = ChangeLog(strategy, self.slice.params.numel())
         self.retained = RetainedStates(boundary)
@@ -397,7 +401,7 @@ class Shard:
     # ---- steps, by the strategy
 
     def step(self, grad: Tensor, scale: float = 1.0, decays: float | None = None) -> None:
-        """Apply `scale` times a gradient of what was pushed; elements that were not pushed keep their values.
+        """Step the optimizer by `scale` times a gradient of the pushed elements; other elements keep their values.
 
         `decays`: see `SlicedOptimizer.step`.
         """
@@ -407,7 +411,7 @@ class Shard:
         self.version += 1
 
     def step_mean(self, values: Sequence[Tensor], weights: Sequence[float]) -> None:
-        """Apply sum(w_i v_i) / sum(w_i) of gradients of what was pushed, which are only read."""
+        """Step the optimizer by the weighted mean sum(w_i v_i) / sum(w_i) of gradients of the pushed elements."""
         self.step(self.optimizer.mean(values, weights))
 
     # ---- pushes
@@ -422,10 +426,10 @@ class Shard:
         lent: bool = False,
         rows: ShardRows | None = None,
     ) -> bool:
-        """File the push of `rank` for `step`; return False, without effect, if it was filed before.
+        """Record the push of `rank` for `step`; return False, without effect, if it was recorded before.
 
-        `value` covers the elements from `offset` of this shard, or `rows`; elements that it does not cover count as
-        zero. A `lent` value is in the pusher's memory: `own` must be called before the pusher is answered.
+        `value` covers the elements of this shard from `offset` on, or `rows`; elements that it does not cover count as
+        zero. A `lent` value is in the pusher's memory: call `own` before the pusher is answered.
 
         Raises:
             ValueError: too many steps were skipped, the rank is unknown, or the value does not fit.
@@ -449,17 +453,17 @@ class Shard:
             self.changes.seq += 1
         if self._open is not None:
             self._open.file(step, rank, FiledPush(value, weight, area), lent)
-        if step == self.closed or self.spans:  # else another rank is the slowest
+        if step == self.closed or self.spans:  # otherwise a rank that has not pushed step `closed` keeps the round open
             self.finish()
         return True
 
     def skip(self, rank: int, step: int) -> None:
-        """Count a rank's missing pushes below `step` as lost: no worker retains them."""
+        """Count a rank's missing pushes below `step` as lost, because no worker retains them."""
         self._counts.lost += self.ledger.skip(rank, step)
         self.finish()
 
     def own(self, rank: int) -> None:
-        """Copy the pushes of a rank that are still needed out of the rank's memory."""
+        """Copy into the server's memory those pushes of a rank that are lent and still needed."""
         if self._open is not None and self._open.lent:
             self._open.own(rank)
 
@@ -470,7 +474,7 @@ class Shard:
             self._close(finished)
 
     def _close(self, finished: int) -> None:
-        """Apply the strategy's end of a round."""
+        """Close a round: apply its pushes by the strategy's `on_round`."""
         if self._open is not None:
             pushes = self._open.take(finished)
             if self.changes.recording:
@@ -507,7 +511,7 @@ class Shard:
                 at += size
                 self.push(rank, first, value.clone(), weight, offset, rows=rows)  # no effect if the state contained it
         else:
-            raise ValueError(f"there is no change of kind {kind} of a dense segment")
+            raise ValueError(f"a change has kind {kind}, which a dense segment cannot apply")
 
     def _close_as(self, finished: int, mean: DensePiece | None) -> None:
         """Close a round with the mean that the primary computed."""
@@ -523,20 +527,20 @@ class Shard:
         self._closed(finished)
 
     def _filed(self, piece: DensePiece) -> tuple[Tensor, Area]:
-        """Return a piece as it is filed: its elements, with zeros where it has none, and its area."""
+        """Return a piece's elements and area, as in `FiledPush`. A range is padded with zeros to the whole shard."""
         (value, offset, rows), size = piece, self.optimizer.whole[1]
         return (padded(value, offset, size) if rows is None and value.numel() < size else value), piece.area
 
     # ---- pulls
 
     def pulled(self, rank: int) -> int:
-        """Count a pull; return by how many rounds `rank` leads the slowest."""
+        """Count a pull; return by how many rounds `rank` is ahead of the slowest rank."""
         lead = self.ledger.marks[rank] - self.closed
         self._counts.pulled(rank, self.version, lead)
         return lead
 
     def facts(self, index: int) -> ShardFacts:
-        """Return what the driver and the dashboard ask for."""
+        """Return the facts that the driver polls."""
         return ShardFacts(
             index,
             self.extent.lo,
@@ -569,7 +573,7 @@ class Shard:
         )
 
     def restore(self, state: ShardState) -> None:
-        """Take over a state; its parameters and its ledger were given to the constructor."""
+        """Restore a state, except its parameters and its ledger, which the constructor was given."""
         self.changes.seq, self.version = state.seq, state.version
         self.optimizer.restore(state.moments, state.groups)
         for step, rank, weight, piece in state.pushes if self._open is not None else ():
@@ -580,13 +584,15 @@ class Shard:
 
 
 def optimizer_factory(factory: Factory, adagrad: float | None) -> Factory:
-    """Return the workload's optimizer factory; with `adagrad`, one of Adagrad with this rate and the same schedule.
+    """Return the workload's optimizer factory; with `adagrad`, a factory of Adagrad with this learning rate instead.
+
+    The workload's learning-rate schedule applies to both.
 
     Duchi, Hazan and Singer, "Adaptive subgradient methods", JMLR 2011.
     """
     if adagrad is None:
         return factory
-    # a group, because a part of a model may have no parameters
+    # a parameter group, because a part of a model may have no parameters, and torch refuses an empty list of them
     return within(factory, lambda _: lambda params: Adagrad([{"params": params}], lr=adagrad))
 
 
@@ -599,9 +605,9 @@ def padded(value: Tensor, offset: int, size: int) -> Tensor:
 
 def _area(count: int, offset: int, rows: ShardRows | None, size: int) -> Area:
     if rows is not None and count != rows.elements:
-        raise ValueError(f"a push of {count} elements does not fit into rows of {rows.elements}")
+        raise ValueError(f"a push of {count} elements does not fit: its rows have {rows.elements} elements")
     if offset < 0 or count + offset > size:
-        raise ValueError(f"a push of {count} elements at {offset} does not fit into {size}")
+        raise ValueError(f"a push of {count} elements from {offset} on does not fit into a shard of {size} elements")
     return rows if rows is not None else (offset, offset + count)
 
 
@@ -611,13 +617,16 @@ def _area(count: int, offset: int, rows: ShardRows | None, size: int) -> Area:
 class DenseSegment:
     """Elements lo to hi of a space's dense vector. Implements `rayps.ps.protocol.space.ServedSegment`.
 
-    A branch has no shard of its own until it or its base is pushed to: until then it reads the base's memory.
+    A *branch* is a segment that begins with the values of another segment, its base. It has no shard of its own, and
+    reads the base's memory, until one of the two receives a push.
     """
 
     def __init__(self, space: Space, index: int, factory: Factory, *, base: DenseSegment | None = None) -> None:
         """Begin with zeros, until a state is loaded, or with the values of `base`."""
         if space.layout is None:
-            raise ConfigError(f"space {space.name!r} has no dense vector, so no segment {index}", field="segment")
+            raise ConfigError(
+                f"space {space.name!r} has no dense vector, of which segment {index} could be a part", field="segment"
+            )
         self.space, self.index, self.factory = space, index, factory
         self.extent = Extent(space.layout, *space.cuts[index])
         self.rows = self.extent.hi - self.extent.lo
@@ -656,12 +665,12 @@ class DenseSegment:
 
     @property
     def shard(self) -> Shard:
-        """The segment's shard, or its base's, for reading only."""
+        """The segment's shard, or the base's shard if this is a branch without its own. For reading only."""
         return self._shard if self._base is None else self._base.shard
 
     @property
     def borrows(self) -> bool:
-        """Whether the memory is its base's."""
+        """Whether the segment is a branch that still reads its base's memory."""
         return self._base is not None
 
     @property
@@ -670,7 +679,7 @@ class DenseSegment:
         return self._shard if self._shared and self._base is None and not self._branches else None
 
     def share(self) -> SharedSlice:
-        """Move the values into memory that workers of this host can read, and return it."""
+        """Copy the values into memory that workers of this host can read, unless done before; return this memory."""
         if not self._shared:
             self._shared = True
             self._become(self._shard.state())
@@ -678,7 +687,7 @@ class DenseSegment:
 
     @property
     def seq(self) -> int:
-        """Changes that were applied."""
+        """The number of changes that were applied."""
         return 0 if self._base is not None else self._shard.changes.seq
 
     @seq.setter
@@ -687,12 +696,12 @@ class DenseSegment:
 
     @property
     def version(self) -> int:
-        """Steps of the optimizer."""
+        """The number of optimizer steps."""
         return 0 if self._base is not None else self._shard.version
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its own parameters and optimizer state."""
+        """Bytes of the parameters and optimizer state; 0 while the segment reads its base's memory."""
         return 0 if self._base is not None else self._shard.optimizer.nbytes
 
     # ---- pushes
@@ -701,30 +710,32 @@ class DenseSegment:
         """Raise what `push` would raise: ValueError, ConfigError."""
         self._checked, read = None, self._read_push(data)
         if not 0 <= weight < float("inf"):
-            raise ValueError(f"a push of weight {weight}: give the number of samples, 0 or more")
+            raise ValueError(f"a push has weight {weight}: give the number of samples, 0 or more")
         marks = self.marks()
         if rank not in marks:
-            raise ValueError(f"rank {rank} is not one of {len(marks)} workers (0 to {len(marks) - 1})")
+            raise ValueError(f"rank {rank} does not exist: {len(marks)} workers have the ranks 0 to {len(marks) - 1}")
         servers = servers_of(self.space.strategy)
         if step - marks[rank] >= WINDOW and not (servers is not None and servers.update.spans):
             raise ValueError(
-                f"rank {rank} pushed step {step} before step {marks[rank]}: at most {WINDOW - 1} may be skipped"
+                f"rank {rank} pushed step {step} before step {marks[rank]}: at most {WINDOW - 1} steps may be skipped"
             )
         self._checked = (rank, step, weight), data, read
 
     def _read_push(self, data: memoryview | Tensor) -> DensePiece:
         if not isinstance(data, Tensor):
             return self.extent.read_push(data, self._known)
-        if data.dtype == torch.uint8:  # with a head, in the pusher's memory
+        if data.dtype == torch.uint8:  # a piece with a head, in the pusher's memory
             return self.extent.read_push(flat_bytes(data).data, self._known)
         if data.numel() not in (0, self.rows):
-            raise ValueError(f"a push of {data.numel()} elements does not fit into segment {self.index} of {self.rows}")
+            raise ValueError(
+                f"a push of {data.numel()} elements does not fit into segment {self.index} of {self.rows} elements"
+            )
         return DensePiece(data)
 
     def push(self, rank: int, step: int, weight: float, data: memoryview | Tensor) -> list[bytes]:
-        """File a push of this segment's elements (no bytes: zeros); return the changes that backups must replay.
+        """Record a push of this segment's elements (empty `data`: zeros); return the changes that backups must replay.
 
-        A tensor is in the pusher's memory: `own` must be called before the pusher is answered.
+        If `data` is a tensor, it is in the pusher's memory: call `own` before the pusher is answered.
         """
         known = self._checked
         if known is None or known[0] != (rank, step, weight) or known[1] is not data:
@@ -756,7 +767,7 @@ class DenseSegment:
             self._shard.finish()
 
     def close(self) -> None:
-        """Free the memory; branches that read it copy it first."""
+        """Let branches that read this segment's memory copy it, so that the memory can be freed."""
         self._part_from_branches()
 
     # ---- pulls
@@ -766,31 +777,33 @@ class DenseSegment:
         return self._base is not None or self._shard.clock.may_pull(rank)
 
     def laggards(self) -> list[int]:
-        """Return the ranks that pulls wait for."""
+        """Return the slowest ranks, for whose pushes pulls wait."""
         return list(range(self.space.workers)) if self._base is not None else self._shard.clock.laggards()
 
     def pull(
         self, rank: int, data: memoryview = memoryview(b""), out: memoryview | None = None
     ) -> tuple[Any, int, list[bytes]]:
-        """Return what `read` returns, the lead of `rank`, and no changes."""
+        """Count a pull; return what `read` returns, the lead of `rank` in rounds, and an empty list of changes."""
         return self.read(data), self.pulled(rank), []
 
     def pulled(self, rank: int) -> int:
-        """Count a pull; return by how many rounds `rank` leads the slowest."""
+        """Count a pull; return by how many rounds `rank` is ahead of the slowest rank."""
         self.operations += 1
         if rank not in range(self.space.workers):
-            raise ValueError(f"rank {rank} is not one of {self.space.workers} workers")
+            count = self.space.workers
+            raise ValueError(f"rank {rank} does not exist: {count} workers have the ranks 0 to {count - 1}")
         return 0 if self._base is not None else self._shard.pulled(rank)
 
     def own(self, rank: int) -> None:
-        """Copy the pushes of a rank that are still needed out of the rank's memory."""
+        """Copy into the server's memory those pushes of a rank that are lent and still needed."""
         if self._base is None:
             self._shard.own(rank)
 
     def read(self, data: memoryview | Tensor = memoryview(b"")) -> Any:
-        """Return what `data` asks for: all elements or a range, as a view valid until the next push, or rows.
+        """Return the values that `data` requests: all elements (empty `data`), a range of them, or rows.
 
-        Raises ValueError, ConfigError: the segment does not have it.
+        All elements and a range are views, valid until the next push. Raises ValueError, ConfigError: the segment does
+        not have the requested elements.
         """
         if self._base is not None:
             return self._base.read(data)
@@ -803,12 +816,12 @@ class DenseSegment:
         return self._buffer[area[0] * item : area[1] * item]
 
     def marks(self) -> dict[int, int]:
-        """Return the next step of each rank."""
+        """Return for each rank its next step: the pushes of all earlier steps are recorded."""
         return dict.fromkeys(range(self.space.workers), 0) if self._base is not None else self._shard.ledger.marks
 
     @property
     def ledger(self) -> Ledger:
-        """The pushes that were applied or filed; read only."""
+        """The ledger of the recorded pushes: applied, or waiting for their round to close. For reading only."""
         return self._own().ledger
 
     def durable(self, rank: int) -> int:
@@ -828,26 +841,31 @@ class DenseSegment:
         return ShardState(of.params, of.optimizer.moments(), Ledger([0] * self.space.workers), of.optimizer.groups())
 
     def dump(self) -> bytes:
-        """Return the whole state, for `load`; see `state_of`."""
+        """Return the whole state as bytes, for `load`."""
         return self._state().pack()
 
     def load(self, state: Buffer) -> None:
-        """Restore what `dump` returned. Raises CheckpointError: it is truncated, or another segment's."""
+        """Restore a state that `dump` returned. Raises CheckpointError: it is truncated, or of another segment."""
         found = ShardState.unpack(state)
         if found.params.numel() != self.rows or found.params.dtype != self.extent.layout.dtype:
             raise CheckpointError(
-                f"a state of {found.params.numel()} elements {found.params.dtype} was given for segment {self.index} "
-                f"of {self.rows} elements {self.extent.layout.dtype}"
+                f"the state has {found.params.numel()} elements of {found.params.dtype}, but segment {self.index} has "
+                f"{self.rows} elements of {self.extent.layout.dtype}"
             )
         ranks = len(found.ledger.marks)
         if ranks != self.space.workers:
-            raise CheckpointError(f"a state of {ranks} workers was given to {self.space.workers} workers")
+            raise CheckpointError(
+                f"the state is of {ranks} workers, but space {self.space.name!r} has {self.space.workers} workers"
+            )
         self._part_from_branches()
         found.params = found.params.clone()
         self._become(found)
 
     def begin(self, params: Tensor, ledger: Ledger, moments: Moments, boundary: Boundary) -> None:
-        """Restore a part of a snapshot, with moments of whole parameters; retain states at `boundary` from now on."""
+        """Restore this segment's part of a snapshot, and retain states after the rounds of `boundary` from now on.
+
+        `moments` is the optimizer's state of whole parameters, also where the segment has only a part of a parameter.
+        """
         self._part_from_branches()
         self._boundary = boundary
         self._become(ShardState(params.clone(), {}, ledger), restore=False)
@@ -862,16 +880,16 @@ class DenseSegment:
         return shard.facts(index)
 
     def skip(self, rank: int, step: int) -> None:
-        """Count a rank's missing pushes below `step` as lost: no worker retains them."""
+        """Count a rank's missing pushes below `step` as lost, because no worker retains them."""
         self._own().skip(rank, step)
 
     def keep(self, rounds: Sequence[int]) -> None:
-        """Retain a state after each of these rounds."""
+        """Retain the state after each of these rounds that is not closed yet."""
         shard = self._own()
         shard.retained.requested.update(r for r in rounds if r > shard.closed)
 
     def part(self, rounds: int) -> bytes | None:
-        """Return the state after `rounds` if it is retained."""
+        """Return the state after `rounds` rounds; None if it is not retained."""
         return None if self._base is not None else self._shard.retained.get(rounds)
 
     # ---- branches
@@ -881,8 +899,8 @@ class DenseSegment:
     ) -> DenseSegment:
         """Return a segment that begins with the same values.
 
-        It belongs to another space, with workers, a strategy and an optimizer schedule (`factory`) of its own. The
-        memory is shared until one of the two is pushed to.
+        It may belong to another space, with workers, a strategy and an optimizer schedule (`factory`) of its own. Both
+        segments share memory until one of them receives a push.
         """
         base = self if self._base is None else self._base
         made = DenseSegment(
@@ -906,7 +924,7 @@ class DenseSegment:
                     branch._leave()
 
     def _leave(self) -> None:
-        """Copy the base's state."""
+        """Copy the base's state into a shard of this segment's own."""
         state = self._state()
         state.params = state.params.clone()
         self._become(state)
@@ -921,10 +939,10 @@ def state_of(
     marks: Ledger | Sequence[int],
     version: int = 0,
 ) -> bytes:
-    """Return a state for `load`: of the elements from `lo` of a vector, given as `piece`.
+    """Return the bytes of a state for `DenseSegment.load`, of the elements `piece` that begin at `lo` of a vector.
 
-    `moments` is the optimizer's state of whole parameters by name (other parameters than the piece's are left out);
-    `marks` the next step of each rank, or a ledger.
+    `moments`: the optimizer's state by parameter name, of whole parameters; only the part of `piece` is used. `marks`:
+    the next step of each rank, or a ledger.
     """
     ledger = marks if isinstance(marks, Ledger) else Ledger(marks)
     return ShardState(piece, cut_moments(moments or {}, layout, lo, lo + piece.numel()), ledger, version=version).pack()

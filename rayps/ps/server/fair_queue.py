@@ -1,9 +1,9 @@
-"""Choose the request that a server serves next: the spaces share its time equally, whatever they ask for. Pure.
+"""Choose the request that a server serves next, so that the spaces get equal shares of its time. Pure.
 
-Each space has a line of its own, and a clock that shows how much service it has had. The line with the least goes next;
-a line that was empty begins at the clock of the line that was served last, so an idle space saves up no time.
-Start-time fair queueing: Goyal, Vin and Cheng, SIGCOMM 1996. A line may also be bound to a number of operations a
-second (a token bucket): its requests then wait, and none is lost.
+Each space has a queue, and a clock: the seconds of service that the space has had. The queue with the lowest clock is
+served next. When a request enters an empty queue, the queue's clock is raised to that of the queue that was served
+last, so an idle space saves up no time. This is start-time fair queueing: Goyal, Vin and Cheng, SIGCOMM 1996. A token
+bucket may limit the operations per second of a space: its further requests then wait, and none is dropped.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-LINE_BYTES = 64 << 20  # what a space may have waiting before its links are not read any more
-_ROUNDING = 1e-6
+LINE_BYTES = 64 << 20  # queued bytes of a space above which its connections are not read
+_ROUNDING = 1e-6  # share of an operation that is ignored, because the bucket's level is rounded
 BURST_SECONDS = 0.25  # a bucket holds as many operations as fit into this time, and at least one
 
 
 class Bucket:
-    """A token bucket: `rate` operations a second, with a small store of unused ones."""
+    """A token bucket: allows `rate` operations per second, and saves up a few unused ones."""
 
     def __init__(self, rate: float, now: float) -> None:
         self._left, self._at = 0.0, now
@@ -52,38 +52,41 @@ class Bucket:
         return self._left >= 1.0 - _ROUNDING
 
     def ready_at(self) -> float:
-        """Return when an operation will be available."""
+        """Return the time at which an operation will be left."""
         return self._at + max(0.0, 1.0 - self._left) / self.rate
 
 
 @dataclass(slots=True)
 class _SpaceQueue(Generic[T]):
-    """The requests that wait for one space, and the service that the space has had."""
+    """The waiting requests of one space, and the service that the space has had."""
 
-    urgent: deque[tuple[T, int]] = field(default_factory=deque)  # of other servers: their workers wait for it
-    items: deque[tuple[T, int, bool]] = field(default_factory=deque)
+    urgent: deque[tuple[T, int]] = field(default_factory=deque)  # request, bytes: of other servers, served first
+    items: deque[tuple[T, int, bool]] = field(default_factory=deque)  # request, bytes, whether the bucket counts it
     bytes: int = 0
     clock: float = 0.0  # seconds of service
     bucket: Bucket | None = None
-    blocked: bool = False  # not known yet
+    blocked: bool = False  # the server does not know the space yet
     waits: bool = False  # the first item has been counted as throttled
     throttled: int = 0
 
 
 class FairQueue(Generic[T]):
-    """The queues of all spaces, and the choice of the next request, of type `T`."""
+    """The queues of all spaces, and the choice of the next request. `T` is the type of the requests."""
 
     def __init__(self, limit: int = LINE_BYTES) -> None:
         self.limit = limit
         self._lines: dict[int, _SpaceQueue[T]] = {}
-        self._busy: dict[int, _SpaceQueue[T]] = {}  # those with something in them
-        self._now = 0.0  # the clock of the line that was served last
+        self._busy: dict[int, _SpaceQueue[T]] = {}  # the queues that are not empty
+        self._now = 0.0  # the clock of the queue that was served last
 
     def __len__(self) -> int:
         return sum(len(line.urgent) + len(line.items) for line in self._busy.values())
 
     def put(self, space: int, item: T, size: int, *, counts: bool = True, urgent: bool = False) -> None:
-        """Queue a request of `size` bytes; `counts`: it is an operation in the sense of the quota."""
+        """Queue a request of `size` bytes.
+
+        `counts`: the request counts as an operation of the space's quota. `urgent`: serve it before the space's others.
+        """
         line = self._line(space)
         if space not in self._busy:
             self._busy[space] = line
@@ -95,7 +98,7 @@ class FairQueue(Generic[T]):
             line.items.append((item, size, counts))
 
     def free(self, space: int) -> bool:
-        """Return whether a request of this space may be served at once: nothing waits, and it has no limit."""
+        """Return whether a request of this space may be served at once: none waits, and the space has no limit."""
         line = self._lines.get(space)
         return not self._busy and (line is None or (line.bucket is None and not line.blocked))
 
@@ -105,7 +108,7 @@ class FairQueue(Generic[T]):
         return line is None or line.bytes < self.limit
 
     def next(self, now: float) -> tuple[int, T] | None:
-        """Return the next request and its space; None if there is none, or if all must wait."""
+        """Return the next space and its request; None if there is no request, or if all must wait."""
         best, number = None, -1
         for space, line in self._busy.items():
             if not line.blocked and (best is None or line.clock < best.clock) and self._ready(line, now):
@@ -139,7 +142,7 @@ class FairQueue(Generic[T]):
         return min(times, default=None)
 
     def limit_rate(self, space: int, rate: float | None, now: float) -> None:
-        """Limit a space to `rate` operations a second on this server; None = no limit."""
+        """Limit a space to `rate` operations per second on this server; None = no limit."""
         line = self._line(space)
         if rate is None:
             line.bucket = None
@@ -153,12 +156,12 @@ class FairQueue(Generic[T]):
         self._line(space).blocked = blocked
 
     def throttled(self, space: int) -> int:
-        """Return the number of requests that had to wait for the quota."""
+        """Return the number of the space's requests so far that had to wait for the quota."""
         line = self._lines.get(space)
         return 0 if line is None else line.throttled
 
     def queued(self, space: int) -> int:
-        """Return the bytes of the requests that wait."""
+        """Return the bytes of the space's waiting requests."""
         line = self._lines.get(space)
         return 0 if line is None else line.bytes
 

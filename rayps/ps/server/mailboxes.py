@@ -1,12 +1,12 @@
-"""The mailboxes of a server's workers on its own host: requests are taken out of them, answers put into them.
+"""The server's side of mailboxes: blocks of shared memory in which workers on its host write one request at a time.
 
-A request out of a mailbox is a `PeerRequest` without payload, whose pieces lie in the worker's memory; all else treats
-it as one that came by message. See `rayps.ps.protocol.mailbox`.
+A request from a mailbox becomes a `PeerRequest` without payload, whose pieces are in the worker's memory. The rest of
+the server treats it like a request that came by message. See `rayps.ps.protocol.mailbox` for the mailbox and its head.
 
-`WholePush` serves the commonest request in few calls: a push of whole dense segments and their pull. It does what
-`rayps.ps.server.requests` does with it, to the bit, where every segment is served here in the generation asked for, is
-in memory of its own, and has no copies. What it needs is looked up once for each head of a mailbox; otherwise there is
-no `WholePush`, or it does not take the request, and nothing has changed.
+`WholePush` is a fast path for the most frequent request: a push of whole dense segments, and the pull of the same
+segments. Its result equals that of `rayps.ps.server.requests` bit for bit. It is possible only if this server serves
+each segment in the requested generation, without backups, and in memory that no other space uses. All that it needs is
+looked up once for each head of a mailbox. If it is not possible, it changes nothing, and `requests` serves the request.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rayps.comm.link.memory import Fence, Memory
 from rayps.comm.link.shared_memory_link import SharedLink
+from rayps.comm.link.wakeup import Wakeup
 from rayps.core.repeated_pushes import WINDOW
 from rayps.ps.protocol.mailbox import ASKED, ASLEEP, AVAILABLE, PAGE, MailboxCall, ServerMailbox, SharedSlice, offered
 from rayps.ps.protocol.messages import Role, SegmentPayload
@@ -30,9 +31,10 @@ _INFINITE, _INFINITE_STEP = float("inf"), 1 << 62
 
 
 class MailboxHead(NamedTuple):
-    """The head of a mailbox, read for one space: the pieces, and where their answers go.
+    """The head of a mailbox, decoded: a request's pieces, one for each segment, and the memory for their answers.
 
-    `whole` has segment, generation and elements of each, where all are whole dense segments; else it is None.
+    `whole` lists segment, generation and elements of each piece if all pieces are different whole dense segments;
+    otherwise it is None.
     """
 
     held: AssignedSpace
@@ -42,7 +44,7 @@ class MailboxHead(NamedTuple):
 
     @classmethod
     def of(cls, box: ServerMailbox, held: AssignedSpace, rows: list[list[int]]) -> MailboxHead:
-        """Find the memory that the rows name. Raises ValueError: it was not offered."""
+        """Decode the `rows` of a head. Raises ValueError: a row refers to memory that the worker has not offered."""
         space = held.space
         dense, dtype = len(space.cuts), None if space.layout is None else space.layout.dtype
         pieces: list[SegmentPayload] = []
@@ -64,23 +66,23 @@ class MailboxHead(NamedTuple):
 
 
 class Mailboxes:
-    """The mailboxes of one server. For the thread of its loop."""
+    """The mailboxes of one server. Used only in the thread of the server's loop."""
 
-    def __init__(self, wakeup: int) -> None:
-        """`wakeup` is the eventfd that ends the loop's sleep."""
+    def __init__(self, wakeup: Wakeup) -> None:
+        """`wakeup` ends the loop's sleep."""
         self._wakeup = wakeup
-        self._page = Memory.create(PAGE) if AVAILABLE else None
+        self._page = Memory.create(PAGE) if AVAILABLE else None  # shared with all workers: has the word ASLEEP
         self._words = memoryview(bytearray(PAGE)).cast("q") if self._page is None else self._page.view[:PAGE].cast("q")
         self._open: list[tuple[ServerPeer, ServerMailbox, memoryview]] = []
         self._heads: dict[ServerPeer, MailboxHead] = {}
-        self.answered: list[ServerMailbox] = []  # to be woken
-        self._fence = Fence()
+        self.answered: list[ServerMailbox] = []  # mailboxes whose workers must be woken
+        self._fence = Fence()  # a memory fence
 
     def open(self, peer: ServerPeer) -> None:
-        """Take over the mailbox that a worker offers, if it does."""
+        """Open the mailbox of a worker, if the worker has offered one."""
         link = peer.link
         if self._page is not None and peer.box is None and isinstance(link, SharedLink) and offered(link):
-            peer.box = ServerMailbox(link, self._page, self._wakeup)
+            peer.box = ServerMailbox(link, self._page, self._wakeup.fileno())
             self._open.append((peer, peer.box, peer.box.words))
 
     def close(self, peer: ServerPeer) -> None:
@@ -89,6 +91,7 @@ class Mailboxes:
             self._open = [each for each in self._open if each[0] is not peer]
             self._heads.pop(peer, None)
             peer.push = None
+            self.answered = [box for box in self.answered if box is not peer.box]
             peer.box.close()
             peer.box = None
 
@@ -97,9 +100,9 @@ class Mailboxes:
         return [peer for peer, box, words in self._open if words[ASKED] != box.seen]
 
     def take(self, peer: ServerPeer, held: AssignedSpace | None) -> tuple[MailboxCall, MailboxHead | None]:
-        """Take the new request out of a mailbox, without a head if its space is not here.
+        """Return the new request in a mailbox, and its head; None in place of the head if `held` is None.
 
-        Raises ValueError: it is invalid.
+        Raises ValueError: the request is invalid.
         """
         box = peer.box
         assert box is not None
@@ -116,7 +119,7 @@ class Mailboxes:
     def wake(self) -> None:
         """Wake the workers that were answered.
 
-        Called after all answers, because a woken worker may take this processor.
+        Call it after all answers are written, because a woken worker may run on this thread's core at once.
         """
         if self.answered:
             answered, self.answered = self.answered, []
@@ -125,7 +128,7 @@ class Mailboxes:
                 box.wake()
 
     def sleeps(self) -> bool:
-        """Announce that the loop sleeps; return False if a request has come meanwhile. `awake` must follow."""
+        """Announce that the loop will sleep; return False if a new request forbids it. Call `awake` afterwards."""
         self._words[ASLEEP] = 1
         self._fence()
         return not self.asked()
@@ -136,21 +139,23 @@ class Mailboxes:
 
 
 def request_of(peer: ServerPeer, call: MailboxCall, head: MailboxHead | None) -> PeerRequest:
-    """Return a request in a mailbox as a `PeerRequest`, which is served like a message."""
+    """Return a mailbox request as a `PeerRequest`, which is served like a request that came by message."""
     request = PeerRequest(peer, call.kind, call.tag, call.step, call.patience, call.weight, None)
     if head is not None:
         request.pieces, request.outs = head.pieces, head.outs
     return request
 
 
-# one segment, its generation, and what is pushed to it; a plain tuple, as all are read at each request
+# assigned segment, requested generation, its segment and shard, pushed elements; a plain tuple, because each request
+# reads all of them
 _Target = tuple[AssignedSegment, int, DenseSegment, Shard, Tensor]
 
 
 class WholePush:
-    """A push of whole dense segments and their pull, of one rank, prepared once for one head of a mailbox.
+    """One rank's push of whole dense segments and its pull of them, prepared once for one head of a mailbox.
 
-    If `takes` accepts a request, `apply` files the push, and `pulled` answers as soon as `may_pull`.
+    If `takes` returns True for a request, `apply` records the push. As soon as `may_pull` returns True, `pulled`
+    returns the numbers of the answer.
     """
 
     __slots__ = ("_targets", "head", "offered", "rank")
@@ -163,7 +168,7 @@ class WholePush:
     def of(cls, held: AssignedSpace, head: MailboxHead, rank: int) -> WholePush | None:
         """Prepare the requests with this head.
 
-        Return None if they must be served by `RequestHandler`, which raises the errors.
+        Return None if `RequestHandler` must serve them, which also raises the errors of invalid requests.
         """
         if head.whole is None:
             return None
@@ -180,7 +185,7 @@ class WholePush:
         return cls(head, rank, targets)
 
     def takes(self, step: int, weight: float) -> bool:
-        """Whether a request can be served so: the segments are served here as before, and the push is a valid one."""
+        """Return whether a request can be served: all segments are served as when prepared, and the push is valid."""
         if not 0 <= weight < _INFINITE:
             return False
         rank, here = self.rank, self.head.held.holdings
@@ -199,10 +204,10 @@ class WholePush:
         return True
 
     def apply(self, step: int, weight: float) -> None:
-        """File the push in all segments; one that they know has no effect."""
+        """Record the push in all segments; a repeated push has no effect."""
         rank = self.rank
         for _, _, segment, shard, value in self._targets:
-            segment.operations += 2  # the pull too
+            segment.operations += 2  # a push and a pull
             shard.changes.recording = False
             shard.push(rank, step, value, weight, 0, True)
 
@@ -213,11 +218,11 @@ class WholePush:
 
     @property
     def slices(self) -> list[tuple[int, SharedSlice]]:
-        """The segments' memory, by index."""
+        """Each segment's index and memory."""
         return [(holding.index, shard.slice) for holding, _, _, shard, _ in self._targets]
 
     def may_pull(self, step: int) -> bool:
-        """Return whether the push of `step` is filed, and the clocks of all segments allow the pull after it."""
+        """Return whether the push of `step` is recorded, and the clocks of all segments allow the pull after it."""
         rank = self.rank
         for _, _, _, shard, _ in self._targets:
             if shard.ledger.marks[rank] <= step or not (shard.clock.staleness is None or shard.clock.may_pull(rank)):
@@ -225,9 +230,9 @@ class WholePush:
         return True
 
     def pulled(self) -> tuple[int, int, int]:
-        """Count the pull; the least version, the lead in rounds, and the step below which all pushes are durable.
+        """Count the pull, and stop using the memory of the push, which the worker may overwrite afterwards.
 
-        The memory of what was pushed is the worker's again.
+        Return the segments' lowest version, the rank's lead in rounds, and the step below which its pushes are durable.
         """
         rank, lead, version, durable = self.rank, 0, _INFINITE_STEP, _INFINITE_STEP
         for holding, _, _, shard, _ in self._targets:

@@ -1,13 +1,13 @@
-"""The links that a server opens: the session with its manager, and links to the servers of its backups.
+"""The connections that a server opens: to its manager, and to the servers of its backups.
 
-While no manager is connected, the server keeps serving under its last orders. Links are opened in threads, because
-connecting waits; all else runs in the server's loop.
+While no manager is connected, the server keeps serving under its last orders. Connecting blocks, so it is done in
+threads of its own; all else runs in the server's loop.
 
-A load is JSON-ready data:
-{"cpu": share of one core since the last, "bytes": of all parameters and optimizer states here, copies too,
+The *load* in a heartbeat is JSON-ready data:
+{"cpu": share of one core since the last heartbeat, "bytes": of all parameters and optimizer states, with backups,
  "connections": n, "spaces": {number: {"bytes", "rows", "evicted", "operations", "rejected", "throttled",
- "queued" (bytes), "seconds" (of service), "segments": {index: [bytes, rows, operations, seq]}}}}
-Counters are never reset. The segments are those of which the server is primary.
+ "queued" (bytes), "seconds" (of service), "segments": {index: [bytes, rows, operations, number of changes]}}}}
+Counters are never reset. The numbers of a space cover only the segments of which the server is primary.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from rayps.ps.tables.table_segment import TableSegment
 
 log = logging.getLogger(__name__)
 
-DIAL_SECONDS = 2.0
-AGAIN_SECONDS = 0.2  # between two calls for the manager
-WORK_SECONDS = 30.0
+DIAL_SECONDS = 2.0  # longest time to connect
+AGAIN_SECONDS = 0.2  # between two attempts to connect to the manager
+WORK_SECONDS = 30.0  # longest time without a turn of the loop in which `beat_for` still sends heartbeats
 
 Later = Callable[[Callable[[], None]], None]
 Address = str | Callable[[], str]
 
 
 class OrderTarget(Protocol):
-    """What a manager session needs of the server."""
+    """What `ManagerSession` reads and calls on the server."""
 
     name: str
     address: str
@@ -52,10 +52,10 @@ class OrderTarget(Protocol):
         """Handle a new space, or its new quota."""
 
     def forgotten(self, number: int) -> None:
-        """Handle a closed space."""
+        """Answer the waiting requests of a closed space with an error."""
 
     def facts(self) -> dict[str, Any]:
-        """Return the heartbeat."""
+        """Return the server's load, for a heartbeat."""
 
 
 class ManagerSession:
@@ -70,16 +70,16 @@ class ManagerSession:
         self._beats = 0
         self._told = 0  # tag of the newest orders
         self._reports: list[SegmentReport] = []
-        self.lock = threading.RLock()  # of the link: the loop's, and that of `beat_for`
-        self._turned = time.monotonic()  # when the loop called `turn` last
+        self.lock = threading.RLock()  # guards the connection, which the loop and `beat_for` use
+        self._turned = time.monotonic()  # time of the loop's last call of `turn`
         self._load: dict[str, Any] = {"spaces": {}}
 
     def say(self, report: SegmentReport) -> None:
-        """Send a report at the end of this turn; a new manager receives all reports that are still true."""
+        """Send a report at the next `turn`. A manager that connects later receives all reports that are still true."""
         self._reports.append(report)
 
     def met(self, link: Link) -> None:
-        """Register with a connected manager: name, address, and the segments here."""
+        """Register with a connected manager: send the server's name, address and segments."""
         self.link, self.alone_since, self._told = link, None, 0
         desk = self._desk
         holds = {
@@ -92,7 +92,7 @@ class ManagerSession:
         self.next_beat = time.monotonic()
 
     def left(self) -> None:
-        """Handle the loss of the manager."""
+        """Record that the connection to the manager is lost."""
         with self.lock:
             self.link, self.alone_since = None, time.monotonic()
 
@@ -145,11 +145,10 @@ class ManagerSession:
             self._beat(now)
 
     def beat_for(self, now: float) -> None:
-        """Send the heartbeat of a loop that is busy with one long request, such as a large state.
+        """Send a heartbeat while the loop is busy with one long request, such as a large state.
 
-        Called from another thread.
-
-        After `WORK_SECONDS` in the same request no heartbeat is sent: the manager then counts the server as dead.
+        Call it from another thread. After `WORK_SECONDS` in the same request it sends no heartbeat, so that the manager
+        counts the server as dead.
         """
         with self.lock:
             late = now > self.next_beat + self.every
@@ -166,7 +165,7 @@ class ManagerSession:
         with self.lock:
             if self.link is None:
                 return
-            with contextlib.suppress(LinkError):  # the next read raises it again
+            with contextlib.suppress(LinkError):  # the next read raises the error again
                 self.link.queue(Message(kind, tag), json.dumps(body).encode())
 
     def _all(self) -> list[SegmentReport]:
@@ -189,7 +188,7 @@ class Load:
     def now(self, holdings: Assignments, connections: int, waits: Callable[[int], tuple[int, int]]) -> dict[str, Any]:
         """Return the heartbeat's load.
 
-        `waits(space)`: the space's throttled requests so far, and its bytes that wait now.
+        `waits(space)` returns the number of the space's throttled requests so far, and its queued bytes.
         """
         cpu, at = time.process_time(), time.monotonic()
         share = (cpu - self._cpu) / max(1e-6, at - self._at)
@@ -228,7 +227,7 @@ def _of_space(held: AssignedSpace, throttled: int, queued: int) -> dict[str, Any
 
 
 class Outbound:
-    """The outgoing links of one server. For its loop's thread, except connecting."""
+    """The outgoing connections of one server. Used in the thread of the server's loop, except for connecting."""
 
     def __init__(
         self,
@@ -240,7 +239,7 @@ class Outbound:
         copies: Replication,
         command: ManagerSession,
     ) -> None:
-        """`later(work)` runs `work` in the loop; `poll` is the loop's. `manager` None: there is none to connect to."""
+        """`later(work)` runs `work` in the loop, whose poll object is `poll`. `manager=None`: there is no manager."""
         self._name, self._secret, self._manager = name, secret, manager
         self._poll, self._later, self._copies, self._command = poll, later, copies, command
         self._peers: dict[int, Peer] = {}
@@ -254,7 +253,7 @@ class Outbound:
             self._command.beat_for(time.monotonic())
 
     def attend(self, descriptor: int) -> bool:
-        """Receive from and send to a ready link; False if it is not one of these."""
+        """Receive and send on a connection that is ready. Return False if `descriptor` is of no outgoing connection."""
         peer = self._peers.get(descriptor)
         if peer is not None:
             self._attend_peer(peer)
@@ -266,7 +265,7 @@ class Outbound:
         return False
 
     def close(self) -> None:
-        """Close all links."""
+        """Close all outgoing connections."""
         self._closing.set()
         for peer in list(self._peers.values()):
             self._copies.lost(peer, "this server is closing")
@@ -281,7 +280,7 @@ class Outbound:
     # ---- other servers
 
     def dial(self, peer: Peer) -> None:
-        """Connect to another server, in a thread."""
+        """Connect to another server in a new thread; report the result to `Replication`."""
 
         def call() -> None:
             try:
@@ -304,7 +303,7 @@ class Outbound:
         self.flush_peer(peer)
 
     def hang_up(self, peer: Peer) -> None:
-        """Close a link to another server that is not needed any more, or failed."""
+        """Close a connection to another server that is not needed any more, or has failed."""
         if peer.link is not None and not peer.link.closed:
             descriptor = peer.link.fileno()
             if self._peers.pop(descriptor, None) is not None:
@@ -322,7 +321,7 @@ class Outbound:
         self.flush_peer(peer)
 
     def flush_peer(self, peer: Peer) -> None:
-        """Send queued messages, then states that wait for room on the link."""
+        """Send queued messages, then states that wait for room on the connection."""
         if peer.link is None:
             return
         try:
@@ -335,7 +334,7 @@ class Outbound:
             self._copies.lost(peer, str(error))
 
     def flush_peers(self) -> None:
-        """Flush the peers with queued messages."""
+        """Send the queued messages of all connections to other servers."""
         for peer in list(self._peers.values()):
             if peer.link is not None and peer.link.queued:
                 self.flush_peer(peer)
@@ -352,7 +351,7 @@ class Outbound:
                 try:
                     link = self._call(manager if isinstance(manager, str) else manager())
                 except Exception as error:  # the function that returns the address may raise anything
-                    log.info("%s: no manager yet: %s", self._name, error)
+                    log.info("%s cannot connect to its manager yet: %s", self._name, error)
                     self._closing.wait(AGAIN_SECONDS)
                 else:
                     self._later(lambda link=link: self._met(link))  # type: ignore[misc]
@@ -372,7 +371,7 @@ class Outbound:
             for message in messages:
                 self._command.hear(message)
         except LinkError as error:
-            log.info("%s: lost the manager: %s", self._name, error)
+            log.info("%s: lost the connection to the manager: %s", self._name, error)
             self._poll.unregister(link.fileno())
             self._command.left()
             link.close()
@@ -384,6 +383,6 @@ class Outbound:
         """Send queued messages to the manager."""
         link = self._command.link
         if link is not None:
-            with self._command.lock, contextlib.suppress(LinkError):  # the next read raises it again
+            with self._command.lock, contextlib.suppress(LinkError):  # the next read raises the error again
                 link.flush()
                 self._watch(link)

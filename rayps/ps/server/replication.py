@@ -1,15 +1,18 @@
 """Replication of segments: the primary's half sends states and changes, the backup's half applies them.
 
-Guarantee: no answer leaves before every backup that was promised its content has acknowledged it.
+Guarantee: an answer is sent only after every backup that the manager counts as complete has acknowledged the changes
+that the answer reports.
 
-There is one link for each space and server. Each message carries a tag that counts up, and COPIED names the last one
-that was applied. A copy that is *due* was promised everything answered so far, but its state is not sent yet: answers
-wait for it. A copy that is *new* was promised nothing until its state is sent: no answer waits for it.
+A server has one connection for each space and backup server. Each message has a tag that counts up; COPIED returns the
+tag of the last message that the backup has applied. A backup that is *due* counts as complete, but its state is still
+to be sent: answers wait for it. A backup that is *new* does not count as complete: no answer waits for it before its
+state is sent.
 
-After a promotion, a copy may already have everything: it is then sent only the mark of the state (number of changes,
-generation of the last). Two segments with the same mark are equal to the bit, because a generation has one primary. A
-copy with another mark refuses it, and is sent the whole state. Raft compares its logs so:
-Ongaro and Ousterhout, "In search of an understandable consensus algorithm", USENIX ATC 2014.
+After a promotion, a backup may have the complete state already. The new primary then sends only the *mark* of its
+state: the number of changes, and the generation of the last change. Two segments with the same mark are equal bit for
+bit, because a generation has one primary. A backup with another mark refuses, and the primary sends it the whole state.
+Raft compares logs in this way: Ongaro and Ousterhout, "In search of an understandable consensus algorithm", USENIX ATC
+2014.
 """
 
 from __future__ import annotations
@@ -31,14 +34,14 @@ from rayps.ps.server.connection import PeerRequest, ServerPeer
 
 log = logging.getLogger(__name__)
 
-MARK = struct.Struct("<qq")  # changes, generation of the last
-NEVER = 1 << 62  # a tag that is not reached
-SMALL = 1 << 16  # bytes of a change that is copied once more, to go with others
-ROOM = 32 << 20  # bytes that wait on a link before a further state is made
+MARK = struct.Struct("<qq")  # number of changes, generation of the last change
+NEVER = 1 << 62  # a tag that no message has
+SMALL = 1 << 16  # bytes: a smaller change is copied once more, to be sent in one message with others
+ROOM = 32 << 20  # no further state is encoded while so many bytes are queued on a connection
 
 
 class Stage(enum.Enum):
-    """The progress of a copy."""
+    """The progress of a backup, as its primary sees it. The state of a NEW or DUE backup is still to be sent."""
 
     NEW = "new"
     DUE = "due"
@@ -47,64 +50,64 @@ class Stage(enum.Enum):
 
 
 class Peer:
-    """The link to one server for one space."""
+    """A primary's connection to one backup server for one space."""
 
     def __init__(self, space: int, server: str, address: str) -> None:
         self.space, self.server, self.address = space, server, address
         self.link: Link | None = None
         self.lost = False
         self.sent = 0  # tag of the last message
-        self.acked = 0
-        self.copies: dict[int, ReplicaCopy] = {}
-        self.todo: deque[ReplicaCopy] = deque()  # whose state is to be sent
-        self.watched: set[ReplicaCopy] = set()  # to be reported once they have everything
-        self.bytes = 0  # of states
+        self.acked = 0  # tag of the last message that the backup server has applied
+        self.copies: dict[int, ReplicaCopy] = {}  # by segment
+        self.todo: deque[ReplicaCopy] = deque()  # backups whose state is still to be sent
+        self.watched: set[ReplicaCopy] = set()  # backups whose acknowledgement must be reported to the manager
+        self.bytes = 0  # of the states sent
 
 
 class ReplicaCopy:
-    """One segment's copy on one server."""
+    """One segment's backup on one server, as the segment's primary sees it."""
 
     def __init__(self, holding: AssignedSegment, peer: Peer, stage: Stage, whole: bool) -> None:
         self.holding, self.peer, self.stage = holding, peer, stage
-        self.whole = whole  # its state must be sent, and not only the mark
-        self.first = NEVER  # tag of its state
-        self.tag = 0  # of its last message
-        self.synced = False
+        self.whole = whole  # whether to send the whole state, and not only the mark
+        self.first = NEVER  # tag of the STATE message
+        self.tag = 0  # tag of the last message about this backup
+        self.synced = False  # whether SYNCED was reported to the manager
 
 
 class Calls(Protocol):
-    """The interface of the server that the links call."""
+    """What `Replication` calls on the server."""
 
     def dial(self, peer: Peer) -> None:
-        """Connect to a peer; `connected` or `lost` is called later."""
+        """Begin to connect to a backup server; the server calls `Replication.connected` or `.lost` later."""
 
     def hang_up(self, peer: Peer) -> None:
-        """Close the link to a peer, because it is not needed any more, or has failed."""
+        """Close the connection to a backup server, because it is not needed any more, or has failed."""
 
     def report(self, report: SegmentReport) -> None:
         """Send the manager a report."""
 
     def settled(self, space: int, *, anew: bool) -> None:
-        """Send the answers of this space whose backups have acknowledged.
+        """Send the withheld answers of this space whose backups have now acknowledged.
 
-        `anew`: the awaited backups may have changed.
+        `anew`: determine again for which backups each answer waits, because these may have changed.
         """
 
 
 class Replication:
-    """The backups of one server's primaries."""
+    """The backups, on other servers, of the segments of which this server is primary."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
         self._peers: dict[tuple[int, str], Peer] = {}
-        self.bytes = 0  # of states sent, ever
+        self.bytes = 0  # of all states sent so far
 
-    # ---- which copies there are
+    # ---- which backups exist
 
     def want(self, holding: AssignedSegment, servers: dict[str, str], *, anew: bool) -> None:
-        """Keep backups on these servers (name -> address) and no others.
+        """Keep backups of a segment on these servers (name -> address) and no others.
 
-        `anew`: from now on the manager takes these backups as complete, so every answer waits for them.
+        `anew`: a generation begins, in which the manager counts these backups as complete: every answer waits for them.
         """
         space = holding.space.number
         for server in [name for name in holding.copies if name not in servers]:
@@ -128,12 +131,12 @@ class Replication:
         self._calls.settled(space, anew=True)
 
     def drop_all(self, holding: AssignedSegment) -> None:
-        """Forget all backups of this segment."""
+        """Stop sending changes to all backups of this segment."""
         for server in list(holding.copies):
             self._drop(holding, server)
 
     def restate(self, holding: AssignedSegment) -> None:
-        """Send each copy the whole state again, because a state was loaded."""
+        """Send each backup the whole state again, because a state was loaded into the segment."""
         for copy in holding.copies.values():
             if copy.stage in (Stage.SENT, Stage.DUE):
                 copy.whole = True
@@ -148,7 +151,7 @@ class Replication:
     def _peer(self, space: int, server: str, address: str) -> Peer:
         peer = self._peers.get((space, server))
         if peer is not None and peer.address != address:
-            self.lost(peer, "it is somewhere else now")
+            self.lost(peer, "the server's address has changed")
             peer = None
         if peer is None or peer.lost:
             peer = self._peers[space, server] = Peer(space, server, address)
@@ -171,9 +174,9 @@ class Replication:
     # ---- what is sent
 
     def forward(self, changed: Iterable[tuple[AssignedSegment, list[bytes]]]) -> None:
-        """Send what was just applied to all copies that have, or will have got, their state before it.
+        """Send each backup the changes that were just applied, unless the backup's state is still to be sent.
 
-        Small changes for one server go in one message (FORWARD with b = -1: head and pieces), each of them once.
+        Small changes of several segments are sent to one server in one message (FORWARD with b = -1: head and pieces).
         """
         small: dict[Peer, list[tuple[ReplicaCopy, bytes]]] = {}
         for holding, changes in changed:
@@ -190,7 +193,7 @@ class Replication:
             self._send_many(peer, items)
 
     def pump(self, peer: Peer) -> None:
-        """Send the states that are due, as the link takes them."""
+        """Send a backup server the states that are still to be sent, while its connection has room."""
         while peer.todo and peer.link is not None and peer.link.queued < ROOM and not peer.lost:
             copy = peer.todo.popleft()
             holding = copy.holding
@@ -213,7 +216,7 @@ class Replication:
 
     def _send(self, copy: ReplicaCopy, kind: GroupMessage, payload: bytes) -> None:
         copy.tag = copy.peer.sent + 1
-        # half a generation more marks a state before the first load: its copy must not serve it either
+        # 0.5 is added for a segment before its first load, which its backup must not serve after a promotion either
         generation = copy.holding.generation + (0.0 if copy.holding.usable else 0.5)
         self._say(copy.peer, kind, copy.holding.index, generation, payload)
 
@@ -238,13 +241,13 @@ class Replication:
     # ---- what is received
 
     def connected(self, peer: Peer, link: Link) -> None:
-        """Use the link to a peer, and send the states that are due."""
-        link.queue_limit = 1 << 60  # bounded by what workers have under way, and by ROOM
+        """Use a new connection to a backup server, and send the states that are still to be sent."""
+        link.queue_limit = 1 << 60  # no limit here: the workers' unanswered requests and ROOM bound the queue
         peer.link = link
         self.pump(peer)
 
     def heard(self, peer: Peer, message: Message) -> None:
-        """Handle COPIED or a refusal."""
+        """Handle a message of a backup server: COPIED, or STALE for refused segments."""
         if message.kind == GroupMessage.COPIED:
             peer.acked = max(peer.acked, message.tag)
             for copy in list(peer.watched):
@@ -256,7 +259,7 @@ class Replication:
             self._calls.settled(peer.space, anew=True)
 
     def _look(self, copy: ReplicaCopy) -> None:
-        """Report what has changed about a copy."""
+        """Report SYNCED once a backup has applied its state, and HANDED when `_hand` finds that it is due."""
         if copy.stage != Stage.SENT or copy.first > copy.peer.acked:
             return
         if not copy.synced:
@@ -269,7 +272,7 @@ class Replication:
     def _refused(self, peer: Peer, index: int, tag: int) -> None:
         copy = peer.copies.get(index)
         if copy is None or copy.stage != Stage.SENT or tag < copy.first:
-            return  # it refers to an earlier state
+            return  # the refusal is about an earlier state
         if not copy.whole and tag == copy.first:
             copy.whole = True
             self._due(copy)
@@ -277,11 +280,11 @@ class Replication:
             self._give_up(copy)
 
     def lost(self, peer: Peer, why: str) -> None:
-        """Mark the copies of a failed link as lost: answers wait for them until new orders arrive."""
+        """Mark the backups of a failed connection as lost: answers wait for them until new orders arrive."""
         if peer.lost:
             return
         peer.lost = True
-        log.info("space %d: lost the copies on %s: %s", peer.space, peer.server, why)
+        log.info("space %d: lost the backups on %s: %s", peer.space, peer.server, why)
         if self._peers.get((peer.space, peer.server)) is peer:
             del self._peers[peer.space, peer.server]
         for copy in list(peer.copies.values()):
@@ -290,7 +293,7 @@ class Replication:
         self._calls.settled(peer.space, anew=True)
 
     def _give_up(self, copy: ReplicaCopy) -> None:
-        if copy.stage != Stage.NEW:  # answers do not wait for a new one
+        if copy.stage != Stage.NEW:  # answers wait for a LOST backup, and not for a NEW one
             copy.stage = Stage.LOST
         copy.peer.watched.discard(copy)
         self._report(Event.COPY_LOST, copy)
@@ -298,7 +301,7 @@ class Replication:
     # ---- which answers wait
 
     def needs(self, holdings: Iterable[AssignedSegment]) -> dict[Peer, int]:
-        """Return the tag that each peer must acknowledge before an answer about these segments is sent."""
+        """Return, for each peer, the tag of the message that it must acknowledge before these segments answer."""
         found: dict[Peer, int] = {}
         for holding in holdings:
             for copy in holding.copies.values():
@@ -310,7 +313,7 @@ class Replication:
         return found
 
     def _hand(self, holding: AssignedSegment) -> None:
-        """Report HANDED once the copies of a leaving segment have everything."""
+        """Report HANDED to the manager once all backups of a leaving segment have acknowledged all messages."""
         if holding.role != Role.LEAVING or holding.handed:
             return
         behind = [c for c in holding.copies.values() if c.stage != Stage.SENT or c.peer.acked < c.tag]
@@ -328,7 +331,7 @@ class Replication:
         self._calls.report(report)
 
     def all_of(self, holding: AssignedSegment) -> list[SegmentReport]:
-        """Return reports of the state of a segment's copies, for a new manager."""
+        """Return the reports that describe a segment's backups now, for a new manager."""
         number = holding.space.number
         found = []
         for server, copy in holding.copies.items():
@@ -341,7 +344,7 @@ class Replication:
 
 
 def _tell(holding: AssignedSegment) -> None:
-    """Let a segment record its changes only if it has copies; call it before their state is made."""
+    """Let a segment encode its changes only if it has backups. Call it before a backup's state is encoded."""
     if holding.segment is not None:
         holding.segment.copied = bool(holding.copies)
 
@@ -359,12 +362,12 @@ class Backups:
 
     def __init__(self, holdings: Assignments) -> None:
         self._holdings = holdings
-        self._applied: set[ServerPeer] = set()  # whose messages are not acknowledged yet
+        self._applied: set[ServerPeer] = set()  # connections with applied messages that are not acknowledged yet
 
     def apply(self, held: AssignedSpace, request: PeerRequest) -> list[int]:
-        """Apply STATE or FORWARD; return the segments on which it had no effect.
+        """Apply STATE or FORWARD; return the segments on which the message had no effect.
 
-        The reasons: the message is older than the segment, an earlier message is missing, or it cannot be applied.
+        Possible reasons: the message is older than the segment, an earlier message is missing, or applying it failed.
         """
         if request.kind == GroupMessage.STATE:
             done = _tried(held, request.b, lambda: self._state(held, request))
@@ -380,7 +383,7 @@ class Backups:
         return refused
 
     def acknowledged(self) -> list[tuple[ServerPeer, int]]:
-        """Return the links with applied messages since the last call, and the tag of the last applied one."""
+        """Return each connection with messages applied since the last call, and the tag of the last of them."""
         applied, self._applied = self._applied, set()
         return [(peer, peer.applied) for peer in applied if not peer.gone]
 
@@ -409,8 +412,8 @@ class Backups:
 def _tried(held: AssignedSpace, index: int, work: Callable[[], bool]) -> bool:
     try:
         return work()
-    except Exception as error:  # the copy may be inconsistent now; the next state replaces it
-        log.error("segment %d of space %d cannot be copied", index, held.number, exc_info=error)
+    except Exception as error:  # this backup may be inconsistent now: it refuses changes until it gets a new state
+        log.error("segment %d of space %d: cannot apply its primary's message", index, held.number, exc_info=error)
         if index in held.holdings:
             held.holdings[index].source = None
         return False

@@ -1,8 +1,8 @@
-"""Serve the requests of workers on the segments of a server, and keep the answers that must wait.
+"""Serve the requests of workers on the segments of a server, and hold back the answers that must wait.
 
-A request has effect as a whole or not at all: the generations of its segments are compared first, then each push is
-checked, then all are applied. No answer is sent before the copies have what it acknowledges (`Replication.needs`):
-until then it is withheld. A pull that the clock does not allow yet is parked.
+A request is applied to all of its segments or to none: the server first compares the generations of all segments, then
+checks the push to each, and only then applies them. An answer is *withheld* until the backups have acknowledged the
+changes that it reports (`Replication.needs`). A pull is *parked* until the staleness bound allows it.
 """
 
 from __future__ import annotations
@@ -48,27 +48,27 @@ class Withheld:
 
 
 class ReplySender(Protocol):
-    """The interface by which answers are sent."""
+    """What `PendingReplies` calls on the server to send answers. A guest is a connection to the server."""
 
     def say(self, guest: ServerPeer, message: Message, payload: Any) -> None:
-        """Queue a message; a guest that is lost is dropped."""
+        """Queue a message on a connection; close the connection if that fails."""
 
     def answer(self, guest: ServerPeer, tag: int, version: int, lead: int, durable: int) -> None:
-        """Answer the request of a mailbox whose values are in memory."""
+        """Answer a request that came by mailbox and whose values the worker reads in shared memory."""
 
     def offer(self, guest: ServerPeer, segment: int, slice_: SharedSlice) -> None:
-        """Offer a segment's memory to a worker of this host."""
+        """Give a worker on this host access to a segment's memory."""
 
 
 class PendingReplies:
-    """Sends answers, and keeps those that must wait for backups."""
+    """Sends answers, and holds back answers that must wait for backups."""
 
     def __init__(self, copies: Replication, mouth: ReplySender, name: str) -> None:
-        """`name` is the server's."""
+        """`copies`: the backups for which answers wait. `mouth`: sends answers. `name`: the server's name."""
         self._copies, self._mouth, self._name = copies, mouth, name
 
     def fail(self, held: AssignedSpace | None, request: PeerRequest, error: Exception) -> None:
-        """Answer a request with an error. After an unexpected error of the server itself the server continues."""
+        """Answer a request with an error. An unexpected error of the server is logged, and the server continues."""
         if not isinstance(error, (ValueError, RaypsError)):
             log.error("a request of kind %d failed", request.kind, exc_info=error)
             error = RaypsError(f"{self._name} failed: {type(error).__name__}: {error}")
@@ -91,7 +91,7 @@ class PendingReplies:
         lead: int = 0,
         payload: Any = None,
     ) -> None:
-        """Answer as soon as the backups of the touched segments have acknowledged everything sent so far."""
+        """Answer as soon as the backups of the touched segments have acknowledged all changes sent to them so far."""
         release(request)
         rank = request.guest.rank
         durable = min((holding.durable(rank) for holding in touched), default=0) if rank >= 0 else 0
@@ -106,9 +106,9 @@ class PendingReplies:
             self._mouth.say(request.guest, message, payload)
 
     def settled(self, held: AssignedSpace, *, anew: bool) -> None:
-        """Send the answers whose backups have acknowledged.
+        """Send the withheld answers whose backups have now acknowledged.
 
-        `anew`: the backups for which answers wait may have changed.
+        `anew`: determine again for which backups each answer waits, because these may have changed.
         """
         left: list[Withheld] = []
         free: list[Withheld] = []
@@ -133,11 +133,14 @@ class PendingReplies:
                 self.say_stale(request, [holding.index])
 
     def withdraw(self, holding: AssignedSegment) -> None:
-        """Refuse also the answers that wait for this segment's backups, whose state is not known here any more."""
+        """Answer STALE in place of the withheld answers about this segment.
+
+        They waited for backups whose state this server no longer knows.
+        """
         held = holding.space
         gone = [answer for answer in held.withheld if holding in answer.holdings]
         for answer in [answer for answer in gone if answer.message.kind == GroupMessage.JOINED]:
-            gone.remove(answer)  # it says what the others know
+            gone.remove(answer)  # it is still true of its other segments: only this segment's pair is removed
             answer.holdings.remove(holding)
             pairs = read_numbers(answer.payload)
             kept = [pair for pair in zip(pairs[::2], pairs[1::2], strict=True) if pair[0] != holding.index]
@@ -148,7 +151,7 @@ class PendingReplies:
                 self.say_stale(answer.request, [holding.index])
 
     def forget(self, held: AssignedSpace, guest: ServerPeer) -> None:
-        """Drop the requests and answers of a connection that is lost or fenced."""
+        """Drop the requests and answers of a lost connection, and stop using its worker's memory."""
         held.parked = [request for request in held.parked if request.guest is not guest]
         held.withheld = [answer for answer in held.withheld if answer.request.guest is not guest]
         if guest.rank >= 0:
@@ -156,7 +159,7 @@ class PendingReplies:
                 own(holding, guest.rank)
 
     def expire(self, held: AssignedSpace, now: float) -> None:
-        """Refuse requests that have waited too long; the error names the ranks for which they waited."""
+        """Refuse requests whose deadline has passed; the error names the ranks or servers for which they waited."""
         for request in [waiting for waiting in held.parked if waiting.deadline < now]:
             remove(held.parked, request)
             behind = sorted(
@@ -167,14 +170,14 @@ class PendingReplies:
                     for rank in segment_of(held.holdings[p.segment]).laggards()
                 }
             )
-            names = ", ".join(f"rank {rank}" for rank in behind) or "nobody"
+            names = ", ".join(f"rank {rank}" for rank in behind) or "the other ranks"
             marks = [mark for p in request.pieces if (h := held.holdings.get(p.segment)) for mark in h.marks().values()]
             self.fail(
                 held,
                 request,
                 PeerTimeout(
                     f"{request.guest.link.peer} waited {request.guest.patience:g} s on {self._name} for {names} to "
-                    f"push step {min(marks, default=0)}: raise timeout if a step may take longer",
+                    f"push step {min(marks, default=0)}: raise `timeout` if a step may take longer",
                     peer=f"worker-{behind[0]}" if behind else "server",
                     seconds=request.guest.patience,
                     ranks=behind,
@@ -188,8 +191,8 @@ class PendingReplies:
                 held,
                 answer.request,
                 PeerTimeout(
-                    f"the copies on {names} have not acknowledged what {answer.request.guest.link.peer} pushed or read "
-                    "(the knob is `timeout`)",
+                    f"the backups on {names} have not acknowledged in time the changes that "
+                    f"{answer.request.guest.link.peer} pushed or read: raise `timeout` if this may take longer",
                     peer=names,
                 ),
             )
@@ -202,29 +205,29 @@ def segment_of(holding: AssignedSegment) -> ServedSegment:
 
 
 def own(holding: AssignedSegment, rank: int) -> None:
-    """Copy what a segment still needs out of the memory of a rank, which may write to this memory afterwards."""
+    """Copy into the server's memory a rank's pushes that a segment still needs, before the rank overwrites them."""
     if isinstance(holding.segment, DenseSegment):
         holding.segment.own(rank)
 
 
 def release(request: PeerRequest) -> None:
-    """Stop using the worker's memory of a request by mailbox; called before the answer."""
+    """Stop using a mailbox request's memory. Call it before the answer, after which the worker may overwrite it."""
     for holding in request.lent:
         own(holding, request.guest.rank)
 
 
 def remove(waiting: list[Any], item: object) -> None:
     """Remove an item from a list if it is in the list."""
-    if item in waiting:  # else it went with its guest, who was lost meanwhile
+    if item in waiting:  # else `forget` has removed it, because its connection was lost meanwhile
         waiting.remove(item)
 
 
 class RequestHandler(PendingReplies):
-    """Serves the requests to the segments that are held here."""
+    """Serves the requests for the segments that this server holds."""
 
     def __init__(self, copies: Replication, mouth: ReplySender, name: str) -> None:
         super().__init__(copies, mouth, name)
-        self._readers: dict[int, ConsistentReaders] = {}  # by space, while somebody reads
+        self._readers: dict[int, ConsistentReaders] = {}  # by space, while a reader holds the space or waits for it
         self._answers: dict[int, Callable[[AssignedSpace, PeerRequest], None]] = {
             GroupMessage.PUSH: self._push,
             GroupMessage.PULL: self._wait,
@@ -249,7 +252,7 @@ class RequestHandler(PendingReplies):
                 return
             handler = self._answers.get(request.kind)
             if handler is None:
-                raise ValueError(f"there is no request of kind {request.kind}")
+                raise ValueError(f"this server knows no request of kind {request.kind}")
             if request.guest.rank == NOT_JOINED:
                 raise fenced(request.guest)
             if request.kind not in (GroupMessage.SAVED, GroupMessage.RELEASE):
@@ -264,9 +267,9 @@ class RequestHandler(PendingReplies):
             self.fail(held, request, error)
 
     def answer_whole(self, held: AssignedSpace, guest: ServerPeer, call: MailboxCall, head: MailboxHead) -> bool:
-        """Serve a push of whole segments and their pull in few calls.
+        """Serve a push of whole dense segments and their pull by the fast path, `WholePush`.
 
-        Return False, without effect, if `answer` must serve it.
+        Return False, without effect, if the request needs the general path, `answer`.
         """
         if call.kind != GroupMessage.PUSH_PULL or guest.rank < 0 or self._readers or self._is_fenced(held, guest):
             return False
@@ -277,12 +280,12 @@ class RequestHandler(PendingReplies):
         return True
 
     def answer_again(self, held: AssignedSpace, guest: ServerPeer, push: WholePush) -> bool:
-        """Serve a request with the same head as the one before it, which `answer_whole` has prepared.
+        """Serve a mailbox request with `push`, which `answer_whole` has prepared for an earlier one with the same head.
 
-        Return False, without effect, if the request must be taken out of the mailbox first.
+        Return False, without effect, if the request must be read from the mailbox and served in another way.
         """
         box = guest.box
-        assert box is not None, "a prepared push goes with its mailbox"
+        assert box is not None, "a connection with a prepared push has a mailbox"
         kind, number, _, step, patience, weight = box.request()
         if kind != GroupMessage.PUSH_PULL or number != box.number or guest.rank != push.rank or self._readers:
             return False
@@ -296,7 +299,7 @@ class RequestHandler(PendingReplies):
     def _serve_whole(
         self, held: AssignedSpace, guest: ServerPeer, push: WholePush, call: tuple[int, int, int, int, float]
     ) -> None:
-        """`call`: as a `MailboxCall`."""
+        """Apply the push, then answer or park the pull. `call` has the fields of a `MailboxCall`."""
         tag, _, step, patience, weight = call
         held.operations += 1
         request: PeerRequest | None = None
@@ -318,24 +321,25 @@ class RequestHandler(PendingReplies):
             self.fail(held, request, error)
 
     def _pull_whole(self, guest: ServerPeer, tag: int, push: WholePush) -> None:
-        """Answer the pull of a `WholePush` with the present values."""
+        """Answer the pull of a `WholePush` with the current values."""
         if not push.offered:
             for index, slice_ in push.slices:
                 self._mouth.offer(guest, index, slice_)
             push.offered = True
         self._mouth.answer(guest, tag, *push.pulled())
 
-    # ---- who asks
+    # ---- joining and fencing
 
     def _join(self, held: AssignedSpace, request: PeerRequest) -> None:
         guest, rank, incarnation = request.guest, request.b, int(request.weight)
         if not READER <= rank < held.space.workers:
-            raise ValueError(f"rank {rank} is not one of {held.space.workers} workers (0 to {held.space.workers - 1})")
+            raise _no_rank(held, rank)
         if rank != READER:
             seen = held.incarnations.get(rank, -1)
             if incarnation < seen:
                 raise StaleGeneration(
-                    f"{guest.link.peer} is incarnation {incarnation} of rank {rank}, and {seen} has joined",
+                    f"{guest.link.peer} is incarnation {incarnation} of rank {rank}, but incarnation {seen} has "
+                    "joined: a newer worker has this rank",
                     peer=guest.link.peer,
                     generation=incarnation,
                     expected=seen,
@@ -353,26 +357,26 @@ class RequestHandler(PendingReplies):
             self.wake(held)
         pairs: list[int] = []
         for holding in mine if rank != READER else []:
-            segment = segment_of(holding)  # a push that copies do not have is said again, lest a death loses it
+            segment = segment_of(holding)  # the worker repeats pushes that backups lack, so that no death loses them
             pairs += [holding.index, segment.marks()[rank] if held.static else segment.durable(rank)]
         self.reply(request, GroupMessage.JOINED, mine, payload=numbers(pairs))
 
     def _seat(self, held: AssignedSpace, request: PeerRequest) -> None:
         rank = request.b
         if not 0 <= rank < held.space.workers:
-            raise ValueError(f"rank {rank} is not one of {held.space.workers} workers (0 to {held.space.workers - 1})")
+            raise _no_rank(held, rank)
         held.incarnations[rank] = incarnation = held.incarnations.get(rank, 0) + 1
         self._fence(held, rank, incarnation)
         self.reply(request, GroupMessage.ACK, [], payload=numbers([incarnation]))
 
     def _fence(self, held: AssignedSpace, rank: int, incarnation: int) -> None:
-        """Drop the requests of earlier incarnations of a rank."""
+        """Refuse the parked requests of earlier incarnations of a rank."""
         for request in [r for r in held.parked if r.guest.rank == rank and r.guest.incarnation < incarnation]:
             remove(held.parked, request)
             self.fail(held, request, fenced(request.guest))
 
     def fences(self, held: AssignedSpace, request: PeerRequest) -> bool:
-        """Return whether a request comes from a rank that a newer worker has taken."""
+        """Return whether a newer incarnation of the request's rank has joined."""
         return self._is_fenced(held, request.guest)
 
     @staticmethod
@@ -380,7 +384,10 @@ class RequestHandler(PendingReplies):
         return guest.rank >= 0 and guest.incarnation < held.incarnations.get(guest.rank, 0)
 
     def _is_stale(self, held: AssignedSpace, request: PeerRequest) -> bool:
-        """Refuse a request that names a segment which is not served here in that generation."""
+        """Answer STALE and return True if a segment of the request is not served here in the requested generation.
+
+        Raises StaleGeneration: a newer incarnation of the rank has joined.
+        """
         if self.fences(held, request):
             raise fenced(request.guest)
         here = held.holdings
@@ -417,12 +424,12 @@ class RequestHandler(PendingReplies):
     def _apply(self, held: AssignedSpace, request: PeerRequest) -> list[AssignedSegment]:
         rank, step, weight = request.guest.rank, request.a, request.weight
         if rank == READER:
-            raise ValueError(f"{request.guest.link.peer} joined as a reader, and cannot push")
+            raise ValueError(f"{request.guest.link.peer} joined as a reader: only a worker can push")
         touched = [held.holdings[piece.segment] for piece in request.pieces]
         if request.payload is None:
             request.lent = touched
         self._check_bytes(held, touched)
-        if len(touched) > 1:  # one alone checks itself
+        if len(touched) > 1:  # the push to a single segment checks itself
             for holding, piece in zip(touched, request.pieces, strict=True):
                 segment_of(holding).check(rank, step, weight, piece.data)
         changed = []
@@ -455,13 +462,13 @@ class RequestHandler(PendingReplies):
     # ---- pulls
 
     def _wait(self, held: AssignedSpace, request: PeerRequest) -> None:
-        """Serve a request if its clock allows it, or park it."""
+        """Serve a request at once if it need not wait, else park it."""
         if request.guest.rank == READER and request.kind == GroupMessage.PULL:
-            raise ValueError(f"{request.guest.link.peer} joined as a reader, which has no clock: READ, not PULL")
+            raise ValueError(f"{request.guest.link.peer} joined as a reader and has no clock: send READ, not PULL")
         if not self._serve_waiting(held, request):
             seconds = request.b / 1000 if request.b > 0 else request.guest.patience
             if request.kind == GroupMessage.PART and request.b <= 0:
-                seconds = math.inf  # its link says when nobody waits any more
+                seconds = math.inf  # the wait ends when the connection is lost
             request.deadline = time.monotonic() + seconds
             held.parked.append(request)
 
@@ -488,7 +495,10 @@ class RequestHandler(PendingReplies):
         return True
 
     def _serve_pull(self, request: PeerRequest, touched: list[AssignedSegment], shared: dict[Any, Any] | None) -> None:
-        """Answer with the present values. `shared`: values of pulls that are served at the same moment, by segments."""
+        """Answer with the current values.
+
+        `shared`: by segment numbers, packed values that the pulls served in the same call of `wake` reuse.
+        """
         if request.payload is None and not any(map(_borrows, touched)):
             self._pull_by_memory(request, touched)
             return
@@ -512,9 +522,9 @@ class RequestHandler(PendingReplies):
         self.reply(request, GroupMessage.VALUE, touched, lead=lead, payload=payload)
 
     def _pull_by_memory(self, request: PeerRequest, touched: list[AssignedSegment]) -> None:
-        """Answer a worker that reads dense segments in this server's memory.
+        """Answer a pull by mailbox.
 
-        Rows are written into the worker's memory.
+        The worker reads dense segments in this server's memory; rows of tables are written into the worker's memory.
         """
         rank, lead, changed, guest = request.guest.rank, 0, [], request.guest
         for holding, piece, out in zip(touched, request.pieces, request.outs, strict=True):
@@ -564,7 +574,7 @@ class RequestHandler(PendingReplies):
         shared: dict[Any, Any] = {}
         for request in list(held.parked):
             if request not in held.parked:
-                continue  # its guest was lost while another was served
+                continue  # `forget` removed it: its connection was lost while another request was served
             try:
                 if self._serve_waiting(held, request, shared):
                     remove(held.parked, request)
@@ -572,7 +582,7 @@ class RequestHandler(PendingReplies):
                 remove(held.parked, request)
                 self.fail(held, request, error)
 
-    # ---- readers of one moment
+    # ---- consistent readers
 
     def _reader(self, held: AssignedSpace) -> ConsistentReaders:
         found = self._readers.get(held.number)
@@ -585,7 +595,7 @@ class RequestHandler(PendingReplies):
         return readers is None or readers.admits(push)
 
     def redo(self, held: AssignedSpace, request: PeerRequest) -> None:
-        """Serve a push that waited for a reader."""
+        """Serve a push that was delayed while a reader held the space."""
         try:
             if not self._is_stale(held, request):
                 self._answers[request.kind](held, request)
@@ -601,19 +611,19 @@ class RequestHandler(PendingReplies):
         return readers is not None
 
     def expire(self, held: AssignedSpace, now: float) -> None:
-        """See PendingReplies; also ends holds of readers."""
+        """Refuse requests whose deadline has passed (see `PendingReplies.expire`), and end a reader's expired hold."""
         super().expire(held, now)
         if held.number in self._readers:
             self._readers[held.number].expire(now)
 
     def forget(self, held: AssignedSpace, guest: ServerPeer) -> None:
-        """See PendingReplies; also ends the connection's hold."""
+        """Drop the requests and answers of a lost connection, and end its hold of the space if it is a reader."""
         super().forget(held, guest)
         if held.number in self._readers:
             self._readers[held.number].forget(guest)
 
     def stop_serving(self, holding: AssignedSegment) -> None:
-        """See PendingReplies; readers of the segment try again."""
+        """Refuse the parked requests that touch this segment, and end a reader's hold of it; the reader tries again."""
         super().stop_serving(holding)
         if holding.space.number in self._readers:
             for request in self._readers[holding.space.number].stop_serving(holding.index):
@@ -623,7 +633,7 @@ class RequestHandler(PendingReplies):
 
     def _load(self, held: AssignedSpace, request: PeerRequest) -> None:
         if request.guest.rank != READER:
-            raise ValueError(f"{request.guest.link.peer} joined as a worker, and cannot load a state")
+            raise ValueError(f"{request.guest.link.peer} joined as a worker: only a reader (rank -1) can load a state")
         made: list[tuple[AssignedSegment, ServedSegment]] = []
         for piece in request.pieces:
             segment = held.make(piece.segment)
@@ -637,7 +647,7 @@ class RequestHandler(PendingReplies):
             raise _over(held, used * held.space.segments // max(1, len(held.primaries())), used, most)
         for holding, segment in made:
             old = segment_of(holding)
-            segment.seq = max(segment.seq, old.seq) + 1  # no copy of what was before looks like this one
+            segment.seq = max(segment.seq, old.seq) + 1  # no backup of the old state has the same mark as the new one
             getattr(old, "close", lambda: None)()
             holding.segment, holding.usable, holding.line = segment, True, holding.generation
             segment.copied = bool(holding.copies)
@@ -655,8 +665,8 @@ class RequestHandler(PendingReplies):
                 if segment.part(rounds) is None and closed != rounds:
                     if closed > rounds:
                         raise RaypsError(
-                            f"the state after round {rounds} is not kept any more, or was not asked for "
-                            f"in time (segment {holding.index} of {held.space.name!r})"
+                            f"segment {holding.index} of space {held.space.name!r} has no state after round {rounds}: "
+                            "this state was dropped, or was requested only after the round had ended"
                         )
                     segment.keep([rounds])
         self._wait(held, request)
@@ -681,30 +691,41 @@ class RequestHandler(PendingReplies):
 
 
 def _borrows(holding: AssignedSegment) -> bool:
-    """Return whether a dense segment is in memory that another space steps; its values must then be sent by message."""
+    """Return whether a dense segment reads the memory of the space that it branches from.
+
+    Its values must then be sent by message.
+    """
     return isinstance(holding.segment, DenseSegment) and holding.segment.borrows
 
 
 def _put(out: memoryview, value: Any) -> None:
-    """Write rows to their place. Raises ValueError: the sizes differ."""
+    """Write rows into the memory `out`. Raises ValueError: their sizes differ."""
     found = memoryview(value).cast("B")
     if len(found) != len(out):
-        raise ValueError(f"an answer of {len(found)} bytes was asked for with room for {len(out)}")
+        raise ValueError(f"the answer has {len(found)} bytes, but the request has room for {len(out)}")
     out[:] = found
 
 
 def _changed(segment: ServedSegment, data: memoryview) -> bytes:
     if not isinstance(segment, TableSegment):
-        raise ConfigError("changes are told of tables; READ the dense vector, or PART it", field="table")
+        raise ConfigError("CHANGES is for tables only: send READ or PART for the dense vector", field="table")
     since = read_numbers(data)[0]
-    return delta(segment, since if since <= segment.version else 0)  # else it was loaded from an earlier state
+    # a later version than the segment's: an earlier state was loaded meanwhile, so all rows are sent
+    return delta(segment, since if since <= segment.version else 0)
+
+
+def _no_rank(held: AssignedSpace, rank: int) -> ValueError:
+    count = held.space.workers
+    return ValueError(
+        f"rank {rank} does not exist in space {held.space.name!r}: its {count} workers have the ranks 0 to {count - 1}"
+    )
 
 
 def _over(held: AssignedSpace, total: int, here: int, most: int) -> ConfigError:
-    """`total`: on all servers, as far as this one, which holds `here` of them, can tell."""
+    """Return the error of a space over its quota: `total` bytes on all servers, by estimate, and `here` on this one."""
     return ConfigError(
-        f"space {held.space.name!r} has about {total} bytes on all servers ({here} on this one) and may have {most}: "
-        "raise its `quota.bytes` (`rayps servers quota`), or let rows be evicted",
+        f"space {held.space.name!r} has about {total} bytes on all servers ({here} on this one), and its quota is "
+        f"{most}: raise `quota.bytes` (`rayps servers quota`), or give its tables a policy that evicts rows",
         field="quota.bytes",
         used=total,
         limit=most,

@@ -1,7 +1,7 @@
-"""A server of a group: one thread that serves segments of many spaces, and keeps copies of them on other servers.
+"""A server of a group: one thread serves segments of many spaces, and keeps backups of them on other servers.
 
-The loop reads what has arrived, lets the spaces take turns (`fair_queue`), answers (`requests`), and follows the
-manager's orders (`orders`). Work that waits, such as a connection, is done in another thread.
+The loop reads the requests that have arrived, divides its time among the spaces (`fair_queue`), answers (`requests`),
+and applies the manager's orders (`assignments`). What would block the loop, such as connecting, runs in other threads.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 import queue
 import select
 import socket
@@ -22,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from rayps.comm.link import Listener, Message
+from rayps.comm.link.wakeup import Wakeup
 from rayps.core.errors import LinkError, NotFound, StaleGeneration
 from rayps.ps.protocol.mailbox import BY_MEMORY, BY_MESSAGE, SharedSlice
 from rayps.ps.protocol.messages import GroupMessage, numbers
@@ -37,7 +37,7 @@ from rayps.ps.server.requests import OPERATIONS, RequestHandler
 log = logging.getLogger(__name__)
 
 NAP_SECONDS = 0.05  # longest sleep of the loop between two checks of its deadlines
-TEND_SECONDS = 0.01  # between two looks at deadlines, links and the manager, while only mailboxes are served
+TEND_SECONDS = 0.01  # between two checks of deadlines, connections and the manager, while only mailboxes are served
 TURN_SECONDS = 0.002  # longest time of service between two reads of new requests
 STRANGE_SECONDS = 5.0  # seconds that a request for an unknown space waits for the space
 T = TypeVar("T")
@@ -57,9 +57,11 @@ class GroupServerLoop:
         host: str = "",
         heartbeat: float = 0.1,
     ) -> None:
-        """Start the loop. `manager` is the address of the manager's listener, or a function that returns it.
+        """Start the loop.
 
-        None: there is no manager, and segments are served by `serve`.
+        `manager` is the address of the manager's listener, or a function that returns this address. With `manager=None`
+        the server has no manager, and the caller assigns segments to the server with `serve`. `host` is the machine's
+        name. `heartbeat` is the time between two heartbeats, in seconds, until the manager sets another.
         """
         warm_up()
         self.name, self.address, self.where = name, listener.address, host or socket.gethostname()
@@ -72,12 +74,12 @@ class GroupServerLoop:
         self._load = Load()
         self._guests: dict[int, ServerPeer] = {}
         self._paused: set[ServerPeer] = set()
-        self._more = False  # to serve
-        self._again: set[ServerPeer] = set()  # those of whom more may be there to read
+        self._more = False  # whether the last `_serve_all` left requests that can be served
+        self._again: set[ServerPeer] = set()  # connections that may have more messages to read
         self._backups = Backups(self._holdings)
-        self._strange: dict[int, float] = {}  # unknown spaces, and since when requests wait for them
+        self._strange: dict[int, float] = {}  # by unknown space: since when requests wait for this space
         self._arrived: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._bell = Wakeup()
         self._boxes = Mailboxes(self._bell)
         self._poll = select.poll()
         self._poll.register(listener.fileno(), select.POLLIN)
@@ -89,30 +91,29 @@ class GroupServerLoop:
 
     @property
     def alive(self) -> bool:
-        """Whether the loop serves."""
+        """Whether the loop runs."""
         return self._thread.is_alive()
 
     @property
     def alone(self) -> float:
-        """Seconds since the manager was lost, or since the beginning; 0 while the manager is connected."""
+        """Seconds without a connection to the manager; 0 while the manager is connected."""
         since = self._command.alone_since
         return 0.0 if since is None else time.monotonic() - since
 
     def close(self) -> None:
-        """End the loop and its links; the listener stays open. Safe to call twice."""
+        """End the loop and close its connections; the listener stays open. Safe to call twice."""
         self._closing.set()
-        with contextlib.suppress(OSError):
-            os.eventfd_write(self._bell, 1)
+        self._bell.wake()
         self._thread.join()
 
     def serve(self, space: Space, index: int, generation: int, segment: ServedSegment) -> AssignedSegment:
-        """Serve a segment without a manager's orders. Only in the loop: see `do`."""
+        """Serve a segment without a manager's orders. Call it in the loop's thread, by `do`."""
         found = self._holdings.hold(space, index, generation, segment)
         self.learnt(space)
         return found
 
     def do(self, work: Callable[[], T], timeout: float = 60.0) -> T:
-        """Run `work` in the loop between two requests. Call it from another thread.
+        """Run `work` in the loop's thread between two requests, and return its result. Call this from another thread.
 
         Raises:
             TimeoutError: the loop has ended, or did not run `work` in time.
@@ -129,7 +130,7 @@ class GroupServerLoop:
         return done.result(timeout)
 
     def facts(self) -> dict[str, Any]:
-        """Return the server's load: see `rayps.ps.server.outbound`."""
+        """Return the server's load as in a heartbeat; `rayps.ps.server.outbound` lists the fields."""
         fair = self._fair
         return self._load.now(self._holdings, len(self._guests), lambda n: (fair.throttled(n), fair.queued(n)))
 
@@ -139,7 +140,7 @@ class GroupServerLoop:
         tended, asked = 0.0, 0
         try:
             while not self._closing.is_set():
-                # who was served may ask again at once, and so may others: a sleep and its end cost more than a look
+                # after a request the next one may come at once, and a sleep costs more than a check without a wait
                 heard = self._look(0.0 if asked else self._patience())
                 asked, queued = self._take_out()
                 now = time.monotonic()
@@ -148,14 +149,14 @@ class GroupServerLoop:
                     self._tend()
                     tended = now
                 self._boxes.wake()
-        except Exception:  # it is dead, and its links say so to everyone
+        except Exception:  # the server ends, and its peers see that their connections close
             log.exception("%s failed", self.name)
             self._listener.close()
         finally:
             for guest in list(self._guests.values()):
                 self._lose(guest, "this server is closing")
             self._reach.close()
-            os.close(self._bell)
+            self._bell.close()
 
     def _patience(self) -> float:
         now = time.monotonic()
@@ -167,7 +168,7 @@ class GroupServerLoop:
         return max(0.0, min(NAP_SECONDS, beat, NAP_SECONDS if wake is None else wake - now))
 
     def _look(self, seconds: float) -> bool:
-        """Read what has come, and wait for it so long; whether it was more than a request in a mailbox."""
+        """Wait at most `seconds` for input, and read it; return whether any came other than requests in mailboxes."""
         again, self._again = self._again, set()
         for guest in again:
             if not guest.gone:
@@ -179,7 +180,7 @@ class GroupServerLoop:
             self._boxes.awake()
         heard = bool(again) or self._more
         for descriptor, events in ready:
-            if descriptor == self._bell:
+            if descriptor == self._bell.fileno():
                 heard |= self._answer_bell()
                 continue
             heard = True
@@ -204,14 +205,14 @@ class GroupServerLoop:
             self._flush(guest)
 
     def _read(self, guest: ServerPeer) -> None:
-        """Queue the requests that a connection has sent; the time is charged to its space."""
+        """Queue the requests that have arrived on a connection; charge the time to its space."""
         began = time.monotonic()
         self._take_in(guest)
         if guest.space in self._holdings.spaces:
             self._fair.spent(guest.space, time.monotonic() - began)
 
     def _take_in(self, guest: ServerPeer) -> None:
-        """Read requests of a connection while its space has room for more."""
+        """Read requests from a connection while the queue of its space has room."""
         try:
             for _ in range(64):
                 if not self._fair.room(guest.space):
@@ -250,9 +251,9 @@ class GroupServerLoop:
         self._fair.put(number, request, len(m.payload) + 128, counts=counts, urgent=from_server)
 
     def _take_out(self) -> tuple[int, bool]:
-        """Serve what is in mailboxes, or queue it where others wait.
+        """Serve the requests in mailboxes, or queue them if other requests wait.
 
-        How many requests there were, and whether `_serve_all` and `_tend` are due for them.
+        Return the number of these requests, and whether `_serve_all` and `_tend` must run because of them.
         """
         asked = self._boxes.asked()
         if not asked:
@@ -270,12 +271,13 @@ class GroupServerLoop:
         return len(asked), rest
 
     def _take_one(self, guest: ServerPeer, alone: AssignedSpace | None) -> bool:
-        """Serve or queue the request in a mailbox; at once where its space is `alone` here, and nothing waits.
+        """Serve the request in a mailbox at once if it is for the space `alone`; queue it otherwise.
 
-        Whether `_serve_all` and `_tend` are due for it.
+        `alone` is the server's only space, given only if no request waits and the space has no limit of operations.
+        Return whether `_serve_all` and `_tend` must run because of the request.
         """
         if guest.box is None:
-            return False  # lost while another was served
+            return False  # the connection was lost while another request was served
         held = self._holdings.spaces.get(guest.space)
         try:
             call, head = self._boxes.take(guest, held)
@@ -283,7 +285,7 @@ class GroupServerLoop:
             self._refuse_box(guest, error)
             return False
         finally:
-            if guest.link.head is not None:  # messages came with offered memory: the socket tells of them no more
+            if guest.link.head is not None:  # messages arrived with offered memory: poll() does not report them again
                 self._again.add(guest)
         if held is None or head is None:
             self._refuse_strange(request_of(guest, call, None))
@@ -339,11 +341,12 @@ class GroupServerLoop:
         if request.kind in FROM_SERVERS:
             self.say(request.guest, Message(GroupMessage.STALE, request.tag), numbers([request.b]))
         elif request.guest.space < 0:
-            self._serving.fail(None, request, ValueError("the first request is JOIN"))
+            error = ValueError(f"{request.guest.link.peer} has not joined a space: send JOIN first")
+            self._serving.fail(None, request, error)
         else:
             self._serving.fail(None, request, NotFound(f"there is no space {request.guest.space} on {self.name}"))
 
-    # ---- what is to be done between two looks
+    # ---- acknowledgements, deadlines and the manager
 
     def _tend(self) -> None:
         now = time.monotonic()
@@ -361,10 +364,10 @@ class GroupServerLoop:
         self._reach.flush_peers()
         self._reach.flush_manager()
 
-    # ---- who comes and goes
+    # ---- answers and connections
 
     def say(self, guest: ServerPeer, message: Message, payload: Any) -> None:
-        """Queue an answer; its payload must not change any more. Requests by mailbox are answered by mailbox."""
+        """Queue an answer, whose payload must not change afterwards. A request by mailbox is answered by mailbox."""
         if guest.gone:
             return
         box = guest.box
@@ -382,7 +385,7 @@ class GroupServerLoop:
             self._boxes.answered.append(box)
 
     def answer(self, guest: ServerPeer, tag: int, version: int, lead: int, durable: int) -> None:
-        """Answer the request of a mailbox whose values are in memory."""
+        """Answer a request that came by mailbox and whose values the worker reads in shared memory."""
         box = guest.box
         if box is not None and box.open == tag and not guest.gone:
             box.answer(version, lead, durable)
@@ -406,7 +409,7 @@ class GroupServerLoop:
         events = (0 if guest.paused else select.POLLIN) | (select.POLLOUT if guest.full else 0)
         if events:
             self._poll.register(guest.descriptor, events)
-        else:  # not even that its peer is gone: it would be said again and again
+        else:  # also not for the end of the connection, which poll() would report again and again
             self._poll.unregister(guest.descriptor)
 
     def _lose(self, guest: ServerPeer, why: str) -> None:
@@ -415,9 +418,9 @@ class GroupServerLoop:
         guest.gone = True
         self._paused.discard(guest)
         self._boxes.close(guest)
-        log.info("%s: lost %s: %s", self.name, guest.link.peer, why)
+        log.info("%s: lost the connection of %s: %s", self.name, guest.link.peer, why)
         del self._guests[guest.descriptor]
-        with contextlib.suppress(KeyError):  # it was not read
+        with contextlib.suppress(KeyError):  # a paused connection may not be registered
             self._poll.unregister(guest.descriptor)
         held = self._holdings.spaces.get(guest.space)
         if held is not None:
@@ -425,7 +428,7 @@ class GroupServerLoop:
         guest.link.close()
 
     def offer(self, guest: ServerPeer, segment: int, slice_: SharedSlice) -> None:
-        """Offer a segment's memory to a worker, if this was not done before."""
+        """Give a worker on this host access to a segment's memory, unless the worker has it already."""
         box = guest.box
         if box is not None and box.offered.get(segment) is not slice_ and slice_.memory is not None:
             box.offered[segment] = slice_
@@ -433,37 +436,37 @@ class GroupServerLoop:
             self._flush(guest)
 
     def dial(self, peer: Peer) -> None:
-        """See `rayps.ps.server.outbound`."""
+        """Connect to another server; see `Outbound.dial`."""
         self._reach.dial(peer)
 
     def hang_up(self, peer: Peer) -> None:
-        """See `rayps.ps.server.outbound`."""
+        """Close the connection to another server; see `Outbound.hang_up`."""
         self._reach.hang_up(peer)
 
-    # ---- what orders lead to
+    # ---- effects of the manager's orders
 
     def want_copies(self, holding: AssignedSegment, copies: dict[str, str], *, anew: bool) -> None:
-        """See `rayps.ps.server.replication`."""
+        """Keep backups of a segment on these servers and no others; see `Replication.want`."""
         self._copies.want(holding, copies, anew=anew)
 
     def stop_serving(self, holding: AssignedSegment) -> None:
-        """See `rayps.ps.server.requests`."""
+        """Refuse the parked requests that touch this segment; see `RequestHandler.stop_serving`."""
         self._serving.stop_serving(holding)
 
     def withdraw(self, holding: AssignedSegment) -> None:
-        """See `rayps.ps.server.requests`."""
+        """Refuse the withheld answers about this segment (see `RequestHandler.withdraw`), and drop its backups."""
         self._serving.withdraw(holding)
         self._copies.drop_all(holding)
         self.settled(holding.space.number, anew=True)
 
     def settled(self, space: int, *, anew: bool) -> None:
-        """See `rayps.ps.server.requests`."""
+        """Send the withheld answers of a space whose backups have acknowledged; see `PendingReplies.settled`."""
         held = self._holdings.spaces.get(space)
         if held is not None and held.withheld:
             self._serving.settled(held, anew=anew)
 
     def learnt(self, space: Space) -> None:
-        """Handle a new space: serve the requests that waited for it, and set this server's part of its quota."""
+        """Handle a new space or new quota: serve the requests that waited, and set this server's share of the quota."""
         if self._strange.pop(space.number, None) is not None:
             self._fair.block(space.number, False)
         most, rate = space.quota.operations, None
@@ -478,15 +481,13 @@ class GroupServerLoop:
             self._refuse_strange(request)
 
     def _later(self, work: Callable[[], None]) -> None:
-        """Run `work` in the loop."""
+        """Let the loop's thread run `work` soon. Any thread may call this."""
         self._arrived.put(work)
-        with contextlib.suppress(OSError):
-            os.eventfd_write(self._bell, 1)
+        self._bell.wake()
 
     def _answer_bell(self) -> bool:
         """Run the work that other threads have queued; return whether there was any."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._bell)
+        self._bell.clear()
         found = False
         while not self._arrived.empty():
             found = True

@@ -1,8 +1,9 @@
-"""The process of one server of a group. Thin: what it does is `GroupServerLoop`'s.
+"""The process of one server of a group, which runs a `GroupServerLoop`.
 
-Importing torch and what an optimizer's first step needs takes seconds of a core. A server that joins a group which
-trains must not take these from whoever trains beside it: it imports in a thread of the lowest rank there is, which runs
-where nobody else wants the core, and serves in ordinary ones. So this module imports nothing heavy.
+Importing torch, and what an optimizer's first step needs, takes seconds of a core. A server that joins a group during
+training must not slow the workers on its machine. It therefore imports in a thread of the lowest scheduling priority,
+which runs only when the core is idle, and serves in threads of ordinary priority. So this module itself must not import
+torch.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ALONE_SECONDS = 60.0  # a server whose manager does not come back ends itself
-LOOK_SECONDS = 1.0
-LOWEST = 19  # niceness; where others started Ray, workers have 15. SCHED_IDLE would never end beside busy threads
-QUIET_SECONDS = 60.0  # for what is done quietly; then it is waited for no longer
+ALONE_SECONDS = 60.0  # a server ends after this time without a manager
+LOOK_SECONDS = 1.0  # time between two checks for the manager
+LOWEST = 19  # niceness; Ray may have started the workers with 15. SCHED_IDLE gets no core at all beside busy threads
+QUIET_SECONDS = 60.0  # longest wait of `quietly`
 HOST = "rayps.ps.server.server"
 
 
 class ServerActor:
-    """The process of one server."""
+    """The actor of one server: serves until it is closed, or has had no manager for `ALONE_SECONDS`."""
 
     def __init__(self, server: str, group: str, secret: bytes, manager: str, *, gently: bool = False) -> None:
         """Start the server. `gently`: load its modules at the lowest priority, so that workers keep the cores."""
@@ -69,16 +70,16 @@ class ServerActor:
     def _look(self) -> None:
         while not self._closing.wait(LOOK_SECONDS):
             if self._host.alone > ALONE_SECONDS:
-                log.warning("the manager of server group %s does not come back: this server ends", self._group)
+                log.warning("server group %s has had no manager for %g s: this server ends", self._group, ALONE_SECONDS)
                 with contextlib.suppress(Exception):
                     self.close()
-                if not isinstance(surrounding(), LocalCluster):  # then it is a process of its own
+                if not isinstance(surrounding(), LocalCluster):  # then this server has a process of its own
                     os._exit(0)
                 return
 
 
 def _serving() -> type[GroupServerLoop]:
-    """Return the class of the loop, with all its imports."""
+    """Import torch and the server, warm torch up, and return the class of the server's loop."""
     importlib.import_module("torch").set_num_threads(1)  # several servers share a machine with the workers
     found: Any = importlib.import_module(HOST)
     found.warm_up()
@@ -87,19 +88,19 @@ def _serving() -> type[GroupServerLoop]:
 
 
 def quietly(work: Callable[[], object]) -> None:
-    """Run `work` in a thread of the lowest scheduling priority; an ordinary thread where the platform has none.
+    """Run `work` in a thread of the lowest scheduling priority (on Linux; elsewhere in an ordinary thread).
 
-    An exception is only logged. The thread is no longer waited for after `QUIET_SECONDS`.
+    Return when `work` is done, or after `QUIET_SECONDS`. An exception of `work` is logged and not raised.
     """
 
     def run() -> None:
-        if sys.platform == "linux":  # elsewhere it would be the whole process, for ever
+        if sys.platform == "linux":  # elsewhere this would lower the priority of the whole process, for good
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)
         try:
             work()
         except Exception as error:
-            log.warning("what was to be done quietly failed: %s: %s", type(error).__name__, error)
+            log.warning("work in a low-priority thread failed: %s: %s", type(error).__name__, error)
 
     thread = threading.Thread(target=run, daemon=True, name="quietly")
     thread.start()

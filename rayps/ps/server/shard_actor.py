@@ -1,7 +1,7 @@
-"""A server of a static map: one process that serves one segment, which its owner starts, orders, asks and ends.
+"""A server of a static map: one process that serves one segment and has no manager.
 
-There is no manager: the owner (a job's driver, or whoever made a `rayps.ServerGroup`) begins each generation here, and
-tells the workers where the segment is (`rayps.ps.protocol.segment_map`).
+Its owner (a job's driver, or the process that made a `rayps.ServerGroup`) starts and ends the process, starts each
+generation of the segment (`begin`), and gives workers the address of the segment (`rayps.ps.protocol.segment_map`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from rayps.cluster.local import host_address
 from rayps.cluster.members import ActorHost, enter
 from rayps.comm.link import Listener
-from rayps.core.calendar import Boundary
+from rayps.core.phase_rounds import Boundary
 from rayps.core.user_module import unpack
 from rayps.ps.protocol.space import Space
 from rayps.ps.server.assignments import AssignedSegment
@@ -31,17 +31,20 @@ from rayps.workload.base import Workload
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """The orders to one shard: serve segment `segment` of `space`, in this generation of the segment."""
+    """The order to one shard: serve segment `segment` of `space` in generation `generation`.
+
+    `boundary`: the rounds after which the shard must retain its state.
+    """
 
     space: Space
     segment: int
     generation: int = 1
     boundary: Boundary = field(default_factory=lambda: Boundary(0, -1))
-    whole: Layout | None = None  # of the whole model, where the space is of one column of a replica
+    whole: Layout | None = None  # the whole model's layout, if the space has only the part of one worker of a replica
 
 
 class ShardActor:
-    """The process of one server, which serves its segment of the parameters over links."""
+    """The actor of one server, which serves its segment of the parameters to workers."""
 
     def __init__(
         self,
@@ -67,7 +70,10 @@ class ShardActor:
         return ActorHost(socket.gethostname(), os.getpid(), self._listener.address)
 
     def begin(self, plan: ShardPlan, snapshot: Snapshot) -> None:
-        """Serve this plan's segment, as it is in the snapshot, from now on. Raises WorkloadError."""
+        """Serve the plan's segment from now on, beginning with the snapshot's values.
+
+        Raises WorkloadError: the packed factory cannot be unpacked.
+        """
         if self._loop is not None:
             self._loop.close()
         found, space = unpack(self._packed), plan.space
@@ -83,14 +89,14 @@ class ShardActor:
         self._held = loop.do(lambda: loop.serve(space, plan.segment, plan.generation, segment))
 
     def poll(self, wanted: int) -> ShardFacts | None:
-        """Return the shard's facts; None before `begin`. The state after round `wanted` is retained."""
+        """Return the shard's facts (None before `begin`), and retain the state after round `wanted`."""
         segment = self._segment
         if self._loop is None or segment is None:
             return None
         return self._loop.do(lambda: segment.facts(self._index, wanted))
 
     def part(self, rounds: int) -> ShardPart | None:
-        """Return the shard's share of the checkpoint after `rounds`, if it is still kept."""
+        """Return the shard's share of the checkpoint after `rounds` rounds; None if this state is not retained."""
         segment = self._segment
         if self._loop is None or segment is None:
             return None
@@ -98,10 +104,10 @@ class ShardActor:
         return None if state is None else part_of(state, rounds, segment.extent.lo)
 
     def saved(self, rounds: int) -> None:
-        """Record that the snapshot after `rounds` is stored elsewhere, so that its content is durable."""
+        """Record that the snapshot after `rounds` rounds is stored elsewhere, so that the pushes in it are durable."""
         part, held = self.part(rounds), self._held
         if part is not None and held is not None:
-            held.saved = dict(part.ledger.marks)  # one assignment: the loop reads the old marks or the new ones
+            held.saved = dict(part.ledger.marks)  # atomic: the loop's thread reads either the old marks or the new ones
 
     def close(self) -> None:
         """Stop serving."""

@@ -1,1 +1,1 @@
-"""Sparse tables: rows by 64-bit id, in segments. numpy, torch and files; no sockets."""
+"""Sparse tables: rows addressed by 64-bit ids, cut into segments. Uses numpy, torch and files; opens no sockets."""

@@ -1,11 +1,12 @@
 """The client of sparse tables: pull rows by id, push their gradients, prefetch the rows of the next batch.
 
 The ids of a lookup are made unique and sorted once, for the pull and the push. Each table is cut into segments by a
-hash of the id (`rayps.ps.tables.wire_format`). The push of a step names every segment, so all clocks advance.
+hash of the id (`rayps.ps.tables.wire_format`). The push of a step includes a piece for every segment, so that the
+clocks of all segments advance.
 
 Prefetch: `Tables.ahead` announces the next batch, and a thread pulls its rows over its own connections. These rows lack
-this worker's newest push: they are one round older than those of a pull at the beginning of the round. With staleness
-0 that would not be synchronous, so only the sorting of ids is prefetched, and the pull follows the push. When rows are
+this worker's newest push: they are one round older than rows pulled at the beginning of the round. With staleness 0
+that would not be synchronous, so the thread only sorts the ids, and the rows are pulled after the push. When rows are
 prefetched, the same thread sends the pushes, in the order of the rounds.
 """
 
@@ -32,10 +33,10 @@ from rayps.tensors.flat import square_of
 
 
 class TableClient:
-    """One worker's client of one table of a space. For one thread."""
+    """One worker's client of one table: pulls rows and pushes their gradients. Use it in one thread only."""
 
     def __init__(self, session: TableSession, space: Space, name: str, half: bool = False) -> None:
-        """Connect to a table of a space.
+        """Use the table `name` of a space over a session.
 
         `half`: send rows as bfloat16. Raises ConfigError: the space has no such table.
         """
@@ -43,7 +44,7 @@ class TableClient:
         self.half = half
         self.prefetched: Callable[[str], Prefetched | None] = lambda name: None
         self.settle: Callable[[], None] = lambda: None  # waits until no other thread uses the session
-        self.seconds = 0.0  # that forwards waited for pulls
+        self.seconds = 0.0  # seconds that forward passes have waited for pulls
         self.session = session
         self._lockstep = space.servers.in_step
         self._pending: list[tuple[Lookup, Tensor]] = []
@@ -61,9 +62,10 @@ class TableClient:
     # ---- rows
 
     def rows(self, ids: Tensor, learns: bool = True) -> tuple[Lookup, Tensor]:
-        """Return the lookup of a forward's ids, and its rows [n, dim], prefetched if possible.
+        """Return the lookup of the ids of a forward pass, and its rows [n, dim], prefetched if possible.
 
-        With `learns` the rows are those of this round; otherwise the current ones. Raises LinkError, DataError.
+        With `learns` (training) or staleness 0, the staleness bound applies to the pull; otherwise the servers return
+        the current rows at once. Raises LinkError, DataError.
         """
         began = time.perf_counter()
         held = self.prefetched(self.table.name) if learns else None
@@ -76,7 +78,7 @@ class TableClient:
         return lookup, found
 
     def _from_prefetched(self, held: Prefetched, ids: Tensor) -> tuple[Lookup, Tensor]:
-        """Return the rows of `ids`, taken from the prefetched rows; pull the missing ones."""
+        """Return the lookup and the rows of `ids`: prefetched rows where possible; the other rows are pulled."""
         if held.given.shape == ids.shape and torch.equal(held.given, ids.cpu()):
             return held.lookup, held.rows
         lookup = self.look(ids)
@@ -96,7 +98,7 @@ class TableClient:
         return self.fetch(lookup, uses=counts)[lookup.inverse]
 
     def fetch(self, lookup: Lookup, kind: GroupMessage = GroupMessage.PULL, uses: bool = False) -> Tensor:
-        """Pull the rows of a lookup, [n, dim], in its order. Raises LinkError."""
+        """Pull the rows [n, dim] of a lookup, in the order of `lookup.ids`. Raises LinkError."""
         self.settle()
         rows = self.room(lookup)
         answers = self.session.exchange(kind, self.asked(lookup, uses), landing=self.landing(lookup, rows))
@@ -104,7 +106,7 @@ class TableClient:
         return rows
 
     def room(self, lookup: Lookup) -> Tensor:
-        """Allocate the rows of a lookup, [n, dim], in memory that servers of this host can write."""
+        """Allocate memory for the rows of a lookup, [n, dim], which servers of this host can write."""
         dtype, n = wire_format.DTYPES[self.table.dtype], len(lookup.ids)
         if not n:
             return torch.empty(0, self.table.dim, dtype=dtype)
@@ -120,18 +122,24 @@ class TableClient:
         return found
 
     def _block(self, lookup: Lookup, row: int) -> wire_format.Room:
-        """Return one block of memory for the pieces of a request with `row` bytes of values for each id."""
+        """Allocate one block for all pieces of a request, and return an allocator that divides this block.
+
+        Each id needs `row` bytes for its values (0 in a pull), besides the bytes of the id and its count.
+        """
         return wire_format.carved(self.session.room, 40 * (self.table.segments + 1) + len(lookup.ids) * (12 + row))
 
     def landing(self, lookup: Lookup, rows: Tensor) -> dict[int, Buffer] | None:
-        """Return, by segment, the part of `rows` that receives the answer; None for answers of another dtype."""
+        """Return, by segment, the part of `rows` that receives the segment's answer.
+
+        None if answers travel in half precision, which `land` converts to the dtype of `rows`.
+        """
         if self.half:
             return None
         memory = rows.numpy()
         return {self.first + s: memory[lo:hi].data.cast("B") for s, lo, hi in spans(lookup)}
 
     def land(self, lookup: Lookup, rows: Tensor, answers: SegmentReplies) -> None:
-        """Convert answers of another dtype into `rows`. Answers of the same dtype are in `rows` already."""
+        """Convert answers to the dtype of `rows` and write them there. Answers of the same dtype are there already."""
         if not self.half:
             return
         for s, lo, hi in spans(lookup):
@@ -186,8 +194,9 @@ class TableClient:
 class Tables:
     """One worker's client of all tables of a space.
 
-    In each round call `begin`, run forward and backward, then call `push`, or `pieces` where a push of dense parameters
-    includes them. `lookups(batch)` returns the ids of a coming batch by table; None = no prefetch.
+    In each round call `begin`, run forward and backward, then call `push`. If the model has dense parameters on servers
+    too, call `pieces` instead, and add them to the push of these parameters. `lookups(batch)` returns the ids of a
+    coming batch by table; None = no prefetch.
     """
 
     def __init__(
@@ -244,8 +253,9 @@ class Tables:
             client.scale(factor)
 
     def push(self, step: int, weight: float) -> None:
-        """Push this round's gradients, means over `weight` samples. For a model without dense parameters on servers.
+        """Push this round's gradients, which are means over `weight` samples.
 
+        For a model without dense parameters on servers; other models use `pieces`.
         If rows are prefetched, the prefetch thread sends the push, and the call returns before it is acknowledged; its
         error is raised by the next call. Raises LinkError.
         """
@@ -274,9 +284,9 @@ class Tables:
         return self._pushing + sum(client.seconds for client in self.clients.values())
 
     def point(self) -> dict[str, float]:
-        """Return the figures since the last call: `pull`, seconds of pulls.
+        """Return two numbers of seconds since the last call.
 
-        `pull_hidden`, the part that overlapped computation.
+        `pull`: the duration of all pulls. `pull_hidden`: the part of it that overlapped computation.
         """
         waited = sum(client.seconds for client in self.clients.values())
         pulled = waited
@@ -286,7 +296,7 @@ class Tables:
         return {"pull": pulled - before[0], "pull_hidden": max(0.0, pulled - waited - before[1])}
 
     def close(self) -> None:
-        """End the prefetch thread. The push in flight is not awaited (call `settle`), and the session stays open."""
+        """End the prefetch thread, but do not await a push in flight (call `settle` first). The session stays open."""
         self._sent = None
         if self._ahead is not None:
             self._ahead.close()

@@ -1,9 +1,9 @@
-"""The changes of a segment since a version, as an Arrow stream: for a system that serves the rows during training.
+"""A delta: the rows of a table's segment that changed since a version, as an Arrow stream.
 
-A record has id, row, version, and `gone`: whether the row was evicted (then `row` is null). The schema's metadata names
-the table, the segment, the first and last version, and whether the delta is `whole`: a whole delta contains all rows,
-and a row that it lacks was evicted. A delta is whole from version 0, and where the segment no longer remembers all
-evictions since the version asked for.
+It is for a system that serves the rows during training. A record has id, row, version, and `gone`: whether the row was
+evicted (then `row` is null). The schema's metadata contains the table, the segment, the first and last version, and
+whether the delta is `whole`: a whole delta contains all stored rows, so a row that it lacks was evicted. A delta is
+whole if it begins at version 0, or if the segment no longer remembers all evictions since the requested version.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _KEY = b"rayps.delta"
 
 
 class DeltaHead(TypedDict):
-    """The metadata of a delta."""
+    """The metadata of a delta. The delta covers the versions after `since` up to `version`."""
 
     table: str
     segment: int
@@ -141,16 +141,16 @@ class Served:
         self.versions: dict[int, int] = {}  # by segment: the `since` of the next delta
 
     def apply(self, data: Buffer) -> None:
-        """Apply an encoded delta. Raises DataError: it is truncated, or its `since` is newer than this copy."""
+        """Apply an encoded delta. Raises DataError: the delta is truncated, or its `since` is newer than this copy."""
         self.take(read_delta(data))
 
     def take(self, found: Delta) -> None:
-        """Apply a decoded delta. Raises DataError: its `since` is newer than this copy."""
+        """Apply a decoded delta. Raises DataError: the delta's `since` is newer than this copy."""
         known = self.versions.get(found.segment, 0)
         if not found.whole and found.since > known:
             raise DataError(
-                f"the delta of segment {found.segment} begins at version {found.since}: request one since version "
-                f"{known}, which this copy has"
+                f"the delta of segment {found.segment} begins at version {found.since}, but this copy is of version "
+                f"{known}: request one since version {known}"
             )
         rows = {} if found.whole else self.rows.get(found.segment, {})
         rows.update(zip(found.ids.tolist(), found.rows, strict=True))

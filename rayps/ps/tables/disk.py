@@ -30,7 +30,7 @@ _CACHE = 1024  # KiB of SQLite's page cache
 
 
 class Disk:
-    """Records of `fields` by id, in an SQLite file. For one thread at a time."""
+    """Records by id in an SQLite file; a record has the values of all `fields`. For one thread at a time."""
 
     def __init__(self, fields: Sequence[Field], folder: str | None) -> None:
         """Create the file. Raises ConfigError: `folder` cannot be written to."""
@@ -53,8 +53,8 @@ class Disk:
         except (OSError, sqlite3.Error) as error:
             place = folder or tempfile.gettempdir()
             raise ConfigError(
-                f"cannot store rows on disk in {place}: {error}; give another `folder` in the table's policy, or no "
-                "`memory`",
+                f"cannot store rows on disk in {place}: {error}; give another `folder` in the table's policy, or leave "
+                "out its `memory`, so that all rows stay in memory",
                 field="policy",
             ) from error
 
@@ -105,7 +105,7 @@ class Disk:
         return self._read(found)
 
     def delete(self, ids: Ids) -> None:
-        """Delete records, all of which exist."""
+        """Delete the records of these ids, all of which must exist."""
         if len(ids):
             with self._db:
                 self._db.execute("begin")

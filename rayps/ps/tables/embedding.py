@@ -71,7 +71,10 @@ class _Rows(nn.Module):
         return f"{self.table.dim}, table={self.table.name!r}"
 
     def step(self) -> None:
-        """Apply the gradients of the last backward with the table's optimizer, in a plain torch loop; see `step`."""
+        """Apply the gradients of the last backward to this module's table, in a plain torch loop.
+
+        See the function `step`.
+        """
         step(self)
 
     def _bind(self, tables: Tables) -> None:
@@ -214,7 +217,7 @@ class EmbeddingBag(_Rows):
 
 
 def rows_of(model: nn.Module) -> Iterator[_Rows]:
-    """Return the modules of a model whose rows are in tables."""
+    """Return the `Embedding` and `EmbeddingBag` modules of a model."""
     return (module for module in model.modules() if isinstance(module, _Rows))
 
 
@@ -277,7 +280,7 @@ def bind(
 
 
 def local(model: nn.Module) -> Tables | None:
-    """Create a model's tables in this process, empty. None if the model has no tables."""
+    """Create a model's tables in this process, without rows; return their client, or None if there are no tables."""
     found = tables_of(model)
     if not found:
         return None
@@ -318,7 +321,7 @@ def load(model: nn.Module, folder: str | Path) -> nn.Module:
 def load_states(model: nn.Module, states: Mapping[str, Iterable[Buffer]]) -> nn.Module:
     """Create a model's tables in this process from the states of all segments (`TableSegment.dump`), by table name.
 
-    Tables that are not named are empty.
+    A table that `states` does not name has no rows.
     """
     tables = local(model)
     for name, client in tables.clients.items() if tables is not None else ():
@@ -352,7 +355,10 @@ def _locals(model: nn.Module) -> list[tuple[Tables, InProcess]]:
     found = list({id(tables): tables for tables in (module._bound_tables() for module in rows_of(model))}.values())
     local = [(tables, tables.session) for tables in found if isinstance(tables.session, InProcess)]
     if len(local) < len(found):
-        raise ConfigError("the model's tables are on servers: the job's strategy steps them, and checkpoints save them")
+        raise ConfigError(
+            "the model's tables are on servers, not in this process: the job's strategy steps them there, and "
+            "checkpoints save them"
+        )
     return local
 
 
@@ -378,7 +384,9 @@ def _check_lookups(given: Mapping[str, GivenIds], model: nn.Module) -> None:
         raise WorkloadError(f"lookups(batch) returned {type(given).__name__}: return a dict of ids by table")
     for name, ids in given.items():
         if name not in known:
-            raise WorkloadError(f"lookups(batch) names table {name!r}; the model's are {', '.join(sorted(known))}")
+            raise WorkloadError(
+                f"lookups(batch) returned ids of table {name!r}, but the model's tables are: {', '.join(sorted(known))}"
+            )
         ids_of(ids, name)
 
 

@@ -50,7 +50,7 @@ class HashIndex:
         if len(rest):
             rest = rest[slots.take(rest) != ABSENT]
         at, wanted, step = place.take(rest), ids.take(rest), 0
-        while len(rest):  # several steps at a time, because a step for a few ids costs a dozen calls
+        while len(rest):  # several probes at a time, because each pass costs a dozen numpy calls even for a few ids
             ways = at[:, None] + np.arange(step + 1, step + 1 + _STEPS).cumsum()
             ways &= mask
             found = cells.take(ways)
@@ -145,7 +145,7 @@ class HashIndex:
     def _place(self, ids: Ids, slots: Slots) -> None:
         """Write each slot into the first free cell of its id's probe sequence.
 
-        Of several slots for a cell, the last is written.
+        If several slots want the same cell, the last one gets it, and the others try their next cells.
         """
         cells, mask = self._cells, len(self._cells) - 1
         place = self._first(ids)

@@ -1,4 +1,4 @@
-"""Convert a user's values to ids: whole numbers in any container, or strings. Pure."""
+"""Convert the ids that a user gives, which are whole numbers or strings in any container, to int64. Pure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def ids_of(given: GivenIds, table: str = "") -> Tensor:
 def hash_ids(strings: ArrayLike) -> Tensor:
     """Return strings or bytes, in a list or an array of any shape, as 63-bit ids: the low bits of a blake2b hash.
 
-    Collisions are rare: among 200,000 sets of ten million different strings each, about one set has one.
+    Collisions are rare: among 200,000 sets of ten million different strings each, about one set has two strings with
+    the same id.
 
     Raises:
         WorkloadError: a value is not a string.

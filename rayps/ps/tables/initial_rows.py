@@ -81,7 +81,7 @@ def _bits(table: SparseTable, ids: Ids, kind: type[_Bits]) -> NDArray[_Bits]:
 
 
 def key_of(seed: int) -> int:
-    """Return 63 well-mixed bits of a seed."""
+    """Return a 63-bit hash of a seed."""
     return int(mix(np.array([seed % (1 << 63)], np.int64) ^ np.int64(0x5DEECE66D))[0]) >> 1
 
 

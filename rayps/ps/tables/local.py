@@ -44,7 +44,7 @@ class TableSession(Protocol):
         """Return a session of the same rank for another thread."""
 
     def hang_up(self) -> None:
-        """End the exchanges that wait."""
+        """Let exchanges that wait for answers fail at once."""
 
     def close(self) -> None:
         """Close the connections."""

@@ -1,4 +1,4 @@
-"""The unique rows that a batch of ids refers to: computed once, used by the pull and the push. Pure."""
+"""The unique ids of a batch, grouped by segment: computed once, used by the pull and the push. Pure."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from rayps.ps.tables.wire_format import Counts, Ids, Slots
 
 @dataclass
 class Lookup:
-    """The unique ids of a batch: `ids` [n], grouped by segment and ascending within it.
+    """The unique ids of a batch: `ids` [n], grouped by segment and ascending within each segment.
 
-    `counts` [n], how often each occurs.
+    `counts` [n]: how often each id occurs in the batch.
     """
 
     ids: Ids
@@ -30,7 +30,7 @@ class Lookup:
 
     @cached_property
     def order(self) -> Tensor | None:
-        """The permutation that sorts `ids` over all segments, [n]; None: they are sorted already."""
+        """The permutation [n] that sorts `ids` over all segments; None if they are sorted already."""
         return torch.from_numpy(np.argsort(self.ids)) if len(self.bounds) > 2 else None
 
     @cached_property
@@ -41,7 +41,7 @@ class Lookup:
         return torch.empty_like(self.order).index_copy_(0, self.order, torch.arange(len(self.ids)))[self.inverse]
 
     def places(self, ids: Ids) -> tuple[Slots, NDArray[np.bool_]]:
-        """Return the index of other ids in this lookup, int64 [m], and which of them it contains, bool [m]."""
+        """Return for each of m other ids its index in `self.ids`, int64 [m], and whether it occurs there, bool [m]."""
         if not len(self.ids):
             return np.zeros(len(ids), np.int64), np.zeros(len(ids), bool)
         order = np.arange(len(self.ids)) if self.order is None else self.order.numpy()
@@ -52,9 +52,12 @@ class Lookup:
 
 
 def lookup_of(ids: Tensor, table: SparseTable) -> Lookup:
-    """Make ids of any shape unique and group them by segment. Raises DataError (negative), WorkloadError (not int64).
+    """Make ids of any shape unique and group them by segment.
 
-    One sort of integers that contain segment, id and position, where these fit into 63 bits; an argsort otherwise.
+    Raises DataError: an id is negative. Raises WorkloadError: the ids are not int64.
+
+    If segment, id and position fit into 63 bits, one integer for each id contains all three and these are sorted, which
+    is faster than the indirect sort that is used otherwise.
     """
     if ids.dtype is not torch.int64:
         raise WorkloadError(f"the ids of table {table.name!r} are {ids.dtype}: give int64", table=table.name)
@@ -79,7 +82,7 @@ def lookup_of(ids: Tensor, table: SparseTable) -> Lookup:
         order = np.lexsort((given, keys))
         bounds = np.searchsorted(keys[order], np.arange(table.segments + 1))
         keys = given[order]
-    first = np.ones(count + 1, bool)  # where an id occurs first; equal ids are in one segment, so side by side
+    first = np.ones(count + 1, bool)  # where an id occurs first: equal ids are adjacent, as they are in one segment
     np.not_equal(keys[1:], keys[:-1], out=first[1:-1])
     starts = np.flatnonzero(first)
     inverse = torch.empty(ids.shape, dtype=torch.int64)
@@ -100,6 +103,6 @@ def merged(pending: list[tuple[Lookup, Tensor]], table: SparseTable) -> tuple[Lo
 
 
 def spans(lookup: Lookup) -> list[tuple[int, int, int]]:
-    """Return (segment, first row, end) for each segment that has rows."""
+    """Return (segment, index of its first row, index after its last row) for each segment that has rows."""
     bounds = lookup.bounds
     return [(s, bounds[s], bounds[s + 1]) for s in range(len(bounds) - 1) if bounds[s] < bounds[s + 1]]

@@ -1,4 +1,4 @@
-"""Merge the pushes of one round: each push extended to the union of all pushed ids. Pure."""
+"""Merge the pushes of one round: extend each push to the union of all pushed ids. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rayps.ps.tables.wire_format import DTYPES, Counts, Ids, TablePush
 def union(table: SparseTable, pushes: Sequence[TablePush]) -> tuple[Ids, Counts, list[Tensor]]:
     """Return the union of the pushed ids, their summed counts, and each push's gradients over the union.
 
-    A push has the gradient 0 for ids that it did not name.
+    The gradient of an id that a push did not contain is 0.
     """
     several = [push.ids for push in pushes]
     if not any(len(ids) for ids in several):

@@ -1,8 +1,8 @@
 """The memory of rows: columns in pages, shared by stores and copied on write. Pure.
 
 A store numbers its rows by slots; its page table maps a slot to a page of the columns. A branch copies the page table,
-so both stores share a page until one of them writes to it. A store that was never branched has its pages in order,
-and does not use the table.
+so both stores share a page until one of them writes to it. In a store that was never branched, slots are row numbers of
+the columns, and the page table is not needed.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _array(memory: mmap.mmap, dtype: np.dtype[np.generic], rows: int, width: int
 
 
 class Pages:
-    """The columns of a store and of its branches. Hold `lock` in every call, and while using what it returned."""
+    """The memory of a store and its branches, by columns. Hold `lock` during every call, and while using the result."""
 
     def __init__(self, fields: Sequence[Field]) -> None:
         self.fields = tuple(fields)
@@ -104,7 +104,7 @@ class Pages:
         self._free.extend(pages[self.users[pages] == 0].tolist())
 
     def copy(self, pages: Slots) -> Slots:
-        """Replace shared pages by copies for one user; return the numbers of the copies."""
+        """Copy shared pages for one of their users, who stops using the originals; return the numbers of the copies."""
         found = self.allocate(len(pages))
         within = np.arange(ROWS)
         source, target = ((each[:, None] << BITS) + within for each in (pages, found))

@@ -141,10 +141,10 @@ def read(
     only: Iterable[int] | None = None,
     marks: Sequence[int] | None = None,
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield (index, state for `TableSegment.load`) of each segment, from the files that `write` saved for any segments.
+    """Yield (index, state for `TableSegment.load`) of each segment of a table, from files that `write` saved.
 
-    `only`: these segments; None = all. `marks`: the clocks by rank to begin at; without them the saved clocks and
-    records of pushes are used if the numbers of segments and workers are the saved ones; otherwise clocks begin at 0.
+    The files may be of another number of segments. `only`: the wanted segments; None = all. `marks`: the first step of
+    each rank; None = the saved clocks and ledgers if the numbers of segments and workers are the saved ones, else 0.
 
     Raises:
         CheckpointError: the folder has no such table, or its files are truncated or do not fit.
@@ -234,8 +234,8 @@ def _head(path: Path, table: SparseTable) -> SegmentHead:
     if found["dim"] != table.dim or found["optimizer"].get("name") != name:
         raise table.error(
             CheckpointError,
-            f"{path} has rows of {found['dim']} elements and the state of "
-            f"{found['optimizer'].get('name')}; expected {table.dim} and {name}",
+            f"{path} has rows of {found['dim']} elements and the optimizer state of "
+            f"{found['optimizer'].get('name')}; expected {table.dim} elements and {name}",
         )
     return head
 

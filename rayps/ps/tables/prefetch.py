@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rayps.data.base import Batch
     from rayps.ps.tables.client import TableClient
 
-GRACE_SECONDS = 10.0  # added to the session's own timeout, whose error names the server that did not answer
+GRACE_SECONDS = 10.0  # added to the timeout, so that the session's error, which names the server, comes first
 
 
 class Prefetched(NamedTuple):
@@ -40,7 +40,7 @@ class Prefetched(NamedTuple):
 
 
 class PrefetchOrder:
-    """A call that the prefetch thread makes."""
+    """A call that the prefetch thread has to make. Callers await its end with `wait`."""
 
     def __init__(self, run: Callable[[], None]) -> None:
         self.run, self.done = run, threading.Event()
@@ -50,7 +50,7 @@ class PrefetchOrder:
         """Wait until the call is done. Raises the exception of the call; PeerTimeout: the call takes too long."""
         if not self.done.wait(timeout + GRACE_SECONDS):
             raise PeerTimeout(
-                f"the servers of the tables did not answer within {timeout:g} s (the knob is `timeout`)",
+                f"the servers of the tables did not answer within {timeout:g} s: raise `timeout` if they need longer",
                 peer="servers",
                 seconds=timeout,
             )
@@ -60,7 +60,7 @@ class PrefetchOrder:
 
 @dataclass(slots=True)
 class _Coming:
-    """A coming batch: its ids by table. When `order` is done: their lookups and, with `pulls`, their rows."""
+    """A coming batch: its ids by table, and once `order` is done, their lookups and, if rows are prefetched, rows."""
 
     given: dict[str, Tensor]
     lookups: dict[str, Lookup] = field(default_factory=dict)
@@ -80,14 +80,14 @@ class Prefetcher:
     ) -> None:
         """Prepare the thread. `pulls`: prefetch the rows; otherwise only sort the ids in advance."""
         self._clients, self._session, self._lookups, self._pulls = clients, session, lookups, pulls
-        self._announced, self._begun = 0, 0  # batches announced, rounds begun
+        self._announced, self._begun = 0, 0  # numbers of batches announced, and of rounds begun
         self._first: int | None = None
         self._coming: dict[int, _Coming] = {}
         self._queue: queue.SimpleQueue[PrefetchOrder | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._reader: TableSession | None = None
         self._closed = False
-        self.pulled = 0.0  # seconds that the thread spent
+        self.pulled = 0.0  # seconds that the thread spent on prefetches
         self.waited = 0.0  # seconds that callers of `rows` waited
 
     def begin(self, step: int) -> None:
@@ -123,13 +123,13 @@ class Prefetcher:
 
     @property
     def pulls(self) -> bool:
-        """Whether this round's rows are prefetched, so that the session is free for a push in the thread."""
+        """Whether this round's rows are prefetched, so that the thread may use the session for a push."""
         return self._pulls and self._begun in self._coming
 
     def rows(self, name: str) -> Prefetched | None:
         """Return this round's rows of a table; None if the batch was not announced.
 
-        Raises the thread's exception; PeerTimeout.
+        Raises the exception of the prefetch thread, or PeerTimeout.
         """
         coming = self._coming.get(self._begun)
         if coming is None or name not in coming.given:
@@ -143,7 +143,7 @@ class Prefetcher:
         return Prefetched(coming.given[name], coming.lookups[name], coming.rows[name])
 
     def close(self) -> None:
-        """End the thread."""
+        """End the prefetch thread; a pull in progress there fails."""
         self._closed = True
         self._queue.put(None)
         if self._reader is not None:

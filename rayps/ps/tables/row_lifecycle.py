@@ -3,12 +3,12 @@
 A table's `policy` is plain data; an option that is left out has no effect:
 
 - `admit`, `probability`: a row is stored at the `admit`-th use of its id, and only for a share `probability` of all
-  ids. Before that a pull returns its initial value, and its gradients are dropped.
+  ids. While its row is not stored, a pull of an id returns the initial value, and gradients of the id are dropped.
 - `capacity` bytes: rows beyond it are evicted, by last use (`evict="lru"`) or by use count (`"lfu"`, duplicates count).
-- `ttl` steps: rows not used for longer are evicted, but not below `floor` rows.
+- `ttl` steps: rows that were not used for longer are evicted, while the table has more than `floor` rows.
 - `memory` bytes: rows beyond it are on disk, in `folder`, until a push names them. It changes no value or decision.
 
-Numbers are for the whole table and are divided among its segments.
+`capacity`, `floor` and `memory` are for the whole table, and are divided among its segments.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rayps.ps.tables.segment_state import LifeHead
 from rayps.ps.tables.wire_format import Counts, Ids, mix
 
 LOGGED = 1 << 16  # ids of evicted rows that a segment remembers
-CANDIDATES = 1 << 20  # ids of a table that are counted and not stored; beyond it the least recently seen are dropped
+CANDIDATES = 1 << 20  # most ids of a table that are counted and not stored; the least recently seen are dropped
 _SLACK = 16  # an eviction frees one row in 16 at once, because choosing rows reads all of them
 
 
@@ -82,9 +82,9 @@ class RowLifecycle:
     """The policy of a table applied to one segment: candidates for admission, and evicted rows."""
 
     def __init__(self, table: SparseTable, row_bytes: int, unit: int) -> None:
-        """Apply a table's policy to a segment with `row_bytes` a row.
+        """Apply a table's policy to a segment whose rows take `row_bytes` bytes each.
 
-        One training step is `unit` versions of the segment.
+        In one training step the segment's version grows by `unit`.
 
         Raises:
             ConfigError: as `RowPolicy.of`; or the capacity is below one row in each segment, or below the floor.
@@ -117,7 +117,7 @@ class RowLifecycle:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the candidates."""
+        """The bytes of memory for the candidates, which are ids that are counted and not stored."""
         return int(self._seen.nbytes) + self._index.nbytes if len(self._seen) else 0
 
     def admit(self, ids: Ids, counts: Counts, version: int) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
@@ -198,14 +198,14 @@ class RowLifecycle:
         return ids
 
     def note(self, version: int, ids: Ids) -> None:
-        """Log evicted rows."""
+        """Add evicted rows to the log, and drop its oldest entries beyond `LOGGED` ids."""
         self.evicted += len(ids)
         self.log.append((version, ids))
         while self.log and sum(len(each) for _, each in self.log) > LOGGED:
             self.known_from = self.log.popleft()[0]
 
     def gone(self, since: int) -> Ids | None:
-        """Return the ids evicted in versions after `since`, possibly repeated; None: the log has not all of them."""
+        """Return the ids evicted in versions after `since`, possibly repeated; None if the log lacks some of them."""
         if since < self.known_from:
             return None
         found = [ids for version, ids in self.log if version > since]

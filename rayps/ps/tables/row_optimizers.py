@@ -43,7 +43,10 @@ class RowRule(Protocol):
 
 
 class SGD:
-    """w <- w - lr (g + weight_decay w); with momentum m: b <- m b + g, w <- w - lr b."""
+    """SGD on rows w with gradients g: w <- w - lr (g + weight_decay w).
+
+    With momentum m and state b, g including the decay: b <- m b + g, w <- w - lr b.
+    """
 
     def __init__(self, table: SparseTable, lr: float, momentum: float, weight_decay: float) -> None:
         self.knobs: Knobs = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
@@ -59,7 +62,7 @@ class SGD:
 
 
 class Adagrad:
-    """s <- s + g^2, w <- w - lr g / (sqrt(s) + eps)."""
+    """Adagrad on rows w with gradients g and state s: s <- s + g^2, w <- w - lr g / (sqrt(s) + eps)."""
 
     def __init__(
         self, table: SparseTable, lr: float, eps: float, initial_accumulator_value: float, weight_decay: float
@@ -76,7 +79,10 @@ class Adagrad:
 
 
 class Adam:
-    """m and v are running means of g and g^2; w <- w - lr sqrt(1 - b2^t) / (1 - b1^t) m / (sqrt(v) + eps), t by row."""
+    """Adam on rows w with gradients g: w <- w - lr sqrt(1 - b2^t) / (1 - b1^t) m / (sqrt(v) + eps).
+
+    m and v are running means of g and g^2 with the factors b1 and b2; t counts the steps of each row.
+    """
 
     def __init__(self, table: SparseTable, lr: float, betas: tuple[float, float], eps: float) -> None:
         self._betas = tuple(betas)
@@ -105,7 +111,7 @@ class Adam:
         rows.add_(numer.div_(denom.sqrt_().add_(now["eps"])).mul_(sizes))
 
     def _size(self, steps: NDArray[np.int64], lr: float, betas: Betas) -> _Doubles:
-        """Return minus the step size at each step number, with the rounding of Python's float arithmetic."""
+        """Return the negated step size at each step number, with the rounding of Python's float arithmetic."""
         if betas != self._betas:  # a schedule has changed them
             known, places = np.unique(steps, return_inverse=True)
             roots, firsts = _corrections(known.tolist(), betas)

@@ -26,7 +26,7 @@ from rayps.ps.tables.wire_format import Counts, Ids, Rows, Slots, cells
 from rayps.tensors.finite import first_not_finite, is_finite
 
 _BLOCK = 4096  # rows stepped at a time: they stay in the processor's cache
-_LEAST = 64  # rows of a segment that are in memory at any limit
+_LEAST = 64  # rows of a segment that may be in memory, however low the limit is
 LIFE = (Field("life", 2, "int64"),)  # number of uses, version of the last use
 USES, USED = range(2)
 
@@ -36,7 +36,7 @@ _threads = threading.local()
 
 
 def _scratch(fields: tuple[Field, ...]) -> list[Rows]:
-    """Return this thread's memory for one block of each field, reused: mapping new memory per block costs more."""
+    """Return memory for a block of rows of each field. A thread reuses it, because mapping new memory costs more."""
     if getattr(_threads, "fields", None) != fields:
         _threads.fields = fields
         _threads.blocks = [np.empty((_BLOCK, each.width), each.dtype) for each in fields]
@@ -46,7 +46,7 @@ def _scratch(fields: tuple[Field, ...]) -> list[Rows]:
 
 @dataclass(slots=True)
 class Columns:
-    """Rows as arrays, in the order of their ids, as they are dumped, saved and loaded."""
+    """Rows as arrays in the order of their ids: the form in which they are dumped, saved and loaded."""
 
     ids: Ids
     rows: Rows  # [n, dim]
@@ -99,7 +99,7 @@ class RowStore:
 
     @property
     def lock(self) -> threading.RLock:
-        """The lock of the memory, which branches share."""
+        """The lock of the memory that this store and its branches share."""
         return self._pages.lock
 
     @property
@@ -188,7 +188,7 @@ class RowStore:
         return slots
 
     def use(self, slots: Slots, counts: Counts, version: int) -> None:
-        """Add to the use counts of rows; `counts`: how often each id occurred in the batch."""
+        """Add `counts` (how often each id occurred in the batch) to the use counts of rows; set their last use."""
         place = self._own(slots)
         life = self._life(place)
         life[:, USES] += counts
@@ -222,7 +222,7 @@ class RowStore:
         return fault
 
     def delete(self, ids: Ids) -> None:
-        """Delete rows, all of which are stored."""
+        """Delete the rows of these ids, all of which must be stored."""
         if self._disk is not None:
             there = self._index.find(ids) == ABSENT
             self._disk.delete(ids[there])
@@ -230,7 +230,7 @@ class RowStore:
         self._index.delete(ids)
 
     def life(self) -> tuple[Ids, NDArray[np.int64]]:
-        """Return ids and life [n, 2] of all stored rows, in no order."""
+        """Return of all stored rows, in any order, the ids [n], and use count and version of the last use [n, 2]."""
         slots = self._index.slots()
         ids, life = self._index.keys[slots], self._life(self._places(slots))
         if self._disk is None or not self.cold:
@@ -256,7 +256,7 @@ class RowStore:
         return Columns(both, rows, state, life).take(np.argsort(both))
 
     def load(self, columns: Columns) -> None:
-        """Store rows that are not stored, with state and life."""
+        """Add rows that are not stored yet, with their optimizer state, use counts and last use."""
         step = len(columns.ids) if self._limit is None else max(1, self._limit)
         for lo in range(0, len(columns.ids), max(1, step)):
             part = slice(lo, lo + step)
@@ -321,7 +321,7 @@ class RowStore:
     def _put(self, name: str, place: Slots, values: Rows) -> None:
         if len(place):
             column, held = self._pages.columns[name].cells, cells(np.ascontiguousarray(values))
-            if column.dtype.kind == "V":  # for such columns `put` takes half the time, for numbers twice the time
+            if column.dtype.kind == "V":  # `put` is faster than an assignment here, but slower for numbers
                 column.put(place, held, mode="clip")
             else:
                 column[place] = held

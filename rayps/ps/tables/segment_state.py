@@ -24,7 +24,7 @@ _DTYPES = {"int64", "uint32", "float32", "float64"}
 
 
 class LifeHead(TypedDict):
-    """The plain data of a `RowLifecycle`."""
+    """The part of a `RowLifecycle`'s state that is JSON; the rest is arrays."""
 
     evicted: int
     known_from: int
@@ -32,7 +32,7 @@ class LifeHead(TypedDict):
 
 
 class SegmentHead(TypedDict):
-    """The plain data of a segment's state."""
+    """The part of a segment's state that is JSON; the rest is arrays."""
 
     table: str
     index: int

@@ -20,7 +20,7 @@ Options = str | Mapping[str, Json]  # "adagrad:lr=0.1" or {"name": "adagrad", "l
 
 
 class TableOptions(TypedDict, total=False):
-    """The optional arguments of `rayps.embedding.Embedding`."""
+    """The optional arguments of `rayps.Embedding`."""
 
     seed: int
     init: Options
@@ -45,7 +45,7 @@ def made_table(
     dtype: str | torch.dtype,
     segments: int,
 ) -> SparseTable:
-    """Parse a table's options. Raises ConfigError: one is not valid."""
+    """Parse a table's options, and return the table. Raises ConfigError: an option is not valid."""
     for field, value, least in (("dim", dim, 1), ("segments", segments, 1), ("seed", seed, 0)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ConfigError(f"{field} is {value!r}: give a whole number of at least {least}", field=field)
@@ -71,15 +71,15 @@ def made_table(
 def wire_of(given: str | None) -> str | None:
     """Return the dtype of rows on the wire, "bf16", or None for the table's dtype.
 
-    Raises ConfigError: another is given.
+    Raises ConfigError: `given` is neither.
     """
     if given in (None, "bf16"):
         return given
-    raise ConfigError(f"wire is {given!r}: give none (rows are sent in the table's dtype) or 'bf16'", field="wire")
+    raise ConfigError(f"wire is {given!r}: give None (rows are sent in the table's dtype) or 'bf16'", field="wire")
 
 
 def options_of(field: str, given: Options) -> dict[str, Json]:
-    """Return a name and its numbers as a dict, from such a dict or from text.
+    """Return the option `field` as a dict of a name and numbers, from such a dict or from text like "sgd:lr=0.1".
 
     Raises ConfigError: `given` is neither.
     """

@@ -1,9 +1,10 @@
 """One segment of a table, as its primary and as a backup: a `rayps.ps.protocol.space.ServedSegment`.
 
-No sockets, no threads. A push is applied once: the ledger drops repeated ones. If the strategy does not gather, each
-push is applied on arrival by the strategy's `on_push` and forwarded to the backups as it is. If it gathers, the pushes
-of a round become one gradient over the union of their ids, and that is forwarded. A pull changes nothing unless it has
-counts: then missing rows are stored and all are counted, here and on the backups.
+No sockets, no threads. A push is applied once: the ledger drops repeated pushes. If the strategy applies each push on
+arrival (`PerPush`), its `on_push` is called and the push itself is forwarded to the backups. If the strategy applies
+whole rounds (`PerRound`), its `on_round` gets the pushes of a round, extended to the union of their ids, and the
+gradients of the resulting steps are forwarded. A pull changes nothing unless it has counts: then missing rows are
+stored and all its rows are counted, here and on the backups.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rayps.core.clock import Clock
 from rayps.core.errors import CheckpointError, ConfigError, TrainingError
 from rayps.core.repeated_pushes import WINDOW, Ledger
 from rayps.core.server_updates import weighted_mean
+from rayps.core.staleness_bound import Clock
 from rayps.core.strategy import ServerHalf
 from rayps.core.topology import Servers, servers_of
 from rayps.core.values import Buffer
@@ -68,7 +69,7 @@ def check_table(table: SparseTable) -> None:
 
 
 class _OpenRounds:
-    """The gathered pushes of the rounds that some ranks have not pushed yet."""
+    """The pushes gathered so far for each round that still lacks the push of some rank."""
 
     def __init__(self, closed: int, gathers: bool) -> None:
         self.gathers = gathers  # whether the strategy applies whole rounds
@@ -121,15 +122,15 @@ class _RowUpdate:
             self._overflown = int(self._ids[fault])
 
     def must_be_finite(self, step: int, rank: int | None = None) -> None:
-        """Raise TrainingError if a row is not finite since round `step` or earlier.
+        """Raise TrainingError if round `step` or an earlier round made a row not finite.
 
-        `rank`: the worker whose push is applied; None: a whole round is.
+        `rank`: the worker whose push was applied; None: a whole round was applied.
         """
         if self._fault is None and self._overflown is not None:
             source = "" if rank is None else f" by the push of worker-{rank}"
             self._fault = TrainingError(
                 f"table {self._table.name!r}: the row of id {self._overflown}, or its optimizer state, is not finite "
-                f"(NaN or infinite) since round {step}{source}, although the gradient is:\nlower the table's lr",
+                f"(NaN or infinite) since round {step}{source}, although the gradient is finite:\nlower the table's lr",
                 parameter=self._table.name,
                 id=self._overflown,
                 round=step,
@@ -148,7 +149,7 @@ class _SlotCache:
         self._found: dict[tuple[int, ...], tuple[Ids, Slots, Slots, int]] = {}
 
     def find(self, store: RowStore, ids: Ids, keep: bool) -> tuple[Slots, Slots]:
-        """Return the slots of ids, and the indices of those not stored; `keep`: remember the result.
+        """Return the slots of ids, and the indices of the ids that are not stored; `keep`: remember the result.
 
         The caller may change only the slots of ids that are not stored.
         """
@@ -172,7 +173,7 @@ class _SlotCache:
 
 
 class _Snapshots:
-    """The states after the rounds that a checkpoint needs; pages of memory are shared until rows change."""
+    """The states after the rounds that a checkpoint needs; they share memory with the segment until rows change."""
 
     def __init__(self) -> None:
         self.wanted: set[int] = set()
@@ -183,7 +184,7 @@ class _Snapshots:
         self._parts.keep(rounds, (store.branch(), *state))
 
     def dump(self, rounds: int) -> bytes | None:
-        """Return the state after `rounds`; None if it is not kept."""
+        """Return the state after `rounds` rounds; None if it is not retained."""
         held = self._parts.get(rounds)
         if held is None:
             return None
@@ -193,7 +194,7 @@ class _Snapshots:
 
 
 class TableSegment:
-    """One segment of a table: its rows, its clock, and its record of repeated pushes."""
+    """One segment of a table: its rows, its clock, and its ledger, which recognises repeated pushes."""
 
     def __init__(
         self,
@@ -215,7 +216,7 @@ class TableSegment:
         self.table, self.index, self.strategy, self.size = table, index, strategy, workers
         self.rounds = 1  # see ShardView
         self.seq = self.version = 0
-        self.operations = 0  # ids pulled and pushed: a step names every segment, so requests do not show the load
+        self.operations = 0  # number of ids pulled and pushed; a count of requests would be the same for all segments
         self.copied = True  # whether there are backups; without them changes are empty
         self.store = self._store()
         pace = None if scheduled is None else scheduled.pace(table, self.store.rule)
@@ -249,7 +250,7 @@ class TableSegment:
         return self.store.nbytes + self.life.nbytes
 
     def marks(self) -> dict[int, int]:
-        """Return the next step of each rank."""
+        """Return for each rank its next step: the pushes of all earlier steps are recorded."""
         return dict(self.ledger.marks)
 
     def durable(self, rank: int) -> int:
@@ -262,7 +263,7 @@ class TableSegment:
         return self.clock.may_pull(rank)
 
     def laggards(self) -> list[int]:
-        """Return the ranks that pulls wait for."""
+        """Return the slowest ranks, for whose pushes pulls wait."""
         return self.clock.laggards()
 
     # pushes
@@ -279,7 +280,7 @@ class TableSegment:
             if step - mark >= WINDOW:
                 raise ValueError(
                     f"rank {rank} pushed step {step} of table {self.table.name!r} before step {mark}: "
-                    f"at most {WINDOW - 1} may be skipped"
+                    f"at most {WINDOW - 1} steps may be skipped"
                 )
             self._checked = (data, decode_push(data, self.table))
 
@@ -313,7 +314,7 @@ class TableSegment:
         return changes
 
     def _apply(self, rank: int, step: int, weight: float, push: TablePush) -> None:
-        """Apply a push at once."""
+        """Apply a push on arrival, for a strategy with `PerPush`."""
         self.ledger.add(rank, step)
         self.version += 1
         with self.store.lock:
@@ -353,7 +354,7 @@ class TableSegment:
         return changes
 
     def _use(self, ids: Ids, counts: Counts) -> None:
-        """Admit and count rows; select the stored ones for `step`."""
+        """Admit rows that are not stored yet, count the use of all, and select the stored ones for `step`."""
         slots, missing = self._slots.find(self.store, ids, keep=False)
         if len(missing) and self.store.warm(ids[missing]):
             slots[missing] = self.store.find(ids[missing])
@@ -381,7 +382,7 @@ class TableSegment:
         self._update.step(self.store, grad, scale, decays)
 
     def step_mean(self, values: Sequence[Tensor], weights: Sequence[float]) -> None:
-        """Step by sum(w_i v_i) / sum(w_i), summed in the order given."""
+        """Step the rows of the current push by the mean sum(w_i v_i) / sum(w_i), summed in the order given."""
         self.step(weighted_mean(list(values), list(weights)))
 
     def _after(self) -> None:
@@ -475,7 +476,7 @@ class TableSegment:
     # states
 
     def keep(self, rounds: Sequence[int]) -> None:
-        """Keep, from now on, the states after these rounds of the slowest worker."""
+        """Retain the states after these rounds of the slowest worker."""
         self._snapshots.wanted.update(each for each in rounds if each >= self._open.closed)
 
     def _keep(self) -> None:
@@ -484,11 +485,11 @@ class TableSegment:
                 self._snapshots.keep(self._open.closed, self.store, self._head_and_life())
 
     def part(self, rounds: int) -> bytes | None:
-        """Return the state after `rounds`; None if it is not kept."""
+        """Return the state after `rounds` rounds; None if it is not retained."""
         return self._snapshots.dump(rounds)
 
     def dump(self) -> bytes:
-        """Return the complete state. It contains the gathered pushes of closed rounds only."""
+        """Return the complete state, but without the pushes of rounds that are still open."""
         with self.store.lock:
             head, arrays = self._head_and_life()
             return segment_state.pack(head, {**segment_state.as_arrays(self.store.export()), **arrays})
@@ -540,7 +541,7 @@ class TableSegment:
     def branch(
         self, workers: int | None = None, strategy: ServerHalf | None = None, scheduled: Scheduled | None = None
     ) -> TableSegment:
-        """Return a copy that shares memory until rows change, for `workers` workers; its clock begins at 0."""
+        """Return a branch for `workers` workers, which shares memory until rows change; its clock begins at step 0."""
         other = TableSegment(
             self.table, self.index, strategy or self.strategy, workers or self.size, scheduled=scheduled
         )

@@ -98,7 +98,7 @@ def split(ids: Ids, segments: int) -> tuple[Slots, list[int]]:
 
 
 def cells(rows: Rows) -> NDArray[np.generic]:
-    """Return rows [n, width] as n cells of bytes, a view: numpy copies cells several times as fast as rows."""
+    """Return a view of rows [n, width] as n cells, one item for each row: numpy copies cells faster than rows."""
     return rows.view(_cell(rows.shape[1] * rows.itemsize)).reshape(-1)
 
 
@@ -108,7 +108,7 @@ def _cell(size: int) -> np.dtype[np.generic]:
 
 
 def carved(room: Room, size: int) -> Room:
-    """Return an allocator whose blocks follow one another in one block of `size` bytes of `room`."""
+    """Allocate one block of `size` bytes by `room`; return an allocator that divides it into consecutive parts."""
     left = room(size)
 
     def take(count: int) -> Bytes:
@@ -120,7 +120,7 @@ def carved(room: Room, size: int) -> Room:
 
 
 def _piece(flags: int, dim: int, ids: Ids, counts: Counts | None, tail: int, room: Room) -> tuple[Bytes, int]:
-    """Return a piece with room for `tail` bytes of rows, padded to 8, and the offset at which they begin."""
+    """Return a piece whose rows are not written yet, and the offset at which its `tail` bytes of rows begin."""
     n = len(ids)
     rows = _HEAD + 8 * n + (0 if counts is None else (4 * n + 7) // 8 * 8)
     found = room(rows + (tail + 7) // 8 * 8)
@@ -162,7 +162,7 @@ def _head(data: Buffer, table: SparseTable, push: bool) -> tuple[Bytes, int, int
     if bool(flags & _ROWS) != push:
         raise table.error(ConfigError, f"expected a {'push with' if push else 'pull without'} rows")
     if n < 0 or _HEAD + n * (12 if flags & COUNTS else 8) > len(raw):
-        raise table.error(ConfigError, f"a request of {len(raw)} bytes cannot contain {n} ids")
+        raise table.error(ConfigError, f"a request of {len(raw)} bytes is too short for {n} ids")
     return raw, n, flags, dim
 
 
@@ -232,7 +232,7 @@ def decode_push(data: Buffer, table: SparseTable) -> TablePush:
             first = int(ids[int(wrong[0])])
             raise table.error(
                 ConfigError,
-                f"the gradient of id {first} is not finite (of {len(wrong)} ids in all): nothing was applied",
+                f"the gradient of id {first} is not finite ({len(wrong)} ids have such gradients): nothing was applied",
                 id=first,
             )
     return TablePush(ids, counts, rows)

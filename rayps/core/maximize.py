@@ -1,4 +1,4 @@
-"""The direction in which an optimizer moves: the sign of what a strategy adds to a gradient. Pure."""
+"""Whether an optimizer minimizes or maximizes, as the sign of the terms that a strategy adds to a gradient. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rayps.core.errors import ConfigError
 
 
 def direction(groups: Iterable[Mapping[str, bool]]) -> int:
-    """Return 1, or -1 where the optimizer of these parameter groups maximizes.
+    """Return -1 if the optimizer of these parameter groups maximizes, else 1.
 
     Raises:
         ConfigError: one of the groups maximizes and another one minimizes.

@@ -1,14 +1,14 @@
-"""The interface of a federated strategy that the engine, the population and real clients use."""
+"""The interface of a federated strategy, which the engine, the simulation and real clients use."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from rayps.core.families import has_remote_clients
 from rayps.core.strategy import StrategyView
+from rayps.core.strategy_families import has_remote_clients
 from rayps.core.values import Json
-from rayps.federated.aggregation import Aggregation
+from rayps.federated.aggregation_options import Aggregation
 from rayps.federated.local_training import LocalTraining
 from rayps.federated.population.attack_spec import AttackSpec
 from rayps.federated.population.options import PopulationSpec
@@ -24,20 +24,20 @@ class Buffered:
     """The options of asynchronous rounds. A round ends after `size` updates; `concurrency` clients train at once."""
 
     size: int
-    concurrency: int | None = None  # None = the share `fraction` of the clients
-    max_staleness: int | None = None  # in versions; an older update is dropped; None = no update is dropped
+    concurrency: int | None = None  # None: the fraction `fraction` of the clients
+    max_staleness: int | None = None  # an update that started more rounds ago is dropped; None: no update is dropped
 
 
 @dataclass(frozen=True, slots=True)
 class ClientSide:
-    """The client's half of a strategy: what a client stores and sends besides its update, and its kind of optimizer."""
+    """What a client stores, what it sends besides its update, and which optimizer it must have."""
 
-    sums: tuple[str, ...] = ()  # names in `c.reply`, summed unweighted, each as long as w
-    state: tuple[str, ...] = ()  # names in `c.state`, stored between rounds
-    model: str | None = None  # the name in `state` of the client's own model
-    keeps_buffers: bool = False  # BatchNorm statistics stay with each client; otherwise they are averaged
-    finetune: int | None = None  # epochs of training of a copy of w before its evaluation on the client's rows
-    plain: bool = False  # the optimizer must be SGD without momentum or weight decay
+    sums: tuple[str, ...] = ()  # names of vectors in `c.reply`, each as long as w, summed over clients without weights
+    state: tuple[str, ...] = ()  # names of vectors in `c.state`, stored between rounds
+    model: str | None = None  # the name in `state` of the client's personal model
+    keeps_buffers: bool = False  # True: each client has its own BatchNorm statistics; False: they are averaged
+    finetune: int | None = None  # epochs for which a copy of w is trained before it is evaluated on the client's rows
+    plain: bool = False  # whether the optimizer must be SGD without momentum and weight decay
 
     @property
     def stateful(self) -> bool:
@@ -46,17 +46,17 @@ class ClientSide:
 
     @property
     def measured(self) -> bool:
-        """Whether each client is evaluated with a model or buffers of its own."""
+        """Whether each client is evaluated with a personal model, or with buffers of its own."""
         return bool(self.finetune or self.model or self.keeps_buffers)
 
 
 @runtime_checkable
 class FederatedView(StrategyView, Protocol):
-    """A federated strategy: the options that it declares, and the paper's two halves, `client` and `server`."""
+    """A federated strategy: its options, and the paper's algorithm in the methods `client` and `server`."""
 
     @property
     def fraction(self) -> float:
-        """The share of the clients that a round asks."""
+        """The fraction of the clients that a round asks."""
 
     @property
     def local(self) -> LocalTraining:
@@ -64,7 +64,7 @@ class FederatedView(StrategyView, Protocol):
 
     @property
     def aggregation(self) -> Aggregation:
-        """The options with which the replies of a round become one update."""
+        """The options by which the replies of a round are combined into one update."""
 
     @property
     def population(self) -> PopulationSpec:
@@ -72,11 +72,11 @@ class FederatedView(StrategyView, Protocol):
 
     @property
     def buffered(self) -> Buffered | None:
-        """The options of asynchronous rounds; None = all clients of a round start together."""
+        """The options of asynchronous rounds; None: all clients of a round start together."""
 
     @property
     def clients(self) -> Json:
-        """How the job waits for real clients, see `rayps.federated.remote.join_options`; None = they are simulated."""
+        """How the job waits for real clients (`rayps.federated.remote.join_options`); None: clients are simulated."""
 
     @property
     def client_side(self) -> ClientSide:
@@ -86,13 +86,13 @@ class FederatedView(StrategyView, Protocol):
         """Train a client on `c.w`, which is w_t at the start."""
 
     def beside(self, c: ClientTurn) -> None:
-        """Run the client's work that is not part of its reply, after the reply; for example, train its own model."""
+        """Do the client's work that is not part of its reply, such as training its personal model, after the reply."""
 
     def weight(self, n: int, staleness: int) -> float:
-        """Return the weight in `s.delta` of a reply of n samples whose training started `staleness` rounds ago."""
+        """Return the weight in `s.delta` of a reply of `n` samples, whose training started `staleness` rounds ago."""
 
     def server(self, s: FederatedServer) -> None:
-        """Update the server from the replies: `s.w` is w_t at the start, and must be w_(t+1) at the end."""
+        """Change the server's parameters `s.w` from w_t to w_(t+1), by the combined replies."""
 
 
 def attackers_of(strategy: FederatedView) -> AttackSpec | None:
@@ -101,7 +101,7 @@ def attackers_of(strategy: FederatedView) -> AttackSpec | None:
 
 
 def is_buffered(strategy: FederatedView) -> bool:
-    """Return whether replies may have started from older parameters."""
+    """Return whether the strategy is asynchronous: replies may have started from older parameters."""
     return strategy.buffered is not None
 
 
@@ -116,8 +116,8 @@ def joining_under(strategy: FederatedView) -> JoinOptions | None:
 
 
 def keeper_of(strategy: StrategyView) -> str | None:
-    """Return the strategy's name if it stores states of clients on the workers; None otherwise."""
+    """Return the strategy's name if the workers store a state of each client; None otherwise."""
     if not isinstance(strategy, FederatedView) or has_remote_clients(strategy):
-        return None  # real clients store their own
+        return None  # real clients store their states themselves
     side = strategy.client_side
     return strategy.name if side.stateful else None

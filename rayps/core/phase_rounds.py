@@ -14,7 +14,7 @@ from rayps.core.grid import Grid
 
 
 class Planned(Protocol):
-    """A phase, with what its length depends on. `epochs` None = the phase lasts until the run ends."""
+    """The facts of a phase on which its length depends. `epochs` None = the phase lasts until the run ends."""
 
     @property
     def epochs(self) -> int | None:
@@ -26,7 +26,7 @@ class Planned(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """The rounds after which a snapshot is taken: every `every` rounds, counted from `origin`, and at `end`."""
+    """The rounds after which a snapshot is taken: `origin` plus each multiple of `every` (0 = none), and `end`."""
 
     every: int
     end: int
@@ -36,7 +36,7 @@ class Boundary:
         return rounds == self.end or (self.every > 0 and (rounds - self.origin) % self.every == 0)
 
     def following(self, rounds: int) -> int:
-        """Return the first round of a snapshot that is not before `rounds`; `end` if there is none."""
+        """Return the first round at or after `rounds` after which a snapshot is taken; `end` at the latest."""
         if self.every <= 0:
             return self.end
         return min(self.end, self.origin - (self.origin - rounds) // self.every * self.every)
@@ -44,7 +44,7 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True)
 class PhaseSpan:
-    """One phase: its rounds are `begin` to `end`, counted from the start of the run; its first epoch is `epoch`."""
+    """The rounds of one phase, `begin` to `end` - 1, counted from the start of the run; its first epoch is `epoch`."""
 
     begin: int
     end: int
@@ -64,7 +64,7 @@ class PhaseSpan:
 
 
 class Calendar:
-    """The phases of one run, in order."""
+    """The rounds and epochs of all phases of one run, in order."""
 
     def __init__(
         self, phases: Sequence[Planned], steps: Sequence[int], workers: int, *, epochs: int | None, rounds: int | None
@@ -99,7 +99,7 @@ class Calendar:
         return last.epoch - (last.begin - last.end) // last.steps
 
     def at(self, done: int) -> PhaseSpan:
-        """Return the phase that continues after `done` rounds; the last one when the run has ended."""
+        """Return the phase of the next round after `done` rounds; the last phase if the run has ended."""
         return next((span for span in self.spans if done < span.end), self.spans[-1])
 
     def epoch_of(self, number: int) -> int:
@@ -107,9 +107,9 @@ class Calendar:
         return self.at(number).epoch_of(number)
 
     def cut(self, planned: int, at: int) -> bool:
-        """End the phase that was planned to end at round `planned` at round `at`; later phases begin earlier.
+        """Move the end of the phase that ends at round `planned` to the earlier round `at`, and all later phases too.
 
-        Return False, without a change, if no phase is planned to end at `planned` any more.
+        Return False, without a change, if no phase ends at `planned`.
         """
         number = next((i for i, span in enumerate(self.spans) if span.end == planned and span.begin <= at), None)
         if number is None:
@@ -127,7 +127,7 @@ class Calendar:
 
 
 def phase_ends(phases: Sequence[Planned], steps_per_epoch: int, *, epochs: int | None, steps: int | None) -> list[int]:
-    """Return the position at which each phase ends.
+    """Return the number of rounds after which each phase ends.
 
     Raises:
         ConfigError: the phases' epochs and the job's epochs or steps contradict each other.
@@ -135,7 +135,8 @@ def phase_ends(phases: Sequence[Planned], steps_per_epoch: int, *, epochs: int |
     before = sum(phase.epochs or 0 for phase in phases[:-1])
     if steps is not None and phases[-1].epochs is not None:
         raise ConfigError(
-            f"the last phase has {phases[-1].epochs} epochs and steps is {steps}: give one of them", field="steps"
+            f"the last phase has {phases[-1].epochs} epochs and steps is {steps}: give only one of the two",
+            field="steps",
         )
     total = steps
     if total is None:
@@ -144,7 +145,8 @@ def phase_ends(phases: Sequence[Planned], steps_per_epoch: int, *, epochs: int |
             epochs = before + (last if last is not None else 1)
         if last is not None and epochs != before + last:
             raise ConfigError(
-                f"the phases have {before + last} epochs and epochs is {epochs}: give one of them", field="epochs"
+                f"the phases have {before + last} epochs in all and epochs is {epochs}: leave out epochs",
+                field="epochs",
             )
         total = epochs * steps_per_epoch
     ends, at = [], 0
@@ -153,7 +155,7 @@ def phase_ends(phases: Sequence[Planned], steps_per_epoch: int, *, epochs: int |
         ends.append(at)
     if ends and ends[-1] >= total:
         raise ConfigError(
-            f"the phases before the last take {before} epochs = {ends[-1]} rounds, and the job has {total}: "
+            f"the phases before the last take {before} epochs = {ends[-1]} rounds, and the job has only {total}: "
             "raise epochs",
             field="epochs",
         )
@@ -161,7 +163,7 @@ def phase_ends(phases: Sequence[Planned], steps_per_epoch: int, *, epochs: int |
 
 
 def _ends(phases: Sequence[Planned], steps: Sequence[int], epochs: int | None, rounds: int | None) -> list[int]:
-    """Return the rounds at which phases end, where phases have different numbers of rounds per epoch."""
+    """Return the number of rounds after which each phase ends, if the phases differ in rounds per epoch."""
     by_epoch = phase_ends(phases, 1, epochs=epochs, steps=None) if rounds is None else []
     found, at, before = [], 0, 0
     for i, phase in enumerate(phases):
@@ -173,8 +175,8 @@ def _ends(phases: Sequence[Planned], steps: Sequence[int], epochs: int | None, r
         found.append(at)
     if len(found) > 1 and found[-2] >= found[-1]:
         raise ConfigError(
-            f"the phases before the last take {before} epochs = {found[-2]} rounds, and the job has {found[-1]}: raise "
-            "steps",
+            f"the phases before the last take {before} epochs = {found[-2]} rounds, and the job has only {found[-1]}: "
+            "raise steps",
             field="steps",
         )
     return found

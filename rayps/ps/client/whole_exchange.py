@@ -1,4 +1,4 @@
-"""The usual exchange in few calls: a push of the whole vector and its pull, through mailboxes of all servers."""
+"""The usual exchange in few calls: push the whole gradient, and pull the whole vector, through servers' mailboxes."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from rayps.ps.protocol.segment_map import SpaceMap
 from rayps.ps.protocol.space import Space
 from rayps.tensors.packing import flat_bytes
 
-_LOOK_MS = 1000  # between two checks of the deadline
+_LOOK_MS = 1000  # milliseconds between two checks of the deadline
 
 
 class TurnPart:
-    """The request to one server, and the places of its values."""
+    """The part of a `Turn` that concerns one server: the request, and where its values are copied."""
 
     __slots__ = ("_landing", "_offers", "_reads", "box", "head", "line", "segments", "words")
 
@@ -39,8 +39,10 @@ class TurnPart:
         self.line, self.box, self.segments, self.head = line, box, segments, head
         self.words = box.words
         self._landing: Mapping[int, Any] | None = None
-        self._offers = -1  # that the server had made when `_reads` was made
-        self._reads: list[tuple[memoryview, Bytes, Bytes]] = []  # a segment's first words, its values, their place
+        self._offers = -1  # number of memories that the server had offered when `_reads` was made
+        self._reads: list[
+            tuple[memoryview, Bytes, Bytes]
+        ] = []  # a segment's words, its values, and their landing place
 
     @property
     def answered(self) -> bool:
@@ -49,10 +51,10 @@ class TurnPart:
         return found
 
     def take(self, landing: Mapping[int, Any], torn: bool) -> tuple[int, int, int] | None:
-        """Copy the values of an answer to their places; return its version, lead and durable step.
+        """Copy the values of an answer to their landing places; return the answer's version, lead and durable step.
 
-        None if it comes by message, or a segment changed during every attempt to read it. Raises LinkError: the server
-        offered no such segment.
+        None: the answer comes by message, or a segment changed during every attempt to read it. Raises LinkError: the
+        server did not offer its memory of a segment.
         """
         version, lead, durable, where, offers = self.box.answer()
         if where != BY_MEMORY:
@@ -72,7 +74,10 @@ class TurnPart:
 
 
 class Turn:
-    """The requests of such an exchange, valid for one map, one set of connections and one gradient buffer."""
+    """The prepared requests of an exchange of the whole vector, one for each server.
+
+    They are valid for one map, one set of connections and one gradient buffer.
+    """
 
     def __init__(
         self, parts: list[TurnPart], memory: WorkerMemory, gradients: GradientBuffer, found: SpaceMap, changes: int
@@ -86,7 +91,7 @@ class Turn:
 
     @classmethod
     def of(cls, lines: ServerConnections, space: Space) -> Turn | None:
-        """Return None if a server shares no memory, is not joined or has died, or if the space has tables."""
+        """Prepare the requests; return None if there are tables, or not all servers are joined and share memory."""
         memory, layout = lines.memory, space.layout
         if memory is None or layout is None or space.segments > len(space.cuts):
             return None
@@ -100,7 +105,7 @@ class Turn:
             try:
                 if not line.mailbox.ready or not line.mailbox.offer():
                     return None
-            except LinkError:  # the server has died: an exchange detects it, and repeats what it had not received
+            except LinkError:  # the server has died: `Session.exchange` detects it, and repeats what the server lacks
                 return None
             rows = [
                 (
@@ -117,7 +122,7 @@ class Turn:
         return cls(parts, memory, gradients, lines.map, lines.changes)
 
     def good(self, lines: ServerConnections) -> bool:
-        """Return whether map, connections and gradient buffer are those for which it was made."""
+        """Return whether map, connections and gradient buffer are those for which the requests were prepared."""
         return self._map is lines.map and self._changes == lines.changes and self.gradients is self._memory.gradients
 
     def free(self) -> bool:
@@ -129,7 +134,7 @@ class Turn:
         return True
 
     def wait(self, lines: ServerConnections, part: TurnPart) -> bool:
-        """Wait for the answer in a mailbox; False if a link becomes readable first, or the deadline passes."""
+        """Wait for the answer of a server; return False if a link becomes readable first, or the deadline passes."""
         words, tag, wakeup = part.words, part.box.tag, self._memory.wakeup
         while words[ANSWERED] != tag:
             words[WAITS] = 1
@@ -137,16 +142,16 @@ class Turn:
             ready = [] if words[ANSWERED] == tag else self._poll.poll(_LOOK_MS)
             words[WAITS] = 0
             for descriptor, _ in ready:
-                if descriptor != wakeup:
+                if descriptor != wakeup.fileno():
                     return part.answered
-                self._memory.hush()
+                wakeup.clear()
             if not ready and (lines.ended or time.monotonic() > lines.deadline):
                 return part.answered
         return True
 
 
 class SharedGradient:
-    """A session's gradient of the whole vector, in memory that servers of this host read, and the plan to push it."""
+    """A session's whole gradient, in memory that servers of this host read, and the prepared requests that push it."""
 
     def __init__(self, lines: ServerConnections) -> None:
         self._lines = lines
@@ -172,7 +177,7 @@ class SharedGradient:
         return self._whole[1]
 
     def turn(self, pieces: Mapping[int, Any]) -> Turn | None:
-        """Return the requests of a push of `pieces`, if these are the whole gradient and no request is in flight."""
+        """Return the requests that push `pieces`; None if this is not the whole gradient, or requests are in flight."""
         lines, plan = self._lines, self._plan
         if plan is None or not plan.good(lines):
             plan = self._plan = Turn.of(lines, lines.space) if lines.open else None

@@ -15,7 +15,7 @@ class Clock:
     """Rounds pushed by each rank, and the bound on their difference."""
 
     def __init__(self, done: Mapping[int, int], staleness: int | None) -> None:
-        """Use `done` as the ranks' clocks. It is read again at each call; its owner decides which pushes it counts."""
+        """Read each rank's clock from `done` at every call, so that the owner of `done` may change it meanwhile."""
         self.staleness = staleness
         self.done = done
 

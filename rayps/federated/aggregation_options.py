@@ -1,4 +1,4 @@
-"""The aggregation options of a strategy: rule, clipping, and how many replies a round needs. Pure."""
+"""A strategy's options for combining replies: rule, clipping, and how many replies a round needs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rayps.federated.robust_rules import AggregationRule, rule_of
 
 @dataclass(frozen=True)
 class Aggregation:
-    """The options with which the replies of a round become one update.
+    """The options by which the replies of a round are combined into one update.
 
-    Each reply is clipped to the norm `clip`, then `rule` combines them. `min_replies`: a round with fewer leaves the
-    model unchanged. `enough`: a round ends after this many replies. `over_selection`: a share s; a round that needs n
-    replies asks (1 + s) n clients, and ends with n replies.
+    Each client's update is clipped to the norm `clip`, then `rule` combines the updates. A round with fewer than
+    `min_replies` replies leaves the model unchanged. A round ends after `enough` replies. With `over_selection` s, a
+    round that needs n replies asks (1 + s) n clients, and ends with n replies.
     """
 
     rule: Json | AggregationRule = "mean"
@@ -30,7 +30,7 @@ class Aggregation:
         rule_of(self.rule)
         if self.clip is not None and (not is_number(self.clip) or self.clip <= 0):
             raise ConfigError(
-                f"clip is {self.clip!r}: give the largest norm of an update, above 0, or none", field="clip"
+                f"clip is {self.clip!r}: give the largest norm of an update, a number above 0, or none", field="clip"
             )
 
     @property
@@ -39,14 +39,14 @@ class Aggregation:
         return rule_of(self.rule)
 
     def asked(self, needed: int, clients: int) -> int:
-        """Return how many of `clients` a round asks if it needs the replies of `needed` clients."""
+        """Return how many of `clients` clients a round asks if it needs `needed` replies."""
         return min(clients, int(needed * (1 + self.over_selection) + 0.5))
 
     def must_be_met(self, asked: int, clients: int) -> None:
         """Check `min_replies`. Raises ConfigError: it is more than the clients that a round asks."""
         if self.min_replies > asked:
             raise ConfigError(
-                f"min_replies is {self.min_replies}, and a round asks {asked} of {clients} clients: no round would "
-                "ever count; lower it, or raise fraction",
+                f"min_replies is {self.min_replies}, but a round asks only {asked} of {clients} clients: no round "
+                "would ever change the model; lower min_replies, or raise fraction",
                 field="min_replies",
             )

@@ -1,4 +1,4 @@
-"""The table of families, with the loop of each. A strategy names its family in `Strategy.loop`.
+"""The table of families of strategies, with the loop of each. A strategy names its family in `Strategy.loop`.
 
 Loops are named by "module:Name" strings, so that a job imports the code of its own family only.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from rayps.core import families
+from rayps.core import strategy_families
 from rayps.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from rayps.worker.loop import Loop
 
 FAMILIES = {
-    families.SYNC_GRADIENTS: "rayps.worker.sync_gradients:SyncGradients",
-    families.SERVER_STEPS: "rayps.worker.server_steps:ServerSteps",
-    families.LOCAL_UPDATES: "rayps.worker.local_updates:LocalUpdates",
-    families.SHARED_VECTOR: "rayps.worker.shared_vector:SharedVectorSteps",
-    families.FEDERATED_ROUNDS: "rayps.worker.federated_rounds:FederatedRounds",
+    strategy_families.SYNC_GRADIENTS: "rayps.worker.sync_gradients:SyncGradients",
+    strategy_families.SERVER_STEPS: "rayps.worker.server_steps:ServerSteps",
+    strategy_families.LOCAL_UPDATES: "rayps.worker.local_updates:LocalUpdates",
+    strategy_families.SHARED_VECTOR: "rayps.worker.shared_vector:SharedVectorSteps",
+    strategy_families.FEDERATED_ROUNDS: "rayps.worker.federated_rounds:FederatedRounds",
 }
 MODEL_SLICE = "rayps.parallel.division.model_slice:ModelSlice"  # the model part of a replica of several workers
 TABLES = "rayps.ps.tables.embedding:bind"  # connects a model's sparse tables
@@ -30,7 +30,8 @@ def loop_class(strategy: StrategyView) -> type[Loop]:
     """Return the loop that runs a strategy: its family's loop, or the strategy's own.
 
     Raises:
-        ConfigError: `strategy.loop` is neither a family, nor a class of a loop, nor "module:Class" of one.
+        ConfigError: `strategy.loop` is neither the name of a family, nor a subclass of `Loop`, nor the "module:Class"
+            of a subclass.
     """
     given: Any = strategy.loop
     known = isinstance(given, str) and (given in FAMILIES or ":" in given)

@@ -1,4 +1,4 @@
-"""The answers of the REST interface, as its client receives them: JSON objects by field. Times are ISO 8601 text."""
+"""The answers of the REST interface, as its client receives them: a class per JSON object. Times are ISO 8601 text."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SpecAnswer(TypedDict, total=False):
 
 
 class JobAnswer(TypedDict):
-    """A job."""
+    """The service's answer about one job."""
 
     id: str
     name: str
@@ -48,7 +48,7 @@ class JobAnswer(TypedDict):
 
 
 class ClusterAnswer(TypedDict):
-    """The Ray that runs the jobs."""
+    """The state of the Ray cluster that runs the jobs."""
 
     ready: bool
     address: str | None
@@ -60,7 +60,7 @@ class ClusterAnswer(TypedDict):
 
 
 class GroupRow(TypedDict):
-    """The summary of a server group in a list."""
+    """The summary of a server group in the answer that lists all groups."""
 
     name: str
     status: str
@@ -78,7 +78,7 @@ class GroupRow(TypedDict):
 
 
 class GroupJobAnswer(TypedDict):
-    """A job that uses a group."""
+    """One job in the answer about the group that it uses."""
 
     id: str
     name: str
@@ -87,7 +87,7 @@ class GroupJobAnswer(TypedDict):
 
 
 class ServerLine(TypedDict, total=False):
-    """A server of a group."""
+    """One server in the answer about its group."""
 
     name: str
     state: str
@@ -101,13 +101,13 @@ class ServerLine(TypedDict, total=False):
 
 
 class SegmentLine(TypedDict, total=False):
-    """A segment of a space."""
+    """One segment in the answer about its space."""
 
     state: str
 
 
 class SpaceAnswer(TypedDict, total=False):
-    """A space on a group."""
+    """One space in the answer about its group: the parameters and tables of one job or branch."""
 
     name: str
     workers: int | None
@@ -122,7 +122,7 @@ class SpaceAnswer(TypedDict, total=False):
     quota: dict[str, float | None] | None
 
 
-# a segment's move: `from` is a keyword of Python
+# one migration of a segment between servers; not a class, because the field `from` is a keyword of Python
 MoveLine = TypedDict(
     "MoveLine",
     {"space": str, "segment": int, "from": str | None, "to": str, "phase": str, "seconds": float, "bytes": int},
@@ -131,7 +131,7 @@ MoveLine = TypedDict(
 
 
 class GroupAnswer(TypedDict, total=False):
-    """A server group. Before the service has asked the group's manager for the first time, only `name` is set."""
+    """The answer about one server group. Only `name` is set until `RemoteGroup.refresh` has read the rest."""
 
     name: str
     status: str
@@ -149,7 +149,7 @@ class GroupAnswer(TypedDict, total=False):
 
 
 class TokenAnswer(TypedDict, total=False):
-    """The record of a client's token. The text `token` is in the answer to its creation only."""
+    """The record of a client's token. Only the answer to the token's creation has `token`, the secret text."""
 
     id: str
     job: str | None

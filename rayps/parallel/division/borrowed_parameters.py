@@ -1,10 +1,11 @@
 """Exchange borrowed parameters between the columns of one replica: values before a step, gradients after it.
 
-A parameter has one owner column, and is only in the owner's vector, which a strategy updates, clips and saves. Before
-each use the owner sends the current values to the columns that borrow them: along the stages one message per pair of
-stages, then along the tensor ranks one broadcast. After backward a stage returns the gradient of a tied weight, and the
-owner adds it, in the order of stages. Parameters that all tensor ranks hold whole have the same gradient on each of
-them, so these gradients are not returned. Copies cannot diverge: only the owner changes a parameter.
+Each parameter is owned by one column: only the owner's vector contains it, and a strategy updates, clips and saves that
+vector. Before each use, the owner sends the current values to the columns that borrow the parameter: along the stages
+one message per pair of stages, then along the tensor ranks one broadcast. After backward, a stage sends the gradient of
+a tied weight to the owner, which adds these gradients in the order of stages. A parameter that every tensor rank uses
+whole has the same gradient on all of them, so that gradient is not sent. Copies cannot diverge, as only the owner
+changes a parameter.
 """
 
 from __future__ import annotations
@@ -17,17 +18,20 @@ from torch import Tensor, nn
 from rayps.comm.ring import Ring
 from rayps.parallel.division.division import Division
 
-TAG = 1 << 40  # tag of these messages between stages; activations have other tags
-Pair = tuple[int, int]  # owner, borrower
+TAG = 1 << 40  # tag of messages with parameters between stages; activations have other tags
+Pair = tuple[int, int]  # (stage of the owner, stage of the borrower)
 
 
 class Share:
-    """One worker's part of the exchange. All workers of a replica construct it and call it in the same order."""
+    """Exchanges the borrowed parameters of one worker. All workers of a replica must make the same calls in order."""
 
     def __init__(
         self, division: Division, column: int, parameters: Mapping[str, nn.Parameter], rings: Mapping[str, Ring]
     ) -> None:
-        """Prepare; `parameters` are this worker's, by name in the whole model; `rings` are this worker's, by axis."""
+        """Prepare the exchanges of the worker in `column`.
+
+        `parameters` are the worker's parameters, by their names in the whole model; `rings` are its rings, by axis.
+        """
         stage, rank = division.place(column)
         names: dict[Pair, list[str]] = {}
         for other, each in enumerate(division.columns):
@@ -46,13 +50,13 @@ class Share:
             if not lent.tied
         }
         self.whole = [(entry.name, parameters[entry.name]) for entry in division.layout.entries if entry.name in whole]
-        self._whole = [p for _, p in self.whole]  # parameters that each tensor rank of this stage holds whole
+        self._whole = [p for _, p in self.whole]  # parameters that are not split among this stage's tensor ranks
         self._stage, self._rank = stage, rank
         self._rings = rings
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Receive the owners' current values. Raises LinkError."""
+        """Send the current values of owned parameters, and receive those of borrowed ones. Raises LinkError."""
         for (owner, borrower), params in self._pairs:
             if owner == self._stage:
                 self._rings["stage"].send(_packed(params), borrower, TAG)
@@ -66,9 +70,9 @@ class Share:
 
     @torch.no_grad()
     def give_back(self) -> None:
-        """Add the gradients of tied weights to their owners'; a gradient that no stage computed stays None.
+        """Send the gradients of borrowed tied weights to their owners, which add them to their own gradients.
 
-        Raises LinkError.
+        A gradient that no stage has computed stays None. Raises LinkError.
         """
         for (owner, borrower), params in self._pairs:
             marks = torch.tensor([p.grad is not None for p in params]).to(params[0])

@@ -2,27 +2,30 @@
 
     a client's w_k          from `Trainer`, or from a process outside of the cluster
     [attack]                simulated attackers replace their update before it is screened
-    screen                  a reply that is not finite, or too large for the sum, is rejected; so is a reply with
-                            buffers that no model can have (`statistics`); the client is named
+    screen                  a reply that is not finite, or too large for the sum, is rejected, and so is a reply with
+                            buffers that no model can have (`statistics`); the client is reported
     clip                    w_k - w_t is scaled down to the norm `clip`
-       local privacy        each client's own noise belongs here: clipped, and still with the client
-    meet                    rule "mean": n_k w_k are added in fixed point (`exact_sum`), over all workers in one sum
-       secure aggregation   its masks belong here: limbs are integers modulo 2^64, and only their sum is read
-    rule                    the other rules need all updates at once: rows in cohort order, gathered on each worker;
-                            buffers and `sums` of the clients go through the same rule, each as a matrix of its own
-       central privacy      its noise belongs here, on the sum of clipped updates, over a divisor fixed beforehand
+       (local privacy)      a client would add its noise here, to its own clipped update
+    meet                    rule "mean": the n_k w_k are added in fixed point (`exact_sum`), in one sum over all workers
+       (secure aggregation) masks would be added here: limbs are integers modulo 2^64, and only their sum is read
+    rule                    the other rules need all updates at once: they are gathered on each worker, as the rows of a
+                            matrix in cohort order; buffers and `sums` of the clients are combined by the same rule,
+                            each as a matrix of its own
+       (central privacy)    noise would be added here, to the sum of clipped updates, with a divisor fixed beforehand
     server                  `Federated.server` with `RoundAggregate.mean`, `RoundAggregate.delta`, `RoundAggregate.sums`
 
-The mean takes memory for one model (in fixed point: 4 times its bytes, float64: 3) however many clients reply; a robust
-rule or an omniscient attacker takes n times that of an update. The bits depend neither on the number of workers, nor on
-which of them trained a client, nor on the order. A single reply to the mean is returned unchanged.
+The steps in parentheses are not implemented. The mean takes memory for one model (in fixed point: 4 times its bytes,
+for float64 3 times) however many clients reply; a robust rule or an omniscient attack takes the memory of all n
+updates. The bits of the result depend neither on the number of workers, nor on which worker trained a client, nor on
+the order of replies. Under the mean, a single reply is returned unchanged.
 
-Under the mean, buffers are weighted by samples and `sums` are plain sums. Under a robust rule the buffers are the
-rule's result of the replies' buffers (whole numbers by the median under geometric_median or centered_clipping, which
-measure distances: a count would outweigh the statistics), and centered_clipping starts from the buffers before the
-round. Each of `sums` is n times the rule's result of its n rows: SCAFFOLD's c stays an estimate of the mean of all c_i.
-krum, multi_krum and bulyan choose by the update alone (`RoundAggregate.chosen`), and use nothing of the other clients.
-The number of samples has no effect: `RoundAggregate.weight` is the number of replies.
+Under the mean, buffers are averaged with the samples as weights, and `sums` are plain sums. Under a robust rule, the
+buffers are combined by that rule. (geometric_median and centered_clipping measure distances, in which a count would
+outweigh the statistics, so under these two integer buffers are combined by the median.) centered_clipping starts from
+the buffers before the round. Each vector of `sums` is n times the rule's result for its n rows, so that SCAFFOLD's c is
+still an estimate of the mean of all c_i. krum, multi_krum and bulyan choose clients by their updates alone
+(`RoundAggregate.chosen`), and use nothing of the other clients. Under robust rules the numbers of samples have no
+effect: `RoundAggregate.weight` is the number of replies.
 """
 
 from __future__ import annotations
@@ -56,33 +59,35 @@ from rayps.federated.rule_arithmetic import (
     picks,
 )
 
-BEFORE = "rule.before"  # name in the server's memory of the last round's result, where a rule starts with it
+BEFORE = "rule.before"  # name, in the server's memory, of the last round's result, for a rule that starts from it
 _REASONS = (NOT_FINITE, TOO_LARGE, NEGATIVE)  # reasons for a rejection; workers sum how often each occurred, per client
-_UPDATE, _BUFFERS = "", "buffers"  # names of a reply's parts; all others are those of `sums`
+_UPDATE, _BUFFERS = "", "buffers"  # names of two parts of a reply; the other names are those of `sums`
 
 
 @dataclass(slots=True)
 class RoundAggregate:
     """The result of a round, equal on every worker."""
 
-    mean: Tensor | None  # mean of the w_k; None: no result, or replies started from several models
-    delta: Tensor | None  # the mean of the w_k - w_t, or under a robust rule its result for them
-    sums: dict[str, Tensor]  # sums of what clients sent besides, unweighted
-    count: int = 0  # replies that could be used
-    weight: float = 0.0  # the samples of the usable replies; under a robust rule the number of these replies
-    rejected: list[tuple[int, str]] = field(default_factory=list)  # client, why
-    buffers: Tensor | None = (
-        None  # as `BufferStatistics` packs them; None where clients send none, or there is no result
-    )
+    mean: Tensor | None  # mean of the w_k; None if there is no result, or replies started from different models
+    delta: Tensor | None  # the mean of the w_k - w_t, or the result of a robust rule for them; None: no result
+    sums: dict[str, Tensor]  # unweighted sums of the vectors that clients sent besides their updates, by name
+    count: int = 0  # number of usable replies
+    weight: float = 0.0  # total samples of the usable replies; under a robust rule their number
+    rejected: list[tuple[int, str]] = field(default_factory=list)  # (client, reason)
+    # as `BufferStatistics` packs them; None if clients send no buffers, or there is no result
+    buffers: Tensor | None = None
     chosen: list[int] | None = None  # the clients that krum, multi_krum or bulyan chose; None under other rules
-    skipped: str | None = None  # why the model is unchanged
+    skipped: str | None = None  # why the round has no result, so that the model is unchanged; None if it has one
 
 
 class _ReplySums:
     """The sums over a round's replies, in one vector of int64, so that one all-reduce adds up all workers' parts."""
 
     def __init__(self, kinds: Mapping[str, tuple[int, torch.dtype]], places: int) -> None:
-        """Allocate the sums for at most `places` clients in a round; `kinds`: length and dtype of each sum, by name."""
+        """Allocate the sums for a round of at most `places` clients.
+
+        `kinds` has each sum's length and dtype, by name.
+        """
         rooms, told = [ExactSum.room(size, dtype) for size, dtype in kinds.values()], len(_REASONS) * places
         self._home = torch.zeros(sum(rooms) + told, dtype=torch.int64)
         parts = torch.split(self._home, [*rooms, told])
@@ -90,7 +95,7 @@ class _ReplySums:
             name: ExactSum(size, dtype, home) for (name, (size, dtype)), home in zip(kinds.items(), parts, strict=False)
         }
         self.main = self.beside.pop(_UPDATE)
-        self.told, self.places = parts[-1], places  # how often each reason was given for each place
+        self.told, self.places = parts[-1], places  # how often each reason occurred, for each client of the cohort
 
     def clear(self) -> None:
         """Set all sums to zero."""
@@ -98,10 +103,10 @@ class _ReplySums:
             each.clear()
 
     def meet(self, ring: Ring, refused: Sequence[int]) -> None:
-        """Add the sums of all ranks; `refused` is this worker's count of rejections, laid out as `told`."""
+        """Add the sums of all ranks. `refused` has this worker's counts of rejections, in the order of `told`."""
         self.told.copy_(torch.tensor(refused))
         for each in (self.main, *self.beside.values()):
-            _ = each.limbs  # settles the carries of the limbs, which are views of _home
+            _ = each.limbs  # brings the limbs, which are views of _home, up to date
         ring.sum(self._home)
 
 
@@ -112,9 +117,9 @@ class _OpenRound:
     round: int
     w_t: Tensor
     buffers: Tensor | None  # the model's buffers before the round, packed
-    place: dict[int, int]  # each client's number in the cohort
+    place: dict[int, int]  # each client's position in the cohort
     sums: _ReplySums
-    refused: list[int] = field(init=False)  # on this worker: how often each reason was given for each place
+    refused: list[int] = field(init=False)  # on this worker: how often each reason occurred, for each position
 
     def __post_init__(self) -> None:
         self.refused = [0] * (len(_REASONS) * self.sums.places)
@@ -135,7 +140,7 @@ class _OpenRound:
 
 
 class Aggregate:
-    """The aggregations of one worker; all workers of a job make the same calls."""
+    """Combines the replies of each round, on one worker; all workers of a job must make the same calls."""
 
     def __init__(
         self,
@@ -152,14 +157,16 @@ class Aggregate:
         asynchronous: bool = False,
         statistics: BufferStatistics | None = None,
     ) -> None:
-        """Prepare for updates of `size` elements of `dtype`, from a job of so many `clients`.
+        """Prepare for updates of `size` elements of `dtype`, in a job with `clients` clients.
 
         Args:
-            rule, attack: text, wire form, or a parsed object.
+            rule, attack: as text, in wire form, or parsed.
+            clip: the largest norm of an update; None: updates are not clipped.
+            seed: the job's seed.
             extras: the length and dtype of each vector in a reply's `sums`, by name.
-            statistics: the layout of the buffers that clients send; None where they send none.
+            statistics: the layout of the buffers that clients send; None if they send none.
             least: the fewest replies with which a round changes the model.
-            asynchronous: replies may have started from older models, so only their updates are summed.
+            asynchronous: whether replies may have started from older models, so that only w_k - w_t can be summed.
         """
         self.rule, self.clip = rule_of(rule), clip
         self.attack: AttackSpec | None = attack if isinstance(attack, AttackSpec) else attack_of(attack)
@@ -177,10 +184,10 @@ class Aggregate:
         self._gathering = Gathering(gathered if self.gathers else {})
 
     def begin(self, round: int, clients: Sequence[int], w_t: Tensor, buffers: Tensor | None = None) -> None:
-        """Start a round in which these clients reply, in cohort order, equal on all workers.
+        """Start a round with these clients; their order, the cohort's, must be the same on all workers.
 
-        w_t must not change until `meet`. `buffers`: the model's buffers before the round, packed; None if there are
-        none.
+        `w_t` must not change until `meet` has returned. `buffers` are the model's buffers before the round, packed;
+        None if there are none.
         """
         if self._sums is None or len(clients) > self._sums.places:
             self._sums = _ReplySums(self._kinds(), max(1, len(clients)))
@@ -194,12 +201,12 @@ class Aggregate:
         kinds = {_UPDATE: (0 if self.gathers else self.size, self.dtype)}
         if not self.rule.robust:
             kinds |= self._extras
-            if self._statistics is not None:  # one more element: the sum of the samples, which weight the buffers
+            if self._statistics is not None:  # one more element: the sum of the samples, by which buffers are weighted
                 kinds[_BUFFERS] = (self._statistics.size + 1, torch.float64)
         return kinds
 
     def flips(self, client: int) -> bool:
-        """Return whether this client trains on `attack.labels` in place of its labels."""
+        """Return whether this client trains on false labels (`attack.labels`)."""
         return self.attack is not None and self.attack.flips_labels and client in self._attackers
 
     # ---- replies
@@ -215,16 +222,20 @@ class Aggregate:
         buffers: Tensor | None = None,
         samples: float = 1.0,
     ) -> str | None:
-        """Add a client's reply w_k, which started from `base`; return None, or the reason why it is rejected.
+        """Add a client's reply: its w_k (`reply`), which was trained from `base`.
 
-        `buffers` are the client's, packed, of `samples` samples. All arguments may change afterwards. Raises
-        ConfigError: the length or weight is invalid.
+        Return None, or the reason why the reply is rejected. `extra` are the reply's `sums`, `buffers` its packed
+        buffers, of `samples` samples. All arguments may change afterwards. Raises ConfigError: a vector's length or the
+        weight is invalid.
         """
         attack = self.attack if client in self._attackers else None
         sent = {name: (extra or {})[name].detach().cpu().reshape(-1) for name in self._extras}
         for name, each in sent.items():
             if each.numel() != self._extras[name][0]:
-                raise ConfigError(f"a reply's {name!r} has {each.numel()} elements, not {self._extras[name][0]}")
+                raise ConfigError(
+                    f"the vector {name!r} in the reply of client {client} has {each.numel()} elements, expected "
+                    f"{self._extras[name][0]}"
+                )
         if self._statistics is not None:
             assert buffers is not None, "a job whose clients send buffers"
             sent[_BUFFERS] = buffers
@@ -245,7 +256,7 @@ class Aggregate:
         return why
 
     def _refusal(self, sent: Mapping[str, Tensor], samples: float) -> str | None:
-        """Return why the `sums` or buffers of a reply cannot be used; None if they can."""
+        """Return the reason why the `sums` or buffers of a reply cannot be used; None if they can."""
         for each in (sent if self.rule.robust else self._weighted(sent, samples)).values():
             why = refusal(each)
             if why is not None:
@@ -253,7 +264,10 @@ class Aggregate:
         return None if self._statistics is None else self._statistics.refusal(sent[_BUFFERS])
 
     def _weighted(self, sent: Mapping[str, Tensor], samples: float) -> dict[str, Tensor]:
-        """Return the vector that the mean adds for a reply's buffers: buffers times samples, then the samples."""
+        """Return the vectors of a reply as the mean adds them: buffers times the samples, followed by the samples.
+
+        The other vectors are returned as sent.
+        """
         if _BUFFERS not in sent or self._statistics is None:
             return dict(sent)
         count = torch.tensor([float(samples)], dtype=torch.float64)
@@ -262,7 +276,10 @@ class Aggregate:
     def _added(
         self, client: int, vectors: tuple[Tensor, Tensor], weight: float, sent: Mapping[str, Tensor]
     ) -> str | None:
-        """Add the update of (w_k, base), or store it for a robust rule; return the reason if the reply is rejected."""
+        """Add the update w_k - base of `vectors` = (w_k, base), or store it for a robust rule.
+
+        Return the reason if the reply is rejected, else None.
+        """
         (reply, base), main = vectors, self._now.sums.main
         attack = self.attack if client in self._attackers else None
         if self._whole and (attack is None or attack.name not in OWN):
@@ -289,9 +306,9 @@ class Aggregate:
     # ---- collective
 
     def meet(self, ring: Ring, memory: MutableMapping[str, Tensor] | None = None) -> RoundAggregate:
-        """Return the round's result; all workers call it.
+        """Combine the replies of all workers, and return the round's result. All workers must call this method.
 
-        `memory` is the server's memory, in which a rule stores its last result.
+        `memory` is the server's memory, in which a rule may store its last result.
         """
         main = self._now.sums.main
         self._now.sums.meet(ring, self._now.refused)
@@ -316,7 +333,7 @@ class Aggregate:
         return met
 
     def _take_beside(self, met: RoundAggregate) -> None:
-        """Compute, under the mean, the result's `sums` and buffers."""
+        """Set the result's `sums` and buffers, if the rule is the mean."""
         met.sums = {name: each.total() for name, each in self._now.sums.beside.items() if name != _BUFFERS}
         if self._statistics is not None and met.skipped is None:
             total = self._now.sums.beside[_BUFFERS].total()
@@ -370,7 +387,7 @@ class Aggregate:
         return np.concatenate([beside(self.rule, x[:, :floats], center, seed), median(x[:, floats:])])
 
     def _conspire(self, rows: Matrix, clients: list[int]) -> None:
-        """Let omniscient attackers change their rows, after the honest rows are known."""
+        """Replace the rows of omniscient attackers, which depend on the honest clients' rows."""
         if self.attack is None or not self.attack.omniscient:
             return
         bad = np.array([client in self._attackers for client in clients])

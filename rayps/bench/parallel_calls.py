@@ -1,4 +1,4 @@
-"""Calls of all actors of a benchmark at once: on the cluster, in network namespaces, or in plain processes."""
+"""Call all actors of a benchmark at once: on the cluster, in network namespaces, or in plain processes."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def together(
     *args: Any,
     timeout: float,
 ) -> list[Any]:
-    """Call a method of all actors at once; return the answers in their order."""
+    """Call a method of all actors at once; return their answers in the actors' order."""
     replies = [actor.call(method, *args) for actor in actors]
     return [reply.result(timeout) for reply in replies]

@@ -2,8 +2,8 @@
 
 After each step the worker copies its state (parameters, the optimizer's moments, buffers, random state) into one of a
 few slots in turn. The round's number is written last and seals the slot, so a process killed during the copy leaves the
-states of the earlier rounds intact. A slot is one shared segment without a name: a backup on the same host costs only
-the passing of its descriptor; for a backup on another host its bytes are sent.
+states of the earlier rounds intact. A slot is one segment of shared memory without a name: for a backup on the same
+host only the segment's descriptor is passed; for a backup on another host its bytes are sent.
 
 Workers of a grid differ by at most one round: a worker with the mean gradient of round t steps, a worker without it
 does not. So two slots are enough for all workers to return to a common round.
@@ -37,11 +37,11 @@ _MAGIC = b"raypsvlt"
 _HEAD = struct.Struct("<8sqqqqq")
 _ROUND = 16  # offset of the round's number in the header
 _ALIGN = 64
-OWN = ("buffer/", "rng")  # prefixes of the names of tensors that a twin does not have
+OWN = ("buffer/", "rng")  # prefixes of the names of tensors that differ between a worker and its twins
 
 
 class StateFacts(TypedDict, total=False):
-    """The JSON-ready values of a state, beside its tensors."""
+    """The JSON-ready values of a state, which are stored beside its tensors."""
 
     numbers: dict[str, ParamState]  # numbers in the optimizer's state, by parameter
     points: list[Point]  # points that the driver may not have received
@@ -49,7 +49,10 @@ class StateFacts(TypedDict, total=False):
 
 @dataclass(slots=True)
 class CommittedState:
-    """A worker's state after `round` batches: tensors by name, and JSON-ready facts. `line` as in `StateSlots`."""
+    """A worker's state after `round` batches: tensors by name, and JSON-ready facts.
+
+    `line` is the sequence of states since one snapshot, to which this state belongs: see `StateSlots`.
+    """
 
     line: int
     round: int
@@ -80,7 +83,7 @@ class CommittedState:
 def tensors_of(
     params: Tensor, moments: Moments, buffers: Mapping[str, Tensor], rng: Tensor, points: list[Point]
 ) -> tuple[dict[str, Tensor], StateFacts]:
-    """Return the tensors and values that `StateSlots.commit` takes, without a copy.
+    """Return the arguments `tensors` and `facts` of `StateSlots.commit`, without a copy.
 
     `moments` are by parameter name; `points` are those that the driver may not have received.
     """
@@ -94,8 +97,8 @@ def tensors_of(
 class StateSlots:
     """The newest states of one worker. Any thread may read; one writes.
 
-    A *line* is the sequence of states that follows one snapshot, rebuilds included. A state of another line cannot be
-    used.
+    A *line* is the sequence of states that follows one snapshot, rebuilds included. It ends when all workers return to
+    a snapshot; its states cannot be used on the next line.
     """
 
     def __init__(self, slots: int = SLOTS) -> None:
@@ -144,7 +147,10 @@ class StateSlots:
             return sorted(at[1] for at in found if at is not None and at[0] == self._line)
 
     def blob(self, rounds: int) -> memoryview | None:
-        """Return the bytes of the state after `rounds` rounds in place, valid until overwritten; None if absent."""
+        """Return a view of the bytes of the state after `rounds` rounds, valid until the slot is overwritten.
+
+        None if no slot has that state.
+        """
         with self._lock:
             for slot in self._slots:
                 if slot.sealed() == (self._line, rounds):
@@ -157,7 +163,7 @@ class StateSlots:
         return None if blob is None else parse(bytes(blob))
 
     def close(self) -> None:
-        """Release the memory; holders of a descriptor keep it. Safe to call twice."""
+        """Release the memory in this process; a worker that holds a descriptor still has it. Safe to call twice."""
         with self._lock:
             self._writer = 0
             for slot in self._slots:
@@ -239,7 +245,7 @@ class _Slot:
                 os.ftruncate(self._memory.fd, size)
                 grown = Memory(os.dup(self._memory.fd), size)
             except OSError as error:
-                words = f"cannot allocate {size} bytes for the backup of a worker's state ({error.strerror})"
+                words = f"cannot allocate {size} bytes of shared memory for a worker's state ({error.strerror})"
                 raise LinkError(words, size=size) from error
             self._memory.close()
             self._memory = grown
@@ -270,14 +276,14 @@ def parse(blob: Buffer) -> CommittedState | None:
             at = _aligned(at + count * dtype.itemsize)
         facts = json.loads(bytes(view[end : end + extra]))
     except (ValueError, TypeError, AttributeError) as error:
-        raise LinkError(f"{len(view)} bytes are not a worker's state: {error}") from error
+        raise LinkError(f"a worker's state of {len(view)} bytes is damaged and cannot be read: {error}") from error
     return CommittedState(*found, tensors, facts)
 
 
 def look(fd: int) -> CommittedState | None:
-    """Return a copy of the state in another worker's segment; None if it is not sealed.
+    """Return a copy of the state in another worker's segment.
 
-    The owner may write meanwhile.
+    None if the segment is not sealed, or if its owner wrote to it during the copy.
     """
     size = os.fstat(fd).st_size
     memory = Memory(os.dup(fd), size, read_only=True)
@@ -292,7 +298,7 @@ def look(fd: int) -> CommittedState | None:
 
 
 def glance(fd: int) -> tuple[int, int] | None:
-    """Return line and round of the state in another worker's segment; None if it is not sealed."""
+    """Return line and round of the state in another worker's segment; None if the segment is not sealed."""
     return _sealed(memoryview(os.pread(fd, _HEAD.size, 0)))
 
 

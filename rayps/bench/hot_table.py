@@ -1,8 +1,8 @@
-"""Measure a hot table: the load of the servers and the workers' rate before and after the policy moves segments.
+"""Measure how the balancing policy spreads a hot table: servers' load and workers' rate before and after migrations.
 
-Ids follow Zipf's law and batches are small: a few ids make a few segments hot. If each server has its own machine, the
-busiest one limits all workers. If all share a few cores, as here, a move changes neither the total work nor, nearly,
-the rate.
+Ids follow Zipf's law and batches are small, so that a few ids cause most of the load on a few segments. If each server
+has its own machine, the busiest server limits all workers. If all servers share a few cores, as on one machine, the
+migration of a segment does not change the total work, and hardly changes the rate.
 """
 
 from __future__ import annotations
@@ -21,34 +21,35 @@ from rayps.ps.manager.assign_segments import Balance, skew
 from rayps.ps.manager.launcher import actor_name
 
 WARM_SECONDS = 3.0
-SETTLE_SECONDS = 40.0  # seconds for the policy to finish its moves
-FIRST_SECONDS = 10.0  # more seconds for the first move, which the policy delays
-CALM_SECONDS = 6.0  # seconds without a move: the policy has finished
+SETTLE_SECONDS = 40.0  # seconds that the policy has to finish its migrations
+FIRST_SECONDS = 10.0  # further seconds to wait for the first migration, which the policy delays
+CALM_SECONDS = 6.0  # seconds without a migration, after which the policy has finished
 
 
 @dataclass(frozen=True, slots=True)
 class HotRow:
-    """Before and after. Loads: seconds of service per thousand turns (a pull and a push) by server, largest first.
+    """The figures before and after the migrations; a turn is a pull and a push.
 
-    Skews are the largest load divided by the mean.
+    Load: a server's seconds of service per thousand turns; the lists of loads begin with the largest. Skew: the largest
+    server's figure divided by the mean of all servers.
     """
 
     zipf: float
-    ids: int  # drawn for a batch
+    ids: int  # number of draws for a batch
     rows: int
     workers: int
     servers: int
     segments: int
     moves: int
-    turns_before: float  # a second, of all workers together
+    turns_before: float  # turns per second, of all workers together
     turns_after: float
-    skew_before: float  # of seconds of service
+    skew_before: float  # skew of the load
     skew_after: float
-    ids_skew_before: float  # of ids pulled and pushed
+    ids_skew_before: float  # skew of the number of ids pulled and pushed
     ids_skew_after: float
     busiest_before: float  # the largest load: the least time of a thousand turns if each server has its own cores
     busiest_after: float
-    bound_gain: float  # the gain of such servers for the same total work: skew before / skew after
+    bound_gain: float  # how much faster such servers would be with the same total work: skew before / skew after
     loads_before: list[float]
     loads_after: list[float]
 
@@ -72,7 +73,9 @@ def bench_hot(
     seconds: float = 8.0,
     balance: Balance | None = None,
 ) -> HotRow:
-    """Measure `seconds` of load before and after the moves. `balance`: by default from 1.2 down to 1.05 times the mean.
+    """Measure the load for `seconds`, let the policy `balance` migrate segments, and measure the load again.
+
+    By default, a server with more than 1.2 times the mean load gives segments away until it has 1.05 times the mean.
 
     Raises:
         ConfigError: an exponent of 1 or less, or fewer than two servers.
@@ -81,7 +84,7 @@ def bench_hot(
         raise ConfigError(
             f"zipf is {zipf:g} on {servers} servers: give an exponent above 1, and at least 2 servers", field="zipf"
         )
-    # observations, one per second: the policy acts only after the first measurement
+    # the policy checks once a second: with this patience it acts only after the first measurement
     patience = int(WARM_SECONDS + seconds) + 4
     policy = balance or Balance(hot=1.2, cool=1.05, patience=patience, floor=10.0)
     running = elastic.start(cluster, f"bench-{secrets.token_hex(4)}", servers, 0, detached=False, balance=policy)
@@ -142,7 +145,7 @@ def _look(cluster: Cluster, running: ManagerClient, work: Callable[[float], int]
 
 
 def _served(hosts: dict[str, ActorHandle | None]) -> dict[str, tuple[float, dict[str, int]]]:
-    """Return by server its total seconds of service, and by segment the ids that were pulled and pushed."""
+    """Return for each server its total seconds of service, and for each of its segments the ids pulled and pushed."""
     found = {}
     for name, host in hosts.items():
         spaces = {} if host is None else host.call("facts").result(WAIT_SECONDS)["spaces"]
@@ -152,7 +155,7 @@ def _served(hosts: dict[str, ActorHandle | None]) -> dict[str, tuple[float, dict
 
 
 def _moved(running: ManagerClient, work: Callable[[float], int]) -> int:
-    """Wait until the policy has finished its moves; return the number of moved segments."""
+    """Let the workers continue until the policy has finished its migrations; return the number of migrated segments."""
     moves, calm, end = 0, time.monotonic(), time.monotonic() + SETTLE_SECONDS
     while time.monotonic() < end and time.monotonic() - calm < CALM_SECONDS + (0.0 if moves else FIRST_SECONDS):
         work(1.0)

@@ -6,7 +6,7 @@ import random
 
 
 def attends(seed: int, meeting: int, rank: int, probability: float) -> bool:
-    """Return whether `rank` takes part in average number `meeting`, with this probability.
+    """Draw whether worker `rank` takes part in the average with number `meeting`: True with `probability`.
 
     The draws of different averages and ranks are independent; equal arguments always give the same result.
     """

@@ -23,7 +23,7 @@ Check = Callable[[Tensor], float]  # returns the value of a loss; raises if it i
 
 
 class ModelPart(Protocol):
-    """The part of the model that a `Worker` trains."""
+    """The part of the model that a `Worker` trains: its parameters, its backward pass and its evaluation."""
 
     module: nn.Module
     layout: Layout  # owned parameters, by name in the whole model; may be empty
@@ -53,7 +53,7 @@ class ModelPart(Protocol):
         """
 
     def factory(self, factory: Factory) -> Factory:
-        """Return the workload's `factory` of optimizers, for the owned parameters."""
+        """Return the workload's `factory` of optimizers, adapted to the parameters that this part owns."""
 
     def facts(self) -> Point:
         """Return numbers of the last step for the worker's point, such as `activations` or `idle`."""
@@ -72,14 +72,14 @@ class Whole:
 
     @property
     def beside(self) -> dict[str, Tensor]:
-        """See ModelPart."""
+        """Buffers and parameters that need no gradient, by name."""
         return beside(self.module)
 
     def refresh(self) -> None:
-        """Do nothing, as no parameter is borrowed. See ModelPart."""
+        """Do nothing, as the whole model borrows no parameter."""
 
     def backward(self, batch: Batch, step: int, check: Check) -> float:
-        """See ModelPart."""
+        """Leave the gradient of the batch's mean loss in `.grad` of the parameters; return the loss."""
         with user_code("loss"):
             loss = self.workload.loss(self.module, batch)
             value = check(loss)
@@ -87,20 +87,20 @@ class Whole:
         return value
 
     def evaluate(self, batch: Batch) -> dict[str, Metric]:
-        """See ModelPart."""
+        """Return named means over the batch, the loss included."""
         loss = self.workload.loss(self.module, batch)
         return {"loss": loss} | metrics_of(self.workload.evaluate(self.module, batch))
 
     def factory(self, factory: Factory) -> Factory:
-        """See ModelPart."""
+        """Return `factory` unchanged: the optimizer is for all parameters."""
         return factory
 
     def facts(self) -> Point:
-        """See ModelPart."""
+        """Return {}: the whole model has no further numbers."""
         return {}
 
     def close(self) -> None:
-        """See ModelPart."""
+        """Do nothing, as the whole model has no resources of its own."""
 
 
 def metrics_of(given: dict[str, Metric]) -> dict[str, Metric]:
@@ -114,7 +114,7 @@ def metrics_of(given: dict[str, Metric]) -> dict[str, Metric]:
 
 
 def number(name: str, mean: Metric) -> float:
-    """Return a user's mean as a number. Raises WorkloadError."""
+    """Return as a float the mean that the user's evaluate() gave for metric `name`. Raises WorkloadError."""
     try:
         return float(mean)
     except (TypeError, ValueError, RuntimeError) as error:

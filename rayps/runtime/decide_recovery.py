@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from rayps.core.errors import LinkError, PeerTimeout, RaypsError, TrainingError
-from rayps.core.families import Rebuild, Recovery, ReplaceOne, RestartAll
 from rayps.core.job_status import Status
+from rayps.core.strategy_families import Rebuild, Recovery, ReplaceOne, RestartAll
 from rayps.recovery.backup_assignment import Mending
 
 MOST_LETTERS = 400  # longest reason in an event, in characters
@@ -34,7 +34,7 @@ class RunFacts:
     broken_for: float = 0.0  # seconds since the first of the errors was seen
     failures: int = 0
     max_failures: int = 3
-    # what follows a death in the run as it is now; see `recovery_now`
+    # how the run recovers from a death now: see `recovery_now`
     recovery: Recovery = field(default_factory=RestartAll)
     stop: bool = False
     at: Mapping[str, int] = field(default_factory=dict)  # the last round that a dead worker reported
@@ -42,7 +42,7 @@ class RunFacts:
 
 @dataclass(frozen=True, slots=True)
 class Continue:
-    """No action."""
+    """Keep training: nothing is to be done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +65,9 @@ class Restart:
 
 @dataclass(frozen=True, slots=True)
 class Mend:
-    """Start new processes for `lost`.
+    """Start new processes for `lost`; all workers continue from the newest round whose state each can have.
 
-    All workers continue from the newest round whose state each of them has or can get.
+    A new process gets its state from a peer. See `rayps.recovery.backup_assignment.mending`.
     """
 
     lost: tuple[str, ...]
@@ -76,7 +76,7 @@ class Mend:
 
 @dataclass(frozen=True, slots=True)
 class Replace:
-    """Start new processes for `lost`, or connect them to their servers again, while the others continue."""
+    """Start the members `lost` again, in new processes if theirs have ended, while the others continue."""
 
     lost: tuple[str, ...]
     reason: str
@@ -114,7 +114,7 @@ def decide(facts: RunFacts) -> Decision:
 
 
 def _reconnect(facts: RunFacts) -> Decision:
-    """Decide about lost connections if every process answers: blame the peer that did not answer in time."""
+    """Decide about lost connections if every process answers polls: the peer that timed out counts as lost."""
     blamed = [_member(str(error.data.get("peer"))) for _, error in facts.errors if isinstance(error, PeerTimeout)]
     blamed = [name for name in blamed if name.startswith(("worker-", "shard-"))]
     reason = "; ".join(f"{member}: {_short(str(error))}" for member, error in facts.errors[:2])
@@ -153,7 +153,7 @@ def _short(text: str) -> str:
 
 
 class _Step:
-    """The fields that several states have in common."""
+    """The base class of the states of a run. `terminal` is True for the state in which the run has ended."""
 
     __slots__ = ()
     terminal: ClassVar[bool] = False
@@ -166,14 +166,17 @@ class StartWorkers(_Step):
 
 @dataclass(frozen=True, slots=True)
 class EnterPhase(_Step):
-    """Enter the phase with this number, or skip it if the checkpoint is after its end."""
+    """Enter the phase with this number, or skip it if the newest snapshot is at or after its end."""
 
     phase: int
 
 
 @dataclass(frozen=True, slots=True)
 class BeginGeneration(_Step):
-    """Start a generation on every member. `mending`: workers start from states of peers, else from the snapshot."""
+    """Start a generation on every member.
+
+    With `mending`, workers start from their own states and those that peers hold; without, from the snapshot.
+    """
 
     phase: int
     mending: Mending | None = None
@@ -181,14 +184,17 @@ class BeginGeneration(_Step):
 
 @dataclass(frozen=True, slots=True)
 class Train(_Step):
-    """Poll the members once and decide."""
+    """Poll the members once, and decide what to do next."""
 
     phase: int
 
 
 @dataclass(frozen=True, slots=True)
 class Recover(_Step):
-    """End the generation after a failure. `evaluating`: the failure was in the evaluation at the phase's end."""
+    """End the generation after a failure, and find the round from which workers continue.
+
+    `evaluating`: the failure was in the evaluation at the phase's end.
+    """
 
     phase: int
     decision: Restart | Mend
@@ -212,7 +218,7 @@ class Evaluate(_Step):
 
 @dataclass(frozen=True, slots=True)
 class RequestCheckpoint(_Step):
-    """After a stop request: ask all members for one more snapshot."""
+    """Request one more snapshot from all members, because the user has requested a stop."""
 
     phase: int
 
@@ -250,7 +256,7 @@ State = (
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """The result of a state's effect. A state reads only the fields that are named for it."""
+    """The result of a state's effect. Each field belongs to the states that its comment names."""
 
     stopped: bool = False  # StartWorkers: a stop was requested before the workers had started
     phases: int = 1  # EnterPhase: number of phases of the run
@@ -302,7 +308,7 @@ def _after_poll(phase: int, found: Findings) -> State:
 def _after_evaluation(phase: int, decision: Decision | None) -> State:
     """Return the state after an evaluation.
 
-    If a worker was lost in it, all restart from the snapshot and evaluate again.
+    If a worker was lost during the evaluation, all workers restart from the snapshot and evaluate again.
     """
     match decision:
         case None:

@@ -1,8 +1,8 @@
 """What a strategy declares beside its topology: distribution of rows, recovery, loop. Pure.
 
     rows       Reshuffled | Fixed | ByClient     how rows are distributed to workers
-    recovery   RestartAll | ReplaceOne | Rebuild     what follows the death of one worker or server
-    loop       the name of the worker's loop: a key of `rayps.worker.families`, or "module:Class" of a user's own loop
+    recovery   RestartAll | ReplaceOne | Rebuild     how a run recovers from the death of one worker or server
+    loop       the worker's loop: a key of `rayps.worker.loop_of_family`, or "module:Class" of a user's own loop
 
 `recovery_of` and `loop_of` derive the defaults from a topology.
 """
@@ -18,7 +18,7 @@ _Source = TypeVar("_Source", covariant=True)
 
 
 class RowSource(Protocol):
-    """The methods of the data that a distribution of rows calls."""
+    """A data set, as far as the distribution of its rows to workers is concerned."""
 
     keeps_rows: bool
 
@@ -45,7 +45,7 @@ class Reshuffled:
 
     @property
     def by_client(self) -> bool:
-        """Whether rows belong to clients, and an epoch is one round."""
+        """Whether rows belong to clients; then an epoch is one round."""
         return False
 
     @property
@@ -72,21 +72,24 @@ class Fixed:
 
     @property
     def by_client(self) -> bool:
-        """See Reshuffled."""
+        """False: rows belong to workers."""
         return False
 
     @property
     def remote(self) -> bool:
-        """See Reshuffled."""
+        """False: workers read the data."""
         return False
 
     def rounds(self, data: RowSource, replicas: int) -> int:
-        """See Reshuffled."""
+        """Make the data give each worker the same rows in every epoch, and return the number of rounds of an epoch.
+
+        Raises DataError, ConfigError.
+        """
         data.keeps_rows = True
         return data.steps(replicas)
 
     def source(self, workload: DataMethods[_Source]) -> _Source:
-        """See Reshuffled."""
+        """Return the training data, which workers read."""
         return workload.data()
 
 
@@ -98,11 +101,11 @@ class ByClient:
 
     @property
     def by_client(self) -> bool:
-        """See Reshuffled."""
+        """True: an epoch is one round of clients."""
         return True
 
     def rounds(self, data: RowSource, replicas: int) -> int:
-        """Return 1, as an epoch is one round of clients; see Reshuffled."""
+        """Return 1: an epoch is one round of clients."""
         data.keeps_rows = False
         return 1
 
@@ -158,14 +161,18 @@ Recovery = RestartAll | ReplaceOne | Rebuild
 
 
 def recovery_of(topology: Topology) -> Recovery:
-    """Return the default recovery: replace one out of step, rebuild a divided replica, else restart all."""
+    """Return the default recovery of a topology.
+
+    ReplaceOne if there are servers and workers do not run in step; else Rebuild if a replica is several workers, and
+    RestartAll if it is one.
+    """
     if isinstance(topology, Servers) and not topology.in_step:
         return ReplaceOne()
     return RestartAll() if topology.replica is None else Rebuild(from_servers=isinstance(topology, Servers))
 
 
 def recovery_now(declared: Recovery, *, holds_tables: bool, rejoins: bool) -> Recovery:
-    """Return what follows a death in a run, under a strategy that declares `declared`.
+    """Return how a run recovers from a death now, if its strategy declares `declared`.
 
     If the parameters are in one space with tables (`holds_tables`), they are too large for a snapshot, so the dead
     worker or server is replaced. `rejoins`: a replica can start again from the servers' parameters; if it cannot, all
@@ -183,11 +190,11 @@ class HasRecovery(Protocol):
 
     @property
     def recovery(self) -> Recovery:
-        """What follows the death of one worker or server."""
+        """How a run recovers from the death of one worker or server."""
 
 
 def rebuilds(strategy: HasRecovery, *, from_servers: bool) -> bool:
-    """Return whether a dead worker's state is rebuilt from the servers (`from_servers`), or else from its peers."""
+    """Return whether a dead worker's state is rebuilt: from the servers if `from_servers`, else from its peers."""
     return strategy.recovery == Rebuild(from_servers)
 
 
@@ -201,7 +208,7 @@ FEDERATED_ROUNDS = "federated_rounds"
 
 
 def loop_of(topology: Topology) -> str:
-    """Return the default loop of a topology."""
+    """Return the name of the loop that runs a topology by default."""
     if isinstance(topology, Peers):
         return SYNC_GRADIENTS
     return SERVER_STEPS if isinstance(topology, Servers) else SHARED_VECTOR

@@ -1,0 +1,26 @@
+"""Check what a workload's `loss` returns."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rayps.core.errors import WorkloadError
+
+
+def checked_loss(loss: object, *, trains: bool = True) -> Tensor:
+    """Return the loss, a tensor with one number.
+
+    Raises:
+        WorkloadError: it is something else, or with `trains` a number that does not depend on the parameters.
+    """
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise WorkloadError(
+            f"loss(model, batch) returned {shape}: return one number as a tensor, the mean over the batch"
+        )
+    if trains and not loss.requires_grad:
+        raise WorkloadError(
+            "loss(model, batch) returned a number without a gradient: compute it from the model's output, without "
+            "detach(), item() or torch.no_grad(), and leave at least one parameter with requires_grad"
+        )
+    return loss
