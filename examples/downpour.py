@@ -1,4 +1,4 @@
-"""Downpour SGD on handwritten digits: four replicas that talk to the servers only every few steps (Dean et al. 2012).
+"""Downpour SGD on handwritten digits: four replicas that use the servers only every few steps (Dean et al. 2012).
 
     python examples/downpour.py
     python examples/downpour.py --n-push 1 --n-fetch 1

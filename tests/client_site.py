@@ -268,18 +268,18 @@ class Process:
 
 
 class Tap:
-    """A door of its own before a service, which keeps every byte that goes in."""
+    """A proxy before a service, which keeps every byte that goes in."""
 
     def __init__(self, port: int) -> None:
         self.sent, self._port = bytearray(), port
-        self._door = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._door.getsockname()[1]}"
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
         while True:
             try:
-                near, _ = self._door.accept()
+                near, _ = self._listener.accept()
             except OSError:
                 return
             far = socket.create_connection(("127.0.0.1", self._port))
@@ -297,7 +297,7 @@ class Tap:
                 end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        self._door.close()
+        self._listener.close()
 
 
 def until(ready: Callable[[], Any], seconds: float = 60.0) -> Any:

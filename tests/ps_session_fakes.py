@@ -198,7 +198,7 @@ class FakeGroup:
     def kill(self, name):
         self.servers[name].close()
 
-    def door(self):
+    def contact(self):
         return {"address": self.manager.listener.address, "secret": SECRET}
 
     def value(self):
@@ -214,11 +214,11 @@ class FakeGroup:
 class Handed:
     """A space and a way to its manager, for another process; `server` as an OwnSpace gives it."""
 
-    def __init__(self, space, door, incarnation):
-        self.space, self.door, self.incarnation = space, door, incarnation
+    def __init__(self, space, contact, incarnation):
+        self.space, self.contact, self.incarnation = space, contact, incarnation
 
     def server(self, rank):
-        return GroupServer(Session(self.door, self.space, rank, incarnation=self.incarnation, timeout=60.0))
+        return GroupServer(Session(self.contact, self.space, rank, incarnation=self.incarnation, timeout=60.0))
 
 
 class Pusher:

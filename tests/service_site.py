@@ -63,7 +63,7 @@ class Site:
     async def _started(self, service: Service) -> None:
         self.service = service
         self.loop = asyncio.get_running_loop()
-        self.token, _ = await service.user_tokens.own()
+        self.token, _ = await service.user_tokens.service_token()
 
     def store(self, method: str, *args: Any, **kwargs: Any) -> Any:
         work = getattr(self.service.store, method)(*args, **kwargs)

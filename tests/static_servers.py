@@ -104,13 +104,13 @@ class House:
         incarnation = connections.take_seat(found, self.space, rank, 60.0)
         calls = functools.partial(link.connect, prefer=prefer)
         with _CONNECTING, mock.patch.object(connections, "connect", calls):
-            talk = Session(
+            session = Session(
                 found, self.space, rank, incarnation=incarnation, timeout=timeout, keep=keep, resident=resident
             )
             try:
-                server = GroupServer(talk, defer=defer, consistent=consistent)
+                server = GroupServer(session, defer=defer, consistent=consistent)
             except BaseException:
-                talk.close()
+                session.close()
                 raise
         self.servers.append(server)
         return server
@@ -128,4 +128,4 @@ def vector_layout(n, dtype=torch.float64):
 
 def lines(server):
     """A worker's connections, by server."""
-    return server.talk._lines.open
+    return server.session._lines.open

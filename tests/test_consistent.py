@@ -90,12 +90,12 @@ def test_a_reader_that_vanishes_or_stays_too_long_lets_the_shards_go(house):  # 
     reader, pusher = joined(one, 0, timeout=0.5), joined(one, 1)
     began = time.monotonic()
     pusher.settle()
-    reader.talk._hold()
+    reader.session._hold()
     pusher.push(ONES)
     pusher.settle()
     assert time.monotonic() - began >= 0.3  # held back until the reader's time was over
     again = joined(one, 0, timeout=600)
-    again.talk._hold()
+    again.session._hold()
     again.close()  # dies while it holds them
     pusher.push(ONES)
     pusher.settle()
@@ -125,16 +125,16 @@ def test_a_shard_that_was_replaced_while_it_was_held_is_held_again(house, monkey
     late = joined(one, 1, relink=True, keep=10**6)
     late.push(ONES)
     late.settle()
-    own, tries = reader.talk.exchange, []
+    own, tries = reader.session.exchange, []
 
     def exchange(kind, *arguments, **more):
         if kind == GroupMessage.PULL:
             tries.append(kind)
             if len(tries) == 1:
                 one.restart(1)  # the replacement knows of no reader, and lacks what was pushed
-                late.talk.catch_up()
+                late.session.catch_up()
         return own(kind, *arguments, **more)
 
-    monkeypatch.setattr(reader.talk, "exchange", exchange)
+    monkeypatch.setattr(reader.session, "exchange", exchange)
     assert (moved(reader.pull()) == 0.5).all()
     assert len(tries) == 2  # by the second try both had come as far

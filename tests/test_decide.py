@@ -12,7 +12,7 @@ from rayps.core.errors import (
     TrainingError,
     WorkloadError,
 )
-from rayps.core.strategy_families import Rebuild, ReplaceOne, RestartAll, recovery_now
+from rayps.core.strategy_families import Rebuild, ReplaceOne, RestartAll
 from rayps.runtime.decide_recovery import (
     GRACE_SECONDS,
     Continue,
@@ -24,6 +24,7 @@ from rayps.runtime.decide_recovery import (
     RunFacts,
     Stop,
     decide,
+    recovery_now,
 )
 
 LOST = PeerLost("worker-1 closed the connection", peer="worker-1")

@@ -47,7 +47,7 @@ NAMES = [
     "local_sgd",
     "own_loop",
     "recommender",
-    "two_doors",
+    "own_actors",
 ]
 
 

@@ -72,7 +72,7 @@ def test_options_that_cannot_be(options, text):
 
 
 class Servers:
-    """The segments of a space, for several threads; each worker's talk is `talk(rank)`."""
+    """The segments of a space, for several threads; each worker's session is `session(rank)`."""
 
     def __init__(self, tables, workers, staleness):
         self.space = Space("job", 1, workers, ParameterServer(staleness=staleness), tables=tables)
@@ -82,7 +82,7 @@ class Servers:
             for index in range(self.space.segments)
         ]
 
-    def talk(self, rank):
+    def session(self, rank):
         return TalkOf(self, rank)
 
     @property
@@ -188,8 +188,8 @@ def alone(given, **options):
 def work(servers, rank, given, told=None, **options):
     """One worker's rounds, as `Worker` runs them; its model, still bound."""
     model = Model(**options)
-    talk = servers.talk(rank)
-    tables = embedding.bind(model, talk, servers.space, told)
+    session = servers.session(rank)
+    tables = embedding.bind(model, session, servers.space, told)
     for step, batch in enumerate(given):
         tables.begin(step)
         if step == 0:
@@ -255,7 +255,7 @@ def test_what_was_pulled_ahead_is_one_round_older():
     given = batches(6, 8)
     servers = Servers(embedding.tables_of(Model(rule="sgd:lr=0.3")), 1, None)
     model = Model(rule="sgd:lr=0.3")
-    tables = embedding.bind(model, servers.talk(0), servers.space, lookups)
+    tables = embedding.bind(model, servers.session(0), servers.space, lookups)
     tables.ahead(given[0])
     for step, batch in enumerate(given):
         tables.begin(step)
@@ -301,7 +301,7 @@ def test_ids_that_change_after_they_were_told_are_looked_up_as_they_are():
     given = batches(3, 8)
     servers = Servers(embedding.tables_of(Model()), 1, 0)
     model = Shifted()
-    tables = embedding.bind(model, servers.talk(0), servers.space, lookups)
+    tables = embedding.bind(model, servers.session(0), servers.space, lookups)
     law, x = Model(), given[0].x
     embedding.local(law)
     for step in range(3):  # the same memory again and again
@@ -319,7 +319,7 @@ def test_ids_that_change_after_they_were_told_are_looked_up_as_they_are():
 def test_strings_may_be_told():
     work = Servers(embedding.tables_of(Embedding(3, "planes")), 1, 0)
     module = Embedding(3, "planes")
-    tables = embedding.bind(module, work.talk(0), work.space, lambda batch: {"planes": batch.x})
+    tables = embedding.bind(module, work.session(0), work.space, lambda batch: {"planes": batch.x})
     tables.begin(0)
     tables.ahead(rayps.data.Batch(["N1", "N2", "N1"], None, 3))
     assert torch.equal(module(["N1", "N2", "N1"]), Embedding(3, "planes")(["N1", "N2", "N1"]))
@@ -330,10 +330,10 @@ def test_strings_may_be_told():
 def test_how_much_of_the_pull_is_hidden_is_measured():
     given = batches(2, 8)
     servers = Servers(embedding.tables_of(Model()), 1, None)
-    talk = servers.talk(0)
-    talk.slow = 0.05
+    session = servers.session(0)
+    session.slow = 0.05
     model = Model()
-    tables = embedding.bind(model, talk, servers.space, lookups)
+    tables = embedding.bind(model, session, servers.space, lookups)
     tables.ahead(given[0])
     tables._ahead._coming[0].order.done.wait(10)
     tables.begin(0)
@@ -350,10 +350,10 @@ def test_how_much_of_the_pull_is_hidden_is_measured():
 
 def test_what_a_prefetch_meets_is_said_where_the_rows_are_needed():
     servers = Servers(embedding.tables_of(Model()), 1, None)
-    talk = servers.talk(0)
-    talk.broken = LinkError("server-1 is gone", peer="server-1")
+    session = servers.session(0)
+    session.broken = LinkError("server-1 is gone", peer="server-1")
     model, batch = Model(), batches(1, 4)[0]
-    tables = embedding.bind(model, talk, servers.space, lookups)
+    tables = embedding.bind(model, session, servers.space, lookups)
     tables.ahead(batch)
     tables.begin(0)
     with pytest.raises(LinkError, match="server-1 is gone"):
@@ -364,18 +364,18 @@ def test_what_a_prefetch_meets_is_said_where_the_rows_are_needed():
 def test_a_push_leaves_while_the_worker_goes_on_and_what_it_meets_is_said_by_the_next():
     given = batches(3, 4)
     servers = Servers(embedding.tables_of(Model()), 1, None)
-    talk = servers.talk(0)
+    session = servers.session(0)
     model = Model()
-    tables = embedding.bind(model, talk, servers.space, lookups)
+    tables = embedding.bind(model, session, servers.space, lookups)
     tables.begin(0)
     tables.ahead(given[0])
     loss(model, given[0]).backward()
-    talk.gate.clear()
+    session.gate.clear()
     tables.push(0, 4.0)
     assert not tables._sent.done.is_set()
-    talk.gate.set()
+    session.gate.set()
     assert torch.equal(values(model), values(alone(given[:1])))  # whoever asks now waits for it
-    talk.broken = LinkError("server-1 is gone", peer="server-1")
+    session.broken = LinkError("server-1 is gone", peer="server-1")
     tables.begin(1)
     tables.ahead(given[1])
     loss(model, given[1]).backward()
@@ -398,9 +398,9 @@ def test_a_push_names_every_segment():
 def test_a_space_with_other_tables_is_refused():
     servers = Servers(embedding.tables_of(Model()), 1, 0)
     with pytest.raises(ConfigError, match="table 'users' has optimizer"):
-        embedding.bind(Model(rule="sgd"), servers.talk(0), servers.space)
+        embedding.bind(Model(rule="sgd"), servers.session(0), servers.space)
     with pytest.raises(ConfigError, match="there is no table 'cities'"):
-        embedding.bind(Embedding(2, "cities"), servers.talk(0), servers.space)
+        embedding.bind(Embedding(2, "cities"), servers.session(0), servers.space)
 
 
 # ---------------------------------------------------------------------------------------------- whole runs

@@ -277,8 +277,9 @@ def test_a_caller_that_is_ahead_waits_for_the_listener_to_catch_up():
 
 def test_strangers_and_silent_callers_do_not_keep_others_out():
     with Listener("server", SECRET) as listener, ThreadPoolExecutor(1) as pool:
-        door = parse_address(listener.address)
-        with socket.create_connection((door.host, door.port)), socket.create_connection((door.host, door.port)) as loud:
+        address = parse_address(listener.address)
+        where = (address.host, address.port)
+        with socket.create_connection(where), socket.create_connection(where) as loud:
             loud.sendall(b"GET / HTTP/1.1\r\n\r\n" * 40)
             far = pool.submit(listener.accept, 10)
             with connect(listener.address, name="c", secret=SECRET, generation=0, timeout=60), far.result():
@@ -358,8 +359,8 @@ CROWDED = """
 import os, resource, select, socket, sys
 from rayps.comm.link import Listener, connect, parse_address
 
-door = Listener("shard", b"s" * 32)
-where = parse_address(door.address)
+listener = Listener("shard", b"s" * 32)
+where = parse_address(listener.address)
 callers = [socket.socket() for _ in range(5)]
 kept = []
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
@@ -371,10 +372,10 @@ except OSError:
 for caller in callers:
     caller.connect((where.host, where.port))
 looks = 0
-while select.select([door.fileno()], [], [], 0)[0]:
-    assert door.accept_ready() is None
+while select.select([listener.fileno()], [], [], 0)[0]:
+    assert listener.accept_ready() is None
     looks += 1
-    assert looks < 100, "the door is readable for ever"
+    assert looks < 100, "the listener is readable for ever"
 for caller in callers:
     caller.settimeout(60)
     try:
@@ -385,9 +386,9 @@ for descriptor in kept:
     os.close(descriptor)
 child = os.fork()
 if not child:
-    connect(door.address, name="worker", secret=b"s" * 32, generation=0, timeout=60, prefer="tcp").close()
+    connect(listener.address, name="worker", secret=b"s" * 32, generation=0, timeout=60, prefer="tcp").close()
     os._exit(0)
-assert door.accept(60).peer == "worker"
+assert listener.accept(60).peer == "worker"
 assert os.waitpid(child, 0)[1] == 0
 print(looks)
 """

@@ -188,7 +188,7 @@ def test_a_manager_goes_on_from_an_old_record(state: Path, monkeypatch: pytest.M
     running, branched = JOBS["running"], JOBS["branched"]
     manager = Manager("main", 5, 0, folder, cluster=cluster, silence=0.5)
     try:
-        assert manager.door()["secret"].hex() == old["secret"]
+        assert manager.contact()["secret"].hex() == old["secret"]
         assert manager.facts()["wanted"] == 2 and manager.facts()["replicas"] == 1
         first, second = manager.space(running), manager.space(branched)
         assert (first.number, first.workers, first.strategy) == (1, 2, ParameterServer(staleness=1).server_half)

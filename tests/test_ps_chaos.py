@@ -100,7 +100,7 @@ class Ledger:
 
     def handed(self, rank):
         """What a worker's process gets: it cannot reach the manager's thread but over its links."""
-        return Handed(self.own.space, self.group.door(), self.group.join(self.own.space.number, rank))
+        return Handed(self.own.space, self.group.contact(), self.group.join(self.own.space.number, rank))
 
     def slots(self):
         server = self.own.server(0)

@@ -419,7 +419,7 @@ def test_a_copy_that_failed_just_now_waits():
     assert first in ("a", "b")
 
 
-def test_whole_segments_wait_for_servers_that_are_on_tsuccessor_way():
+def test_whole_segments_wait_for_servers_that_are_on_their_way():
     world = World(2, segments=16)
     world.settle()
     facts = world.facts()

@@ -29,7 +29,7 @@ def group():
     cluster.close()
 
 
-def pushed(talk, step, ids):
+def pushed(session, step, ids):
     order, bounds = split(ids, TABLE.segments)
     pieces = dict.fromkeys(range(TABLE.segments), b"")
     rows = np.full((len(ids), 2), -float(step + 1), np.float32)
@@ -37,17 +37,17 @@ def pushed(talk, step, ids):
         mine = order[bounds[i] : bounds[i + 1]]
         if len(mine):
             pieces[i] = encode_push(ids[mine], rows[mine])
-    talk.exchange(GroupMessage.PUSH, pieces, step=step, weight=1.0)
+    session.exchange(GroupMessage.PUSH, pieces, step=step, weight=1.0)
 
 
-def read(talk, ids):
+def read(session, ids):
     """What the servers have."""
     order, bounds = split(ids, TABLE.segments)
     found = np.zeros((len(ids), 2), np.float32)
     for i in range(TABLE.segments):
         mine = order[bounds[i] : bounds[i + 1]]
         if len(mine):
-            answer = talk.exchange(GroupMessage.READ, {i: encode_pull(ids[mine])}).pieces[i]
+            answer = session.exchange(GroupMessage.READ, {i: encode_pull(ids[mine])}).pieces[i]
             found[mine] = decode_rows(answer, len(mine), TABLE).numpy()
     return found
 
@@ -57,14 +57,14 @@ def test_a_table_is_followed_through_moves_and_deaths(group):
     print("seed", seed)
     chance = np.random.default_rng(seed)
     space = group.open(Space("job", 0, 1, ParameterServer(staleness=None), tables=(TABLE,)))
-    talk = Session(group.door(), space, 0, incarnation=group.join(space.number, 0), timeout=60.0)
-    talk.join()
+    session = Session(group.contact(), space, 0, incarnation=group.join(space.number, 0), timeout=60.0)
+    session.join()
     rows, everything = group.follow("job", "users", timeout=60.0), np.arange(40)
     assert rows.update() == 0 and len(rows) == 0
     changed = []
     for step in range(30):
         ids = np.unique(chance.integers(0, 40, 6))
-        pushed(talk, step, ids)
+        pushed(session, step, ids)
         if step == 8:
             group.resize(3)
         if step == 20:
@@ -73,12 +73,12 @@ def test_a_table_is_followed_through_moves_and_deaths(group):
             group.cluster.kill(next(h for name, h in group.cluster._handles.items() if name.endswith(first)))
         if step % 3 == 2:
             changed.append(rows.update())
-            assert (rows.get(everything) == read(talk, everything)).all()
+            assert (rows.get(everything) == read(session, everything)).all()
     assert max(changed) < 40  # what changed, not all there is
     assert 0 < len(rows) < 40  # rows that nobody used for 5 steps are gone here, too
     assert rows.update() == 0
     rows.close()
-    talk.close()
+    session.close()
     with pytest.raises(ConfigError, match="no table 'movies'; the tables are 'users'"):
         group.follow("job", "movies")
 

@@ -64,7 +64,7 @@ def test_start_find_and_stop(cluster):
         assert names(group) == ["server-0", "server-1", "server-2"] and group.settled()
         assert elastic.names(cluster) == ["prod"]
         found = elastic.find(cluster, "prod")
-        assert found.door() == group.door() and pickle.loads(pickle.dumps(group)).name == "prod"
+        assert found.contact() == group.contact() and pickle.loads(pickle.dumps(group)).name == "prod"
         with pytest.raises(Conflict, match="'prod' already: give another name"):
             elastic.start(cluster, "prod")
         with pytest.raises(
@@ -225,11 +225,11 @@ def test_a_hot_table_is_spread_over_the_servers(cluster):
     balance = Balance(hot=1.2, cool=1.1, every=0.2, patience=2, floor=10.0, rest=3.0)
     with elastic.start(cluster, "hot", 4, 1, detached=False, balance=balance) as group:
         space = tabled(group, "job")
-        talk = Session(
-            group.door(), space, 0, incarnation=group.join(space.number, 0), timeout=SECONDS, name="worker-0"
+        session = Session(
+            group.contact(), space, 0, incarnation=group.join(space.number, 0), timeout=SECONDS, name="worker-0"
         )
-        talk.join()
-        client = TableClient(talk, space, "users")
+        session.join()
+        client = TableClient(session, space, "users")
         chance, skews, pushed, begun = np.random.default_rng(3), [], {}, time.monotonic()
         while time.monotonic() - begun < 12.0:
             ids = (chance.zipf(1.2, 64) - 1) % 10_000
@@ -242,7 +242,7 @@ def test_a_hot_table_is_spread_over_the_servers(cluster):
         facts = group.facts()
         print(f"skew {np.mean(skews[:10]):.2f} -> {np.mean(skews[-10:]):.2f}, {facts['counts']['moves']} moves")
         assert facts["counts"]["moves"] > 0 and np.mean(skews[-10:]) < np.mean(skews[:10])
-        talk.close()
+        session.close()
 
 
 def rows_by_server(group):
@@ -263,8 +263,9 @@ def test_a_branch_goes_its_own_way(cluster):
         began = torch.arange(SIZE, dtype=torch.float32) - 5
         twig = group.branch("job", "twig")
         assert twig.branch_of == "job"
-        talk = Session(group.door(), twig, 0, incarnation=group.join(twig.number, 0), timeout=SECONDS, name="worker-0")
-        other = GroupServer(talk)
+        number = group.join(twig.number, 0)
+        session = Session(group.contact(), twig, 0, incarnation=number, timeout=SECONDS, name="worker-0")
+        other = GroupServer(session)
         assert torch.equal(other.pull(), began)
         push(server, 1)
         push(other, 10)

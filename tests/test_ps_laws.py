@@ -307,11 +307,11 @@ def test_a_reader_that_vanishes_or_stays_too_long_lets_the_servers_go(cluster):
     options = {"staleness": None, "shards": 2, "replicas": 0, "cluster": cluster}
     with rayps.ServerGroup(torch.zeros(64), workers=2, timeout=1.0, **options) as shared:
         slow, pusher = shared.server(0), shared.server(1)
-        slow.talk._hold()
+        slow.session._hold()
         pusher.push(torch.ones(64))
         pusher.settle()  # once the reader's time was over
-        slow.talk._hold()
-        slow.talk.hang_up()
+        slow.session._hold()
+        slow.session.hang_up()
         slow.close()  # dies while it holds them
         pusher.push(torch.ones(64))
         assert torch.equal(pusher.pull(consistent=True), torch.full((64,), -1.0))

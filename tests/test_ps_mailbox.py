@@ -59,22 +59,22 @@ def opened(group, name, staleness, tabled=True):
     made = group.open(
         Space(name, 0, WORKERS, ParameterServer(staleness=staleness), layout, cut(layout, 6), pack(momentum), tables)
     )
-    talk = Session(group.door(), made, -1, timeout=SECONDS)
-    talk.exchange(
+    session = Session(group.contact(), made, -1, timeout=SECONDS)
+    session.exchange(
         GroupMessage.LOAD,
         {i: state_of(torch.ones(b - a), layout, a, marks=[0] * WORKERS) for i, (a, b) in enumerate(made.cuts)},
     )
-    talk.close()
+    session.close()
     return made
 
 
 def joined(group, made, rank, resident):
     incarnation = group.join(made.number, rank)
-    return Session(group.door(), made, rank, incarnation=incarnation, timeout=SECONDS, resident=resident)
+    return Session(group.contact(), made, rank, incarnation=incarnation, timeout=SECONDS, resident=resident)
 
 
-def boxes(talk):
-    return [line.mailbox for line in talk._lines.open.values()]
+def boxes(session):
+    return [line.mailbox for line in session._lines.open.values()]
 
 
 def rounds(group, made, resident, in_step, count=6):
@@ -82,10 +82,10 @@ def rounds(group, made, resident, in_step, count=6):
     found, used = {}, {}
 
     def work(rank):
-        talk = joined(group, made, rank, resident)
+        session = joined(group, made, rank, resident)
         chance = torch.Generator().manual_seed(rank)
-        tables = Tables(talk, made)
-        server = GroupServer(talk, extras=tables.pieces if made.tables else None)
+        tables = Tables(session, made)
+        server = GroupServer(session, extras=tables.pieces if made.tables else None)
         rows = torch.empty(0)
         for step in range(count):
             vector = server.pull()
@@ -97,8 +97,8 @@ def rounds(group, made, resident, in_step, count=6):
             server.push(torch.rand(SIZE, generator=chance), weight=rank + 1.0)
         server.settle()
         found[rank] = vector, rows.clone()
-        used[rank] = [box is not None and box.tag > 0 for box in boxes(talk)]
-        talk.close()
+        used[rank] = [box is not None and box.tag > 0 for box in boxes(session)]
+        session.close()
 
     if in_step:
         threads = [threading.Thread(target=work, args=(rank,)) for rank in range(WORKERS)]
@@ -123,11 +123,11 @@ def test_memory_and_messages_give_the_same_to_the_bit(group, staleness, tabled):
 @pytest.mark.parametrize("tabled", [True, False], ids=["tables too", "one turn a round"])
 def test_segments_move_while_workers_push_through_memory(group, tabled):
     made = opened(group, "moving", None, tabled)
-    talk = joined(group, made, 0, True)
-    server, pushes = GroupServer(talk), 0
+    session = joined(group, made, 0, True)
+    server, pushes = GroupServer(session), 0
     before = server.pull()
     group.resize(3)
-    while "server-2" not in talk.map.by_server(range(made.segments)) or not group.settled():
+    while "server-2" not in session.map.by_server(range(made.segments)) or not group.settled():
         server.push(torch.zeros(SIZE))
         assert torch.equal(server.pull(), before)
         pushes += 1
@@ -135,8 +135,8 @@ def test_segments_move_while_workers_push_through_memory(group, tabled):
     assert server.step == pushes
     server.push(torch.full((SIZE,), -WORKERS * 10.0))
     assert torch.allclose(server.pull(), before + 1.0)
-    assert all(box is not None for box in boxes(talk))
-    talk.close()
+    assert all(box is not None for box in boxes(session))
+    session.close()
 
 
 class Died(BaseException):
@@ -148,7 +148,7 @@ def history(group, made, seed, dies):
     grows and shrinks: every pull."""
     chance, seen = torch.Generator().manual_seed(seed), []
     talks = [joined(group, made, rank, True) for rank in range(WORKERS)]
-    servers = [GroupServer(talk) for talk in talks]
+    servers = [GroupServer(session) for session in talks]
     for step in range(40):
         if step in (8, 24):
             group.resize(3 if step == 8 else 2)
@@ -170,7 +170,7 @@ def history(group, made, seed, dies):
                 servers[rank].push(gradient, weight=1.0 + rank)
             dies[0] = False
             seen.append(servers[rank].pull().clone())
-    [talk.close() for talk in talks]
+    [session.close() for session in talks]
     return seen
 
 
@@ -211,16 +211,16 @@ def test_the_short_way_and_the_long_way_give_the_same_bits(group, staleness, mon
 def test_several_requests_for_one_server_do_not_overwrite_each_other(group):
     """A push with tables and a dense part is two requests for a server: its mailbox holds one."""
     made = opened(group, "two", None)
-    talk = joined(group, made, 0, True)
-    tables = Tables(talk, made)
-    server = GroupServer(talk, extras=tables.pieces)
+    session = joined(group, made, 0, True)
+    tables = Tables(session, made)
+    server = GroupServer(session, extras=tables.pieces)
     for step in range(30):
         tables.begin(step)
         tables.clients["users"].gradient(torch.arange(8), torch.ones(8, 4))
         server.push(torch.zeros(SIZE))
         server.pull()
     assert server.step == 30
-    talk.close()
+    session.close()
 
 
 def test_pushes_of_several_rounds_are_repeated_in_order_and_before_new_ones():
@@ -231,13 +231,13 @@ def test_pushes_of_several_rounds_are_repeated_in_order_and_before_new_ones():
         begin = {i: state_of(torch.zeros(b - a), layout, a, marks=[0]) for i, (a, b) in enumerate(made.cuts)}
 
         def load(segments):
-            talk = Session(group.door(), made, -1, timeout=SECONDS)
-            talk.exchange(GroupMessage.LOAD, {i: begin[i] for i in segments})
-            talk.close()
+            session = Session(group.contact(), made, -1, timeout=SECONDS)
+            session.exchange(GroupMessage.LOAD, {i: begin[i] for i in segments})
+            session.close()
 
         load(begin)
-        talk = joined(group, made, 0, True)
-        server = GroupServer(talk, defer=False)
+        session = joined(group, made, 0, True)
+        server = GroupServer(session, defer=False)
         for _ in range(4):
             server.push(torch.ones(SIZE), rounds=3)
         cluster.kill(cluster.actors["ServerActor", "server-1"])
@@ -252,16 +252,16 @@ def test_pushes_of_several_rounds_are_repeated_in_order_and_before_new_ones():
         group.restored(made.number, gone)
         server.push(torch.ones(SIZE), rounds=3)
         assert torch.equal(server.read(), torch.full((SIZE,), -5.0))
-        talk.close()
+        session.close()
     cluster.close()
 
 
 def test_messages_that_arrive_with_the_memory_of_a_mailbox_are_served(group, monkeypatch):
     """A server that takes over offered memory reads its socket: the messages behind the offer must be served too."""
     made = opened(group, "behind", None, tabled=False)
-    talk = joined(group, made, 0, True)
-    talk.join()
-    talk.exchange(GroupMessage.PUSH, dict.fromkeys(range(made.segments), b""), step=0)
+    session = joined(group, made, 0, True)
+    session.join()
+    session.exchange(GroupMessage.PUSH, dict.fromkeys(range(made.segments), b""), step=0)
     sent, waiting, asked = threading.Event(), set(), Mailboxes.asked
 
     def asked_late(boxes):
@@ -271,23 +271,23 @@ def test_messages_that_arrive_with_the_memory_of_a_mailbox_are_served(group, mon
 
     monkeypatch.setattr(Mailboxes, "asked", asked_late)
     assert until(lambda: len(waiting) == 2, SECONDS)  # no server reads before all has left
-    monkeypatch.setattr(talk._lines, "fence", sent.set)  # the client calls it once all its requests have left
-    talk._lines.memory.retire()  # the next request offers other memory
+    monkeypatch.setattr(session._lines, "fence", sent.set)  # the client calls it once all its requests have left
+    session._lines.memory.retire()  # the next request offers other memory
     pushes = [
         SegmentRequest(
             GroupMessage.PUSH, step, 1.0, {i: np.zeros(4 * (b - a), np.uint8) for i, (a, b) in enumerate(made.cuts)}
         )
         for step in range(1, 6)
     ]
-    talk._run(pushes)
-    assert read_numbers(talk.exchange(GroupMessage.MARKS, {0: b""}).pieces[0])[0] == 6
-    talk.close()
+    session._run(pushes)
+    assert read_numbers(session.exchange(GroupMessage.MARKS, {0: b""}).pieces[0])[0] == 6
+    session.close()
 
 
 def test_a_worker_does_not_sleep_when_it_has_received_a_message(group, monkeypatch):
     made = opened(group, "received", None, tabled=False)
     incarnation, slept = group.join(made.number, 0), []
-    talk = Session(group.door(), made, 0, incarnation=incarnation, timeout=SECONDS, resident=False)
+    session = Session(group.contact(), made, 0, incarnation=incarnation, timeout=SECONDS, resident=False)
 
     def readable(line):  # a mailbox reads the link too, for memory that the server has offered
         wait = select.poll()  # `select.select` refuses descriptors above 1,023
@@ -300,22 +300,22 @@ def test_a_worker_does_not_sleep_when_it_has_received_a_message(group, monkeypat
         def __init__(self):
             self.register = (real := select.poll()).register
             self.poll = lambda most: (
-                slept.append([line.link.head for line in talk._lines.open.values()]) or real.poll(0)
+                slept.append([line.link.head for line in session._lines.open.values()]) or real.poll(0)
             )
 
     monkeypatch.setattr(ServerConnection, "readable", property(readable))
     monkeypatch.setattr(connections, "select", SimpleNamespace(poll=Poll, POLLIN=select.POLLIN, POLLOUT=select.POLLOUT))
     for _ in range(3):
-        assert torch.equal(GroupServer(talk).pull(), torch.ones(SIZE))
+        assert torch.equal(GroupServer(session).pull(), torch.ones(SIZE))
     assert not any(any(each) for each in slept)
-    talk.close()
+    session.close()
 
 
 def test_a_connection_that_breaks_before_memory_is_offered_is_made_again(group):
     """The short way offers memory before it asks: what it finds broken there is no failure of the worker."""
     made = opened(group, "broken", None, tabled=False)
-    talk = joined(group, made, 0, True)
-    server, out, law = GroupServer(talk), torch.empty(SIZE), torch.ones(SIZE, requires_grad=True)
+    session = joined(group, made, 0, True)
+    server, out, law = GroupServer(session), torch.empty(SIZE), torch.ones(SIZE, requires_grad=True)
     optimizer = momentum([law])
     for step in range(4):
         law.grad = torch.full((SIZE,), -20.0 / WORKERS)
@@ -323,17 +323,17 @@ def test_a_connection_that_breaks_before_memory_is_offered_is_made_again(group):
         server.buffer(SIZE, torch.float32).fill_(-20.0)
         server.push(server.buffer(SIZE, torch.float32))
         assert torch.equal(server.pull(out=out), law), step
-        for line in talk._lines.open.values():
+        for line in session._lines.open.values():
             line.link.hang_up()
-        talk._lines.memory.retire()
+        session._lines.memory.retire()
     assert server.step == 4
-    talk.close()
+    session.close()
 
 
 def test_a_gradient_in_the_buffer_is_not_copied_and_what_is_pulled_lands_where_it_is_told(group):
     made = opened(group, "buffer", None, tabled=False)
-    talk = joined(group, made, 0, True)
-    server, out = GroupServer(talk), torch.empty(SIZE)
+    session = joined(group, made, 0, True)
+    server, out = GroupServer(session), torch.empty(SIZE)
     assert server.shares_memory
     gradient = server.buffer(SIZE, torch.float32)
     gradient.fill_(-20.0)
@@ -343,23 +343,23 @@ def test_a_gradient_in_the_buffer_is_not_copied_and_what_is_pulled_lands_where_i
     assert server.buffer(SIZE, torch.float64).dtype == torch.float64
     server.push(torch.full((SIZE,), -20.0, requires_grad=True))
     assert server.pull(out=out) is out and server.step == 2
-    server.close(), talk.close()  # twice does no harm
+    server.close(), session.close()  # twice does no harm
     assert gradient.sum() != 0  # what was given out stays good
 
 
 def test_what_a_server_refuses_comes_as_an_error_and_the_mailbox_goes_on(group):
     made = opened(group, "refused", None)
-    talk = joined(group, made, 0, True)
-    server, client = GroupServer(talk), TableClient(talk, made, "users")
+    session = joined(group, made, 0, True)
+    server, client = GroupServer(session), TableClient(session, made, "users")
     lookup = client.look(torch.tensor([3, 4]))
     bad = {i: client.session.room(24) for i in client.asked(lookup)}
     for piece in bad.values():
         piece[:24].view(np.int64)[:] = 5, 0, 0
     with pytest.raises(ConfigError, match="too short for 5 ids"):
-        talk.exchange(GroupMessage.PULL, bad, landing=client.landing(lookup, client.room(lookup)))
+        session.exchange(GroupMessage.PULL, bad, landing=client.landing(lookup, client.room(lookup)))
     server.push(torch.zeros(SIZE))
     assert torch.equal(server.pull(), torch.ones(SIZE)) and client.fetch(lookup).shape == (2, 4)
-    talk.close()
+    session.close()
 
 
 def test_memory_that_a_server_may_still_write_to_is_not_used_again():
@@ -373,9 +373,9 @@ def test_memory_that_a_server_may_still_write_to_is_not_used_again():
 
 def test_a_worker_that_gave_up_uses_other_memory(group):
     made = opened(group, "late", 0)
-    talk = joined(group, made, 0, True)
-    talk.timeout = 0.5
-    server = GroupServer(talk)
+    session = joined(group, made, 0, True)
+    session.timeout = 0.5
+    server = GroupServer(session)
     server.push(torch.ones(SIZE))
     with pytest.raises(PeerTimeout, match="rank 1"):
         server.pull()
@@ -384,7 +384,7 @@ def test_a_worker_that_gave_up_uses_other_memory(group):
     there.push(torch.ones(SIZE))
     there.settle()
     assert torch.allclose(server.pull(), torch.full((SIZE,), 0.9))
-    talk.close(), other.close()
+    session.close(), other.close()
 
 
 def test_blocks_are_given_back_with_their_last_user():

@@ -96,8 +96,8 @@ def test_copies_are_on_other_machines(make):
 
 
 def watch(manager, number):
-    door = manager.door()
-    link = connect(door["address"], name="worker-0", secret=door["secret"], generation=0, timeout=60)
+    contact = manager.contact()
+    link = connect(contact["address"], name="worker-0", secret=contact["secret"], generation=0, timeout=60)
     link.send(Message(GroupMessage.WATCH, a=number), timeout=60)
     return link
 
@@ -352,12 +352,12 @@ def test_a_manager_that_begins_again_moves_nothing(make):
     manager.open(a_space())
     settle(manager)
     manager.join(1, 0)
-    before, door, counts = by(manager, 1), manager.door(), manager.facts()["counts"]
+    before, contact, counts = by(manager, 1), manager.contact(), manager.facts()["counts"]
     logs = {name: list(host.log) for name, host in HOSTS.items()}
     manager.close()
     again = make()
-    assert again.door()["secret"] == door["secret"]
-    assert parse_address(again.door()["address"]).port == parse_address(door["address"]).port
+    assert again.contact()["secret"] == contact["secret"]
+    assert parse_address(again.contact()["address"]).port == parse_address(contact["address"]).port
     settle(again)
     after = by(again, 1)
     assert after.holdings == before.holdings and after.version > before.version
@@ -533,7 +533,7 @@ def test_reports_of_another_generation_and_nonsense_change_nothing(make):
     link.send(Message(GroupMessage.REPORT), b"{", timeout=60)
     time.sleep(0.1)
     assert by(manager, 1) == before and manager.settled()
-    stranger = FakeHost("server-77", "g", manager.door()["secret"], manager.door()["address"])
+    stranger = FakeHost("server-77", "g", manager.contact()["secret"], manager.contact()["address"])
     time.sleep(0.1)
     assert "server-77" not in [s["name"] for s in manager.facts()["servers"]]
     stranger.close()

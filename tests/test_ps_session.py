@@ -25,9 +25,9 @@ def make():
     def build(size=12, segments=4, servers=2, staleness=None, **more):
         group = FakeGroup(space_of(size, segments, staleness), servers)
         made.append(group)
-        talk = Session(group.door(), group.space, 0, timeout=more.pop("timeout", 10.0), **more)
-        made.append(talk)
-        return group, talk
+        session = Session(group.contact(), group.space, 0, timeout=more.pop("timeout", 10.0), **more)
+        made.append(session)
+        return group, session
 
     yield build
     for each in reversed(made):
@@ -50,8 +50,8 @@ def asked(group, kind):
 
 
 def test_one_request_for_each_server_and_exchange(make):
-    group, talk = make()
-    server = GroupServer(talk)
+    group, session = make()
+    server = GroupServer(session)
     server.push(torch.arange(12.0, dtype=torch.float64))
     assert not group.heard  # it leaves with what is said next
     assert torch.equal(server.pull(), torch.arange(12.0, dtype=torch.float64))
@@ -60,8 +60,8 @@ def test_one_request_for_each_server_and_exchange(make):
 
 
 def test_ranges(make):
-    _group, talk = make(size=10, segments=3)
-    server = GroupServer(talk)
+    _group, session = make(size=10, segments=3)
+    server = GroupServer(session)
     server.push(torch.ones(4, dtype=torch.float64), lo=2)
     expected = torch.tensor([0.0, 0, 1, 1, 1, 1, 0, 0, 0, 0], dtype=torch.float64)
     assert torch.equal(server.pull(1, 7), expected[1:7])
@@ -76,8 +76,8 @@ def test_ranges(make):
 
 
 def test_a_segment_that_moves_is_asked_for_where_it_is(make):
-    group, talk = make()
-    server = GroupServer(talk)
+    group, session = make()
+    server = GroupServer(session)
     for turn in range(6):
         group.give(turn % 4, f"s{turn % 2}")
         server.push(torch.ones(12, dtype=torch.float64))
@@ -86,8 +86,8 @@ def test_a_segment_that_moves_is_asked_for_where_it_is(make):
 
 
 def test_a_server_that_dies_is_left_for_whoever_holds_its_segments(make):
-    group, talk = make()
-    server = GroupServer(talk)
+    group, session = make()
+    server = GroupServer(session)
     server.push(torch.ones(12, dtype=torch.float64))
     server.settle()
     group.kill("s1")
@@ -97,8 +97,8 @@ def test_a_server_that_dies_is_left_for_whoever_holds_its_segments(make):
 
 
 def test_an_answer_that_is_lost_is_no_second_push(make):
-    group, talk = make()
-    server = GroupServer(talk)
+    group, session = make()
+    server = GroupServer(session)
     group.parks = True
 
     def cut():
@@ -112,8 +112,8 @@ def test_an_answer_that_is_lost_is_no_second_push(make):
 
 
 def test_a_server_that_is_silent_is_left_when_the_map_says_so(make):
-    group, talk = make()
-    server = GroupServer(talk)
+    group, session = make()
+    server = GroupServer(session)
     group.servers["s1"].mute = True
     later(0.2, lambda: group.give(1, "s0"), lambda: group.give(3, "s0"))
     server.push(torch.ones(12, dtype=torch.float64))
@@ -123,13 +123,13 @@ def test_a_server_that_is_silent_is_left_when_the_map_says_so(make):
 @pytest.mark.parametrize("found_by", ["the next call", "a pull that waits"])
 @pytest.mark.parametrize("size", [12, 24000])  # of the larger ones memory is used again
 def test_pushes_that_only_the_former_holder_knew_are_said_again(make, found_by, size):
-    group, talk = make(size=size)
+    group, session = make(size=size)
     group.files = True
-    server = GroupServer(talk)
+    server = GroupServer(session)
     for step in range(3):
         server.push(torch.full((size,), float(step), dtype=torch.float64))
         server.settle()
-    assert [push.step for push in talk.kept.of(range(4))] == [0, 1, 2]
+    assert [push.step for push in session.kept.of(range(4))] == [0, 1, 2]
     group.parks = found_by == "a pull that waits"
 
     def move():
@@ -153,9 +153,9 @@ def test_pushes_that_only_the_former_holder_knew_are_said_again(make, found_by, 
 @pytest.mark.parametrize("orders", ["are there", "come later"])
 def test_a_new_holder_is_told_only_what_it_lacks(make, orders):
     """Thousands may be kept, of a time without copies, and the new holder have all but the last few."""
-    group, talk = make()
+    group, session = make()
     group.files = True
-    server = GroupServer(talk)
+    server = GroupServer(session)
     for step in range(5):
         server.push(torch.full((12,), float(step), dtype=torch.float64))
         server.settle()
@@ -169,13 +169,13 @@ def test_a_new_holder_is_told_only_what_it_lacks(make, orders):
     if orders == "come later":
         thread.join()
     assert sorted(key for key in group.servers["s0"].filed if key[0] == 1) == [(1, 0, 3), (1, 0, 4)]
-    assert [push.step for push in talk.kept.of([1])] == [0, 1, 2, 3, 4]  # for a later death: nothing says it is durable
+    assert [push.step for push in session.kept.of([1])] == [0, 1, 2, 3, 4]  # no answer says that it is durable
 
 
 def test_gradients_may_change_once_a_push_has_returned(make):
-    group, talk = make()
+    group, session = make()
     group.files = True
-    server = GroupServer(talk, defer=False)
+    server = GroupServer(session, defer=False)
     grad = torch.ones(12, dtype=torch.float64)
     server.push(grad)
     grad.fill_(9.0)
@@ -186,10 +186,10 @@ def test_gradients_may_change_once_a_push_has_returned(make):
 
 
 def test_past_the_deadline_the_server_the_segments_and_the_knob_are_named(make):
-    group, talk = make(timeout=0.2)
-    server = GroupServer(talk)
+    group, session = make(timeout=0.2)
+    server = GroupServer(session)
     group.servers["s1"].mute = True
-    talk._lines.deadline = 0
+    session._lines.deadline = 0
     import rayps.ps.client.session as module
 
     module.GRACE_SECONDS, before = 0.1, module.GRACE_SECONDS
@@ -210,15 +210,15 @@ def test_past_the_deadline_the_server_the_segments_and_the_knob_are_named(make):
 
 
 def test_the_rank_that_is_waited_for_is_named(make):
-    group, talk = make(timeout=0.2)
+    group, session = make(timeout=0.2)
     group.parks = True
     with pytest.raises(PeerTimeout, match="rank 3"):
-        GroupServer(talk).pull()
+        GroupServer(session).pull()
 
 
 def test_what_is_lost_is_said(make):
-    group, talk = make(lost=lambda: [1, 3])
-    server = GroupServer(talk)
+    group, session = make(lost=lambda: [1, 3])
+    server = GroupServer(session)
     group.kill("s1")
     group.give(1, None), group.give(3, None)
     with pytest.raises(PeerLost, match=r"segments 1, 3 of space 'job' had no backup.*replicas"):
@@ -226,8 +226,8 @@ def test_what_is_lost_is_said(make):
 
 
 def test_a_hang_up_ends_what_waits(make):
-    group, talk = make()
-    server = GroupServer(talk)
+    group, session = make()
+    server = GroupServer(session)
     group.parks = True
     later(0.1, server.hang_up)
     with pytest.raises(LinkError):
@@ -236,19 +236,19 @@ def test_a_hang_up_ends_what_waits(make):
 
 def test_a_hang_up_reaches_who_pulls_ahead(make):
     """An aborted worker must not wait for a prefetch that nobody answers."""
-    group, talk = make()
-    GroupServer(talk)
+    group, session = make()
+    GroupServer(session)
     group.parks = True
-    tables = Prefetcher({"users": Client()}, talk, lambda batch: {"users": batch}, pulls=True)
+    tables = Prefetcher({"users": Client()}, session, lambda batch: {"users": batch}, pulls=True)
     tables.begin(0)
     tables.announce(torch.arange(3).numpy())
     assert until(lambda: tables._reader is not None, 60)
-    later(0.1, talk.hang_up)
+    later(0.1, session.hang_up)
     with pytest.raises(PeerLost, match="ended its own connections"):
         tables.rows("users")
     tables.close()
     with pytest.raises(PeerLost):  # one that is made too late
-        talk.reader().exchange(GroupMessage.PULL, dict.fromkeys(range(4), b""))
+        session.reader().exchange(GroupMessage.PULL, dict.fromkeys(range(4), b""))
 
 
 class Client:
@@ -267,17 +267,17 @@ class Client:
 
 
 def test_joining_waits_for_those_who_are_to_hold_something(make):
-    group, talk = make()
+    group, session = make()
     group.give(2, None)
     with group.lock:
         group.marks[0][0], group.marks[1][0], group.marks[2][0], group.marks[3][0] = 5, 4, 5, 5
     later(0.2, lambda: group.give(2, "s1"))
-    assert GroupServer(talk).step == 4
+    assert GroupServer(session).step == 4
 
 
 def test_a_manager_that_is_lost_is_found_again_when_it_is_needed(make):
-    group, talk = make()
-    server = GroupServer(talk)
+    group, session = make()
+    server = GroupServer(session)
     group.manager.close()
     time.sleep(0.05)
     assert server.pull().sum() == 0  # nothing to ask it
@@ -285,13 +285,13 @@ def test_a_manager_that_is_lost_is_found_again_when_it_is_needed(make):
 
     group.give(1, "s0")
     group.manager = Manager(group)
-    talk._lines.watch._find = group.door
+    session._lines.watch._find = group.contact
     assert server.pull().sum() == 0
 
 
 def test_a_reader_has_links_of_its_own(make):
-    _group, talk = make()
-    server, other = GroupServer(talk), talk.reader()
+    _group, session = make()
+    server, other = GroupServer(session), session.reader()
     server.push(torch.ones(12, dtype=torch.float64))
     server.settle()
     other.join()

@@ -235,9 +235,9 @@ def test_a_driver_is_known_by_the_title_of_its_process(tmp_path: Path) -> None:
 
 
 def test_a_cluster_that_does_not_answer() -> None:
-    with socket.socket() as door:
-        door.bind(("127.0.0.1", 0))
-        port = door.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
     where = place(Settings(address=f"127.0.0.1:{port}"))
     assert isinstance(where, JoinedRay) and not where.owned and where.capacity() is None
     with pytest.raises(ClusterError, match=str(port)):

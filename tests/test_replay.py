@@ -53,7 +53,7 @@ def test_what_is_durable_is_not_kept(house):  # noqa: F811
     for _ in range(4):
         server.push(ONES)
     server.settle()
-    assert server.talk.kept.bytes == 4 * N * 8
+    assert server.session.kept.bytes == 4 * N * 8
     for loop in one.loops:
         loop.do(lambda shard: shard.retained.requested.add(5))
     server.push(ONES)
@@ -62,7 +62,7 @@ def test_what_is_durable_is_not_kept(house):  # noqa: F811
         loop.actor.saved(5)
     server.push(ONES)  # its acknowledgement says so
     server.settle()
-    assert server.talk.kept.bytes == N * 8
+    assert server.session.kept.bytes == N * 8
 
 
 def test_what_was_not_kept_is_lost_and_counted(house):  # noqa: F811
@@ -124,7 +124,7 @@ def test_a_finished_worker_tells_a_restored_shard_what_it_lacks(house):  # noqa:
         server.push(ONES)
     restart(one, 1)
     assert one.loops[1].shard.ledger.marks[0] == 0
-    server.talk.catch_up()  # as `rewire` lets another thread do
+    server.session.catch_up()  # as `rewire` lets another thread do
     assert one.loops[1].shard.ledger.marks[0] == 3
     assert torch.allclose(server.read(), START - 3 * 0.1, atol=1e-12)
 
@@ -139,7 +139,7 @@ def test_a_new_worker_that_kept_nothing_says_what_a_restored_shard_has_lost(hous
     other, second = keeps(one, 1, consistent=True, timeout=5.0), keeps(one, 0)
     assert second.step == 3
     one.restart(1)
-    second.talk.catch_up()
+    second.session.catch_up()
     assert one.loops[1].facts().lost == 3
     cut, found = one.ranges[1][0], other.pull()
     assert torch.allclose(found[:cut], START[:cut] - 3 * 0.1 / 2, atol=1e-12)
@@ -172,13 +172,13 @@ def test_a_reader_declares_nothing_lost_that_its_worker_kept(house):  # noqa: F8
     server = keeps(one, 0)
     for _ in range(3):
         server.push(ONES)
-    reader, pieces = server.talk.reader(), dict.fromkeys(range(2), b"")
+    reader, pieces = server.session.reader(), dict.fromkeys(range(2), b"")
     reader.exchange(GroupMessage.READ, pieces)
     one.restart(1)
     reader.exchange(GroupMessage.READ, pieces)
     reader.close()
     assert one.loops[1].facts().lost == 0
-    server.talk.catch_up()
+    server.session.catch_up()
     assert torch.allclose(server.read(), START - 3 * 0.1, atol=1e-12)
 
 
@@ -188,7 +188,7 @@ def test_a_map_in_which_nothing_of_a_lost_server_changed_is_no_reason_to_call_it
     server = keeps(one, 0)
     server.push(ONES)
     server.settle()
-    connections = server.talk._lines
+    connections = server.session._lines
     for name in ("shard-0", "shard-1"):
         connections.refused(name)
     one.maps[-1].publish(replace(connections.map, version=connections.map.version + 1))  # as with another backup
@@ -228,7 +228,7 @@ def test_a_session_that_is_closed_ends_the_thread_that_catches_up(house):  # noq
 
     def catch_up():
         with contextlib.suppress(RaypsError):
-            server.talk.catch_up()
+            server.session.catch_up()
 
     busy = threading.Thread(target=lambda: one.loops[1].do(lambda _: free.wait(60)), daemon=True)
     waits = threading.Thread(target=catch_up, daemon=True)
@@ -254,7 +254,7 @@ def test_a_retried_push_pull_counts_once_and_still_pulls(house, resident):  # no
     for _ in range(3):
         found.zero_()
         places = {0: flat_bytes(found)}
-        server.talk.exchange(GroupMessage.PUSH_PULL, {0: piece.data.cast("B")}, step=0, weight=1.0, landing=places)
+        server.session.exchange(GroupMessage.PUSH_PULL, {0: piece.data.cast("B")}, step=0, weight=1.0, landing=places)
         assert np.array_equal(found.numpy(), (START - 0.1).numpy())
 
 

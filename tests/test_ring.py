@@ -35,9 +35,9 @@ def form(n, timeout=60.0, generation=0, listeners=None, **options):
         with ThreadPoolExecutor(n) as pool:
             calls = [
                 pool.submit(
-                    Ring.form, i, addresses, door, secret=SECRET, generation=generation, timeout=timeout, **options
+                    Ring.form, i, addresses, listener, secret=SECRET, generation=generation, timeout=timeout, **options
                 )
-                for i, door in enumerate(listeners)
+                for i, listener in enumerate(listeners)
             ]
             return [call.result() for call in calls]
 
@@ -293,16 +293,16 @@ def test_how_many_streams_fill_the_line_is_measured_and_the_others_are_closed():
 
 @pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 1, 0, 1, 1], [0, 1, 1]], ids=str)
 def test_hierarchical_adds_inside_hosts_then_between_them(hosts):
-    """Two hosts are made by closing the unix door to the ranks of the other one."""
+    """Two hosts are made by closing the unix socket to the ranks of the other one."""
     n = len(hosts)
-    doors = [Listener(f"worker-{i}", SECRET) for i in range(n)]
+    found = [Listener(f"worker-{i}", SECRET) for i in range(n)]
     tables = [
-        [d.address if hosts[i] == host else d.address.rsplit("/", 1)[0] + "/" for i, d in enumerate(doors)]
+        [d.address if hosts[i] == host else d.address.rsplit("/", 1)[0] + "/" for i, d in enumerate(found)]
         for host in hosts
     ]
     with ThreadPoolExecutor(n) as pool:
         calls = [
-            pool.submit(Ring.form, i, tables[i], doors[i], secret=SECRET, generation=0, timeout=60, streams=1)
+            pool.submit(Ring.form, i, tables[i], found[i], secret=SECRET, generation=0, timeout=60, streams=1)
             for i in range(n)
         ]
         rings = [call.result() for call in calls]
@@ -317,7 +317,7 @@ def test_hierarchical_adds_inside_hosts_then_between_them(hosts):
     rings[1].close()
     for error in errors([r for r in rings if r.rank != 1], lambda r: r.sum(torch.ones(9), algorithm="hierarchical")):
         assert isinstance(error, PeerLost)
-    for thing in (*rings, *doors):
+    for thing in (*rings, *found):
         thing.close()
 
 

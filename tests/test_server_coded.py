@@ -165,7 +165,7 @@ def test_payloads_that_are_wrong_are_refused():
     with House(1, 1, None, n=4) as house:
         server = house.join(0)
         with pytest.raises(LinkError):
-            server.talk.exchange(GroupMessage.PUSH, {0: whole[:-2]}, step=0, weight=1.0)
+            server.session.exchange(GroupMessage.PUSH, {0: whole[:-2]}, step=0, weight=1.0)
         assert torch.equal(server.read(), torch.zeros(4))
 
 

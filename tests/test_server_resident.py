@@ -195,7 +195,7 @@ def test_a_buffer_of_another_kind_is_ordinary_memory(house):
     server, far = one.join(0), one.join(0, resident=False)
     for given in (server.buffer(12, torch.float32), server.buffer(4, torch.float64), far.buffer(10, torch.float32)):
         assert (given == 0).all()
-        assert not server.talk.shared.buffer().holds(given, 0)
+        assert not server.session.shared.buffer().holds(given, 0)
     assert far.buffer(10, torch.float32).data_ptr() != server.buffer(10, torch.float32).data_ptr()
 
 
@@ -448,9 +448,9 @@ sys.path.insert(0, {root!r})
 from rayps.ps.client.client import GroupServer
 from rayps.ps.client.connections import take_seat
 from rayps.ps.client.session import Session
-found, space = pickle.loads(bytes.fromhex({door!r}))
-talk = Session(found, space, 1, incarnation=take_seat(found, space, 1, 60.0), timeout=60.0, keep=0)
-server = GroupServer(talk, consistent=False)
+found, space = pickle.loads(bytes.fromhex({given!r}))
+session = Session(found, space, 1, incarnation=take_seat(found, space, 1, 60.0), timeout=60.0, keep=0)
+server = GroupServer(session, consistent=False)
 mine = server.buffer({n}, torch.float32)
 mine.fill_(1.0)
 print("ready", flush=True)
@@ -462,7 +462,7 @@ while True:
 
 def spawned(one):
     root = str(Path(__file__).resolve().parent.parent)
-    code = WORKER.format(root=root, door=pickle.dumps((one.map(final=True), one.space)).hex(), n=one.n)
+    code = WORKER.format(root=root, given=pickle.dumps((one.map(final=True), one.space)).hex(), n=one.n)
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert process.stdout.readline() == b"ready\n"
     return process

@@ -86,14 +86,14 @@ def run(model, args, kwargs, optimizer, steps):
 
 
 def law(rings, model, args, given=None, kwargs=None, tolerance=1e-12, steps=10, optimizer=None):
-    """The model split among the rings does what the whole model does. Returns the talks."""
+    """The model split among the rings does what the whole model does. Returns the communicators."""
     optimizer = optimizer or (lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9))
     kwargs = kwargs or {}
     size = len(rings)
     ways = plan(model, size, given)
     want = run(copy.deepcopy(model), args, kwargs, optimizer, steps)
-    talks = [TensorCommunicator(ring) for ring in rings]
-    mine = [split(copy.deepcopy(model), ways, i, size, talk) for i, talk in enumerate(talks)]
+    used = [TensorCommunicator(ring) for ring in rings]
+    mine = [split(copy.deepcopy(model), ways, i, size, group) for i, group in enumerate(used)]
     names = [name for name, _ in model.named_parameters()]
     assert all([name for name, _ in each.named_parameters()] == names for each in mine)
     got = every(rings, lambda ring: run(mine[ring.rank], args, kwargs, optimizer, steps))
@@ -106,8 +106,8 @@ def law(rings, model, args, given=None, kwargs=None, tolerance=1e-12, steps=10, 
             cut = (0, [each[name] for each in cuts]) if name in cuts[0] else (None, None)
             whole = whole_of([each[place][name] for each in got], cut, p.shape)
             assert distance(whole, want[place][name]) <= tolerance, (place, name)
-    assert len({(talk.collectives, talk.bytes) for talk in talks}) == 1
-    return talks
+    assert len({(group.collectives, group.bytes) for group in used}) == 1
+    return used
 
 
 def randn(*shape, dtype=torch.float64, seed=0):
@@ -142,8 +142,8 @@ class One(nn.Module):
 def test_a_linear_layer_split_either_way_is_the_whole_one(groups, n, dtype, tolerance, way, bias):
     model = seeded(lambda: One(10, 7, bias), dtype)  # neither divides by 3 or 4
     for shape in [(5, 10), (2, 3, 10), (10,)]:
-        talks = law(groups(n), model, [randn(*shape, dtype=dtype)], {"layer": way}, tolerance=tolerance)
-        assert talks[0].collectives == (0 if n == 1 else 20)
+        used = law(groups(n), model, [randn(*shape, dtype=dtype)], {"layer": way}, tolerance=tolerance)
+        assert used[0].collectives == (0 if n == 1 else 20)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
@@ -151,28 +151,28 @@ def test_a_linear_layer_split_either_way_is_the_whole_one(groups, n, dtype, tole
 def test_the_alternating_pair_exchanges_nothing_at_the_wide_layer(groups, n, dtype, tolerance):
     d, b = 6, 5
     model = seeded(lambda: nn.Sequential(nn.Linear(d, 4 * d), nn.GELU(), nn.Linear(4 * d, d)), dtype)
-    talks = law(groups(n), model, [randn(b, d, dtype=dtype)], tolerance=tolerance)
+    used = law(groups(n), model, [randn(b, d, dtype=dtype)], tolerance=tolerance)
     width = torch.empty((), dtype=dtype).element_size()
-    for talk in talks:  # a step: b*d forwards, b*d backwards
-        assert (talk.collectives, talk.bytes) == ((0, 0) if n == 1 else (20, 10 * 2 * b * d * width))
+    for group in used:  # a step: b*d forwards, b*d backwards
+        assert (group.collectives, group.bytes) == ((0, 0) if n == 1 else (20, 10 * 2 * b * d * width))
 
 
 def test_the_first_layer_sums_no_gradient_that_nobody_wants(groups):
     model = seeded(lambda: nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 6)))
-    talks = [TensorCommunicator(ring) for ring in groups(2)]
-    nets = [split(copy.deepcopy(model), plan(model, 2), i, 2, talk) for i, talk in enumerate(talks)]
+    used = [TensorCommunicator(ring) for ring in groups(2)]
+    nets = [split(copy.deepcopy(model), plan(model, 2), i, 2, group) for i, group in enumerate(used)]
     every(groups(2), lambda ring: nets[ring.rank](randn(5, 6)).sum().backward())
-    assert [(talk.collectives, talk.bytes) for talk in talks] == [(1, 5 * 6 * 8)] * 2
+    assert [(group.collectives, group.bytes) for group in used] == [(1, 5 * 6 * 8)] * 2
     every(groups(2), lambda ring: torch.no_grad()(nets[ring.rank])(randn(5, 6).requires_grad_()))
-    assert talks[0].collectives == 2
+    assert used[0].collectives == 2
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_bytes_of_single_layers_are_the_formulas(groups, n):
     b, a, o = 5, 10, 7
     for way, elements in [("out", b * o + b * a), ("in", b * o + b * a)]:  # gather y, sum dx; sum y, gather dx
-        talks = law(groups(n), seeded(lambda: One(a, o)), [randn(b, a)], {"layer": way}, steps=1)
-        assert (talks[0].collectives, talks[0].bytes) == (2, 8 * elements)
+        used = law(groups(n), seeded(lambda: One(a, o)), [randn(b, a)], {"layer": way}, steps=1)
+        assert (used[0].collectives, used[0].bytes) == (2, 8 * elements)
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -200,8 +200,8 @@ def test_what_needs_the_whole_width_gets_it(groups, n):
     model = seeded(lambda: nn.Sequential(nn.Linear(6, 11), nn.LayerNorm(11), nn.Linear(11, 6)))
     given = {"0": "out", "2": "in"}
     assert not any(way.kept for way in plan(model, n, given).values())
-    talks = law(groups(n), model, [randn(5, 6)], given, steps=1)
-    assert (talks[0].collectives, talks[0].bytes) == (4, 8 * 5 * (11 + 6 + 11 + 6))
+    used = law(groups(n), model, [randn(5, 6)], given, steps=1)
+    assert (used[0].collectives, used[0].bytes) == (4, 8 * 5 * (11 + 6 + 11 + 6))
     with pytest.raises(WorkloadError):
         plan(model, n)
 
@@ -222,7 +222,7 @@ def test_half_precision_adds_in_float32(groups):
 
 
 def gradients(rings, work, x):
-    """`work(x, talk, rank)` on all ranks: outputs, and gradients of x under a gradient that all have."""
+    """`work(x, group, rank)` on all ranks: outputs, and gradients of x under a gradient that all have."""
 
     def one(ring):
         mine = x[ring.rank].clone().requires_grad_()
@@ -242,15 +242,15 @@ def test_functions_are_what_their_table_says(groups, n, dim):
     shape[dim] = whole
     x = [randn(*shape, seed=i) for i in range(n)]
     ramp = torch.linspace(1, 2, x[0].numel(), dtype=torch.float64).view(shape)
-    for out, grad in gradients(groups(n), lambda t, talk, _: functions.total(t, talk), x):
+    for out, grad in gradients(groups(n), lambda t, group, _: functions.total(t, group), x):
         assert distance(out, sum(x)) < 1e-15
         assert torch.equal(grad, ramp)
-    for rank, (out, grad) in enumerate(gradients(groups(n), lambda t, talk, _: functions.spread(t, talk), x)):
+    for rank, (out, grad) in enumerate(gradients(groups(n), lambda t, group, _: functions.spread(t, group), x)):
         assert torch.equal(out, x[rank])
         assert distance(grad, n * ramp) < 1e-15
     mine = [each.split(widths, dim)[i] for i, each in enumerate(x)]
     for i, (out, grad) in enumerate(
-        gradients(groups(n), lambda t, talk, rank: functions.gather(t, talk, dim, widths, rank), mine)
+        gradients(groups(n), lambda t, group, rank: functions.gather(t, group, dim, widths, rank), mine)
     ):
         assert torch.equal(out, torch.cat(mine, dim))
         assert torch.equal(grad, ramp.split(widths, dim)[i])
@@ -258,7 +258,7 @@ def test_functions_are_what_their_table_says(groups, n, dim):
     slopes = [
         torch.linspace(1, 2, each.numel(), dtype=torch.float64).view(each.shape) for each in x[0].split(widths, dim)
     ]
-    own = gradients(groups(n), lambda t, talk, rank: functions.own(t, talk, dim, widths, rank), same)
+    own = gradients(groups(n), lambda t, group, rank: functions.own_slice(t, group, dim, widths, rank), same)
     for i, (out, grad) in enumerate(own):
         assert distance(out, x[0].split(widths, dim)[i]) < 1e-15
         assert torch.equal(grad, torch.cat(slopes, dim))
@@ -269,8 +269,8 @@ def test_functions_leave_what_they_are_given(groups):
     before = [each.clone() for each in x]
 
     def work(ring):
-        talk, mine = TensorCommunicator(ring), x[ring.rank].requires_grad_()
-        out = functions.total(mine, talk) + functions.spread(mine, talk)
+        group, mine = TensorCommunicator(ring), x[ring.rank].requires_grad_()
+        out = functions.total(mine, group) + functions.spread(mine, group)
         grad = torch.ones_like(out)
         out.backward(grad)
         return grad
@@ -300,10 +300,10 @@ def test_an_embedding_split_either_way_is_the_whole_one(groups, n, way, padding)
     ids = torch.tensor([[0, 1, 5, 6], [6, 6, 2, 10]])
     model = seeded(lambda: Words(11, 5, padding_idx=padding))
     for dtype, tolerance in DTYPES:
-        talks = law(groups(n), model.to(dtype), [ids], {"words": way}, tolerance=tolerance)
-        assert talks[0].collectives == (0 if n == 1 else 10)  # forwards only
+        used = law(groups(n), model.to(dtype), [ids], {"words": way}, tolerance=tolerance)
+        assert used[0].collectives == (0 if n == 1 else 10)  # forwards only
     if n > 1:
-        assert talks[0].bytes == 10 * 8 * 5 * 4
+        assert used[0].bytes == 10 * 8 * 5 * 4
         net = split(copy.deepcopy(model), plan(model, n, {"words": way}), 0, n, None)
         with pytest.raises(IndexError):
             net(torch.tensor([11]))
@@ -381,8 +381,8 @@ def test_self_attention_exchanges_once_each_way(groups, n):
         def forward(self, x):
             return self.attention(x, x, x, need_weights=False)[0]
 
-    talks = law(groups(n), seeded(lambda: Self(12, 3, batch_first=True)), [randn(2, 5, 12)], steps=1)
-    assert (talks[0].collectives, talks[0].bytes) == (2, 2 * 8 * 2 * 5 * 12)
+    used = law(groups(n), seeded(lambda: Self(12, 3, batch_first=True)), [randn(2, 5, 12)], steps=1)
+    assert (used[0].collectives, used[0].bytes) == (2, 2 * 8 * 2 * 5 * 12)
 
 
 class Mine(nn.Module):
@@ -415,8 +415,8 @@ class Packed(nn.Module):
 def test_a_users_own_attention_is_split_by_names(groups, n):
     x = randn(2, 5, 12)
     given = {"q": "out:3", "k": "out:3", "v": "out:3", "o": "in"}
-    talks = law(groups(n), seeded(Mine), [x], given, steps=1)
-    assert talks[0].collectives == 2  # q, k and v share the sum of their input's gradient
+    used = law(groups(n), seeded(Mine), [x], given, steps=1)
+    assert used[0].collectives == 2  # q, k and v share the sum of their input's gradient
     blocks = lambda: nn.ModuleDict({"blocks": nn.Sequential(Mine(), Mine())})  # noqa: E731
     model = seeded(blocks)
     ways = plan(model, n, {"blocks.*.q": "out:3", "blocks.*.k": "out:3", "*.v": "out:3", "*.o": "in"})
@@ -478,9 +478,9 @@ def test_encoder_layers_are_the_whole_ones(groups, n, norm_first, batch_first):
     model = seeded(lambda: encoder(norm_first, batch_first, "gelu" if norm_first else "relu"))
     mask = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
     x = randn(*((2, 5, 12) if batch_first else (5, 2, 12)))
-    talks = law(groups(n), model, [x], kwargs={"mask": mask, "is_causal": True})
-    assert talks[0].collectives == (0 if n == 1 else 10 * 2 * 4)  # a step and layer: two forwards, two backwards
-    assert talks[0].bytes == (0 if n == 1 else 10 * 2 * 4 * 8 * 2 * 5 * 12)
+    used = law(groups(n), model, [x], kwargs={"mask": mask, "is_causal": True})
+    assert used[0].collectives == (0 if n == 1 else 10 * 2 * 4)  # a step and layer: two forwards, two backwards
+    assert used[0].bytes == (0 if n == 1 else 10 * 2 * 4 * 8 * 2 * 5 * 12)
     law(groups(n), model, [x], steps=1)
 
 
@@ -551,9 +551,9 @@ def test_a_character_transformer_is_the_whole_one(groups, n):
 def test_the_volume_is_what_is_exchanged(groups, make, given, want):
     model = seeded(make)
     assert volume(model, plan(model, 3, given)) == want
-    (talk, *_) = law(groups(3), model, [randn(2, 5, 12)], given, steps=1)
-    assert talk.collectives == want.forward_collectives + want.backward_collectives
-    assert talk.bytes == 8 * 2 * 5 * (want.forward + want.backward)
+    (group, *_) = law(groups(3), model, [randn(2, 5, 12)], given, steps=1)
+    assert group.collectives == want.forward_collectives + want.backward_collectives
+    assert group.bytes == 8 * 2 * 5 * (want.forward + want.backward)
 
 
 def test_pieces_cover_every_parameter_once_and_need_no_memory():

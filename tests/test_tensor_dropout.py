@@ -77,9 +77,9 @@ def two_steps(model, x):
 
 def rank_main(rank, size, pipe):
     torch.set_num_threads(1)
-    with Listener(f"worker-{rank}", SECRET, 0) as door:
-        pipe.send(door.address)
-        ring = Ring.form(rank, pipe.recv(), door, secret=SECRET, generation=0, timeout=60, streams=1)
+    with Listener(f"worker-{rank}", SECRET, 0) as listener:
+        pipe.send(listener.address)
+        ring = Ring.form(rank, pipe.recv(), listener, secret=SECRET, generation=0, timeout=60, streams=1)
     report = {}
     with contextlib.closing(ring):
         x = torch.randn(3, 5, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -84,16 +84,16 @@ class TableBench:
     def __init__(self, rank: int) -> None:
         torch.set_num_threads(1)
         self._rank = rank
-        self._talk: Session | None = None
+        self._session: Session | None = None
         self._tables: Tables | None = None
         self._chance = np.random.default_rng(rank)
 
     def join(self, group: ManagerClient, space: Space) -> int:
         """Connect to the group's servers; return the number of this rank's next step."""
         incarnation = group.join(space.number, self._rank)
-        self._talk = Session(group.door(), space, self._rank, incarnation=incarnation, timeout=WAIT_SECONDS)
-        steps = self._talk.join()
-        self._tables = Tables(self._talk, space)
+        self._session = Session(group.contact(), space, self._rank, incarnation=incarnation, timeout=WAIT_SECONDS)
+        steps = self._session.join()
+        self._tables = Tables(self._session, space)
         self._tables.step = max(steps.values(), default=0)
         return self._tables.step
 
@@ -142,8 +142,8 @@ class TableBench:
 
     def close(self) -> None:
         """Disconnect from the servers."""
-        if self._talk is not None:
-            self._talk.close()
+        if self._session is not None:
+            self._session.close()
 
     def _turn(self, ids: torch.Tensor, grads: torch.Tensor | None) -> None:
         tables = self._tables

@@ -66,7 +66,7 @@ class _Site:
 
     async def started(self, service: Service) -> None:
         self._service = service
-        token, new = await service.user_tokens.own()
+        token, new = await service.user_tokens.service_token()
         if new and sys.stdout.isatty():
             line(f"token: {token}\n(shown once; the local command line reads it from {self._settings.token_file})")
         elif new:

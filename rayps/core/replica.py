@@ -21,8 +21,8 @@ from typing import ClassVar
 
 from rayps.core import options
 from rayps.core.errors import ConfigError
+from rayps.core.pipeline.schedule import SCHEDULES, check
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 BALANCES = ("parameters", "time")
 SPLITS = ("out", "in", "heads", "rows", "none")
 
@@ -101,12 +101,7 @@ class Pipeline(Replica):
                 "the model on each worker, the others have 1",
                 field="chunks",
             )
-        if self.schedule == "interleaved" and self.micro_batches % self.stages:
-            raise ConfigError(
-                f"micro_batches is {self.micro_batches}, and interleaved needs a multiple of its {self.stages} stages: "
-                f"give {-(-self.micro_batches // self.stages) * self.stages}, or use 1f1b",
-                field="micro_batches",
-            )
+        check(self.schedule, self.stages, self.micro_batches, self.chunks)
         if self.boundaries is not None:
             given = self.boundaries
             listed = tuple(given) if isinstance(given, (list, tuple)) else given  # JSON gives a list

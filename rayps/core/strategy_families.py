@@ -171,20 +171,6 @@ def recovery_of(topology: Topology) -> Recovery:
     return RestartAll() if topology.replica is None else Rebuild(from_servers=isinstance(topology, Servers))
 
 
-def recovery_now(declared: Recovery, *, holds_tables: bool, rejoins: bool) -> Recovery:
-    """Return how a run recovers from a death now, if its strategy declares `declared`.
-
-    If the parameters are in one space with tables (`holds_tables`), they are too large for a snapshot, so the dead
-    worker or server is replaced. `rejoins`: a replica can start again from the servers' parameters; if it cannot, all
-    workers restart.
-    """
-    if isinstance(declared, Rebuild):
-        if not declared.from_servers:
-            return declared
-        return ReplaceOne() if rejoins else RestartAll()
-    return ReplaceOne() if holds_tables else declared
-
-
 class HasRecovery(Protocol):
     """A strategy, of which only `recovery` is used."""
 

@@ -43,7 +43,7 @@ class ColumnSpace:
 
     def rank(self, data: int) -> SpaceRank:
         """Return a new incarnation of a data rank; servers refuse the earlier incarnations of the rank."""
-        return SpaceRank(self._group.door(), self.space, self._group.join(self.space.number, data))
+        return SpaceRank(self._group.contact(), self.space, self._group.join(self.space.number, data))
 
     @contextmanager
     def session(self) -> Iterator[Session]:
@@ -56,7 +56,7 @@ class ColumnSpace:
             session.close()
 
     def _session(self) -> Session:
-        return Session(self._group.door, self.space, -1, timeout=self._timeout, name=f"opener-{self.space.name}")
+        return Session(self._group.contact, self.space, -1, timeout=self._timeout, name=f"opener-{self.space.name}")
 
     # ---- states
 
@@ -169,7 +169,7 @@ class Collector:
         self._asking = 0  # the round whose states the thread requests
         self._missed = 0  # the newest round whose states were requested too late
         self._saved: list[int] = []
-        self._talk: Session | None = None
+        self._session: Session | None = None
         self._ended = False
         self._news = threading.Condition()
         self._thread = threading.Thread(target=self._run, daemon=True, name="collector")
@@ -180,7 +180,7 @@ class Collector:
         with self._news:
             changed = rounds != self._states.wanted
             self._states.wanted = rounds
-            late = self._talk if changed and self._asking not in (0, rounds) else None
+            late = self._session if changed and self._asking not in (0, rounds) else None
             self._news.notify_all()
         if late is not None:
             late.hang_up()
@@ -213,10 +213,10 @@ class Collector:
         """End the thread and its connections."""
         with self._news:
             self._ended = True
-            talk = self._talk
+            session = self._session
             self._news.notify_all()
-        if talk is not None:
-            talk.hang_up()
+        if session is not None:
+            session.hang_up()
         self._thread.join(10.0)
 
     def _run(self) -> None:
@@ -226,8 +226,8 @@ class Collector:
         except Exception:  # a bug: the job continues without further checkpoints
             log.exception("the thread that collects checkpoints failed")
         finally:
-            if self._talk is not None:
-                self._talk.close()
+            if self._session is not None:
+                self._session.close()
 
     def _turn(self) -> bool:
         """Wait for work, send the next request and wait for its answer; return False after `close`."""
@@ -238,19 +238,19 @@ class Collector:
             saved, self._saved = self._saved, []
             self._asking = rounds = 0 if saved else self._next()
         try:
-            if self._talk is None:
-                self._talk = self._meet()
-                self._talk.join()
+            if self._session is None:
+                self._session = self._meet()
+                self._session.join()
             for each in saved:
-                self._talk.tell(GroupMessage.SAVED, each)
+                self._session.tell(GroupMessage.SAVED, each)
             if rounds:
-                self._fetch(self._talk, rounds)
+                self._fetch(self._session, rounds)
         except LinkError as error:
             log.debug("a checkpoint's states could not be fetched: %s", error)
-            if self._talk is not None:
-                self._talk.close()
+            if self._session is not None:
+                self._session.close()
             with self._news:
-                self._talk = None
+                self._session = None
                 self._saved = saved + self._saved
                 if not self._ended and rounds in (0, self._states.wanted):
                     self._news.wait(AGAIN_SECONDS)
@@ -262,9 +262,9 @@ class Collector:
         wanted = self._states.wanted
         return 0 if wanted in self._states or wanted == self._missed else wanted
 
-    def _fetch(self, talk: Session, rounds: int) -> None:
+    def _fetch(self, session: Session, rounds: int) -> None:
         try:
-            answers = talk.exchange(GroupMessage.PART, dict.fromkeys(self._segments, b""), step=rounds)
+            answers = session.exchange(GroupMessage.PART, dict.fromkeys(self._segments, b""), step=rounds)
         except LinkError:
             raise
         except RaypsError as error:  # the round had closed before the request arrived
@@ -276,16 +276,16 @@ class Collector:
             self._states.keep(rounds, answers.pieces)
 
 
-def segment_states(talk: Session, indices: Iterable[int]) -> Iterator[tuple[int, Any]]:
+def segment_states(session: Session, indices: Iterable[int]) -> Iterator[tuple[int, Any]]:
     """Yield (segment, its state now) for each of `indices`; states are requested one at a time."""
     for index in indices:
-        yield index, talk.exchange(GroupMessage.PART, {index: b""}, step=-1).pieces[index]
+        yield index, session.exchange(GroupMessage.PART, {index: b""}, step=-1).pieces[index]
 
 
-def tables_by_value(space: Space, talk: Session) -> dict[str, list[Any]]:
+def tables_by_value(space: Space, session: Session) -> dict[str, list[Any]]:
     """Return the present states of all segments of each table, by the table's name."""
     return {
-        table.name: [bytes(each) for _, each in segment_states(talk, segments)] for table, segments in _tables(space)
+        table.name: [bytes(each) for _, each in segment_states(session, segments)] for table, segments in _tables(space)
     }
 
 
@@ -300,9 +300,9 @@ def write_tables(
         for table, segments in _tables(space):
             parquet.write(folder / table.name, table, (kept[index] for index in segments))
     else:
-        with meet() as talk:
+        with meet() as session:
             for table, segments in _tables(space):
-                parquet.write(folder / table.name, table, (each for _, each in segment_states(talk, segments)))
+                parquet.write(folder / table.name, table, (each for _, each in segment_states(session, segments)))
     return sorted(folder.rglob("*.parquet"))
 
 
@@ -337,12 +337,12 @@ def skip_steps(segment: Any, skips: Mapping[int, int]) -> tuple[Any, int]:
     return segment_state.pack({**head, "ledger": ledger.to_json()}, arrays), missing
 
 
-def carried_tables(old: Space, talk: Session, new: Space) -> dict[int, Any]:
-    """Return the present states of the old space's tables, by segment of the new space. `talk` reads the old space."""
+def carried_tables(old: Space, session: Session, new: Space) -> dict[int, Any]:
+    """Return the states that `session` reads of the old space's tables, by segment of the new space."""
     there = {table.name: segments for table, segments in _tables(new)}
     found: dict[int, Any] = {}
     for table, segments in _tables(old):
-        for index, each in segment_states(talk, segments):
+        for index, each in segment_states(session, segments):
             found[there[table.name][index - segments.start]] = each
     return found
 

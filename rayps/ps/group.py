@@ -15,7 +15,7 @@ import numpy as np
 
 from rayps.cluster.local import ActorHandle, Cluster, LocalCluster, rendezvous, surrounding
 from rayps.core.errors import ActorDied, ConfigError, Conflict, PeerTimeout
-from rayps.ps.client.connections import Door
+from rayps.ps.client.connections import MapSource
 from rayps.ps.client.session import Session
 from rayps.ps.manager.assign_segments import Balance
 from rayps.ps.manager.manager import BALANCE, SILENCE, check_size
@@ -29,7 +29,7 @@ CALL_SECONDS = 90.0  # seconds for a manager to answer a call: `open` waits unti
 PAUSE_SECONDS = 0.1  # seconds between two checks of a group, and before a call of a manager that died is repeated
 # calls that are repeated if the manager dies before it answers: to execute one twice does no harm
 _REPEATABLE = frozenset(
-    {"door", "space", "map", "facts", "settled", "set_quota", "restored", "join", "resize", "drain"}
+    {"contact", "space", "map", "facts", "settled", "set_quota", "restored", "join", "resize", "drain"}
 )
 
 
@@ -40,9 +40,9 @@ class ManagerClient:
         self.name = name
         self._handle, self._cluster = handle, cluster
 
-    def door(self) -> dict[str, Any]:
+    def contact(self) -> dict[str, Any]:
         """Return {"address", "secret"}: the manager's address, and the secret with which a worker connects."""
-        found: dict[str, Any] = self._call("door")
+        found: dict[str, Any] = self._call("contact")
         return found
 
     def open(self, space: Space) -> Space:
@@ -101,7 +101,7 @@ class ManagerClient:
 
         `timeout`: seconds for servers to answer. Raises NotFound, ConfigError: there is no such space or table.
         """
-        return Follower(self.door, self.space(space), table, timeout)
+        return Follower(self.contact, self.space(space), table, timeout)
 
     def restored(self, number: int, segments: list[int]) -> None:
         """Report to the manager that lost segments of a space, given by number, have been loaded again."""
@@ -315,12 +315,12 @@ class Follower:
     Raises ConfigError: the space has no such table.
     """
 
-    def __init__(self, door: Door, space: Space, table: str, timeout: float) -> None:
+    def __init__(self, source: MapSource, space: Space, table: str, timeout: float) -> None:
         self.table, first = space.table(table)
         self._segments = range(first, first + self.table.segments)
         self._first = first
         self._served = Served()
-        self._talk = Session(door, space, -1, timeout=timeout, name="follower")
+        self._session = Session(source, space, -1, timeout=timeout, name="follower")
 
     def update(self) -> int:
         """Apply the changes since the last update; return how many rows were changed, created or evicted.
@@ -329,7 +329,7 @@ class Follower:
             PeerTimeout, PeerLost: servers do not answer, or the space was closed.
         """
         known = self._served.versions
-        found = self._talk.exchange(
+        found = self._session.exchange(
             GroupMessage.CHANGES, {i: numbers([known.get(i - self._first, 0)]) for i in self._segments}
         )
         changed = 0
@@ -355,4 +355,4 @@ class Follower:
 
     def close(self) -> None:
         """Close the connections to the servers."""
-        self._talk.close()
+        self._session.close()

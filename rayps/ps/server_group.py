@@ -206,11 +206,11 @@ class ServerGroup:
         assert self._fixed is not None, "a ServerGroup has an OwnSpace or a FixedSpace"
         found, space = self._fixed.map, self._fixed.space
         incarnation = take_seat(found, space, rank, self.timeout)
-        talk = Session(found, space, rank, incarnation=incarnation, timeout=self.timeout, keep=0, resident=resident)
+        session = Session(found, space, rank, incarnation=incarnation, timeout=self.timeout, keep=0, resident=resident)
         try:
-            return self._coded(GroupServer(talk))
+            return self._coded(GroupServer(session))
         except BaseException:
-            talk.close()
+            session.close()
             raise
 
     def _coded(self, server: GroupServer) -> GroupServer:
@@ -465,24 +465,24 @@ class OwnSpace:
         """
         opened = group.open(space)
         found = cls(group, opened, timeout, private=private, replicas=int(group.facts()["replicas"]))
-        talk = Session(group.door(), opened, -1, timeout=timeout)
+        session = Session(group.contact(), opened, -1, timeout=timeout)
         try:
             assert opened.layout is not None
             states = {i: state_of(vector[a:b], opened.layout, a, marks=marks) for i, (a, b) in enumerate(opened.cuts)}
-            talk.exchange(GroupMessage.LOAD, states)
+            session.exchange(GroupMessage.LOAD, states)
             if gone := found.lost():  # a server died while the values were loaded
-                talk.exchange(GroupMessage.LOAD, {i: states[i] for i in gone})
+                session.exchange(GroupMessage.LOAD, {i: states[i] for i in gone})
                 group.restored(opened.number, gone)
         finally:
-            talk.close()
+            session.close()
         return found
 
     def server(self, rank: int) -> GroupServer:
         """Become worker `rank`; servers refuse a process that had the rank before. Raises as `GroupServer`."""
         incarnation = self.group.join(self.space.number, rank)
         keep = KEEP_BYTES if self._replicas else 0  # without backups a lost segment does not return: nothing to repeat
-        talk = Session(
-            self.group.door(),
+        session = Session(
+            self.group.contact(),
             self.space,
             rank,
             incarnation=incarnation,
@@ -491,9 +491,9 @@ class OwnSpace:
             lost=self.lost,
         )
         try:
-            return GroupServer(talk)
+            return GroupServer(session)
         except BaseException:
-            talk.close()
+            session.close()
             raise
 
     def facts(self) -> dict[str, Any]:

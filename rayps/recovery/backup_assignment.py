@@ -55,7 +55,7 @@ class Bond:
     """How a worker's state is backed up in one generation, so that its death loses no round."""
 
     line: int  # the sequence of states since one snapshot: see `rayps.recovery.state_slots.StateSlots`
-    doors: tuple[str, ...]  # by rank: the addresses at which workers receive backups and send them to others
+    addresses: tuple[str, ...]  # by rank: the addresses at which workers receive backups and send them to others
     keeper: int  # the worker that holds this one's backup
     twin: bool  # whether this worker has a twin: a worker at the same place in another replica
     recalls: bool = False  # whether the worker starts from a retained state, not from the snapshot

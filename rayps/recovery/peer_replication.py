@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 SLOTS_ELSEWHERE = 3  # slots of a worker with a backup on another host: one more, as a round may be in transit
 _KEPT_ROUNDS = 3  # newest rounds whose states are stored for a worker on another host
 _LOOK_SECONDS = 1.0
-_DOOR = 0  # the generation number of these connections, which outlive the job's generations
+_GENERATION = 0  # the generation number of these connections, which outlive the job's generations
 
 
 class ReplicationMessage(IntEnum):
@@ -64,7 +64,7 @@ class PeerReplication:
     def __init__(self, rank: int, secret: bytes, host: str = "127.0.0.1") -> None:
         self.rank = rank
         self._vault: StateSlots | None = None
-        self._listener = Listener(f"keeper-{rank}", secret, _DOOR, host=host)
+        self._listener = Listener(f"keeper-{rank}", secret, _GENERATION, host=host)
         self.address = self._listener.address
         self._kept: dict[int, _Kept] = {}
         self._links: dict[int, Link] = {}
@@ -74,7 +74,7 @@ class PeerReplication:
         self._thread = threading.Thread(target=self._serve, daemon=True, name=f"keeper-{rank}")
         self._thread.start()
 
-    def own(self, slots: int) -> StateSlots:
+    def ensure_slots(self, slots: int) -> StateSlots:
         """Return this worker's state slots, at least `slots` of them; if there are fewer, new empty ones replace them.
 
         Raises LinkError.
@@ -232,7 +232,7 @@ def _asked(
     address: str, owner: int, secret: bytes, at: tuple[int, int], timeout: float, rest: bool = False
 ) -> CommittedState | None:
     line, rounds = at
-    with connect(address, name="asks", secret=secret, generation=_DOOR, timeout=timeout) as link:
+    with connect(address, name="asks", secret=secret, generation=_GENERATION, timeout=timeout) as link:
         link.send(Message(ReplicationMessage.ASK, tag=line, a=owner, b=rounds, weight=float(rest)), timeout=timeout)
         answer = link.recv(timeout)
     return parse(answer.payload) if len(answer.payload) else None
@@ -259,10 +259,10 @@ class Mirror:
         rank = self.rank = keeper.rank
         self._timeout, self._twin = timeout, twin
         self._link = connect(
-            address, name=f"mirror-{rank}", secret=secret, generation=_DOOR, timeout=timeout, prefer=prefer
+            address, name=f"mirror-{rank}", secret=secret, generation=_GENERATION, timeout=timeout, prefer=prefer
         )
         self.here = isinstance(self._link, SharedLink)
-        vault = self.vault = keeper.own(SLOTS if self.here or twin else SLOTS_ELSEWHERE)
+        vault = self.vault = keeper.ensure_slots(SLOTS if self.here or twin else SLOTS_ELSEWHERE)
         self.bytes = 0  # bytes sent for the latest round
         self.seconds_waiting = 0.0
         self._due = threading.Condition()

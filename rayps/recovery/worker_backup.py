@@ -197,7 +197,7 @@ class WorkerBackup:
         self._said: list[Point] = []  # the newest points, which the driver may not have received
         self._given = 0  # how many of these were in the answer to the driver's latest poll
 
-    def door(self) -> str:
+    def backup_address(self) -> str:
         """Return the address at which other workers store and request states; "" if there is no shared memory."""
         with self._lock:
             if self._keeper is None and memory.AVAILABLE and not self._closed:
@@ -258,7 +258,7 @@ class WorkerBackup:
             if state is None:
                 raise PeerLost(f"worker-{plan.rank} no longer has its state after round {plan.start}", peer="")
         else:
-            where = list(bond.doors), self._secret, bond.line, plan.start, plan.timeout
+            where = list(bond.addresses), self._secret, bond.line, plan.start, plan.timeout
             state = fetch(bond.source, *where)
             rest = fetch_rest(bond.source, plan.rank, *where) if bond.source.twin else None
             own = rest if bond.source.twin else state
@@ -271,7 +271,7 @@ class WorkerBackup:
         if bond is None or self._keeper is None:
             return None
         self._keeper.forget(bond.line, plan.start)
-        mirror = Mirror(self._keeper, bond.doors[bond.keeper], self._secret, timeout=plan.timeout, twin=bond.twin)
+        mirror = Mirror(self._keeper, bond.addresses[bond.keeper], self._secret, timeout=plan.timeout, twin=bond.twin)
         mirror.vault.open(bond.line, plan.start, plan.generation)
         self._upkeep = Committer(mirror, plan.generation, lambda: self._said)
         return self._upkeep

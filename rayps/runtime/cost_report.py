@@ -173,9 +173,9 @@ def measured(points: dict[int, list[Point]], grid: Grid) -> MeasuredCosts:
     if held:
         found["activations"] = [max(n for at, n in held if at == s) for s in sorted({at for at, _ in held})]
     every = [point for rank in ranks for point in points[rank] if "talk" in point]
-    talk = sum(point["talk"] for point in every)
-    if talk > 0 and "idle" not in found:  # a stage waits for its predecessor, not for bytes
-        found["hidden"] = max(0.0, 1 - sum(point["wait"] + point["move"] for point in every) / talk)
+    communication = sum(point["talk"] for point in every)
+    if communication > 0 and "idle" not in found:  # a stage waits for its predecessor, not for bytes
+        found["hidden"] = max(0.0, 1 - sum(point["wait"] + point["move"] for point in every) / communication)
     return found
 
 

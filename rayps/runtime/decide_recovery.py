@@ -34,8 +34,7 @@ class RunFacts:
     broken_for: float = 0.0  # seconds since the first of the errors was seen
     failures: int = 0
     max_failures: int = 3
-    # how the run recovers from a death now: see `recovery_now`
-    recovery: Recovery = field(default_factory=RestartAll)
+    recovery: Recovery = field(default_factory=RestartAll)  # how the run recovers now, by `recovery_now`
     stop: bool = False
     at: Mapping[str, int] = field(default_factory=dict)  # the last round that a dead worker reported
 
@@ -111,6 +110,20 @@ def decide(facts: RunFacts) -> Decision:
     if len(facts.finished) == facts.size:
         return Finish()
     return Continue()
+
+
+def recovery_now(declared: Recovery, *, holds_tables: bool, rejoins: bool) -> Recovery:
+    """Return how a run recovers from a death now, if its strategy declares `declared`.
+
+    If the parameters are in one space with tables (`holds_tables`), they are too large for a snapshot, so the dead
+    worker or server is replaced. `rejoins`: a replica can start again from the servers' parameters; if it cannot, all
+    workers restart.
+    """
+    if isinstance(declared, Rebuild):
+        if not declared.from_servers:
+            return declared
+        return ReplaceOne() if rejoins else RestartAll()
+    return ReplaceOne() if holds_tables else declared
 
 
 def _reconnect(facts: RunFacts) -> Decision:

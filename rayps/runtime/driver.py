@@ -25,7 +25,7 @@ from rayps.core.job_status import Status
 from rayps.core.phase_rounds import Calendar
 from rayps.core.records import ProgressRecord
 from rayps.core.strategy import Phase
-from rayps.core.strategy_families import RestartAll, has_remote_clients, learns_by_client, recovery_now
+from rayps.core.strategy_families import RestartAll, has_remote_clients, learns_by_client
 from rayps.core.topology import runs_in_step
 from rayps.core.user_code import awaited
 from rayps.core.user_module import pack
@@ -42,6 +42,7 @@ from rayps.runtime.decide_recovery import (
     RunFacts,
     decide,
     next_state,
+    recovery_now,
 )
 from rayps.runtime.job_servers import space_of
 from rayps.runtime.journal import Journal

@@ -418,12 +418,12 @@ def wrap(
             ),
         )
         server = group.server(here.rank)
-    talk: Ring | CompressedRing = ring
+    collective: Ring | CompressedRing = ring
     compression = compression_in(chosen)
     if compression is not None and server is None:
-        talk, choice = compressed(ring, compression, Gradient(flat.packed, 0))
+        collective, choice = compressed(ring, compression, Gradient(flat.packed, 0))
         log.info(choice["message"])
-    turns = _Turns(chosen, flat, _Stepper(optimizer, pace, servers is not None), here, talk, server)
+    turns = _Turns(chosen, flat, _Stepper(optimizer, pace, servers is not None), here, collective, server)
     here.closing.append(lambda failed: _leave(turns, ring, server, group, failed))
     optimizer.samples = 1  # type: ignore[attr-defined]
 

@@ -47,12 +47,12 @@ class PeerStates:
 
         `mended` is how the generation continues from workers' states; None = it starts from a snapshot.
         """
-        doors = _answers(workers, [worker.handle.call("door") for worker in workers], START_SECONDS)
-        if any(worker.dead for worker in workers) or not all(doors.values()):
+        found = _answers(workers, [worker.handle.call("backup_address") for worker in workers], START_SECONDS)
+        if any(worker.dead for worker in workers) or not all(found.values()):
             self.bonds = [None] * len(workers)
             return
         hosts = [worker.place.host if worker.place else "" for worker in workers]
-        addresses = tuple(str(doors[rank]) for rank in range(len(workers)))
+        addresses = tuple(str(found[rank]) for rank in range(len(workers)))
         sources = {} if mended is None else mended.sources
         self.bonds = [
             None

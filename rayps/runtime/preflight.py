@@ -449,7 +449,7 @@ class Trial:
             self.verdict = Verdict(skipped=f"no process could be started: {error}")
             return
         self._thread = threading.Thread(
-            target=self._talk, args=(self._process, request), daemon=True, name="rayps-trial"
+            target=self._exchange, args=(self._process, request), daemon=True, name="rayps-trial"
         )
         self._thread.start()
 
@@ -486,7 +486,7 @@ class Trial:
             self._thread.join()
             process.wait()
 
-    def _talk(self, process: subprocess.Popen[bytes], request: TrialRequest) -> None:
+    def _exchange(self, process: subprocess.Popen[bytes], request: TrialRequest) -> None:
         given, taken = process.stdin, process.stdout
         assert given is not None
         assert taken is not None

@@ -99,10 +99,10 @@ class WorkerActor:
         """Return where this worker runs and how peers reach it."""
         return ActorHost(socket.gethostname(), os.getpid(), self._listener.address)
 
-    def door(self) -> str:
+    def backup_address(self) -> str:
         """Return the address at which other workers store and request states; "" if there is no shared memory."""
         with self._ending:
-            return self._made_backup().door()
+            return self._made_backup().backup_address()
 
     def halt(self, line: int) -> dict[int, HeldRounds]:
         """End the running plan now; return, by rank, the rounds of the states that this worker holds, its own included.

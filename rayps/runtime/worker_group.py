@@ -248,7 +248,7 @@ class WorkerGroup:
         """
         seat = self._seat(0)
         assert seat is not None, "the strategy keeps parameters on servers"
-        return Session(seat.door, seat.space, -1, timeout=self._known().timeout, name="reader", resident=False)
+        return Session(seat.source, seat.space, -1, timeout=self._known().timeout, name="reader", resident=False)
 
     def _seat(self, rank: int) -> SpaceRank | None:
         """Return a worker's new place with the servers, which then refuse requests under its earlier place.

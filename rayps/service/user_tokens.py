@@ -65,7 +65,7 @@ class UserTokens:
     def __init__(self, store: Store, file: Path) -> None:
         self._store, self._file = store, file
 
-    async def own(self) -> tuple[str, bool]:
+    async def service_token(self) -> tuple[str, bool]:
         """Return the service's own token, and whether it was created now because the file was missing or invalid.
 
         Every earlier own token is revoked. To replace a leaked token, delete the file and restart the service.

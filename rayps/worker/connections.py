@@ -31,8 +31,8 @@ class WorkerConnections:
         self.ring: Ring | None = None
         self.rings: dict[str, Ring] = {}  # rings within a replica of several workers, by axis
         self.server: GroupServer | None = None
-        self.talk: Session | None = None  # the session with the job's space
-        self._map = seat.door if seat is not None and isinstance(seat.door, StaticMap) else None
+        self.session: Session | None = None  # the session with the job's space
+        self._map = seat.source if seat is not None and isinstance(seat.source, StaticMap) else None
 
     def form(self, plan: WorkerPlan, snapshot: Snapshot, listener: Listener) -> None:
         """Connect to all peers of the plan.
@@ -47,8 +47,8 @@ class WorkerConnections:
                 # if workers run in step, the pushes of the current round must be retained whatever their size: no
                 # worker returns to an earlier round when a server dies
                 keep = max(held.group_replay_bytes, 4 * _bytes(snapshot.layout) if held.in_step else 0)
-            self.talk = Session(
-                seat.door,
+            self.session = Session(
+                seat.source,
                 seat.space,
                 plan.place.data,
                 incarnation=seat.incarnation,
@@ -59,10 +59,10 @@ class WorkerConnections:
         if servers is None:
             self.ring = self._ring(plan, "data", plan.peers.ring, listener, snapshot)
         else:
-            assert self.talk is not None, "the plan of a strategy with servers has a seat"
-            self.server = GroupServer(self.talk)
-        if self.ring is not None and self.talk is not None:
-            self.talk.join()
+            assert self.session is not None, "the plan of a strategy with servers has a seat"
+            self.server = GroupServer(self.session)
+        if self.ring is not None and self.session is not None:
+            self.session.join()
         for axis, addresses in plan.peers.axes.items():
             self.rings[axis] = self._ring(plan, axis, addresses, listener, snapshot)
 
@@ -101,8 +101,8 @@ class WorkerConnections:
 
     def _catch_up(self) -> None:
         try:
-            if self.talk is not None:
-                self.talk.catch_up()
+            if self.session is not None:
+                self.session.catch_up()
         except RaypsError as error:  # the new server has died too; `rewire` will be called with its replacement
             log.info("%s", str(error))
 
@@ -122,11 +122,11 @@ class WorkerConnections:
         Raises LinkError: see `Session.join`.
         """
         assert self.server is not None, "the parameters are on servers"
-        marks = [self.server.step] if self.talk is None else self.talk.join().values()
+        marks = [self.server.step] if self.session is None else self.session.join().values()
         return min(marks), max(marks)
 
     def _all(self) -> list[Ring | GroupServer | Session]:
-        return [tie for tie in (self.ring, *self.rings.values(), self.server, self.talk) if tie is not None]
+        return [tie for tie in (self.ring, *self.rings.values(), self.server, self.session) if tie is not None]
 
 
 def _bytes(layout: Layout) -> int:

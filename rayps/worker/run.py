@@ -68,7 +68,7 @@ class GenerationRun:
         The worker retains its part of round `wanted`.
         """
         with self._lock:
-            facts, session = self._facts, self._connections.talk
+            facts, session = self._facts, self._connections.session
             self._parts.wanted = wanted
             if self._run is not None:
                 self._run.wanted = wanted

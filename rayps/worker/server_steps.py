@@ -45,8 +45,8 @@ class ServerWorker(Worker):
             self.log.choices += ring_choices(plan, peers)
         if device == "cpu":
             server.home = self.flat.vector
-        if peers.talk is not None:
-            bind_tables(self, peers.talk)
+        if peers.session is not None:
+            bind_tables(self, peers.session)
         if self.tables is not None and isinstance(server, GroupServer):
             server.extras = self.tables.pieces
         if servers.compression is not None:

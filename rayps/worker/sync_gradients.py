@@ -41,8 +41,8 @@ class SyncWorker(RingWorker):
             size = topology.bucket_mb if isinstance(topology, Peers) else None
             self._buckets = Buckets(self.flat, self.ring, size)
             self.log.choices += [self._buckets.choice] if plan.rank == 0 and plan.size > 1 else []
-        if peers.talk is not None:
-            bind_tables(self, peers.talk)
+        if peers.session is not None:
+            bind_tables(self, peers.session)
 
     def grad(self, batch: Batch) -> Gradient:
         """Return the gradient as `Worker.grad` does.

@@ -107,8 +107,8 @@ class _Refusal(Exception):
     pass
 
 
-def _call(rank: int, door: tuple[str, bytes, int], host: str, deadline: float) -> FoundRanks:
-    address, secret, generation = door
+def _call(rank: int, meeting: tuple[str, bytes, int], host: str, deadline: float) -> FoundRanks:
+    address, secret, generation = meeting
     patience = min(_TRY_SECONDS, deadline_left(deadline))
     link = connect(address, name=f"join:{rank}", secret=secret, generation=generation, timeout=patience)
     listener = Listener(f"rank {rank}", secret, generation, host)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from rayps.core.errors import ConfigError
 
 KINDS = ("F", "B", "W")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 
 
 class Action(NamedTuple):
@@ -103,9 +104,8 @@ def peak(schedule: str, stages: int, micro_batches: int, rank: int, chunks: int 
 
 def check(schedule: str, stages: int, micro_batches: int, chunks: int) -> None:
     """Raise ConfigError if the schedule is unknown, or does not allow these numbers."""
-    known = ("gpipe", "1f1b", "interleaved", "zero_bubble")
-    if schedule not in known:
-        raise ConfigError(f"schedule is {schedule!r}: give one of {', '.join(known)}", field="schedule")
+    if schedule not in SCHEDULES:
+        raise ConfigError(f"schedule is {schedule!r}: give one of {', '.join(SCHEDULES)}", field="schedule")
     for field, given in (("stages", stages), ("micro_batches", micro_batches), ("chunks", chunks)):
         if isinstance(given, bool) or not isinstance(given, int) or given < 1:
             raise ConfigError(f"{field} is {given!r}: give a whole number of at least 1", field=field)

@@ -117,7 +117,7 @@ def gather(x: Tensor, communicator: TensorCommunicator, dim: int, widths: Sequen
     return made
 
 
-def own(x: Tensor, communicator: TensorCommunicator, dim: int, widths: Sequence[int], rank: int) -> Tensor:
+def own_slice(x: Tensor, communicator: TensorCommunicator, dim: int, widths: Sequence[int], rank: int) -> Tensor:
     """Return the slice of worker `rank` along `dim` of an `x` that is equal on every worker.
 
     `widths` are the slices' widths, in the order of ranks. The backward pass gathers the gradients of all slices.

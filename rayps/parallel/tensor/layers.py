@@ -147,7 +147,7 @@ class InLinear(SplitLinear):
     def forward(self, x: Tensor) -> Tensor:
         """Return x Wᵀ + b [..., out] for x [..., in]; with `kept`, x is this worker's slice of the inputs."""
         if not self._way.kept:
-            x = functions.own(x, self._group.communicator, -1, self._widths, self._group.index)
+            x = functions.own_slice(x, self._group.communicator, -1, self._widths, self._group.index)
         y = functions.total(F.linear(x, self.weight), self._group.communicator, ours=True)
         if self._region is not None:
             self._region.leave()

@@ -46,17 +46,17 @@ class GroupServer:
 
     def __init__(
         self,
-        talk: Session,
+        session: Session,
         *,
         defer: bool = True,
         extras: Extras | None = None,
         step: int = -1,
         consistent: bool | None = None,
     ) -> None:
-        space = talk.space
+        space = session.space
         if space.layout is None:
             raise ConfigError(f"space {space.name!r} has tables only: there is no vector to pull", field="space")
-        self.talk, self.rank, self.size, self.dtype = talk, talk.rank, space.layout.size, space.layout.dtype
+        self.session, self.rank, self.size, self.dtype = session, session.rank, space.layout.size, space.layout.dtype
         self.home: Tensor | None = None  # the tensor that receives whole pulls; None = a new tensor each time
         self.bytes_moved = 0  # bytes of parameters and gradients, sent and received
         self._last = SegmentReplies({}, 0, 0, 0)  # replies to the last pull; `durable` is also updated by a push
@@ -70,7 +70,7 @@ class GroupServer:
         self._posted: _DeferredPush | None = None  # the push that is not sent yet
         # where the last whole pull was written: the tensor, its pieces and landing places
         self._landed: tuple[Tensor, dict[int, Any], dict[int, Any]] | None = None
-        marks = talk.join()
+        marks = session.join()
         self.step = min(marks.values()) if step < 0 else step
 
     def pull(
@@ -138,9 +138,9 @@ class GroupServer:
             PeerTimeout: the rank has pushed nothing for the session's `timeout` in seconds.
         """
         self.settle()
-        reached, since, timeout = -1, time.monotonic(), self.talk.timeout
+        reached, since, timeout = -1, time.monotonic(), self.session.timeout
         while reached < rounds:
-            found = read_numbers(self.talk.exchange(GroupMessage.MARKS, {0: EMPTY}).pieces[0])[rank]
+            found = read_numbers(self.session.exchange(GroupMessage.MARKS, {0: EMPTY}).pieces[0])[rank]
             if found > reached:
                 reached, since = found, time.monotonic()
             elif time.monotonic() - since > timeout:
@@ -155,14 +155,14 @@ class GroupServer:
 
     def _lay(self, vector: Tensor, weight: float, rounds: int) -> bool:
         """Push a whole gradient through shared memory; return False, without effect, if no server is on this host."""
-        found = self.talk.shared.buffer()
+        found = self.session.shared.buffer()
         if found is None:
             return False
         if not found.holds(vector, 0):
             found.lay(vector.detach() if vector.requires_grad else vector, found.whole)
         self.bytes_moved += self.size * self._vector.item
         self.step += rounds
-        self._posted = _DeferredPush(self.step - 1, weight, self.talk.shared.pieces(found))
+        self._posted = _DeferredPush(self.step - 1, weight, self.session.shared.pieces(found))
         if not self._defer:
             self.settle()
         return True
@@ -171,7 +171,7 @@ class GroupServer:
         """Send a deferred push, and wait until it is acknowledged."""
         if self._posted is not None:
             posted, self._posted = self._posted, None
-            answers = self.talk.exchange(GroupMessage.PUSH, posted.pieces, step=posted.step, weight=posted.weight)
+            answers = self.session.exchange(GroupMessage.PUSH, posted.pieces, step=posted.step, weight=posted.weight)
             self._last = self._last._replace(durable=answers.durable)
 
     def flush(self) -> None:
@@ -183,7 +183,7 @@ class GroupServer:
             PeerTimeout, PeerLost: as `Session.exchange`.
         """
         self.settle()
-        self.talk.flush()
+        self.session.flush()
 
     def pull_rows(
         self, ids: Tensor, table: str | None = None, *, out: Tensor | None = None, consistent: bool | None = None
@@ -226,14 +226,14 @@ class GroupServer:
         self.settle()
         summed = listed.ids.summed(rows.detach().reshape(-1, width).to("cpu", self.dtype))
         pieces = {
-            i: rows_push(part, self._vector.bytes_of(i), summed, listed.cuts[i][0], self.talk.room)
+            i: rows_push(part, self._vector.bytes_of(i), summed, listed.cuts[i][0], self.session.room)
             for i, part in listed.parts
         }
         self._post(pieces, float(weight))
 
     def _in_room(self, piece: bytes) -> Any:
         """Return a copy of a piece in memory that servers of this host can read."""
-        found = self.talk.room(len(piece))
+        found = self.session.room(len(piece))
         found[:] = np.frombuffer(piece, np.uint8)
         return found
 
@@ -243,7 +243,7 @@ class GroupServer:
         Servers of this host read this memory: after a `push`, change it only after the push is acknowledged (`pull` or
         `settle` has returned). If no server is on this host, it is ordinary memory.
         """
-        found = self.talk.shared.buffer()
+        found = self.session.shared.buffer()
         if found is None or dtype != self.dtype or size > found.gradient.numel():
             return torch.zeros(size, dtype=dtype)
         return found.gradient[:size]
@@ -253,14 +253,14 @@ class GroupServer:
 
         Any thread may call this.
         """
-        self.talk.hang_up()
+        self.session.hang_up()
 
     def close(self) -> None:
         """Close the connections. The servers retain the number of this rank's steps.
 
         Call `flush` before, if pushes must be durable.
         """
-        self.talk.close()
+        self.session.close()
 
     @property
     def lead(self) -> int:
@@ -280,12 +280,12 @@ class GroupServer:
     @property
     def shares_memory(self) -> bool:
         """Whether all servers read this worker's gradient in shared memory."""
-        return self.talk.shares_memory
+        return self.session.shares_memory
 
     @property
     def seconds_waiting(self) -> float:
         """The seconds for which this worker has waited for answers."""
-        return self.talk.seconds_waiting
+        return self.session.seconds_waiting
 
     def _fetch(self, kind: GroupMessage, lo: int, hi: int, out: Tensor | None, consistent: bool | None) -> Tensor:
         self._vector.check_range(lo, hi)
@@ -307,8 +307,8 @@ class GroupServer:
         if kind is GroupMessage.PULL and whole and posted is not None and not together:
             self._posted = None
             torn = not (self.consistent if consistent is None else consistent)
-            found = self.talk.turn(posted.step, posted.weight, posted.pieces, places, torn=torn)
-            answers = found or self.talk.exchange(
+            found = self.session.turn(posted.step, posted.weight, posted.pieces, places, torn=torn)
+            answers = found or self.session.exchange(
                 GroupMessage.PUSH_PULL, posted.pieces, step=posted.step, weight=posted.weight, landing=places
             )
         else:
@@ -316,7 +316,7 @@ class GroupServer:
             if kind is GroupMessage.PULL:
                 answers = self._pulled(pieces, places, consistent)
             else:
-                answers = self.talk.exchange(kind, pieces, landing=places)
+                answers = self.session.exchange(kind, pieces, landing=places)
         self._last = answers if kind is GroupMessage.PULL else self._last._replace(version=answers.version)
         return out
 
@@ -328,9 +328,9 @@ class GroupServer:
         rows: dict[int, ShardRows] | None = None,
     ) -> SegmentReplies:
         if len(pieces) > 1 and self._together(consistent):
-            return self.talk.read_together(pieces, step=self.step, landing=places, rows=rows)
+            return self.session.read_together(pieces, step=self.step, landing=places, rows=rows)
         torn = not (self.consistent if consistent is None else consistent)
-        return self.talk.exchange(GroupMessage.PULL, pieces, step=self.step, landing=places, rows=rows, torn=torn)
+        return self.session.exchange(GroupMessage.PULL, pieces, step=self.step, landing=places, rows=rows, torn=torn)
 
     def _together(self, consistent: bool | None) -> bool:
         """Return whether a pull must make all segments stop after the same pushes."""

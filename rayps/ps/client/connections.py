@@ -54,7 +54,7 @@ class ServerConnections:
 
     def __init__(
         self,
-        door: Door,
+        source: MapSource,
         space: Space,
         rank: int,
         incarnation: int,
@@ -70,7 +70,7 @@ class ServerConnections:
         below this step as lost.
         """
         self.space, self.rank, self.name, self.timeout = space, rank, name, timeout
-        self.watch = subscribe(door, space.number, name, timeout)
+        self.watch = subscribe(source, space.number, name, timeout)
         self.map: SpaceMap = self.watch.map
         self.open: dict[str, ServerConnection] = {}
         self.ended = False
@@ -147,7 +147,8 @@ class ServerConnections:
         patience = min(backoff.call, max(0.001, self.deadline - time.monotonic()))
         for seconds in (PROBE_SECONDS, patience) if known_trouble else (patience,):
             try:
-                return connect(address, name=self.name, secret=self.watch.door["secret"], generation=0, timeout=seconds)
+                secret = self.watch.contact["secret"]
+                return connect(address, name=self.name, secret=secret, generation=0, timeout=seconds)
             except PeerTimeout:
                 continue  # the server may listen, but is slow
             except LinkError:
@@ -267,15 +268,15 @@ class ServerConnections:
         )
 
 
-def take_seat(door: StaticMap, space: Space, rank: int, timeout: float) -> int:
+def take_seat(source: StaticMap, space: Space, rank: int, timeout: float) -> int:
     """Return a new incarnation of a rank of a space without a manager: the server of segment 0 counts incarnations.
 
     Raises:
         PeerTimeout, PeerLost: the server does not answer.
     """
-    found = door.map
+    found = source.map
     server = str(found.holdings[0].primary)
-    link = connect(found.addresses[server], name=f"worker-{rank}", secret=door.secret, generation=0, timeout=timeout)
+    link = connect(found.addresses[server], name=f"worker-{rank}", secret=source.secret, generation=0, timeout=timeout)
     try:
         link.send(Message(GroupMessage.SEAT, 1, space.number, rank), timeout=timeout)
         reply = link.recv(timeout)
@@ -444,10 +445,10 @@ class ServerConnection:
         return found
 
 
-ManagerDoor = (
+ManagerContact = (
     dict[str, Any] | Callable[[], dict[str, Any]]
 )  # {"address", "secret"} of a manager, or a function that returns it
-Door = ManagerDoor | StaticMap  # where the map of a space comes from
+MapSource = ManagerContact | StaticMap  # where the map of a space comes from
 
 RETRY_SECONDS = 0.2  # seconds between two attempts to find a manager that was lost
 FIND_SECONDS = 0.25  # limit of one such attempt in seconds
@@ -466,9 +467,9 @@ class MapSubscription:
 
     final = False  # the manager may replace a server that dies
 
-    def __init__(self, door: ManagerDoor, space: int, name: str, timeout: float) -> None:
-        self.door: dict[str, Any] = door() if callable(door) else door
-        self._find = door if callable(door) else None
+    def __init__(self, contact: ManagerContact, space: int, name: str, timeout: float) -> None:
+        self.contact: dict[str, Any] = contact() if callable(contact) else contact
+        self._find = contact if callable(contact) else None
         self._space, self._name = space, name
         self._link: Link | None = None
         self._next = 0.0  # when to look for a lost manager again
@@ -510,7 +511,7 @@ class MapSubscription:
             self._next = now + RETRY_SECONDS
             with contextlib.suppress(LinkError):
                 if self._find is not None:
-                    self.door = self._find()
+                    self.contact = self._find()
                 self._call(FIND_SECONDS)
 
     @property
@@ -532,7 +533,7 @@ class MapSubscription:
         self._drop()
 
     def _call(self, timeout: float) -> None:
-        where = self.door
+        where = self.contact
         link = connect(where["address"], name=self._name, secret=where["secret"], generation=0, timeout=timeout)
         try:
             link.send(Message(GroupMessage.WATCH, a=self._space), timeout=timeout)
@@ -547,11 +548,11 @@ class MapSubscription:
             self._link = None
 
 
-def subscribe(door: Door, space: int, name: str, timeout: float) -> MapSubscription | StaticSubscription:
+def subscribe(source: MapSource, space: int, name: str, timeout: float) -> MapSubscription | StaticSubscription:
     """Return a subscription to the map of the space with this number. Raises as `MapSubscription`."""
-    if isinstance(door, StaticMap):
-        return door.subscribe()
-    return MapSubscription(door, space, name, timeout)
+    if isinstance(source, StaticMap):
+        return source.subscribe()
+    return MapSubscription(source, space, name, timeout)
 
 
 def _map_of(message: Message, known: SpaceMap | None) -> SpaceMap | None:

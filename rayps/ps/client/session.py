@@ -23,8 +23,8 @@ from rayps.core.errors import LinkError, PeerLost, PeerTimeout
 from rayps.core.failpoint import passing
 from rayps.ps.client.connections import (
     PUSHES,
-    Door,
     InFlight,
+    MapSource,
     SegmentRequest,
     ServerConnection,
     ServerConnections,
@@ -64,7 +64,7 @@ class SegmentReplies(NamedTuple):
 class Session:
     """The requests of one rank to a space's servers. For one thread; another thread uses a `reader()` of its own.
 
-    `door` is a manager's {"address", "secret"}, a function that returns it, or a `StaticMap`. `incarnation` is the
+    `source` is a manager's {"address", "secret"}, a function that returns it, or a `StaticMap`. `incarnation` is the
     number of this process among those that had the rank (`ManagerClient.join`); servers refuse all but the last one.
     `timeout` is in seconds. `keep` is the size of the replay buffer in bytes. `lost` returns the segments that are lost
     for good; without it the session waits for lost segments until the deadline, because they may be loaded again. Rank
@@ -78,7 +78,7 @@ class Session:
 
     def __init__(
         self,
-        door: Door,
+        source: MapSource,
         space: Space,
         rank: int,
         *,
@@ -92,12 +92,12 @@ class Session:
     ) -> None:
         self.space, self.rank, self.timeout = space, rank, timeout
         self.seconds_waiting = 0.0
-        self._door, self._incarnation = door, incarnation
+        self._source, self._incarnation = source, incarnation
         name = name or (f"worker-{rank}" if rank >= 0 else "opener")
-        restored = isinstance(door, StaticMap) and not door.final  # a server that died is restored from a snapshot
+        restored = isinstance(source, StaticMap) and not source.final  # a server that died is restored from a snapshot
         self.kept = ReplayBuffer(keep, tracks=restored and pushes)
         first = self._first if restored and pushes else None
-        self._lines = ServerConnections(door, space, rank, incarnation, name, timeout, resident=resident, first=first)
+        self._lines = ServerConnections(source, space, rank, incarnation, name, timeout, resident=resident, first=first)
         self.shared = SharedGradient(self._lines)
         self._sender = RequestSender(self._lines)
         self._losses = LossCheck(space.name, lost)
@@ -119,7 +119,7 @@ class Session:
         The other session must not push. `hang_up` of this session ends both.
         """
         made = Session(
-            self._door,
+            self._source,
             self.space,
             self.rank,
             incarnation=self._incarnation,
@@ -352,7 +352,7 @@ class Session:
         Raises:
             PeerTimeout, PeerLost: as `exchange`.
         """
-        if not isinstance(self._door, StaticMap):
+        if not isinstance(self._source, StaticMap):
             self.exchange(GroupMessage.FLUSH, dict.fromkeys(range(self.space.segments), EMPTY))
 
     def hang_up(self) -> None:

@@ -92,7 +92,7 @@ class Manager:
 
     # ---- calls
 
-    def door(self) -> dict[str, Any]:
+    def contact(self) -> dict[str, Any]:
         """Return the address to which servers and workers connect, and the group's secret."""
         return {"address": self._listener.address, "secret": self._state.record.secret}
 
@@ -393,7 +393,7 @@ class ManagerActor(Manager):
         """Start the manager. `options` are further arguments of Manager: detached, cpus, silence, balance."""
         super().__init__(name, servers, replicas, folder, cluster=cluster, **(options or {}))
         self._name = name
-        register_group(rendezvous(), name, self.door()["address"])
+        register_group(rendezvous(), name, self.contact()["address"])
 
     def ping(self) -> int:
         """Return the process id."""

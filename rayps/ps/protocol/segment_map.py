@@ -123,7 +123,7 @@ class StaticSubscription:
     def __init__(self, source: StaticMap) -> None:
         self.map = source.map
         self.final = source.final
-        self.door: dict[str, Any] = {"secret": source.secret}
+        self.contact: dict[str, Any] = {"secret": source.secret}
         self._source = source
         self._wakeup = Wakeup()
         self._woken = False

@@ -259,7 +259,7 @@ def _plain(value: Any, table: SparseTable) -> Any:
 class SpaceRank:
     """What a worker needs to join a space as a rank. Servers refuse earlier incarnations of the same rank."""
 
-    door: dict[str, Any] | StaticMap  # the manager's address and the group's secret, or the map
+    source: dict[str, Any] | StaticMap  # the manager's address and the group's secret, or the map
     space: Space
     incarnation: int
 

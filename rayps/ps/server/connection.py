@@ -49,7 +49,7 @@ class PeerRequest:
     payload: Any  # None: the request came by mailbox, and its pieces are in the worker's memory
     pieces: list[SegmentPayload] = field(default_factory=list)
     outs: list[memoryview] = field(default_factory=list)  # by mailbox: the memory for each piece's answer
-    lent: list[AssignedSegment] = field(default_factory=list)  # by mailbox: segments that may still read its memory
+    referencing: list[AssignedSegment] = field(default_factory=list)  # may still read the mailbox
     whole: WholePush | None = None  # of the parked pull of a `WholePush`: this `WholePush`
     deadline: float = 0.0
 

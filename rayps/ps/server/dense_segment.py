@@ -237,25 +237,28 @@ class RoundBuffer:
 
     def __init__(self) -> None:
         self._pushes: dict[int, dict[int, FiledPush]] = {}
-        self.lent: set[tuple[int, int]] = set()  # step and rank of pushes that are still in the pusher's memory
+        self.by_reference: set[tuple[int, int]] = set()  # (step, rank) of pushes in the pusher's memory
 
-    def file(self, step: int, rank: int, push: FiledPush, lent: bool = False) -> None:
-        """Hold a push until its round is closed. If it is `lent`, call `own` before the pusher is answered."""
+    def file(self, step: int, rank: int, push: FiledPush, by_reference: bool = False) -> None:
+        """Hold a push until its round is closed.
+
+        If it is given `by_reference`, call `copy_pushes` before the answer to the pusher.
+        """
         self._pushes.setdefault(step, {})[rank] = push
-        if lent:
-            self.lent.add((step, rank))
+        if by_reference:
+            self.by_reference.add((step, rank))
 
-    def own(self, rank: int) -> None:
-        """Copy the lent pushes of a rank from the rank's memory into the server's."""
-        for key in [key for key in self.lent if key[1] == rank]:
-            self.lent.discard(key)
+    def copy_pushes(self, rank: int) -> None:
+        """Copy the pushes of a rank that were given by reference from the rank's memory into the server's."""
+        for key in [key for key in self.by_reference if key[1] == rank]:
+            self.by_reference.discard(key)
             push = self._pushes[key[0]][rank]
             self._pushes[key[0]][rank] = push._replace(value=push.value.clone())
 
     def take(self, step: int) -> list[tuple[int, FiledPush]]:
         """Remove and return the pushes of a round, in the order of ranks."""
-        if self.lent:
-            self.lent = {key for key in self.lent if key[0] != step}
+        if self.by_reference:
+            self.by_reference = {key for key in self.by_reference if key[0] != step}
         return sorted(self._pushes.pop(step, {}).items())
 
     def __iter__(self) -> Iterator[tuple[int, int, FiledPush]]:
@@ -423,13 +426,13 @@ class Shard:
         value: Tensor,
         weight: float,
         offset: int = 0,
-        lent: bool = False,
+        by_reference: bool = False,
         rows: ShardRows | None = None,
     ) -> bool:
         """Record the push of `rank` for `step`; return False, without effect, if it was recorded before.
 
         `value` covers the elements of this shard from `offset` on, or `rows`; elements that it does not cover count as
-        zero. A `lent` value is in the pusher's memory: call `own` before the pusher is answered.
+        zero. A value `by_reference` is in the pusher's memory: call `copy_pushes` before the answer to the pusher.
 
         Raises:
             ValueError: too many steps were skipped, the rank is unknown, or the value does not fit.
@@ -443,16 +446,16 @@ class Shard:
             return False
         self._counts.pushed(rank, self.version)
         if rows is None and count < size:
-            value, lent = padded(value, offset, size), False
-        elif lent and not self._borrows:
-            value, lent = value.clone(), False
+            value, by_reference = padded(value, offset, size), False
+        elif by_reference and not self._borrows:
+            value, by_reference = value.clone(), False
         if count:
             optimizer.begin(area, step)
             self.strategy.on_push(self, value, weight)
         if self.changes.kind == PUSHED:
             self.changes.seq += 1
         if self._open is not None:
-            self._open.file(step, rank, FiledPush(value, weight, area), lent)
+            self._open.file(step, rank, FiledPush(value, weight, area), by_reference)
         if step == self.closed or self.spans:  # otherwise a rank that has not pushed step `closed` keeps the round open
             self.finish()
         return True
@@ -462,10 +465,13 @@ class Shard:
         self._counts.lost += self.ledger.skip(rank, step)
         self.finish()
 
-    def own(self, rank: int) -> None:
-        """Copy into the server's memory those pushes of a rank that are lent and still needed."""
-        if self._open is not None and self._open.lent:
-            self._open.own(rank)
+    def copy_pushes(self, rank: int) -> None:
+        """Copy the pushes of a rank that are still needed from the rank's shared memory into the server's memory.
+
+        Call it before the answer to the rank, which overwrites its shared memory afterwards.
+        """
+        if self._open is not None and self._open.by_reference:
+            self._open.copy_pushes(rank)
 
     def finish(self) -> None:
         """Close the rounds that all ranks have pushed."""
@@ -744,17 +750,17 @@ class DenseSegment:
         assert known is not None, "check() sets it"
         (value, offset, rows), self._checked = known[2], None
         self.operations += 1
-        shard, lent = self._own(), isinstance(data, Tensor)
+        shard, by_reference = self._own(), isinstance(data, Tensor)
         if shard.ledger.seen(rank, step):
             return []
         changes = shard.changes
         before, changes.recording = changes.seq, self.copied
         if changes.kind != PUSHED:
-            shard.push(rank, step, value, weight, offset, lent, rows)
+            shard.push(rank, step, value, weight, offset, by_reference, rows)
             return changes.since(before)
         pushed = (flat_bytes(data).data if len(data) else b"") if isinstance(data, Tensor) else data
         change = changes.pushed(rank, step, weight, pushed)  # before the strategy may write into the value
-        shard.push(rank, step, value, weight, offset, lent, rows)
+        shard.push(rank, step, value, weight, offset, by_reference, rows)
         return [change]
 
     def replay(self, change: memoryview) -> None:
@@ -794,10 +800,13 @@ class DenseSegment:
             raise ValueError(f"rank {rank} does not exist: {count} workers have the ranks 0 to {count - 1}")
         return 0 if self._base is not None else self._shard.pulled(rank)
 
-    def own(self, rank: int) -> None:
-        """Copy into the server's memory those pushes of a rank that are lent and still needed."""
+    def copy_pushes(self, rank: int) -> None:
+        """Copy the pushes of a rank that are still needed from the rank's shared memory into the server's memory.
+
+        Call it before the answer to the rank, which overwrites its shared memory afterwards.
+        """
         if self._base is None:
-            self._shard.own(rank)
+            self._shard.copy_pushes(rank)
 
     def read(self, data: memoryview | Tensor = memoryview(b"")) -> Any:
         """Return the values that `data` requests: all elements (empty `data`), a range of them, or rows.

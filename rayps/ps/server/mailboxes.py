@@ -237,7 +237,7 @@ class WholePush:
         rank, lead, version, durable = self.rank, 0, _INFINITE_STEP, _INFINITE_STEP
         for holding, _, _, shard, _ in self._targets:
             ahead, kept = shard.pulled(rank), holding.durable(rank)
-            shard.own(rank)
+            shard.copy_pushes(rank)
             lead = ahead if ahead > lead else lead
             version = shard.version if shard.version < version else version
             durable = kept if kept < durable else durable

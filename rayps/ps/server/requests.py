@@ -156,7 +156,7 @@ class PendingReplies:
         held.withheld = [answer for answer in held.withheld if answer.request.guest is not guest]
         if guest.rank >= 0:
             for holding in held.primaries():
-                own(holding, guest.rank)
+                copy_pushes(holding, guest.rank)
 
     def expire(self, held: AssignedSpace, now: float) -> None:
         """Refuse requests whose deadline has passed; the error names the ranks or servers for which they waited."""
@@ -204,16 +204,16 @@ def segment_of(holding: AssignedSegment) -> ServedSegment:
     return holding.segment
 
 
-def own(holding: AssignedSegment, rank: int) -> None:
-    """Copy into the server's memory a rank's pushes that a segment still needs, before the rank overwrites them."""
+def copy_pushes(holding: AssignedSegment, rank: int) -> None:
+    """Copy a rank's pushes that a segment still needs into the server's memory, before the rank overwrites them."""
     if isinstance(holding.segment, DenseSegment):
-        holding.segment.own(rank)
+        holding.segment.copy_pushes(rank)
 
 
 def release(request: PeerRequest) -> None:
     """Stop using a mailbox request's memory. Call it before the answer, after which the worker may overwrite it."""
-    for holding in request.lent:
-        own(holding, request.guest.rank)
+    for holding in request.referencing:
+        copy_pushes(holding, request.guest.rank)
 
 
 def remove(waiting: list[Any], item: object) -> None:
@@ -312,12 +312,12 @@ class RequestHandler(PendingReplies):
                 self._pull_whole(guest, tag, push)
             else:
                 request = request_of(guest, MailboxCall(tag, GroupMessage.PULL, step + 1, patience, weight), push.head)
-                request.lent, request.whole = push.touched, push
+                request.referencing, request.whole = push.touched, push
                 self._wait(held, request)
             passing("host: acknowledged, not saved")
         except Exception as error:
             request = request or request_of(guest, MailboxCall(*call), push.head)
-            request.lent = push.touched
+            request.referencing = push.touched
             self.fail(held, request, error)
 
     def _pull_whole(self, guest: ServerPeer, tag: int, push: WholePush) -> None:
@@ -427,7 +427,7 @@ class RequestHandler(PendingReplies):
             raise ValueError(f"{request.guest.link.peer} joined as a reader: only a worker can push")
         touched = [held.holdings[piece.segment] for piece in request.pieces]
         if request.payload is None:
-            request.lent = touched
+            request.referencing = touched
         self._check_bytes(held, touched)
         if len(touched) > 1:  # the push to a single segment checks itself
             for holding, piece in zip(touched, request.pieces, strict=True):

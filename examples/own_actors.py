@@ -1,6 +1,6 @@
-"""The two doors alone, between Ray actors of one's own: no workload, no driver, no strategy.
+"""A ring and a parameter server between Ray actors of one's own: no workload, no driver, no strategy.
 
-    python examples/two_doors.py
+    python examples/own_actors.py
 
 What to expect: a ring adds the actors' vectors, and everyone gets 6. A parameter server with staleness 1 takes 5 pushes
 of -1 from each of 4 actors, scales each by 1/4 and subtracts it: everyone ends at 5.
