@@ -132,7 +132,7 @@ def test_more_parts_than_layers():
 
 @pytest.mark.parametrize("boundaries", [(0,), (3,), (2, 2), (2, 1), (-1,)])
 def test_boundaries_that_are_none(boundaries):
-    with pytest.raises(ConfigError, match="increasing numbers between 1 and 2"):
+    with pytest.raises(ConfigError, match="increasing numbers from 1 to 2"):
         cut.spans(boundaries, 3)
     assert cut.spans((1,), 3) == [(0, 1), (1, 3)]
 
@@ -175,7 +175,7 @@ def test_work_before_or_after_the_layers_is_found():
     def after(self, x):
         return self.last(self.blocks[2](self.blocks[1](self.blocks[0](self.first(x))))).softmax(-1)
 
-    with pytest.raises(WorkloadError, match="'last' would break the model: what the model returns is not"):
+    with pytest.raises(WorkloadError, match="'last' would break the model: the model's result is not"):
         check(Listed(after))
 
 

@@ -13,7 +13,7 @@ from rayps.core.pipeline.schedule import peak, table
 from rayps.core.pipeline.simulate import simulate
 from rayps.parallel.pipeline import cut, random_numbers
 from rayps.parallel.pipeline.engine import PipelineEngine
-from rayps.parallel.pipeline.layer_segment import LayerSegment
+from rayps.parallel.pipeline.layer_range import LayerRange
 from rayps.parallel.pipeline.random_numbers import LayerRandomState
 from rayps.parallel.pipeline.skip import Stash, Unstash
 
@@ -94,8 +94,8 @@ class Clock:
             self._watch(rank, engine, seconds)
 
     def _watch(self, rank, engine, seconds):
-        post, do = engine._post, engine._do
-        give, take = post.give, post.take
+        post, do = engine._messages, engine._run_action
+        give, take = post.send, post.receive
 
         def gives(chunk, sort, index, micro, parcel):
             self._tick(rank, seconds)
@@ -114,7 +114,7 @@ class Clock:
             do(action, *rest)
             self._tick(rank, seconds)
 
-        post.give, post.take, engine._do = gives, takes, does
+        post.send, post.receive, engine._run_action = gives, takes, does
 
     action: dict = {}  # noqa: RUF012
 
@@ -373,7 +373,7 @@ def test_tied_weights_leave_each_stage_its_part_of_the_gradient(three):
 @pytest.fixture
 def serial(monkeypatch):
     """A segment's layers are seeded and run without another thread in between: stages are threads here."""
-    forward = LayerSegment._forward
+    forward = LayerRange._forward
 
     def held(self, *args):
         with one_at_a_time:
@@ -387,10 +387,10 @@ def serial(monkeypatch):
         with one_at_a_time:
             put_back(generator, state)
 
-    at, put_back = LayerRandomState.at, random_numbers.put_back
-    monkeypatch.setattr(LayerSegment, "_forward", held)
-    monkeypatch.setattr(LayerRandomState, "at", seed)
-    monkeypatch.setattr(random_numbers, "put_back", restore)
+    at, put_back = LayerRandomState.seed_layer, random_numbers.restore_state
+    monkeypatch.setattr(LayerRange, "_forward", held)
+    monkeypatch.setattr(LayerRandomState, "seed_layer", seed)
+    monkeypatch.setattr(random_numbers, "restore_state", restore)
 
 
 def noisy():
@@ -480,7 +480,7 @@ def test_an_error_in_the_loss_is_the_last_stages_and_the_others_see_it_as_lost()
         assert isinstance(found[2], ZeroDivisionError)
         for error in found[:2]:
             assert isinstance(error, PeerLost) and error.data["peer"] == "rank 2"
-        assert not any(engine._live or engine._post._here for engine in site.engines)
+        assert not any(engine._live or engine._messages._local for engine in site.engines)
 
 
 class Breaks(nn.Module):

@@ -303,15 +303,15 @@ def test_states_of_rounds_that_were_drawn_again_are_void(clinic: Clinic, tmp_pat
     folder = clinic.hospital(job, 0, state=tmp_path).folder
     job.stop()
     for round, serial in ((0, 1), (1, 2), (2, 3)):
-        folder.keep(round, serial, "scaffold", {"c": torch.tensor([float(serial)])}, since=0)
+        folder.save_state(round, serial, "scaffold", {"c": torch.tensor([float(serial)])}, since=0)
     starts = [(0, 1)]
-    assert folder.state(2, "scaffold", starts)["c"].item() == 2.0
-    assert folder.state(3, "ditto", starts) == {}  # another strategy's
+    assert folder.load_state(2, "scaffold", starts)["c"].item() == 2.0
+    assert folder.load_state(3, "ditto", starts) == {}  # another strategy's
     starts.append((1, 4))  # the job went back to round 1: what was learnt there before is no more
-    assert folder.state(2, "scaffold", starts)["c"].item() == 1.0
-    folder.keep(2, 5, "scaffold", {"c": torch.tensor([9.0])}, since=2)
-    folder.keep(3, 6, "scaffold", {"c": torch.tensor([10.0])}, since=3)
-    assert folder.state(4, "scaffold", starts)["c"].item() == 10.0
+    assert folder.load_state(2, "scaffold", starts)["c"].item() == 1.0
+    folder.save_state(2, 5, "scaffold", {"c": torch.tensor([9.0])}, since=2)
+    folder.save_state(3, 6, "scaffold", {"c": torch.tensor([10.0])}, since=3)
+    assert folder.load_state(4, "scaffold", starts)["c"].item() == 10.0
     assert sorted(path.name for path in tmp_path.glob("state-*")) == ["state-2.safetensors", "state-3.safetensors"]
 
 
@@ -526,7 +526,7 @@ def test_a_client_refuses_orders_that_are_played_again_or_are_of_another_job(cli
     with pytest.raises(Unauthorized, match="its key differs"):
         verified(signed()["order"], other.sign(signed()["order"]), other.public, key.fingerprint)
     with pytest.raises(Unauthorized, match="order 9 was received before"):
-        client._folder.begin(9)
+        client._folder.start_order(9)
         client.verified_order(signed(serial=8))
 
 

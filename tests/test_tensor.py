@@ -628,17 +628,28 @@ def model_of_all():
         ({"conv": "out"}, 2, "the layer 'conv' (Conv2d) cannot be split: rayps splits Linear (out, in), Embedding "),
         ({"block": "heads"}, 2, "'block' (TransformerEncoder) cannot be split: name the layers in it instead: 'b"),
         ({"fc": "heads"}, 2, "plan['fc'] is 'heads', and Linear can be split by out or in"),
-        ({"conv*": "out"}, 2, "plan['conv*'] is 'out', and no layer of that name can be split so"),
+        ({"conv*": "out"}, 2, "plan['conv*'] is 'out', and no layer of that name can be split in this way"),
         (
             {"sharp": "rows"},
             2,
-            "'sharp' (Embedding) cannot be split: it has a forward, hooks or options (max_norm) of its",
+            "'sharp' (Embedding) cannot be split: it has its own forward(), hooks or options (max_norm)",
         ),
-        ({"normed": "out"}, 2, "cannot be split: it has a forward, hooks"),
+        ({"normed": "out"}, 2, "cannot be split: it has its own forward(), hooks"),
         ({"fc": "rowwise"}, 2, "which means one thing in papers"),
         ({"fc": "sideways"}, 2, "give out, in, heads, rows or none"),
         ({"fc": "in*2"}, 2, "give out, in, heads, rows or none"),
-        ({"fc": "out:2"}, 2, "plan splits the layer 'fc' into blocks (1) of units of 2, but its 3 outputs are not"),
+        (
+            {"fc": "out:2"},
+            2,
+            "plan splits layer 'fc' as out:2 (in units of 2 outputs): its number of outputs must be a multiple of 2, "
+            "and it is 3. Change the unit",
+        ),
+        (
+            {"fc": "out*2:3"},
+            2,
+            "plan splits layer 'fc' as out*2:3 (2 blocks, in units of 3 outputs): its number of outputs must be a "
+            "multiple of 2 * 3 = 6, and it is 3. Change the blocks or the unit",
+        ),
         ({"fc": "out"}, 4, "size is 4, but the layer 'fc' (Linear) has 3 outputs: every worker needs at least one"),
         ({"fc": "in:3"}, 3, "size is 3, but the layer 'fc' (Linear) has 2 units of 3 inputs"),
         ({"attn": "heads"}, 4, "size is 4, but the layer 'attn' (MultiheadAttention) has 3 heads"),
@@ -669,5 +680,5 @@ def test_a_model_that_cannot_be_split_by_itself_is_told_a_layer_of_its_own():
     tied[1].weight = tied[0].weight
     with pytest.raises(WorkloadError, match=r"share weights are left whole\).*plan=\{'0': 'out'\}"):
         plan(tied, 2)
-    with pytest.raises(WorkloadError, match="use pipeline instead"):
+    with pytest.raises(WorkloadError, match="use a pipeline instead"):
         plan(nn.Sequential(nn.Conv2d(1, 2, 3)), 2)

@@ -45,35 +45,35 @@ class ClientFolder:
                 f"another `rayps client` uses {folder}: it is the same client of the same job; let that process "
                 "continue, or give another --name or --state"
             ) from error
-        identity = self._read("identity.json")
+        identity = self._read_json("identity.json")
         self.key = str(identity.get("key") or "")
         if not self.key:
             self.key = secrets.token_urlsafe(32)
             private_write(folder / "identity.json", json.dumps({"key": self.key}))
-        progress = self._read("progress.json")
-        self.started, self.settled = int(progress.get("begun", 0)), int(progress.get("settled", 0))
+        progress = self._read_json("progress.json")
+        self.started, self.finished = int(progress.get("begun", 0)), int(progress.get("settled", 0))
         self.last: int | None = progress.get("round")  # the round of the newest accepted update
 
-    def begin(self, serial: int) -> None:
+    def start_order(self, serial: int) -> None:
         """Record that the client starts order `serial`. Older orders are refused from now on."""
         self.started = serial
-        self._note()
+        self._save_progress()
 
-    def settle(self, serial: int, round: int | None) -> None:
+    def finish_order(self, serial: int, round: int | None) -> None:
         """Record that order `serial` is done; `round` is its round if the update was accepted, else None."""
-        self.settled, self.last = serial, round
-        self._note()
+        self.finished, self.last = serial, round
+        self._save_progress()
 
-    def state(self, round: int, strategy: str, starts: Starts) -> dict[str, Tensor]:
+    def load_state(self, round: int, strategy: str, starts: Starts) -> dict[str, Tensor]:
         """Return the strategy's state of this client before round `round`; empty if there is none."""
         self._delete_invalid(starts)
         for at in reversed(self._rounds()):
             if at < round:
-                facts, tensors = _load(self._state(at))
+                facts, tensors = _read_state(self._state_path(at))
                 return tensors if facts.get("strategy") == strategy else {}
         return {}
 
-    def keep(self, round: int, serial: int, strategy: str, state: dict[str, Tensor], since: int) -> None:
+    def save_state(self, round: int, serial: int, strategy: str, state: dict[str, Tensor], since: int) -> None:
         """Store a state after a round; delete the states before `since`, except the newest of them.
 
         The job never returns to a round before `since`.
@@ -84,36 +84,36 @@ class ClientFolder:
             file.write(safetensors.torch.save(plain, {"strategy": strategy, "serial": str(serial)}))
             file.flush()
             os.fsync(file.fileno())
-        part.replace(self._state(round))
+        part.replace(self._state_path(round))
         for at in [at for at in self._rounds() if at < since][:-1]:
-            self._state(at).unlink()
+            self._state_path(at).unlink()
 
     def _delete_invalid(self, starts: Starts) -> None:
         """Delete each invalid state: after it was stored, the job restarted at the state's round or an earlier one."""
         for at in self._rounds():
-            serial = int(_load(self._state(at), tensors=False)[0].get("serial", 0))
+            serial = int(_read_state(self._state_path(at), tensors=False)[0].get("serial", 0))
             if any(began <= at and serial < first for began, first in starts):
-                self._state(at).unlink()
+                self._state_path(at).unlink()
 
-    def drop(self, round: int) -> None:
+    def delete_state(self, round: int) -> None:
         """Delete the state after a round whose update was rejected."""
-        self._state(round).unlink(missing_ok=True)
+        self._state_path(round).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Unlock the folder."""
         self._lock.close()
 
-    def _note(self) -> None:
-        facts = {"begun": self.started, "settled": self.settled, "round": self.last}
+    def _save_progress(self) -> None:
+        facts = {"begun": self.started, "settled": self.finished, "round": self.last}
         private_write(self.folder / "progress.json", json.dumps(facts))
 
     def _rounds(self) -> list[int]:
         return sorted(int(path.stem.partition("-")[2]) for path in self.folder.glob("state-*.safetensors"))
 
-    def _state(self, round: int) -> Path:
+    def _state_path(self, round: int) -> Path:
         return self.folder / f"state-{round}.safetensors"
 
-    def _read(self, name: str) -> Keywords:
+    def _read_json(self, name: str) -> Keywords:
         try:
             found = json.loads((self.folder / name).read_bytes())
         except (OSError, ValueError):
@@ -121,7 +121,7 @@ class ClientFolder:
         return found if isinstance(found, dict) else {}
 
 
-def _load(path: Path, tensors: bool = True) -> tuple[dict[str, str], dict[str, Tensor]]:
+def _read_state(path: Path, tensors: bool = True) -> tuple[dict[str, str], dict[str, Tensor]]:
     with safetensors.safe_open(path, framework="pt") as file:
         found = {name: file.get_tensor(name) for name in file.keys()} if tensors else {}  # noqa: SIM118  no dict
         return file.metadata() or {}, found

@@ -42,12 +42,12 @@ from rayps.workload.model import apart, model_of
 
 log = logging.getLogger(__name__)
 
-LONG_POLL = 20.0
-MOST_PAUSE = 30.0
-_SECONDS = 60.0  # time-out of one HTTP call
-_TRAVEL = 0.5  # seconds that an order may have been in transit: the round's deadline is this much earlier
+LONG_POLL_SECONDS = 20.0
+MOST_PAUSE_SECONDS = 30.0
+_CALL_SECONDS = 60.0  # time-out of one HTTP call
+_TRANSIT_SECONDS = 0.5  # seconds that an order may have been in transit: the round's deadline is this much earlier
 _LEAVE_SECONDS = 3.0  # time-out of the call that leaves the job
-_OWN = "buffers/"  # prefix of a client's own buffers in its state
+_BUFFERS = "buffers/"  # prefix of a client's own buffers in its state
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class ServiceConnection:
         self.url, self.patience, self._report = url, patience, report
         self._http = httpx2.Client(
             base_url=url,
-            timeout=httpx2.Timeout(_SECONDS, connect=10.0),
+            timeout=httpx2.Timeout(_CALL_SECONDS, connect=10.0),
             trust_env=True,
             transport=transport,
             headers={"Authorization": f"Bearer {token}", "User-Agent": "rayps-client"},
@@ -153,7 +153,7 @@ class ClientProcess:
     ) -> None:
         self.workload, self.token, self.job, self.name = workload, token, job, name
         self._connection, self._folder, self._report = connection, folder, report
-        _usable(device)
+        _check_device(device)
         self._rows = rows_of(data)
         with apart():
             model = model_of(workload).to(device)
@@ -199,9 +199,9 @@ class ClientProcess:
 
     def _run_rounds(self) -> Ended:
         while True:
-            work = self._ask()
+            work = self._request_work()
             if work.get("verdict"):
-                self._refused(str(work["verdict"]))
+                self._discard_rejected_state(str(work["verdict"]))
             if work["kind"] == "end":
                 return Ended(Status(work["status"]), str(work.get("reason") or ""), self._rounds)
             if work["kind"] == "round":
@@ -223,8 +223,8 @@ class ClientProcess:
     def _headers(self, **more: str) -> dict[str, str]:
         return {"Rayps-Client": f"{self.job}:{self._number}:{self._folder.key}", **more}
 
-    def _ask(self) -> WorkAnswer:
-        params = {"after": self._folder.settled, "wait": LONG_POLL}
+    def _request_work(self) -> WorkAnswer:
+        params = {"after": self._folder.finished, "wait": LONG_POLL_SECONDS}
         found: WorkAnswer = self._connection.call(
             "GET", "/api/v1/client/work", params=params, headers=self._headers()
         ).json()
@@ -242,8 +242,8 @@ class ClientProcess:
             if order.get(key) != value:
                 raise _refusal(f"the order's {key} is {order.get(key)!r}, and the client's is {value!r}")
         serial = order["serial"]
-        if serial <= self._folder.settled or serial < self._folder.started:
-            newest = max(self._folder.settled, self._folder.started)
+        if serial <= self._folder.finished or serial < self._folder.started:
+            newest = max(self._folder.finished, self._folder.started)
             raise _refusal(f"order {serial} is replayed: order {newest} was received before")
         return order
 
@@ -251,7 +251,7 @@ class ClientProcess:
         """Execute an order: train, and send the update."""
         serial, round, asked = order["serial"], order["round"], time.monotonic()
         strategy = _strategy_of(order)
-        self._folder.begin(serial)
+        self._folder.start_order(serial)
         try:
             raw = self._connection.call(
                 "GET", f"/api/v1/client/rounds/{serial}/parameters", headers=self._headers()
@@ -263,20 +263,20 @@ class ClientProcess:
             raise _refusal("the received parameters do not have the SHA-256 hash in the signed order")
         w, shared, buffers = remote_codec.opened(raw, self._trainer.flat.layout)
         at, name = order["phase"] + round, strategy.name
-        state = self._folder.state(at, name, order["starts"])
+        state = self._folder.load_state(at, name, order["starts"])
         began = time.monotonic()
-        own = {key.removeprefix(_OWN): value for key, value in state.items() if key.startswith(_OWN)}
+        own = {key.removeprefix(_BUFFERS): value for key, value in state.items() if key.startswith(_BUFFERS)}
         task = Task(order["seed"], round, self._number, w, shared, state, buffers | own, order.get("tick", at))
         reply = self._trainer.train(strategy, task, self._rows)
         if strategy.client_side.keeps_buffers:  # the buffers stay on this machine
-            reply.state |= {f"{_OWN}{key}": value for key, value in reply.buffers.items()}
+            reply.state |= {f"{_BUFFERS}{key}": value for key, value in reply.buffers.items()}
             reply.buffers = {}
         seconds = time.monotonic() - began
-        order |= {"trained": seconds, "ends": asked + float(order["seconds"]) - _TRAVEL}
+        order |= {"trained": seconds, "ends": asked + float(order["seconds"]) - _TRANSIT_SECONDS}
         if self._send(order, reply):
             if reply.state:
-                self._folder.keep(at, serial, name, reply.state, order["since"])
-            self._folder.settle(serial, at)
+                self._folder.save_state(at, serial, name, reply.state, order["since"])
+            self._folder.finish_order(serial, at)
             self._rounds += 1
             self._report(f"round {round}: {reply.n} samples, loss {reply.loss:.4g}, {seconds:.1f} s; sent")
 
@@ -297,7 +297,7 @@ class ClientProcess:
     def _update_not_counted(self, order: OrderFacts, error: RaypsError) -> None:
         if error.data.get("code") not in ("late", "no_order", "not_asked"):
             raise error
-        self._folder.settle(order["serial"], None)
+        self._folder.finish_order(order["serial"], None)
         if "trained" not in order or time.monotonic() < order["ends"]:  # not late: e.g. the job was restored
             self._report(f"round {order['round']}: {error}")
             return
@@ -309,12 +309,12 @@ class ClientProcess:
             "raise deadline, or lower local_epochs or local_steps"
         )
 
-    def _refused(self, verdict: str) -> None:
+    def _discard_rejected_state(self, verdict: str) -> None:
         """Delete the state after the newest update, which the job rejected; the next round uses the state before it."""
         if self._folder.last is not None:
             self._report(f"round {self._folder.last}: the update was rejected: {verdict}")
-            self._folder.drop(self._folder.last)
-            self._folder.settle(self._folder.settled, None)
+            self._folder.delete_state(self._folder.last)
+            self._folder.finish_order(self._folder.finished, None)
             self._rounds -= 1
 
 
@@ -350,7 +350,7 @@ def own_data(workload: Workload, path: str | None) -> Data:
     return data if path is None else elsewhere(data, path)
 
 
-def _usable(device: str) -> None:
+def _check_device(device: str) -> None:
     """Check that torch can use the device. Raises ConfigError: it cannot."""
     try:
         torch.zeros(1, device=device)
@@ -368,4 +368,4 @@ def _refusal(why: str) -> Unauthorized:
 
 
 def _pause(attempt: int) -> float:
-    return float(np.random.uniform(0.5, 1.0)) * min(MOST_PAUSE, 0.1 * 2.0 ** min(attempt, 20))
+    return float(np.random.uniform(0.5, 1.0)) * min(MOST_PAUSE_SECONDS, 0.1 * 2.0 ** min(attempt, 20))

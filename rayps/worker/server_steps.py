@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rayps.core.topology import runs_in_step, servers_of
 from rayps.data import Batch
-from rayps.parallel.division.agree import agreed
+from rayps.parallel.division.agree import agreed_step
 from rayps.ps.client.client import GroupServer, compress
 from rayps.tensors.flat import Gradient, square_of
 from rayps.tensors.local_state import LocalState
@@ -53,7 +53,7 @@ class ServerWorker(Worker):
             self.log.choices.append(compress(server, servers.compression))
         if peers.rings:
             exact = plan.start < 0 and servers.in_step
-            server.step = agreed(*peers.steps(), peers.rings.values(), exact=exact)
+            server.step = agreed_step(*peers.steps(), peers.rings.values(), exact=exact)
 
     def grad(self, batch: Batch) -> Gradient:
         """Return the gradient as `Worker.grad` does, clipped to `clip_norm` together with the rows of tables.

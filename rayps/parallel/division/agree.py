@@ -13,15 +13,16 @@ from rayps.comm.ring import Ring
 from rayps.core.errors import LinkError
 
 
-def agreed(least: int, most: int, rings: Iterable[Ring], *, exact: bool) -> int:
-    """Return the earliest next step of any worker of the replica: all its workers repeat their pushes from this step.
+def agreed_step(least: int, most: int, rings: Iterable[Ring], *, exact: bool) -> int:
+    """Return the earliest next step of any worker of the replica; all its workers repeat their pushes from this step.
 
-    `least` and `most` are the smallest and the largest next step that this worker's servers report; they differ if a
-    push reached only some servers. A server that has applied a push ignores the repetition. The other servers apply it
-    later than the rest of the model, which is not allowed if `exact` (a synchronous strategy).
+    `least` and `most` are the smallest and the largest next step that this worker's servers report. They differ if a
+    push reached only some servers. A server that has applied a push ignores its repetition. The other servers apply the
+    push later than the rest of the model, which is not allowed if `exact` (a synchronous strategy). `rings` connect the
+    replica's workers.
 
     Raises:
-        LinkError: `exact`, and the servers are not all at the same step.
+        LinkError: `exact` is set, and the servers are not all at the same step.
     """
     both = torch.tensor([-least, most])
     for ring in rings:
@@ -29,8 +30,8 @@ def agreed(least: int, most: int, rings: Iterable[Ring], *, exact: bool) -> int:
     least, most = -int(both[0]), int(both[1])
     if exact and least != most:
         raise LinkError(
-            f"some servers have applied this replica's push of step {most - 1}, others only those before step {least}: "
-            "a synchronous strategy cannot continue from different steps",
+            f"some servers have applied this replica's push of step {most - 1}, others only the pushes before step "
+            f"{least}: a synchronous strategy cannot continue from different steps",
             peer="",
         )
     return least

@@ -12,11 +12,11 @@ from rayps.data.base import Nested
 from rayps.workload.base import Workload
 from rayps.workload.model import model_of
 
-_HELD = ("_parameters", "_buffers", "_modules")
+_REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
 def blank(workload: Workload) -> nn.Module:
-    """Return a new model whose parameters and buffers take no memory (meta device); a real one if that is impossible.
+    """Return a new model on the meta device, where it takes no memory, or a real model if that is impossible.
 
     Raises:
         WorkloadError: the model cannot be built.
@@ -26,13 +26,13 @@ def blank(workload: Workload) -> nn.Module:
             model = model_of(workload)
     except RaypsError:  # for instance, the model reads values while it is built
         return model_of(workload)
-    return model_of(workload) if any(value.is_meta for value in _others(model)) else model
+    return model_of(workload) if any(value.is_meta for value in _unregistered(model)) else model
 
 
-def _others(model: nn.Module) -> Iterator[Tensor]:
+def _unregistered(model: nn.Module) -> Iterator[Tensor]:
     """Yield the model's tensors that are neither parameters nor buffers: no code would fill them later."""
     for module in model.modules():
-        yield from _tensors({key: value for key, value in vars(module).items() if key not in _HELD})
+        yield from _tensors({key: value for key, value in vars(module).items() if key not in _REGISTERED})
 
 
 def _tensors(value: Nested, depth: int = 0) -> Iterator[Tensor]:
@@ -45,7 +45,7 @@ def _tensors(value: Nested, depth: int = 0) -> Iterator[Tensor]:
 
 
 def keep_only(model: nn.Module, kept: set[int], device: str = "cpu") -> None:
-    """Give memory to the parameters and buffers whose `id` is in `kept`, and put all others on the meta device.
+    """Allocate the parameters and buffers whose `id` is in `kept` on `device`, and put all others on the meta device.
 
     The model is changed in place. Tied parameters stay tied. The content of new memory is undefined.
     """

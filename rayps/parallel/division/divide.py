@@ -34,7 +34,7 @@ def divide(workload: Workload, replica: Replica, model: nn.Module, sample: Batch
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     layout = Layout.of(named)
-    tensor, given = replica.tensor, _given(replica)
+    tensor, given = replica.tensor, _user_plan(replica)
     split: Plan | None = plan(model, tensor, given) if tensor > 1 else None
     if split is not None and not split:
         raise ConfigError(
@@ -47,28 +47,28 @@ def divide(workload: Workload, replica: Replica, model: nn.Module, sample: Batch
         slices = [pieces(model, split, tensor, rank) for rank in range(tensor)]
     found: list[cut.Layer] = []
     boundaries: tuple[int, ...] = ()
-    ways: Sequence[Route] = ()
-    users = _everyone(model)
+    skips: Sequence[Route] = ()
+    users = _all_on_stage_0(model)
     if isinstance(replica, Pipeline) and replica.stages > 1:
         found = cut.layers(model)
         boundaries = _boundaries(replica, found, model, workload, sample)
         users = _users(model, found, _by_stage(replica, boundaries, len(found)))
-        ways = routes([layer.module for layer in found], boundaries)
+        skips = routes([layer.module for layer in found], boundaries)
     columns = [
         _column(model, layout, slices, users, (stage, rank), _spans(replica, boundaries, len(found), stage))
         for stage in range(replica.stages)
         for rank in range(tensor)
     ]
-    return Division(replica, layout, tuple(columns), boundaries, split or {}, tuple(ways))
+    return Division(replica, layout, tuple(columns), boundaries, split or {}, tuple(skips))
 
 
-def _given(replica: Replica) -> dict[str, str] | None:
-    """Return the user's plan of how layers are split; None: rayps chooses the splits."""
+def _user_plan(replica: Replica) -> dict[str, str] | None:
+    """Return the user's plan of how layers are split, or None if rayps chooses the splits."""
     found = replica.stage if isinstance(replica, Pipeline) else replica
     return found.plan if isinstance(found, TensorParallel) else None
 
 
-def _everyone(model: nn.Module) -> dict[str, list[int]]:
+def _all_on_stage_0(model: nn.Module) -> dict[str, list[int]]:
     """Return stage 0 as the user of each parameter and buffer, for a replica without stages."""
     return {name: [0] for name, _ in [*model.named_parameters(), *model.named_buffers()]}
 
@@ -101,7 +101,9 @@ def _boundaries(
 ) -> tuple[int, ...]:
     """Return the number of the first layer of each chunk, except the first chunk's.
 
-    Raises ConfigError, WorkloadError.
+    Raises:
+        ConfigError: the model has fewer layers than `replica` has chunks or boundaries.
+        WorkloadError: a cut would change the model's result on `sample`, or the user's code fails.
     """
     parts = replica.stages * replica.chunks
     if parts > len(layers):
@@ -131,7 +133,7 @@ def _boundaries(
 
 
 def _by_stage(replica: Pipeline, boundaries: Sequence[int], count: int) -> Callable[[int], int]:
-    """Return a function that gives the stage of a layer by the layer's number."""
+    """Return a function from the number of a layer to the layer's stage."""
     stages = [0] * count
     for chunk, (lo, hi) in enumerate(cut.spans(boundaries, count)):
         stages[lo:hi] = [chunk % replica.stages] * (hi - lo)

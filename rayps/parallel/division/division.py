@@ -31,7 +31,7 @@ from rayps.tensors.snapshot import Snapshot
 class TensorSlice:
     """A slice of one tensor of the whole model: the ranges `ranges` (lo, hi) along `dim`, in order.
 
-    `name` and `shape` are those of the whole tensor. With `dim` None, the slice is the whole tensor.
+    `name` and `shape` are those of the whole tensor. If `dim` is None, the slice is the whole tensor.
     """
 
     name: str
@@ -53,7 +53,7 @@ class TensorSlice:
         return torch.Size(self.local).numel()
 
     def take(self, whole: Tensor) -> Tensor:
-        """Return this slice of the tensor `whole`; a copy, unless the slice is the whole tensor."""
+        """Return this slice of the tensor `whole`. The result is a copy, unless the slice is the whole tensor."""
         if self.dim is None:
             return whole
         return torch.cat([whole.narrow(self.dim, lo, hi - lo) for lo, hi in self.ranges], self.dim)
@@ -83,9 +83,9 @@ class Column:
     """One column's part of the model."""
 
     owned: tuple[TensorSlice, ...]  # trained parameters that this column updates
-    borrowed: tuple[Borrowed, ...]  # trained parameters that it uses and another column updates
+    borrowed: tuple[Borrowed, ...]  # trained parameters that this column uses and another column updates
     beside: tuple[TensorSlice, ...]  # buffers, and parameters that need no gradient
-    # for each run of successive layers: the first, and the last + 1; empty if the model is not cut into layers
+    # for each chunk of this column: its first layer, and its last + 1; empty if the model is not cut into layers
     spans: tuple[tuple[int, int], ...]
     dtype: torch.dtype
 
@@ -101,7 +101,7 @@ class Column:
     @property
     def held(self) -> int:
         """The number of elements of trained parameters, owned and borrowed, in the memory of a worker."""
-        return sum(piece.size for piece in self.owned) + sum(lent.piece.size for lent in self.borrowed)
+        return sum(piece.size for piece in self.owned) + sum(borrowed.piece.size for borrowed in self.borrowed)
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Division:
     layout: Layout
     columns: tuple[Column, ...]
     boundaries: tuple[int, ...] = ()  # the first layer of each of the pipeline's chunks, except the first chunk's
-    plan: Plan = field(default_factory=dict)  # how layers are split among tensor ranks, by layer name
+    plan: Plan = field(default_factory=dict)  # from layer names to how the layers are split among tensor ranks
     routes: tuple[Route, ...] = ()  # skip connections between chunks
 
     @property
@@ -136,7 +136,7 @@ class Division:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """The offset of each column's vector in the concatenation of all columns' vectors, which ledgers refer to."""
+        """The offset of each column's vector in the concatenation of all columns' vectors, as used in ledgers."""
         found = [0]
         for column in self.columns:
             found.append(found[-1] + column.layout.size)
@@ -151,7 +151,7 @@ class Division:
         ]
         lo = self.offsets[column]
         ledgers = [(a - lo, b - lo, each) for a, b, each in snapshot.ledgers if lo <= a < lo + mine.layout.size]
-        # a ledger of another division numbers the elements in another order: its entries hold for the whole vector
+        # a ledger of another division numbers the elements in another order: apply its entries to the whole vector
         if snapshot.divided != self.key and snapshot.ledgers:
             ledgers = [(0, mine.layout.size, anywhere(each for _, _, each in snapshot.ledgers))]
         return Snapshot(
@@ -233,16 +233,16 @@ class ColumnFacts(TypedDict):
 
     stage: int
     tensor: int  # tensor rank
-    layers: list[list[int]]  # for each run of layers: the first, and the last + 1
+    layers: list[list[int]]  # for each chunk: its first layer, and its last + 1
     owned: int  # elements of the parameters that the column owns
-    held: int  # elements of the parameters that it owns or borrows
-    bytes: int  # bytes of the parameters that it owns or borrows
+    held: int  # elements of the parameters that the column owns or borrows
+    bytes: int  # bytes of the parameters that the column owns or borrows
 
 
 def _is_cut(value: StateValue, piece: TensorSlice, key: str, shape: tuple[int, ...]) -> bool:
-    """Return whether the value `key` of the optimizer's state has one number for each element of a split parameter.
+    """Return whether `value`, the optimizer's state `key`, has one number for each element of a split parameter.
 
-    `shape` is the shape that such a value has.
+    Such a value has the shape `shape`.
     """
     return piece.dim is not None and isinstance(value, Tensor) and tuple(value.shape) == shape and key != "step"
 

@@ -13,7 +13,7 @@ from rayps.core.replica import Pipeline
 from rayps.core.values import JsonObject
 from rayps.data import Batch
 from rayps.data.base import Nested
-from rayps.parallel.division.borrowed_parameters import Share
+from rayps.parallel.division.borrowed_parameters import BorrowedParameters
 from rayps.parallel.division.build import blank, keep_only
 from rayps.parallel.division.division import Division
 from rayps.parallel.pipeline import loss_proxy
@@ -25,7 +25,7 @@ from rayps.tensors.subset_optimizer import of_some
 from rayps.workload.base import Workload
 from rayps.workload.model_part import Check, Whole, number
 
-_DRAWN = 3  # number of the call of `facts` that also reports a step's timeline: the first two steps are slower
+_TIMELINE_CALL = 3  # number of the call of `facts` that also reports a step's timeline: the first two steps are slower
 
 
 class ModelSlice(Whole):
@@ -54,7 +54,9 @@ class ModelSlice(Whole):
         model = blank(workload)
         if division.tensor > 1:
             model = split(model, division.plan, rank, division.tensor, rings["tensor"])
-        pieces = {piece.name: piece for piece in (*mine.owned, *(lent.piece for lent in mine.borrowed), *mine.beside)}
+        pieces = {
+            piece.name: piece for piece in (*mine.owned, *(borrowed.piece for borrowed in mine.borrowed), *mine.beside)
+        }
         keep_only(model, {id(value) for name, value in _tensors(model).items() if name in pieces}, device)
         found = {name: value for name, value in _tensors(model).items() if name in pieces}
         for name, piece in pieces.items():
@@ -70,11 +72,11 @@ class ModelSlice(Whole):
         self._whole = division.layout
         self.layout, self.parameters = mine.layout, [parameters[piece.name] for piece in mine.owned]
         self._beside = {piece.name for piece in mine.beside}
-        self._lent = [parameters[lent.piece.name] for lent in mine.borrowed]
-        self._share = Share(division, column, parameters, rings)
-        self._tensors = rings.get("tensor")
+        self._borrowed = [parameters[borrowed.piece.name] for borrowed in mine.borrowed]
+        self._exchange = BorrowedParameters(division, column, parameters, rings)
+        self._unchecked_ring = rings.get("tensor")
         self._engine: PipelineEngine | None = None
-        self._asked = 0  # number of calls of facts()
+        self._facts_calls = 0  # number of calls of facts()
         replica = division.replica
         if isinstance(replica, Pipeline) and replica.stages > 1:
             self._micro = replica.micro_batches
@@ -96,25 +98,32 @@ class ModelSlice(Whole):
         return {name: value for name, value in super().beside.items() if name in self._beside}
 
     def refresh(self) -> None:
-        """Receive the current values of borrowed parameters. Raises LinkError."""
-        self._share.refresh()
+        """Receive the current values of borrowed parameters.
+
+        Raises LinkError if another worker of the replica is lost or does not answer.
+        """
+        self._exchange.refresh()
 
     def backward(self, batch: Batch, step: int, check: Check) -> float | None:  # type: ignore[override]
-        """Compute the gradients of the owned parameters from a batch; return the loss if this worker computes it.
+        """Compute the gradients of the owned parameters from a batch; return the loss, or None on other workers.
 
-        The worker runs its part of the passes together with the other workers of its replica.
+        The loss is returned on the worker that computes it. All workers of the replica must call this method together.
         """
-        for p in self._lent:
+        for p in self._borrowed:
             p.grad = None
-        self._share.refresh()
-        loss = super().backward(batch, step, check) if self._engine is None else self._piped(batch, step, check)
-        if self._tensors is not None:
-            agree(self._share.whole, self._tensors)
-            self._tensors = None  # check once
-        self._share.give_back()
+        self._exchange.refresh()
+        loss = (
+            super().backward(batch, step, check)
+            if self._engine is None
+            else self._pipeline_backward(batch, step, check)
+        )
+        if self._unchecked_ring is not None:
+            agree(self._exchange.whole, self._unchecked_ring)
+            self._unchecked_ring = None  # check once
+        self._exchange.return_gradients()
         return loss
 
-    def _piped(self, batch: Batch, step: int, check: Check) -> float | None:
+    def _pipeline_backward(self, batch: Batch, step: int, check: Check) -> float | None:
         assert self._engine is not None
         parts = loss_proxy.parts(batch, self._micro)
 
@@ -128,7 +137,7 @@ class ModelSlice(Whole):
         )
 
     def evaluate(self, batch: Batch) -> dict[str, float | Tensor]:
-        """Return the named means over a batch; {} unless this is the worker of its replica that `reports`."""
+        """Return the named means over a batch, or {} if this is not the worker of the replica that `reports`."""
         if self._engine is None:
             means = super().evaluate(batch)
             return means if self.reports else {}
@@ -151,7 +160,7 @@ class ModelSlice(Whole):
         return of_some(factory, self._whole, [entry.name for entry in self.layout.entries])
 
     def facts(self) -> JsonObject:
-        """Return measurements of the last step of the pipeline, for metrics; {} without a pipeline."""
+        """Return measurements of the pipeline's last step, for metrics, or {} if there is no pipeline."""
         engine = self._engine
         if engine is None:
             return {}
@@ -162,8 +171,8 @@ class ModelSlice(Whole):
             "messages": engine.last.messages,
             "stage_bytes": engine.last.bytes,
         }
-        self._asked += 1
-        if self._asked == _DRAWN:
+        self._facts_calls += 1
+        if self._facts_calls == _TIMELINE_CALL:
             found["spans"] = [(str(span.action), span.start, span.end) for span in engine.last.spans]
         return found
 

@@ -19,14 +19,14 @@ from rayps.data.base import Nested, map_tensors
 from rayps.parallel.division.division import Division
 from rayps.parallel.pipeline import loss_proxy
 from rayps.parallel.pipeline.cut import layers, spans
-from rayps.parallel.pipeline.skip import aside
+from rayps.parallel.pipeline.skip import stash_in
 from rayps.parallel.tensor import TensorCommunicator, split
 from rayps.workload.base import Workload
 from rayps.workload.model import apart, model_of
 
 
-class _Alone(TensorCommunicator):
-    """Stands in for a tensor group in one process: it counts the exchanges, and makes up the other workers' data."""
+class _SingleProcessGroup(TensorCommunicator):
+    """A tensor group simulated in one process. It counts the exchanges, and replaces the other workers' data."""
 
     def __init__(self, size: int) -> None:
         super().__init__(None)
@@ -48,26 +48,26 @@ class _Alone(TensorCommunicator):
 
 
 def plain(division: Division, sizes: Sizes) -> Sizes:
-    """Return `sizes` with the numbers that follow from the division alone: elements that columns own and borrow."""
-    lent = [each for column in division.columns for each in column.borrowed]
+    """Return `sizes` with the numbers of elements that columns own and borrow, which need no measurement."""
+    borrowed = [each for column in division.columns for each in column.borrowed]
     return replace(
         sizes,
         owned=tuple(column.layout.size for column in division.columns),
         held=tuple(column.held for column in division.columns),
-        tied=sum(each.piece.size for each in lent if each.tied),
-        shared=sum(each.piece.size for each in lent if not each.tied),
+        tied=sum(each.piece.size for each in borrowed if each.tied),
+        shared=sum(each.piece.size for each in borrowed if not each.tied),
     )
 
 
 def whole(workload: Workload, sizes: Sizes, sample: Batch) -> Sizes:
-    """Return `sizes` with the bytes per row that an undivided model stores for backward, measured on `sample`.
+    """Return `sizes` with the bytes per row that the undivided model stores for backward, measured on `sample`.
 
     Raises:
         WorkloadError: the user's code fails on the sample.
     """
     with apart():
         model = model_of(workload)
-        with _kept(model) as found, user_code("loss"):
+        with _record_stored(model) as found, user_code("loss"):
             workload.loss(model, sample)
     return replace(sizes, kept=(sum(found.values()) / max(sample.size, 1),))
 
@@ -80,12 +80,12 @@ def probe(workload: Workload, division: Division, sizes: Sizes, sample: Batch) -
     """
     sizes, rows = plain(division, sizes), max(sample.size, 1)
     with apart():
-        model, communicator = model_of(workload), _Alone(division.tensor)
+        model, communicator = model_of(workload), _SingleProcessGroup(division.tensor)
         if division.tensor > 1:
             model = split(model, division.plan, 0, division.tensor, communicator)
         if division.boundaries:
             return _stages(workload, division, model, communicator, sizes, sample)
-        with _kept(model) as found, user_code("loss"):
+        with _record_stored(model) as found, user_code("loss"):
             loss = workload.loss(model, sample)
         with user_code("loss"):
             loss.backward()  # type: ignore[no-untyped-call]
@@ -99,11 +99,16 @@ def probe(workload: Workload, division: Division, sizes: Sizes, sample: Batch) -
 
 
 def _stages(
-    workload: Workload, division: Division, model: nn.Module, communicator: _Alone, sizes: Sizes, sample: Batch
+    workload: Workload,
+    division: Division,
+    model: nn.Module,
+    communicator: _SingleProcessGroup,
+    sizes: Sizes,
+    sample: Batch,
 ) -> Sizes:
-    """Measure as `probe` does, but run each chunk of the pipeline separately, as its worker would."""
+    """Return the measurements of `probe`, from a run of each chunk of the pipeline separately."""
     found, rows, p = layers(model), max(sample.size, 1), division.stages
-    said = [[0, 0, 0] for _ in range(p)]  # per stage: bytes summed, bytes gathered, exchanges
+    exchanged = [[0, 0, 0] for _ in range(p)]  # per stage: bytes summed, bytes gathered, exchanges
     kept, crossings, values = [], list[Crossing](), dict[str, Nested]()
     args, kwargs = loss_proxy.inputs(workload, sample)
     chunks = spans(division.boundaries, len(found))
@@ -111,7 +116,7 @@ def _stages(
     for chunk, (lo, hi) in enumerate(chunks):
         given = None if chunk == 0 else map_tensors(done[-1][2], _leaf)
         values = {name: map_tensors(value, _leaf) for name, value in values.items()}
-        with _kept(model) as saved, aside(values), _noted(communicator, said[chunk % p]):
+        with _record_stored(model) as saved, stash_in(values), _count_exchanges(communicator, exchanged[chunk % p]):
             value: Nested = given
             for number in range(lo, hi):
                 layer = found[number].module
@@ -126,30 +131,30 @@ def _stages(
             for route in division.routes
             if route.source == chunk and route.target % p != chunk % p and route.name in values
         ]
-    _back(workload, sample, done, communicator, said)
+    _run_backward(workload, sample, done, communicator, exchanged)
     return replace(
         sizes,
         kept=tuple(kept),
         crossings=tuple(cut for cut in crossings if cut.source % p != cut.target % p),
-        summed=tuple(each[0] / rows for each in said),
-        gathered=tuple(each[1] / rows for each in said),
-        exchanges=tuple(each[2] for each in said),
+        summed=tuple(each[0] / rows for each in exchanged),
+        gathered=tuple(each[1] / rows for each in exchanged),
+        exchanges=tuple(each[2] for each in exchanged),
     )
 
 
-def _back(
+def _run_backward(
     workload: Workload,
     sample: Batch,
     done: list[tuple[int, Nested, Nested]],
-    communicator: _Alone,
-    said: list[list[int]],
+    communicator: _SingleProcessGroup,
+    exchanged: list[list[int]],
 ) -> None:
     """Run the chunks' backward passes, from the last chunk to the first, to count the tensor ranks' exchanges."""
     if communicator.size == 1:
         return
     grads: list[Tensor] = []
     for chunk, given, value in reversed(done):
-        with _noted(communicator, said[chunk % len(said)]):
+        with _count_exchanges(communicator, exchanged[chunk % len(exchanged)]):
             if chunk == done[-1][0]:
                 loss_proxy.loss(workload, sample, value).backward()  # type: ignore[no-untyped-call]
             else:
@@ -160,7 +165,7 @@ def _back(
 
 
 @contextmanager
-def _noted(communicator: _Alone, into: list[int]) -> Iterator[None]:
+def _count_exchanges(communicator: _SingleProcessGroup, into: list[int]) -> Iterator[None]:
     before = (communicator.summed, communicator.gathered, communicator.collectives)
     yield
     for i, (now, then) in enumerate(
@@ -170,14 +175,14 @@ def _noted(communicator: _Alone, into: list[int]) -> Iterator[None]:
 
 
 @contextmanager
-def _kept(model: nn.Module) -> Iterator[dict[int, int]]:
-    """Inside the block, record the bytes that autograd stores for backward, by memory address.
+def _record_stored(model: nn.Module) -> Iterator[dict[int, int]]:
+    """Inside the block, record what autograd stores for backward: a dict from memory address to number of bytes.
 
     The memory of parameters and buffers is not counted.
     """
     mine = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers()]}
     found: dict[int, int] = {}
-    alive: list[Tensor] = []  # keeps the tensors alive, so that no address is used twice
+    alive: list[Tensor] = []  # references that prevent the reuse of an address
 
     def pack(t: Tensor) -> Tensor:
         storage = t.untyped_storage()
@@ -191,7 +196,7 @@ def _kept(model: nn.Module) -> Iterator[dict[int, int]]:
 
 
 def _bytes(value: Nested, rows: int) -> tuple[float, float]:
-    """Return the bytes per row of `value`, sent forward, and of its gradient, sent backward."""
+    """Return the bytes per row of `value` (sent forward) and of its gradient (sent backward)."""
     every = _tensors(value)
     return sum(t.nbytes for t in every) / rows, sum(t.nbytes for t in every if t.requires_grad) / rows
 

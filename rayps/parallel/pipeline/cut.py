@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from rayps.core.errors import ConfigError, WorkloadError
 from rayps.core.user_code import user_code
 from rayps.data.base import Nested, map_tensors
-from rayps.parallel.pipeline.skip import aside, places
+from rayps.parallel.pipeline.skip import skip_layers, stash_in
 
-_WAY_OUT = (
+_REMEDY = (
     "make it an nn.Sequential, or give it a method layers() that returns its modules in order, each of which is called "
     "on the output of the previous one"
 )
-_TRIES = 3
+_REPEATS = 3
 
 
 class Layer(NamedTuple):
@@ -44,42 +44,42 @@ def layers(model: nn.Module) -> list[Layer]:
     """
     listed = getattr(model, "layers", None)
     if inspect.ismethod(listed):
-        found = _listed(model, listed)
+        found = _declared_layers(model, listed)
     elif _is_plain(model):
-        found = list(_flat(model, ""))
+        found = list(_flattened(model, ""))
     else:
         own = " and has a forward() of its own" if isinstance(model, nn.Sequential) else ""
-        raise WorkloadError(f"a pipeline cannot cut {_kind(model)}{own}: {_WAY_OUT}", model=_kind(model))
+        raise WorkloadError(f"a pipeline cannot cut {_kind(model)}{own}: {_REMEDY}", model=_kind(model))
     if not found:
         raise WorkloadError(f"a pipeline cannot cut {_kind(model)}: it has no layers", model=_kind(model))
-    places([layer.module for layer in found])
+    skip_layers([layer.module for layer in found])
     return found
 
 
-def _listed(model: nn.Module, method: Callable[[], Sequence[nn.Module]]) -> list[Layer]:
+def _declared_layers(model: nn.Module, method: Callable[[], Sequence[nn.Module]]) -> list[Layer]:
     with user_code("model.layers"):
         given = method()
     names = {id(module): name for name, module in model.named_modules()}
     if not isinstance(given, (list, tuple, nn.ModuleList)) or not all(isinstance(m, nn.Module) for m in given):
         raise WorkloadError(f"layers() of {_kind(model)} must return a list of modules", model=_kind(model))
-    strange = [i for i, module in enumerate(given) if id(module) not in names]
-    if strange:
+    foreign = [i for i, module in enumerate(given) if id(module) not in names]
+    if foreign:
         raise WorkloadError(
-            f"layers() of {_kind(model)} returns a {_kind(given[strange[0]])} as number {strange[0]}, not a part of "
+            f"layers() of {_kind(model)} returns a {_kind(given[foreign[0]])} as number {foreign[0]}, not a part of "
             "the model: make that module an attribute of the model in __init__",
             model=_kind(model),
         )
-    return [part for module in given for part in _flat(module, names[id(module)])]
+    return [part for module in given for part in _flattened(module, names[id(module)])]
 
 
-def _flat(module: nn.Module, name: str) -> list[Layer]:
+def _flattened(module: nn.Module, name: str) -> list[Layer]:
     if not _is_plain(module):
         return [Layer(name, module)]
     return [
         part
         for key, child in module._modules.items()
         if child is not None
-        for part in _flat(child, f"{name}.{key}" if name else key)
+        for part in _flattened(child, f"{name}.{key}" if name else key)
     ]
 
 
@@ -95,11 +95,15 @@ def _kind(module: nn.Module) -> str:
 
 
 def spans(boundaries: Sequence[int], count: int) -> list[tuple[int, int]]:
-    """Return, for each part of a model of `count` layers, its first layer and its last + 1. Raises ConfigError."""
+    """Return, for each part of a model of `count` layers, its first layer and its last + 1.
+
+    Raises:
+        ConfigError: `boundaries` are not increasing, or not between 1 and `count` - 1.
+    """
     at = [0, *boundaries, count]
     if any(low >= high for low, high in pairwise(at)):
         raise ConfigError(
-            f"boundaries is {tuple(boundaries)}: give increasing numbers between 1 and {count - 1} for a model of "
+            f"boundaries is {tuple(boundaries)}: give increasing numbers from 1 to {count - 1} for a model of "
             f"{count} layers; each is the number of the layer with which a new part begins",
             field="boundaries",
         )
@@ -107,10 +111,10 @@ def spans(boundaries: Sequence[int], count: int) -> list[tuple[int, int]]:
 
 
 def shares(costs: Sequence[float], parts: int) -> tuple[int, ...]:
-    """Cut layers of the given `costs` into `parts` contiguous parts, none empty, so that the largest cost is least.
+    """Cut layers into `parts` contiguous, nonempty parts so that the cost of the most expensive part is minimal.
 
-    Return the boundaries (the first layer of each part, except the first part's). Of several such cuts, return the one
-    with the least sum of squared costs, which makes the other parts similar too.
+    `costs` has one number for each layer. Return the boundaries: the first layer of each part except the first. Of
+    several such cuts, return the one with the least sum of squared costs, which makes the other parts similar too.
 
     Raises:
         ConfigError: there are more parts than layers.
@@ -119,7 +123,7 @@ def shares(costs: Sequence[float], parts: int) -> tuple[int, ...]:
     if not 1 <= parts <= n:
         raise ConfigError(
             f"the model has {n} layer{'s' if n != 1 else ''} and cannot be cut into {parts} parts (stages x chunks): "
-            f"give at most {n}, or a model of more layers",
+            f"give at most {n} parts, or a model of more layers",
             field="stages",
             layers=n,
             parts=parts,
@@ -151,17 +155,17 @@ def shares(costs: Sequence[float], parts: int) -> tuple[int, ...]:
 
 
 def measure(found: Sequence[Layer], args: Sequence[Nested], kwargs: Mapping[str, Nested] | None = None) -> list[float]:
-    """Return the median seconds of each layer's forward and backward pass.
+    """Return, for each layer, the median seconds of a forward and a backward pass together.
 
     `args` and `kwargs` are arguments of the model for a few samples.
 
     Raises:
         WorkloadError: a layer fails on the output of the previous layer.
     """
-    took: list[list[float]] = [[] for _ in found]
+    seconds: list[list[float]] = [[] for _ in found]
     state = torch.get_rng_state()
-    with aside({}):
-        for _ in range(_TRIES):
+    with stash_in({}):
+        for _ in range(_REPEATS):
             value: Nested = None
             for number, layer in enumerate(found):
                 value, stashed = _leaves(value), None
@@ -171,11 +175,11 @@ def measure(found: Sequence[Layer], args: Sequence[Nested], kwargs: Mapping[str,
                     stashed = [t for t in _tensors(value) if t.requires_grad]
                     if stashed:
                         torch.autograd.backward(stashed, [torch.ones_like(t) for t in stashed], retain_graph=True)
-                took[number].append(time.perf_counter() - start)
+                seconds[number].append(time.perf_counter() - start)
                 for p in layer.module.parameters():
                     p.grad = None
     torch.set_rng_state(state)
-    return [median(each) for each in took]
+    return [median(each) for each in seconds]
 
 
 def check(
@@ -187,13 +191,13 @@ def check(
 
     Raises:
         WorkloadError: a cut would change the model's result, e.g. because of a skip connection or an attribute that two
-        layers share; the error names the first such layer.
+        layers share. The error names the first such layer.
     """
     training = [module for module in model.modules() if module.training]
     state = torch.get_rng_state()
     model.eval()
     try:
-        with torch.no_grad(), aside({}):
+        with torch.no_grad(), stash_in({}):
             _compare(model, found, args, kwargs or {})
     finally:
         torch.set_rng_state(state)
@@ -202,37 +206,37 @@ def check(
 
 
 def _compare(model: nn.Module, found: Sequence[Layer], args: Sequence[Nested], kwargs: Mapping[str, Nested]) -> None:
-    # copied before the model runs, which may change its layers
+    # copy the layers before the model runs, because the run may change them
     apart = [copy.deepcopy(layer.module) for layer in found]
-    whole, calls = _watched(model, found, args, kwargs)
+    whole, calls = _run_recorded(model, found, args, kwargs)
     order = [number for number, _ in calls]
     modules = [layer.module for layer in found]
     for number, layer in enumerate(found):
         same = next(i for i, module in enumerate(modules) if module is layer.module)
         times, listed = order.count(same), sum(module is layer.module for module in modules)
         if times != listed:
-            raise _broken(layer.name, f"the model calls it {times} times, but it is among the layers {listed} times")
+            raise _cut_error(layer.name, f"the model calls it {times} times, but it is among the layers {listed} times")
         if order[number] != same:
-            raise _broken(layer.name, f"the model calls {found[order[number]].name!r} in its place")
+            raise _cut_error(layer.name, f"the model calls {found[order[number]].name!r} in its place")
     value: Nested = None
     for number, layer in enumerate(found):
         given = calls[number][1]
-        if number and not _same(given, value):
+        if number and not _equal(given, value):
             before = found[number - 1].name
-            raise _broken(layer.name, f"the model does not call it on the output of the previous layer, {before!r}")
+            raise _cut_error(layer.name, f"the model does not call it on the output of the previous layer, {before!r}")
         alone = apart[number]
         try:
             value = alone(*args, **kwargs) if number == 0 else alone(value)
         except Exception as error:  # the user's code may raise anything
-            raise _broken(
+            raise _cut_error(
                 layer.name, f"called apart from the other layers, it raises {type(error).__name__}: {error}"
             ) from error
-    if not _same(whole, value):
+    if not _equal(whole, value):
         last = found[-1].name
-        raise _broken(last, "what the model returns is not the output of its last layer")
+        raise _cut_error(last, "the model's result is not the output of its last layer")
 
 
-def _watched(
+def _run_recorded(
     model: nn.Module, found: Sequence[Layer], args: Sequence[Nested], kwargs: Mapping[str, Nested]
 ) -> tuple[Nested, list[tuple[int, Nested]]]:
     """Run the model; return its output, and the (number, input) of each call of a layer, in the order of the calls."""
@@ -251,7 +255,7 @@ def _watched(
             hook.remove()
 
 
-def _broken(name: str, why: str) -> WorkloadError:
+def _cut_error(name: str, why: str) -> WorkloadError:
     return WorkloadError(
         f"a cut at layer {name!r} would break the model: {why}\n"
         "call each layer only on the output of the previous one (a tensor, or a tuple of several), join layers with "
@@ -260,7 +264,7 @@ def _broken(name: str, why: str) -> WorkloadError:
     )
 
 
-def _same(a: Nested, b: Nested) -> bool:
+def _equal(a: Nested, b: Nested) -> bool:
     one, two = _tensors(a), _tensors(b)
     return len(one) == len(two) and all(
         s.shape == t.shape

@@ -33,7 +33,7 @@ class Losses(Protocol):
 
 
 def parts(batch: Batch, micro_batches: int) -> list[Batch]:
-    """Cut the batch into micro-batches, whose sizes differ by at most one; if the batch is small, some are empty.
+    """Cut the batch into `micro_batches` parts, whose sizes differ by at most one row. Some are empty if rows are few.
 
     Raises:
         WorkloadError: a tensor of the batch does not have one entry per row.
@@ -45,7 +45,7 @@ def parts(batch: Batch, micro_batches: int) -> list[Batch]:
 
 
 def weights(batches: list[Batch]) -> list[float]:
-    """Return each micro-batch's fraction of all samples; all 0 if there are no samples."""
+    """Return each micro-batch's fraction of all samples. All fractions are 0 if there are no samples."""
     total = sum(batch.size for batch in batches)
     return [batch.size / total if total else 0.0 for batch in batches]
 
@@ -70,45 +70,45 @@ def _tensor_rows(t: Tensor, size: int, cut: slice) -> Tensor:
 class _Called(BaseException):
     """Raised when the loss calls the recording stand-in, so that the rest of the loss does not run.
 
-    It is not an Exception, so that user code does not catch it.
+    This class is not an Exception, because user code might catch that.
     """
 
     def __init__(self, call: Call) -> None:
         self.call = call
 
 
-class _Model(nn.Module):
-    """Stands in for the model: it can be called, and raises an error if the loss reads an attribute of the model."""
+class _ModelProxy(nn.Module):
+    """A stand-in for the model. The loss can call it; an error is raised if the loss reads an attribute of it."""
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise _unseen(name)
+        raise _whole_model_error(name)
 
 
-def _refused(name: str) -> Callable[..., NoReturn]:
+def _refuse(name: str) -> Callable[..., NoReturn]:
     def refuse(*_: Nested, **__: Nested) -> NoReturn:
-        raise _unseen(f"{name}()")
+        raise _whole_model_error(f"{name}()")
 
     return refuse
 
 
 for _name in ("parameters", "buffers", "modules"):
-    setattr(_Model, f"named_{_name}", _refused(_name))
-setattr(_Model, "state_dict", _refused("state_dict"))  # noqa: B010
+    setattr(_ModelProxy, f"named_{_name}", _refuse(_name))
+setattr(_ModelProxy, "state_dict", _refuse("state_dict"))  # noqa: B010
 
 
-def _unseen(name: str) -> WorkloadError:
+def _whole_model_error(name: str) -> WorkloadError:
     return WorkloadError(
         f"loss() or evaluate() uses model.{name}, but in a pipeline no worker has the whole model: only call the "
         "model, once, and use its output (for a penalty on weights, use the optimizer's weight_decay)"
     )
 
 
-class _Listens(_Model):
+class _RecordsCall(_ModelProxy):
     def forward(self, *args: Nested, **kwargs: Nested) -> Nested:
         raise _Called((args, kwargs))
 
 
-class _Returns(_Model):
+class _ReturnsOutput(_ModelProxy):
     def __init__(self, output: Nested) -> None:
         super().__init__()
         self.__dict__["output"] = output
@@ -126,16 +126,22 @@ class _Returns(_Model):
 
 
 def inputs(workload: Losses, batch: Batch, *, training: bool = True) -> Call:
-    """Return the arguments with which the user's loss calls the model on a micro-batch. Raises WorkloadError."""
-    call = _listen("loss", workload, batch, training)
+    """Return the arguments with which the user's loss calls the model on a micro-batch.
+
+    If not `training`, also check that evaluate() calls the model with the same arguments.
+
+    Raises:
+        WorkloadError: the loss fails, does not call the model, or uses more than its output.
+    """
+    call = _record_call("loss", workload, batch, training)
     if call is None:
         raise WorkloadError(
             "loss(model, batch) did not call the model: in a pipeline, the arguments of that call are the first "
             "stage's input"
         )
     if not training:
-        other = _listen("evaluate", workload, batch, training)
-        if other is not None and not _alike(call, other):
+        other = _record_call("evaluate", workload, batch, training)
+        if other is not None and not _equal(call, other):
             raise WorkloadError(
                 "evaluate() calls the model with other arguments than loss() does, but a pipeline runs the model once "
                 "for both: use the same input in both"
@@ -143,33 +149,39 @@ def inputs(workload: Losses, batch: Batch, *, training: bool = True) -> Call:
     return call
 
 
-def _listen(method: str, workload: Losses, batch: Batch, training: bool) -> Call | None:
+def _record_call(method: str, workload: Losses, batch: Batch, training: bool) -> Call | None:
     try:
         with user_code(method):
-            getattr(workload, method)(_Listens().train(training), batch)
+            getattr(workload, method)(_RecordsCall().train(training), batch)
     except _Called as called:
         return called.call
     return None
 
 
-def _alike(a: Nested, b: Nested) -> bool:
+def _equal(a: Nested, b: Nested) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a is b or (a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b))
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_alike(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(_alike(x, y) for x, y in zip(a, b, strict=True))
+        return len(a) == len(b) and all(_equal(x, y) for x, y in zip(a, b, strict=True))
     return type(a) is type(b)
 
 
 def loss(workload: Losses, batch: Batch, output: Nested, *, training: bool = True) -> Tensor:
-    """Return the user's mean loss of a micro-batch, computed from the pipeline's output. Raises WorkloadError."""
+    """Return the user's mean loss of a micro-batch, computed from the pipeline's output.
+
+    Raises WorkloadError if the user's loss fails or returns no scalar tensor.
+    """
     with user_code("loss"):
-        found = workload.loss(_Returns(output).train(training), batch)
+        found = workload.loss(_ReturnsOutput(output).train(training), batch)
     return checked_loss(found, trains=False)
 
 
 def metrics(workload: Losses, batch: Batch, output: Nested) -> dict[str, float | Tensor]:
-    """Return the user's metrics of a micro-batch, computed from the pipeline's output. Raises WorkloadError."""
+    """Return the user's metrics of a micro-batch, computed from the pipeline's output.
+
+    Raises WorkloadError if the user's evaluate() fails.
+    """
     with user_code("evaluate"):
-        return workload.evaluate(_Returns(output).train(False), batch)
+        return workload.evaluate(_ReturnsOutput(output).train(False), batch)

@@ -1,7 +1,7 @@
 """Random numbers that do not depend on how a model is cut: the generators are seeded for each layer and micro-batch.
 
-A layer that draws random numbers (dropout) uses torch's generators, which are seeded before each layer is called. That
-takes about a microsecond, less than finding out which layers draw.
+A layer that draws random numbers (dropout) uses torch's generators, which are seeded before each layer is called. To
+seed them takes about a microsecond, less than to find out which layers draw random numbers.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class LayerRandomState:
             torch.cuda.init()  # type: ignore[no-untyped-call]
             self._generators.append(torch.cuda.default_generators[place.index or 0])
 
-    def at(self, micro: int, layer: int) -> None:
+    def seed_layer(self, micro: int, layer: int) -> None:
         """Seed the generators before `layer` runs on micro-batch `micro`."""
-        seed = _mixed(self._base + (micro << 32) + layer)
+        seed = _hash(self._base + (micro << 32) + layer)
         for generator in self._generators:
             generator.manual_seed(seed)
 
     @contextmanager
-    def of(self, step: int) -> Iterator[None]:
-        """Use `step` for the seeds inside the block, and restore the generators' state after it."""
+    def seeds_of_step(self, step: int) -> Iterator[None]:
+        """Inside the block, seed layers for `step`. After the block, restore the generators' state."""
         words = hashlib.blake2b(repr((*self._job, step)).encode(), digest_size=8).digest()
         self._base = int.from_bytes(words, "little")
         before = [generator.get_state() for generator in self._generators]
@@ -43,15 +43,15 @@ class LayerRandomState:
             yield
         finally:
             for generator, state in zip(self._generators, before, strict=True):
-                put_back(generator, state)
+                restore_state(generator, state)
 
 
-def put_back(generator: torch.Generator, state: torch.Tensor) -> None:
+def restore_state(generator: torch.Generator, state: torch.Tensor) -> None:
     """Set a generator to a state that it returned earlier."""
     generator.set_state(state)
 
 
-def _mixed(x: int) -> int:
+def _hash(x: int) -> int:
     """Hash a 64-bit number (the finaliser of splitmix64), so that similar numbers give unrelated seeds."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK

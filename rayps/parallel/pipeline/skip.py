@@ -18,14 +18,14 @@ from rayps.core.errors import WorkloadError
 from rayps.data.base import Nested
 
 
-class _Aside(threading.local):
-    """The values that are stashed now, by name. Each thread has its own."""
+class _StashedValues(threading.local):
+    """A dict from names to the values that are stashed now. Each thread has its own."""
 
     def __init__(self) -> None:
         self.values: dict[str, Nested] = {}
 
 
-_aside = _Aside()
+_stash = _StashedValues()
 
 
 class Stash(nn.Module):
@@ -37,7 +37,7 @@ class Stash(nn.Module):
 
     def forward(self, x: Nested) -> Nested:
         """Return x unchanged, after storing it."""
-        _aside.values[self.name] = x
+        _stash.values[self.name] = x
         return x
 
     def extra_repr(self) -> str:
@@ -48,7 +48,7 @@ class Stash(nn.Module):
 class Unstash(nn.Module):
     """A layer that returns `merge(x, stashed)`, where `stashed` is the value of the `Stash` of the same name.
 
-    By default `merge` adds them.
+    By default `merge` adds the two values.
     """
 
     def __init__(self, name: str, merge: Callable[..., Nested] = torch.add) -> None:
@@ -57,13 +57,13 @@ class Unstash(nn.Module):
         self.merge = merge
 
     def forward(self, x: Nested) -> Nested:
-        """Return the merged value. Raises WorkloadError: no value was stashed under the name."""
-        if self.name not in _aside.values:
+        """Return the merged value. Raises WorkloadError if no value was stashed under the name."""
+        if self.name not in _stash.values:
             raise WorkloadError(
                 f"Unstash({self.name!r}) found no stashed value: put a layer Stash({self.name!r}) before it",
                 name=self.name,
             )
-        return self.merge(x, _aside.values.pop(self.name))
+        return self.merge(x, _stash.values.pop(self.name))
 
     def extra_repr(self) -> str:
         """Return the name of the skip connection."""
@@ -71,13 +71,13 @@ class Unstash(nn.Module):
 
 
 @contextmanager
-def aside(values: dict[str, Nested]) -> Iterator[None]:
+def stash_in(values: dict[str, Nested]) -> Iterator[None]:
     """Inside the block, `Stash` and `Unstash` layers that run on this thread use `values` as their store."""
-    before, _aside.values = _aside.values, values
+    before, _stash.values = _stash.values, values
     try:
         yield
     finally:
-        _aside.values = before
+        _stash.values = before
 
 
 class Route(NamedTuple):
@@ -88,8 +88,8 @@ class Route(NamedTuple):
     target: int  # the chunk of the Unstash
 
 
-def places(modules: Sequence[nn.Module]) -> dict[str, tuple[int, int]]:
-    """Return for each skip connection, by name, the numbers of the layers that contain its Stash and its Unstash.
+def skip_layers(modules: Sequence[nn.Module]) -> dict[str, tuple[int, int]]:
+    """Return a dict from each skip connection's name to the numbers of the layers with its Stash and its Unstash.
 
     Raises:
         WorkloadError: a Stash or an Unstash is missing or occurs twice, or they are in the wrong order.
@@ -120,11 +120,11 @@ def places(modules: Sequence[nn.Module]) -> dict[str, tuple[int, int]]:
 def routes(modules: Sequence[nn.Module], boundaries: Sequence[int]) -> tuple[Route, ...]:
     """Return the skip connections that go from one chunk to another if the layers are cut at `boundaries`.
 
-    Raises the errors of `places`.
+    Raises WorkloadError under the conditions of `skip_layers`.
     """
 
     def chunk(layer: int) -> int:
         return sum(layer >= boundary for boundary in boundaries)
 
-    crossing = [Route(name, chunk(source), chunk(target)) for name, (source, target) in places(modules).items()]
+    crossing = [Route(name, chunk(source), chunk(target)) for name, (source, target) in skip_layers(modules).items()]
     return tuple(sorted(route for route in crossing if route.source != route.target))

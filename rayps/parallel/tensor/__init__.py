@@ -1,11 +1,12 @@
 """Tensor parallelism: layers that are divided among the workers of a group.
 
-Names say what is split. A linear layer is y = x W^T + b with W [out, in]. Split by `out`, a worker holds some rows of
-W, takes the whole x and computes a slice of y; split by `in`, it holds some columns, takes a slice of x and computes a
-partial sum of y. Beware: the literature calls the split by `out` row-wise and the split by `in` column-wise, after W's
-rows and columns; Megatron's ColumnParallelLinear and torch's ColwiseParallel are the split by *out*, their
-RowParallelLinear and RowwiseParallel the split by `in`, after y = x A with A = W^T. In a plan, `row` and `column` mean
-the literature's (`out`, `in`); `rowwise` and `colwise` are refused with this explanation.
+Names say what is split. A linear layer is y = x W^T + b with W [out, in]. In a split by `out`, a worker holds some
+rows of W, takes the whole x and computes a slice of y. In a split by `in`, a worker holds some columns of W, takes a
+slice of x and computes a partial sum of y. Other names differ: papers on matrices call the split by `out` row-wise and
+the split by `in` column-wise, after the rows and columns of W. Megatron-LM and torch name the parts of A in y = x A
+with A = W^T: their ColumnParallelLinear and ColwiseParallel are the split by `out`, their RowParallelLinear and
+RowwiseParallel the split by `in`. In a plan, `row` means `out` and `column` means `in`, as in papers; `rowwise` and
+`colwise` are refused with this explanation.
 
 Between a layer split by `out` and a next layer split by `in`, workers exchange nothing: the pair needs one sum in the
 forward pass and one in the backward pass. A layer split by `out` without such a partner gathers its output; a layer

@@ -1,8 +1,8 @@
 """nn.MultiheadAttention with its heads divided among the workers of a tensor group.
 
 Shoeybi et al., "Megatron-LM", 2019, part 3: the projections of q, k and v are split by `out`, head by head, and the
-output projection by `in`. The forward pass needs one sum, the backward pass one for each different input (1 in
-self-attention). The number of heads need not be a multiple of the number of workers.
+output projection by `in`. The forward pass needs one sum. The backward pass needs one sum for each different input (one
+in self-attention). The number of heads need not be a multiple of the number of workers.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch.nn import functional as F
 from rayps.core.errors import WorkloadError
 from rayps.parallel.tensor import functions
 from rayps.parallel.tensor.layer_split import LayerSplit
-from rayps.parallel.tensor.layers import InLinear, Made, TensorRank, cuts, local
+from rayps.parallel.tensor.layers import InLinear, SplitParameters, TensorRank, cuts, local
 
-_HELD = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight", "bias_k", "bias_v")
+_PARAMETERS = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight", "bias_k", "bias_v")
 
 
 class SplitAttention(nn.Module):
     """One worker's heads of an attention layer, with the arguments and results of nn.MultiheadAttention.
 
-    To return the attention weights, the workers exchange them; pass need_weights=False if they are not used.
+    To return the attention weights, the workers exchange them. Pass need_weights=False if the weights are not used.
     """
 
     in_proj_weight: nn.Parameter | None
@@ -35,14 +35,16 @@ class SplitAttention(nn.Module):
     bias_k: nn.Parameter | None
     bias_v: nn.Parameter | None
 
-    def __init__(self, layer: nn.MultiheadAttention, way: LayerSplit, group: TensorRank, made: Made) -> None:
+    def __init__(
+        self, layer: nn.MultiheadAttention, way: LayerSplit, group: TensorRank, parameters: SplitParameters
+    ) -> None:
         super().__init__()
         known = cuts(layer, way, group.size, group.index)
-        for name in dict.fromkeys((*layer._parameters, *_HELD)):  # in the unsplit layer's order
+        for name in dict.fromkeys((*layer._parameters, *_PARAMETERS)):  # in the unsplit layer's order
             whole = getattr(layer, name)
-            self.register_parameter(name, None if whole is None else local(whole, known.get(name), made))
+            self.register_parameter(name, None if whole is None else local(whole, known.get(name), parameters))
         inner = LayerSplit("in", way.width, way.unit, kept=True)
-        self.out_proj = InLinear(layer.out_proj, inner, group, made)
+        self.out_proj = InLinear(layer.out_proj, inner, group, parameters)
         ((lo, hi),) = way.ranges(group.size, group.index)
         self.embed_dim, self.head_dim, self.all_heads = way.width, way.unit, way.units
         self.heads = (lo // way.unit, hi // way.unit)
@@ -67,11 +69,14 @@ class SplitAttention(nn.Module):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend as nn.MultiheadAttention does. `is_causal` is only a hint, as there: the mask is `attn_mask`."""
+        """Return the output and the attention weights of nn.MultiheadAttention, for the same arguments.
+
+        `is_causal` is only a hint, as in nn.MultiheadAttention: the mask is `attn_mask`.
+        """
         if is_causal and attn_mask is None:
             raise WorkloadError("attention got is_causal=True without attn_mask: pass the causal mask as attn_mask too")
         batched = query.dim() == 3
-        q, k, v = self._project(query, key, value, turn=batched and self.batch_first, lone=not batched)
+        q, k, v = self._project(query, key, value, batch_first=batched and self.batch_first, unbatched=not batched)
         if not batched and key_padding_mask is not None:
             key_padding_mask = key_padding_mask.unsqueeze(0)
         k, v, extra = self._lengthen(k, v)
@@ -83,17 +88,21 @@ class SplitAttention(nn.Module):
             seen, weights = F.scaled_dot_product_attention(q, k, v, mask), None
         # [batch, head, target, head_dim] to [target, batch, features], with the strides that the unsplit layer's output
         # has, because a later dropout draws in the order of strides
-        made = self.out_proj(seen.permute(2, 0, 1, 3).flatten(2))
-        shown = self._show(weights, average_attn_weights) if need_weights and weights is not None else None
+        output = self.out_proj(seen.permute(2, 0, 1, 3).flatten(2))
+        returned = (
+            self._returned_weights(weights, average_attn_weights) if need_weights and weights is not None else None
+        )
         if not batched:
-            return made.squeeze(1), None if shown is None else shown.squeeze(0)
-        return (made.transpose(0, 1) if self.batch_first else made), shown
+            return output.squeeze(1), None if returned is None else returned.squeeze(0)
+        return (output.transpose(0, 1) if self.batch_first else output), returned
 
-    def _project(self, query: Tensor, key: Tensor, value: Tensor, turn: bool, lone: bool) -> tuple[Tensor, ...]:
+    def _project(
+        self, query: Tensor, key: Tensor, value: Tensor, batch_first: bool, unbatched: bool
+    ) -> tuple[Tensor, ...]:
         """Return this worker's q, k, v as [batch, head, length, head_dim].
 
-        `turn`: the inputs are [batch, length, features]; `lone`: they have no batch dimension; else [length, batch,
-        ...].
+        The inputs are [batch, length, features] if `batch_first`, [length, features] if `unbatched`, and else [length,
+        batch, features].
         """
         communicator, width = self._group.communicator, self.num_heads * self.head_dim
         if self.in_proj_weight is not None and query is key and key is value:
@@ -113,9 +122,9 @@ class SplitAttention(nn.Module):
                 F.linear(shared[id(each)], w, b)
                 for each, w, b in zip((query, key, value), matrices, biases, strict=True)
             ]
-        if lone:
+        if unbatched:
             parts = [each.unsqueeze(0) for each in parts]
-        elif not turn:
+        elif not batch_first:
             parts = [each.transpose(0, 1) for each in parts]
         return tuple(each.view(*each.shape[:2], -1, self.head_dim).transpose(1, 2) for each in parts)
 
@@ -133,9 +142,9 @@ class SplitAttention(nn.Module):
         return k, v, extra
 
     def _mask(self, attn: Tensor | None, padding: Tensor | None, q: Tensor, extra: int) -> Tensor | None:
-        """Return what the masks add to the attention scores: [batch or 1, this worker's heads or 1, target, source].
+        """Return what the masks add to the attention scores, or None if there is no mask.
 
-        Return None if there is no mask.
+        The result is [batch or 1, this worker's heads or 1, target, source].
         """
         whole: Tensor | None = None
         if attn is not None:
@@ -155,7 +164,7 @@ class SplitAttention(nn.Module):
         weights = functions.dropout(weights, drop, 1, self.all_heads, [self.heads])
         return weights @ v, weights
 
-    def _show(self, weights: Tensor, average: bool) -> Tensor:
+    def _returned_weights(self, weights: Tensor, average: bool) -> Tensor:
         if average:
             return functions.total(weights.sum(1) / self.all_heads, self._group.communicator)
         return functions.gather(weights, self._group.communicator, 1, self._counts, self._group.index)

@@ -10,7 +10,7 @@ from torch import Tensor
 from rayps.comm.ring import Ring
 from rayps.core.errors import WorkloadError
 
-# relative to the norm. Correct gradients have equal bits; one that lacks other workers' slices differs by far more
+# relative to the norm. Correct gradients are equal bit for bit; wrong ones, which lack slices, differ by far more
 _TOLERANCE = 1e-3
 
 
@@ -19,8 +19,10 @@ def agree(named: Iterable[tuple[str, Tensor]], ring: Ring) -> None:
 
     The workers exchange two numbers per parameter. The gradients differ if a layer with parameters works on slices,
     between a layer split by `out` and one split by `in`: each worker's gradient then lacks the other workers' slices.
-    All workers must call this function at the same time; once, after the first backward pass, is enough. If a gradient
-    differs, all workers raise WorkloadError.
+    All workers must call this function together. One call after the first backward pass is enough.
+
+    Raises:
+        WorkloadError: a gradient differs; all workers raise it.
     """
     known = list(named)
     zero = torch.zeros((), dtype=torch.float64)
@@ -34,7 +36,7 @@ def agree(named: Iterable[tuple[str, Tensor]], ring: Ring) -> None:
         if most - least > _TOLERANCE * most:
             raise WorkloadError(
                 f"the gradient of {name!r} is not the same on all tensor ranks (norms from {least:.3g} to {most:.3g}): "
-                "its layer works on slices, between a layer split by 'out' and one split by 'in'; leave these two "
-                "whole (plan 'none'), or move the layer before or after them",
+                "its layer works on slices, between a layer split by 'out' and one split by 'in': keep these two "
+                "layers whole (plan 'none'), or move the layer with this parameter before or after them",
                 parameter=name,
             )

@@ -17,9 +17,9 @@ from rayps.core.user_code import peers_awaited
 class TensorCommunicator:
     """One worker's side of its tensor group. Every worker of the group must make the same calls in the same order.
 
-    Each exchange adds 1 to `collectives`, and to `bytes` the bytes of its result: of the sum, or of the concatenation.
-    How many bytes are sent depends on the ring's algorithm (`ring.bytes_sent`): each of N workers sends at least
-    2 (N-1)/N of these bytes for a sum, and (N-1)/N for a gather.
+    Each exchange adds 1 to `collectives`, and adds the number of bytes of its result (a sum or a concatenation) to
+    `bytes`. The number of bytes sent depends on the ring's algorithm (`ring.bytes_sent`): each of N workers sends at
+    least 2 (N-1)/N of the result's bytes for a sum, and (N-1)/N for a gather.
     """
 
     def __init__(self, ring: Ring | None) -> None:
@@ -32,15 +32,15 @@ class TensorCommunicator:
         return self  # a copy of a layer uses the same ring
 
     def add(self, t: Tensor) -> Tensor:
-        """Sum all workers' tensors in `t`, which must be contiguous, and which no other code may use."""
+        """Replace `t` by the sum of all workers' tensors; return `t`. It must be contiguous and not used elsewhere."""
         self.collectives += 1
         self.bytes += t.nbytes
         with peers_awaited():
-            return self._open().sum(t)
+            return self._ring_or_error().sum(t)
 
     def gather(self, t: Tensor, dim: int, widths: Sequence[int]) -> Tensor:
-        """Concatenate all workers' tensors along `dim`; the tensor of rank i is `widths[i]` wide."""
-        ring = self._open()
+        """Return all workers' tensors concatenated along `dim`; the tensor of rank i is `widths[i]` wide."""
+        ring = self._ring_or_error()
         if t.shape[dim] != widths[ring.rank]:
             raise ConfigError(
                 f"the slice of tensor rank {ring.rank} has {t.shape[dim]} elements along dimension {dim}, expected "
@@ -62,7 +62,7 @@ class TensorCommunicator:
         return torch.cat(parts, dim)
 
     def remembered(self, x: Tensor) -> Tensor | None:
-        """Return the result that `remember` stored for `x`, if any.
+        """Return the result that `remember` stored for `x`, or None.
 
         Layers with the same input use the same result, so that the gradient of their input is summed only once.
         """
@@ -77,11 +77,11 @@ class TensorCommunicator:
         return made
 
     def forget(self, source: weakref.ref[Tensor] | None = None) -> None:
-        """Drop the stored result; with `source`, only if the result was computed from that tensor."""
+        """Drop the stored result. If `source` is given, drop it only if it was computed from that tensor."""
         if self._last is not None and (source is None or self._last[0] is source):
             self._last = None
 
-    def _open(self) -> Ring:
+    def _ring_or_error(self) -> Ring:
         if self.ring is None:
             raise ConfigError(
                 "these layers were split without a ring, so they have shapes but cannot run: pass a ring to split()"

@@ -5,11 +5,11 @@
 | `spread`      | identity                    | sum over the workers        | Megatron's f                 |
 | `total`       | sum over the workers        | identity                    | Megatron's g                 |
 | `gather`      | concatenation of slices     | this worker's slice         | after a layer split by `out` |
-| `own`         | this worker's slice         | concatenation of slices     | before a layer split by `in` |
+| `own_slice`      | this worker's slice         | concatenation of slices     | before a layer split by `in` |
 
-Shoeybi et al., "Megatron-LM", 2019, part 3. The result of `gather` and the argument of `own` are equal on every worker.
-The gradient of the result of `gather` is therefore equal on every worker too, and each worker takes its slice of it
-without a sum.
+Shoeybi et al., "Megatron-LM", 2019, part 3. The result of `gather` and the argument of `own_slice` are equal on every
+worker. The gradient of the result of `gather` is therefore also equal on every worker, and each worker takes its slice
+of the gradient without a sum.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class _Gather(Function):
         return grads[0].narrow(ctx.dim, ctx.lo, ctx.width), None, None, None, None
 
 
-class _Own(Function):
+class _OwnSlice(Function):
     @staticmethod
     def forward(
         ctx: _Context, x: Tensor, communicator: TensorCommunicator, dim: int, widths: Sequence[int], rank: int
@@ -89,9 +89,9 @@ class _Own(Function):
 
 
 def spread(x: Tensor, communicator: TensorCommunicator) -> Tensor:
-    """Return `x`, which is equal on every worker, for computations that differ between workers.
+    """Return `x`, which is equal on every worker, as the input of computations that differ between workers.
 
-    The gradient of `x` is therefore summed over the workers. Successive layers with the same input share one sum.
+    The backward pass sums the gradient of `x` over the workers. Successive layers with the same input share one sum.
     """
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
@@ -103,9 +103,9 @@ def spread(x: Tensor, communicator: TensorCommunicator) -> Tensor:
 
 
 def total(x: Tensor, communicator: TensorCommunicator, *, ours: bool = False) -> Tensor:
-    """Return the sum of all workers' `x`, for computations that are the same on every worker.
+    """Return the sum of all workers' `x`, as the input of computations that are the same on every worker.
 
-    With `ours`, no other code uses `x`, and the sum is computed in place.
+    `ours`: no other code uses `x`, so the sum is computed in place.
     """
     made: Tensor = _Total.apply(x, communicator, ours)  # type: ignore[no-untyped-call]
     return made
@@ -122,7 +122,7 @@ def own_slice(x: Tensor, communicator: TensorCommunicator, dim: int, widths: Seq
 
     `widths` are the slices' widths, in the order of ranks. The backward pass gathers the gradients of all slices.
     """
-    made: Tensor = _Own.apply(x, communicator, dim, widths, rank)  # type: ignore[no-untyped-call]
+    made: Tensor = _OwnSlice.apply(x, communicator, dim, widths, rank)  # type: ignore[no-untyped-call]
     return made
 
 

@@ -1,4 +1,4 @@
-"""How one layer is split, as plain data, which the driver computes once and sends to every worker."""
+"""How one layer is split, as plain data. The driver computes this data once and sends it to every worker."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ class LayerSplit:
     """How a layer is split.
 
     `split` is out, in, heads, rows, or dropout (a dropout layer whose input is a slice). `width` is the number of
-    outputs, inputs, features or rows that are divided, in units of `unit` elements (those of a head). The layer may
-    consist of `blocks` equal blocks, each of which is divided (3 for packed q, k, v). With `kept`, data between this
-    layer and its partner stays in slices: the output of an `out` layer is not gathered, the input of an `in` layer
-    arrives as a slice. Layers with the same `region` enclose code of a user's own forward() that runs on slices.
+    outputs, inputs, features or rows that are divided, in units of `unit` elements (for example, the elements of a
+    head). The layer may consist of `blocks` equal blocks (3 for packed q, k, v); each block is divided. `kept`: data
+    between this layer and its partner stays in slices, so the output of an `out` layer is not gathered, and the input
+    of an `in` layer arrives as a slice. Layers with the same `region` enclose code of a user's own forward() that runs
+    on slices.
     """
 
     split: str
@@ -29,7 +30,7 @@ class LayerSplit:
 
     @property
     def units(self) -> int:
-        """The number of units that can be divided: at most this many workers can have a part."""
+        """The number of units of a block. At most this many workers can have a part of the layer."""
         return self.width // self.blocks // self.unit
 
     def ranges(self, size: int, index: int) -> tuple[Range, ...]:
@@ -43,4 +44,4 @@ class LayerSplit:
         return tuple(sum(hi - lo for lo, hi in self.ranges(size, i)) for i in range(size))
 
 
-Plan = dict[str, LayerSplit]  # by a layer's name; other layers stay whole
+Plan = dict[str, LayerSplit]  # from layer names to splits; other layers stay whole

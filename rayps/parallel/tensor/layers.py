@@ -34,8 +34,8 @@ class TensorRank:
 class Region:
     """Sets the random state for the code of a user's own forward() between two split layers.
 
-    That code runs on slices, so the workers may draw different numbers of random numbers. Each worker draws from a
-    state of its own there; after the second layer all workers continue from the same state.
+    That code runs on slices, so the workers may draw different amounts of random numbers. In that code each worker
+    draws from its own state. After the second layer all workers continue from the same state.
     """
 
     def __init__(self, group: TensorRank) -> None:
@@ -61,7 +61,7 @@ class Region:
 
 
 def cuts(layer: nn.Module, way: LayerSplit, size: int, index: int) -> dict[str, Cut]:
-    """Return how the unsplit layer's parameters are split, by name; those not returned are whole on every worker."""
+    """Return a dict from the names of a layer's split parameters to their cuts. All other parameters stay whole."""
     mine = way.ranges(size, index)
     if way.split == "heads":
         return _head_cuts(layer, way.width, mine)
@@ -90,49 +90,58 @@ def _head_cuts(layer: nn.Module, width: int, mine: tuple[Range, ...]) -> dict[st
     return {name: cut for name, cut in found.items() if name in present}
 
 
-Made = dict[int, nn.Parameter]  # split parameters by the id of the whole one, so that tied parameters stay tied
+SplitParameters = dict[
+    int, nn.Parameter
+]  # split parameters by the id of the whole one, so that tied parameters stay tied
 
 
-def local(whole: Tensor, cut: Cut | None, made: Made) -> nn.Parameter:
-    """Return this worker's part of a parameter, on the device of the whole parameter (meta included)."""
+def local(whole: Tensor, cut: Cut | None, parameters: SplitParameters) -> nn.Parameter:
+    """Return this worker's part of a parameter, on the device of the whole parameter, which may be meta."""
     if cut is None:
         assert isinstance(whole, nn.Parameter)
         return whole
-    if id(whole) not in made:
+    if id(whole) not in parameters:
         # contiguous_format: a part must become a contiguous vector
         part = take(whole.detach(), *cut).clone(memory_format=torch.contiguous_format)
-        made[id(whole)] = nn.Parameter(part, requires_grad=whole.requires_grad)
-    return made[id(whole)]
+        parameters[id(whole)] = nn.Parameter(part, requires_grad=whole.requires_grad)
+    return parameters[id(whole)]
 
 
 class SplitLinear(nn.Module):
-    """Base of the split linear layers: it has the weights of a slice of the outputs (`out`) or inputs (`in`)."""
+    """Base class of the split linear layers, with the weights of a slice of the outputs (`out`) or inputs (`in`)."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
 
     def __init__(
-        self, layer: nn.Linear, way: LayerSplit, group: TensorRank, made: Made, region: Region | None = None
+        self,
+        layer: nn.Linear,
+        way: LayerSplit,
+        group: TensorRank,
+        parameters: SplitParameters,
+        region: Region | None = None,
     ) -> None:
         super().__init__()
         known = cuts(layer, way, group.size, group.index)
-        self.weight = local(layer.weight, known.get("weight"), made)
-        self.register_parameter("bias", None if layer.bias is None else local(layer.bias, known.get("bias"), made))
+        self.weight = local(layer.weight, known.get("weight"), parameters)
+        self.register_parameter(
+            "bias", None if layer.bias is None else local(layer.bias, known.get("bias"), parameters)
+        )
         self.out_features, self.in_features = self.weight.shape
         self._way, self._group, self._region = way, group, region
         self._widths = way.widths(group.size)
         self._region = region
 
     def extra_repr(self) -> str:
-        """Describe the layer: this worker's numbers of inputs and outputs, the split, the unsplit layer's width."""
+        """Describe the layer: this worker's inputs and outputs, the split, and the unsplit layer's width."""
         return f"{self.in_features} -> {self.out_features}, {self._way.split} of {self._way.width}"
 
 
 class OutLinear(SplitLinear):
-    """A linear layer split by `out`: it computes a slice of the output; the slices are gathered unless `kept`."""
+    """A linear layer split by `out`. It computes a slice of the output; the slices are gathered unless `kept`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x Wᵀ + b [..., out] for x [..., in]; with `kept`, only this worker's slice of the outputs."""
+        """Return x Wᵀ + b [..., out] for x [..., in], or only this worker's slice of the outputs if `kept`."""
         if self._region is not None and self.training:
             self._region.enter()
         y = F.linear(functions.spread(x, self._group.communicator), self.weight, self.bias)
@@ -142,10 +151,10 @@ class OutLinear(SplitLinear):
 
 
 class InLinear(SplitLinear):
-    """A linear layer split by `in`: it computes a partial output from a slice of the input; these are summed."""
+    """A linear layer split by `in`. It sums the partial outputs that workers compute from slices of the input."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x Wᵀ + b [..., out] for x [..., in]; with `kept`, x is this worker's slice of the inputs."""
+        """Return x Wᵀ + b [..., out] for x [..., in]. If `kept`, x is this worker's slice of the inputs."""
         if not self._way.kept:
             x = functions.own_slice(x, self._group.communicator, -1, self._widths, self._group.index)
         y = functions.total(F.linear(x, self.weight), self._group.communicator, ours=True)
@@ -157,9 +166,9 @@ class InLinear(SplitLinear):
 class RowsEmbedding(nn.Module):
     """An embedding with a range of the rows. It returns zeros for other ids, and the workers' outputs are summed."""
 
-    def __init__(self, layer: nn.Embedding, way: LayerSplit, group: TensorRank, made: Made) -> None:
+    def __init__(self, layer: nn.Embedding, way: LayerSplit, group: TensorRank, parameters: SplitParameters) -> None:
         super().__init__()
-        self.weight = local(layer.weight, cuts(layer, way, group.size, group.index)["weight"], made)
+        self.weight = local(layer.weight, cuts(layer, way, group.size, group.index)["weight"], parameters)
         ((self._lo, self._hi),) = way.ranges(group.size, group.index)
         self._group, self._rows = group, way.width
         padding = layer.padding_idx
@@ -167,7 +176,10 @@ class RowsEmbedding(nn.Module):
         self.num_embeddings, self.embedding_dim = self.weight.shape
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the rows of `ids`. Raises IndexError on every worker for an id outside the table."""
+        """Return the rows of `ids` [...], as [..., embedding_dim].
+
+        Raises IndexError on every worker if an id is outside the table.
+        """
         if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= self._rows):
             raise IndexError(f"index out of range: ids from {int(ids.min())} to {int(ids.max())} of {self._rows} rows")
         outside = (ids < self._lo) | (ids >= self._hi)
@@ -178,21 +190,21 @@ class RowsEmbedding(nn.Module):
 class OutEmbedding(nn.Module):
     """An embedding with a slice of every row; the workers' slices are gathered."""
 
-    def __init__(self, layer: nn.Embedding, way: LayerSplit, group: TensorRank, made: Made) -> None:
+    def __init__(self, layer: nn.Embedding, way: LayerSplit, group: TensorRank, parameters: SplitParameters) -> None:
         super().__init__()
-        self.weight = local(layer.weight, cuts(layer, way, group.size, group.index)["weight"], made)
+        self.weight = local(layer.weight, cuts(layer, way, group.size, group.index)["weight"], parameters)
         self._group, self._widths = group, way.widths(group.size)
         self._options = (layer.padding_idx, None, 2.0, layer.scale_grad_by_freq, layer.sparse)
         self.num_embeddings, self.embedding_dim = self.weight.shape
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the rows of `ids`: [...] to [..., embedding_dim]."""
+        """Return the rows of `ids` [...], as [..., embedding_dim]."""
         rows = F.embedding(ids, self.weight, *self._options)
         return functions.gather(rows, self._group.communicator, -1, self._widths, self._group.index)
 
 
 class SliceDropout(nn.Module):
-    """Dropout on a slice: from the same random state, it drops the same elements as the unsplit layer."""
+    """Dropout on a slice. From the same random state, it drops the same elements as the unsplit layer."""
 
     def __init__(self, p: float, way: LayerSplit, group: TensorRank) -> None:
         super().__init__()
@@ -200,5 +212,5 @@ class SliceDropout(nn.Module):
         self._whole, self._ranges = way.width, way.ranges(group.size, group.index)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the slice `x` with elements dropped; in eval mode return `x`."""
+        """Return the slice `x` with elements dropped, or `x` unchanged in eval mode."""
         return functions.dropout(x, self.p, -1, self._whole, self._ranges) if self.training else x

@@ -13,37 +13,37 @@ from rayps.core.errors import ConfigError, WorkloadError
 
 ALIASES = {"row": "out", "column": "in"}  # the literature's names for a split of W [out, in]
 _OPPOSITES = ("rowwise", "colwise", "row-wise", "column-wise", "columnwise")
-_WORDS = re.compile(r"(?P<split>out|in|heads|rows|none|row|column)(\*(?P<blocks>[1-9]\d*))?(:(?P<unit>[1-9]\d*))?")
-_CAN = "rayps splits Linear (out, in), Embedding (rows, out) and MultiheadAttention (heads)"
+_TEXT = re.compile(r"(?P<split>out|in|heads|rows|none|row|column)(\*(?P<blocks>[1-9]\d*))?(:(?P<unit>[1-9]\d*))?")
+_SUPPORTED = "rayps splits Linear (out, in), Embedding (rows, out) and MultiheadAttention (heads)"
 
 
 class UserSplit(NamedTuple):
-    """How a user wants a layer to be split; `out*3:64` means three blocks, each divided in units of 64 outputs."""
+    """How a user wants a layer to be split. `out*3:64` means three blocks, each divided in units of 64 outputs."""
 
     split: str
     blocks: int = 1
     unit: int = 1
 
 
-def read(name: str, words: str) -> UserSplit:
-    """Parse `words`, the plan's text for the layer `name`.
+def read(name: str, text: str) -> UserSplit:
+    """Parse `text`, the plan's text for the layer `name`.
 
     The forms are `out`, `in`, `heads`, `rows`, `none`, `out:UNIT`, `out*BLOCKS` and `out*BLOCKS:UNIT`.
 
     Raises:
-        ConfigError: `words` has none of these forms.
+        ConfigError: `text` has none of these forms.
     """
-    if isinstance(words, str) and words.lower() in _OPPOSITES:
+    if isinstance(text, str) and text.lower() in _OPPOSITES:
         raise ConfigError(
-            f"plan[{name!r}] is {words!r}, which means one thing in papers (rows of W [out, in]) and the opposite in "
+            f"plan[{name!r}] is {text!r}, which means one thing in papers (rows of W [out, in]) and the opposite in "
             "torch's RowwiseParallel and Megatron's RowParallelLinear: name what is split, 'out' or 'in'",
             field="plan",
         )
-    found = _WORDS.fullmatch(words) if isinstance(words, str) else None
+    found = _TEXT.fullmatch(text) if isinstance(text, str) else None
     if found is None or (found["blocks"] and found["split"] not in ("out", "row")):
         raise ConfigError(
-            f"plan[{name!r}] is {words!r}: give out, in, heads, rows or none; out:64 keeps units of 64 outputs "
-            "(those of a head) together, out*3:64 does so in each of three blocks (packed q, k, v)",
+            f"plan[{name!r}] is {text!r}: give out, in, heads, rows or none. out:64 keeps units of 64 outputs "
+            "(e.g. the outputs of a head) together; out*3:64 does so in each of three blocks (packed q, k, v)",
             field="plan",
         )
     split = ALIASES.get(found["split"], found["split"])
@@ -51,10 +51,10 @@ def read(name: str, words: str) -> UserSplit:
 
 
 def resolve(model: nn.Module, given: dict[str, str]) -> dict[str, UserSplit]:
-    """Return the requested split of each layer, by layer name.
+    """Return a dict from layer names to requested splits.
 
     A name in the plan `given` may contain `*`. If several names match a layer, an exact name has precedence, then the
-    longest.
+    longest name.
 
     Raises:
         ConfigError: a name matches no layer, or only layers that cannot be split in that way.
@@ -62,23 +62,23 @@ def resolve(model: nn.Module, given: dict[str, str]) -> dict[str, UserSplit]:
     """
     layers = dict(model.named_modules())
     chosen: dict[str, tuple[tuple[bool, int], UserSplit]] = {}
-    for pattern, words in given.items():
-        wish, exact = read(pattern, words), "*" not in pattern
+    for pattern, text in given.items():
+        request, exact = read(pattern, text), "*" not in pattern
         matches = [pattern] if exact and pattern in layers else fnmatch.filter(layers, pattern)
         if not matches:
-            raise _unknown(pattern, layers)
-        able = [name for name in matches if wish.split == "none" or _able(layers[name], wish)]
+            raise _no_such_layer(pattern, layers)
+        able = [name for name in matches if request.split == "none" or _can_split(layers[name], request)]
         if not able:
-            raise _unable(matches[0] if exact else pattern, layers[matches[0]], wish, exact)
+            raise _cannot_split(matches[0] if exact else pattern, layers[matches[0]], request, exact)
         rank = (exact, len(pattern))
         for name in able:
             if name not in chosen or rank > chosen[name][0]:
-                chosen[name] = (rank, wish)
-    return {name: wish for name, (_, wish) in chosen.items() if wish.split != "none"}
+                chosen[name] = (rank, request)
+    return {name: request for name, (_, request) in chosen.items() if request.split != "none"}
 
 
 def splits(layer: nn.Module) -> tuple[str, ...]:
-    """Return the ways in which a layer can be split; () if it cannot.
+    """Return the ways in which a layer can be split, or () if it cannot be split.
 
     A layer with hooks, or of a subclass with its own forward(), cannot be split: the split layer would not run that
     code.
@@ -102,35 +102,38 @@ def splits(layer: nn.Module) -> tuple[str, ...]:
     return ()
 
 
-def _able(layer: nn.Module, wish: UserSplit) -> bool:
-    return wish.split in splits(layer)
+def _can_split(layer: nn.Module, request: UserSplit) -> bool:
+    return request.split in splits(layer)
 
 
-def _unknown(pattern: str, layers: dict[str, nn.Module]) -> ConfigError:
+def _no_such_layer(pattern: str, layers: dict[str, nn.Module]) -> ConfigError:
     known = [name for name, layer in layers.items() if splits(layer)]
     near = difflib.get_close_matches(pattern, [name for name in layers if name], 1)
-    hint = f"did you mean {near[0]!r}?" if near else f"layers that can be split are {_few(known)}" if known else _CAN
+    hint = (
+        f"did you mean {near[0]!r}?" if near else f"layers that can be split are {_few(known)}" if known else _SUPPORTED
+    )
     return ConfigError(f"plan names {pattern!r}, and the model has no such layer: {hint}", field="plan")
 
 
-def _unable(name: str, layer: nn.Module, wish: UserSplit, exact: bool) -> ConfigError | WorkloadError:
+def _cannot_split(name: str, layer: nn.Module, request: UserSplit, exact: bool) -> ConfigError | WorkloadError:
     kind = type(layer).__name__
     can = splits(layer)
     if not exact:
         return ConfigError(
-            f"plan[{name!r}] is {wish.split!r}, and no layer of that name can be split so: {_CAN}", field="plan"
+            f"plan[{name!r}] is {request.split!r}, and no layer of that name can be split in this way: {_SUPPORTED}",
+            field="plan",
         )
     if can:
         return ConfigError(
-            f"plan[{name!r}] is {wish.split!r}, and {kind} can be split by {' or '.join(can)}", field="plan"
+            f"plan[{name!r}] is {request.split!r}, and {kind} can be split by {' or '.join(can)}", field="plan"
         )
     inner = [part for part, each in layer.named_modules() if part and splits(each)]
     if inner:
         hint = f"name the layers in it instead: {_few([f'{name}.{part}' for part in inner])}"
     elif isinstance(layer, (nn.Linear, nn.Embedding, nn.MultiheadAttention)):
-        hint = "it has a forward, hooks or options (max_norm) of its own, which the split layer would ignore"
+        hint = "it has its own forward(), hooks or options (max_norm), which the split layer would ignore"
     else:
-        hint = _CAN
+        hint = _SUPPORTED
     return WorkloadError(f"the layer {name!r} ({kind}) cannot be split: {hint}", layer=name)
 
 

@@ -10,7 +10,7 @@ For one row of the input (a token, a sample), a linear layer with o outputs and 
 | heads (E features)       | sum of E         | sum of E (for each different input) |
 | embedding, rows or `out` | sum, gather of E | nothing          |
 
-A sum of n elements makes each worker send at least 2 n (N-1)/N elements, a gather n (N-1)/N.
+For a sum of n elements each worker sends at least 2 n (N-1)/N elements, for a gather at least n (N-1)/N.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rayps.parallel.tensor.layer_split import Plan
 
 @dataclass(frozen=True, slots=True)
 class Volume:
-    """What is exchanged in a forward and a backward pass: elements per row (of whole tensors), and collectives."""
+    """What is exchanged in a forward and a backward pass: elements of whole tensors per row, and collectives."""
 
     forward: int = 0
     backward: int = 0
@@ -45,13 +45,13 @@ def volume(model: nn.Module, plan: Plan) -> Volume:
 
     The formulas assume that every layer's input needs a gradient, that attention is self-attention which returns no
     weights, and that all layers have the same number of rows. If the model's input needs no gradient, the first layer
-    exchanges less: nothing in the backward pass.
+    exchanges nothing in the backward pass.
     """
     return sum(by_layer(model, plan).values(), Volume())
 
 
 def by_layer(model: nn.Module, plan: Plan) -> dict[str, Volume]:
-    """Return the volume of each layer of the plan, by layer name.
+    """Return a dict from the names of the plan's layers to their volumes.
 
     If several layers split by `out` have the same input, the backward exchange is counted for the first of them.
     """

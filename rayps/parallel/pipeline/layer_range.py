@@ -1,7 +1,7 @@
-"""A segment is a run of successive layers with one forward pass, and one backward pass, which may be split in two.
+"""Run a range of successive layers forward and backward. The backward pass may be split in two halves.
 
 A split backward pass (Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024) computes the gradient of the input
-first, and the gradients of the weights later. Each layer is then a segment of its own: the first half computes the
+first, and the gradients of the weights later. Each layer is then a range of its own: the first half computes the
 gradient of every layer's output, and the second half needs only these to compute the gradients of the weights.
 """
 
@@ -21,7 +21,7 @@ from rayps.data.base import Nested
 from rayps.parallel.pipeline.cut import Layer
 from rayps.parallel.pipeline.flatten_values import packed, unpacked
 from rayps.parallel.pipeline.loss_proxy import Call
-from rayps.parallel.pipeline.skip import Stash, Unstash, aside
+from rayps.parallel.pipeline.skip import Stash, Unstash, stash_in
 
 Grads = list[Tensor | None]
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
@@ -30,10 +30,10 @@ _IN_PLACE = "a leaf Variable that requires grad"  # part of torch's error for a 
 
 
 class Tape(NamedTuple):
-    """What a backward pass needs of a segment's forward pass.
+    """What the forward pass of a layer range stores for its backward pass.
 
-    Both lists have one list for each port: a value (input, output, or stashed value) of one or more tensors. An entry
-    is None for a tensor that needs no gradient.
+    Each value (input, output, or stashed value) has a list with one entry for each of its tensors. An entry is None if
+    the tensor needs no gradient.
     """
 
     leaves: list[list[Tensor | None]]  # autograd leaves of the input, then of each stashed value that was received
@@ -41,35 +41,40 @@ class Tape(NamedTuple):
 
 
 class WeightBackward(NamedTuple):
-    """The deferred second half of a segment's backward pass, which computes the gradients of its weights."""
+    """The deferred second half of a backward pass, which computes the gradients of the range's weights."""
 
     edges: list[GradientEdge]
     grads: list[Tensor]
     params: list[nn.Parameter]
 
 
-class LayerSegment:
-    """A run of successive layers, by their numbers in the model, with one forward and one backward pass.
+class LayerRange:
+    """A range of successive layers with one forward and one backward pass.
 
-    `takes` are the names of the stashed values that these layers receive from other chunks, `ships` the names of those
-    that they stash for other chunks. `seed(micro, layer)` seeds the random numbers before each layer.
+    `layers` maps the layers' numbers in the model to the layers. `receives` are the names of the stashed values that
+    these layers receive from other chunks. `sends` are the names of the values that they stash for other chunks.
+    `seed(micro, layer)` seeds the random numbers before each layer.
     """
 
     def __init__(
-        self, layers: Mapping[int, Layer], takes: Sequence[str], ships: Sequence[str], seed: Callable[[int, int], None]
+        self,
+        layers: Mapping[int, Layer],
+        receives: Sequence[str],
+        sends: Sequence[str],
+        seed: Callable[[int, int], None],
     ) -> None:
         self.layers = dict(layers)
-        self.takes, self.ships = list(takes), list(ships)
-        self._skips = any(_skip(part) for layer in layers.values() for part in layer.module.modules())
+        self.receives, self.sends = list(receives), list(sends)
+        self._skips = any(_is_skip(part) for layer in layers.values() for part in layer.module.modules())
         self._seed = seed
         self._copies = False  # whether the input is copied, because the first layer changes it in place
         self._at = ""  # name of the layer that is running
 
     @classmethod
     def of(
-        cls, layers: Mapping[int, Layer], takes: set[str], ships: set[str], seed: Callable[[int, int], None]
-    ) -> LayerSegment:
-        """Return a segment of `layers`, which gets those of the chunk's `takes` and `ships` that are used in them."""
+        cls, layers: Mapping[int, Layer], receives: set[str], sends: set[str], seed: Callable[[int, int], None]
+    ) -> LayerRange:
+        """Return a range of `layers`, with the names of the chunk's `receives` and `sends` that these layers use."""
         ends = {
             (type(part), part.name)
             for layer in layers.values()
@@ -78,8 +83,8 @@ class LayerSegment:
         }
         return cls(
             layers,
-            sorted(name for name in takes if (Unstash, name) in ends),
-            sorted(name for name in ships if (Stash, name) in ends),
+            sorted(name for name in receives if (Unstash, name) in ends),
+            sorted(name for name in sends if (Stash, name) in ends),
             seed,
         )
 
@@ -123,98 +128,99 @@ class LayerSegment:
             leaves.append([])
         else:
             args = (self._opened(given, leaves, train),)
-        stash = {name: self._opened(extra[name], leaves, train) for name in self.takes} if self.takes else {}
-        with aside(stash) if self._skips else _NOTHING:
+        stash = {name: self._opened(extra[name], leaves, train) for name in self.receives} if self.receives else {}
+        with stash_in(stash) if self._skips else _NOTHING:
             for number, layer in self.layers.items():
                 self._at = layer.name
                 self._seed(micro, number)
                 value = layer.module(*args, **kwargs)
                 args, kwargs = (value,), {}
-        return value, {name: stash[name] for name in self.ships}, leaves
+        return value, {name: stash[name] for name in self.sends}, leaves
 
-    def _opened(self, parcel: TensorMessage, ports: list[list[Tensor | None]], train: bool) -> Nested:
+    def _opened(self, message: TensorMessage, all_leaves: list[list[Tensor | None]], train: bool) -> Nested:
         tensors: list[Tensor] = []
         leaves: list[Tensor | None] = []
-        ports.append(leaves)
-        for t, wants in zip(parcel.tensors, parcel.wants, strict=True):
+        all_leaves.append(leaves)
+        for t, wants in zip(message.tensors, message.wants, strict=True):
             leaf = t.detach().requires_grad_() if wants and train else None
             leaves.append(leaf)
             plain = t if leaf is None else leaf
             tensors.append(plain.clone() if self._copies else plain)
-        return unpacked(tensors, parcel.form)
+        return unpacked(tensors, message.form)
 
     @property
     def last(self) -> str:
-        """The name of the segment's last layer."""
+        """The name of the range's last layer."""
         return next(reversed(self.layers.values())).name
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """The segment's parameters that need a gradient."""
+        """The range's parameters that need a gradient."""
         found = {id(p): p for layer in self.layers.values() for p in layer.module.parameters() if p.requires_grad}
         return list(found.values())
 
 
 def edge_of(t: Tensor) -> GradientEdge | None:
-    """Return the autograd edge of `t`; None if `t` needs no gradient.
+    """Return the autograd edge of `t`, or None if `t` needs no gradient.
 
-    From the edge a backward pass can start, and it does not keep the memory of `t` alive.
+    A backward pass can start from the edge. The edge does not keep the memory of `t` alive.
     """
     return get_gradient_edge(t) if t.requires_grad else None
 
 
-def parcel_of(value: Nested, layer: str) -> TensorMessage:
+def message_of(value: Nested, layer: str) -> TensorMessage:
     """Return `value`, the output of `layer`, as a message for another stage."""
     tensors, form = packed(value, layer)
     return TensorMessage(tensors, [t.requires_grad for t in tensors], form)
 
 
 def backward(tape: Tape, grads: list[Grads]) -> list[Grads]:
-    """Run a whole backward pass from the outputs' gradients `grads`, by port.
+    """Run a whole backward pass: add to the `.grad` of every parameter, and return the gradients of `tape.leaves`.
 
-    Add to the `.grad` of every parameter, and return the gradient of every leaf.
+    `grads` are the gradients of the outputs, in the form of `tape.edges`. The result has the form of `tape.leaves`.
     """
     edges, given = _paired(tape, grads)
     # like torch.autograd.backward, without its checks of shapes, which take longer than a small layer's gradient
     if edges:
         _run_backward(tuple(edges), tuple(given), False, False, (), allow_unreachable=True, accumulate_grad=True)
-    return [[None if leaf is None else leaf.grad for leaf in port] for port in tape.leaves]
+    return [[None if leaf is None else leaf.grad for leaf in leaves] for leaves in tape.leaves]
 
 
-def input_half(segment: LayerSegment, tape: Tape, grads: list[Grads]) -> tuple[list[Grads], WeightBackward | None]:
-    """Run the first half of a backward pass: return the gradient of every leaf, and the second half (None: not needed).
+def backward_inputs(layers: LayerRange, tape: Tape, grads: list[Grads]) -> tuple[list[Grads], WeightBackward | None]:
+    """Run the first half of a backward pass; return the gradients of `tape.leaves`, and the second half or None.
 
-    `grads` are the gradients of the outputs, by port.
+    `grads` are the gradients of the outputs, in the form of `tape.edges`. The returned gradients have the form of
+    `tape.leaves`. The second half is None if no parameter needs a gradient.
     """
     edges, given = _paired(tape, grads)
-    params = segment.params if edges else []
-    leaves = [leaf for port in tape.leaves for leaf in port if leaf is not None]
+    params = layers.params if edges else []
+    leaves = [leaf for value in tape.leaves for leaf in value if leaf is not None]
     found: Grads = [None] * len(leaves)
     if edges and leaves:
         found = list(torch.autograd.grad(edges, leaves, given, retain_graph=bool(params), allow_unused=True))
     back = iter(found)
     half = WeightBackward(edges, given, params) if params else None
-    return [[None if leaf is None else next(back) for leaf in port] for port in tape.leaves], half
+    return [[None if leaf is None else next(back) for leaf in value] for value in tape.leaves], half
 
 
 def _paired(tape: Tape, grads: list[Grads]) -> tuple[list[GradientEdge], list[Tensor]]:
     """Return the edges of `tape` for which `grads` has a gradient, and these gradients."""
-    flat = [edge for port in tape.edges for edge in port], [grad for port in grads for grad in port]
+    flat = [edge for value in tape.edges for edge in value], [grad for value in grads for grad in value]
     both = [(e, g) for e, g in zip(*flat, strict=True) if e is not None and g is not None]
     return [e for e, _ in both], [g for _, g in both]
 
 
-def weight_half(half: WeightBackward) -> None:
-    """Run the deferred second half of a backward pass: add to the `.grad` of the segment's parameters."""
+def backward_weights(half: WeightBackward) -> None:
+    """Run the deferred second half of a backward pass: add to the `.grad` of the range's parameters."""
     torch.autograd.backward(half.edges, half.grads, inputs=half.params)
 
 
 def split(layers: Mapping[int, Layer], crossing: set[str]) -> list[list[int]]:
-    """Cut a chunk's layers into segments for split backward passes: one layer in each if possible.
+    """Cut a chunk's layers into ranges for split backward passes, with one layer in each range if possible.
 
-    Return the layers' numbers, by segment. The layers from a Stash to its Unstash are one segment, unless that skip
-    connection goes to another chunk (its name is in `crossing`). A layer that changes its input in place is in one
-    segment with the layer before it.
+    Return for each range the numbers of its layers. The layers from a Stash to its Unstash are one range, unless that
+    skip connection goes to another chunk (its name is in `crossing`). A layer that changes its input in place is in one
+    range with the layer before it.
     """
     numbers = list(layers)
     joined = {number for number in numbers[1:] if _in_place(layers[number].module)}
@@ -234,7 +240,7 @@ def split(layers: Mapping[int, Layer], crossing: set[str]) -> list[list[int]]:
     return found
 
 
-def _skip(part: nn.Module) -> bool:
+def _is_skip(part: nn.Module) -> bool:
     return isinstance(part, (Stash, Unstash))
 
 
