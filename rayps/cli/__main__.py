@@ -1,4 +1,4 @@
-"""The program `rayps`. Ctrl-C ends it with exit code 130, also while its modules are still being imported."""
+"""The program `rayps`. Ctrl-C ends it with exit code 130, even while its modules are being imported."""
 
 from __future__ import annotations
 

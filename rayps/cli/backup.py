@@ -23,12 +23,13 @@ def backup(
     checkpoints: Annotated[bool, typer.Option(help="Copy the jobs' checkpoints too.")] = True,
     output: Annotated[Output, typer.Option("--output", "-o", help="table or json.")] = Output.table,
 ) -> None:
-    """Copy the service's state to a new folder. The service may run.
+    """Copy the service's state to a new folder. The service may run during the copy.
 
-    The state is the jobs, tokens, server groups and job folders.
+    The state consists of the jobs, tokens, server groups and job folders.
 
-    To restore: stop the service, move its state directory away, `cp -a DIR STATE_DIR`, `rayps serve`. Jobs that had not
-    ended resume from their newest checkpoint. The copy contains the service's tokens: keep it as safe as the original.
+    To restore: stop the service, move its state directory away, run `cp -a DIR STATE_DIR`, then `rayps serve`. Jobs
+    that had not ended resume from their newest checkpoint. The copy contains the service's tokens: keep the copy as
+    safe as the original.
     """
     from rayps.service.backup import backup as copy
 
@@ -41,6 +42,6 @@ def backup(
         return
     show.line(f"{target}: {made.jobs} jobs, {made.files} files, {size(made.bytes)}")
     show.note(
-        f"the copy contains the service's tokens. To restore: stop the service, move {made.state_dir} away, then "
+        f"the copy contains the service's tokens. To restore: stop the service, move {made.state_dir} away, then run "
         f"`cp -a {target} {made.state_dir}`"
     )

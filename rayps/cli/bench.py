@@ -1,4 +1,4 @@
-"""`rayps bench`: measure communication and training steps on this machine, and other systems in the same run."""
+"""`rayps bench`: measure communication and training steps of rayps and of other systems on this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Sizes = Annotated[str, typer.Option(help="Sizes of the vector, e.g. 10KB,1MB (1 
 
 @app.command()
 def ring(
-    workers: Annotated[int, typer.Option(help="Ranks.")] = 4,
+    workers: Annotated[int, typer.Option(help="The number of ranks.")] = 4,
     sizes: Sizes = "1KB,100KB,1MB,10MB,100MB",
     algorithms: Annotated[
         str,
@@ -36,7 +36,11 @@ def ring(
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Measure all-reduce between Ray actors. Time, bandwidth, its share of the machine's copy bandwidth, times gloo."""
+    """Measure all-reduce between Ray actors.
+
+    The table has the time, the bandwidth, its share of the machine's memory copy bandwidth, and the speed relative to
+    gloo.
+    """
     found = sizes_of(sizes)
     from rayps.bench.ring import bench_ring
 
@@ -83,7 +87,10 @@ def server(
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Measure pushes and pulls between Ray actors. Asynchronous; turns (a push and a pull) per second, x Ray calls."""
+    """Measure asynchronous pushes and pulls between Ray actors.
+
+    The table has turns (a push and a pull) per second, also relative to plain Ray actor calls.
+    """
     found, form = sizes_of(sizes), Output.json if as_json else output
     if rows:
         from rayps.bench.rows import CONTENDERS, bench_rows
@@ -143,7 +150,10 @@ def step(
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Measure a training step beside torch's DDP. In Ray actors: AllReduce, DDP on gloo, and no communication."""
+    """Measure a training step and compare it with torch's DDP.
+
+    By default, Ray actors train with AllReduce, with DDP on gloo, and without communication.
+    """
     names, form = contenders.split(","), Output.json if as_json else output
     if memory:
         from rayps.bench.memory import bench_memory
@@ -188,22 +198,32 @@ def step(
 
 @app.command()
 def hosts(
-    count: Annotated[int, typer.Option("--hosts", help="Hosts: network namespaces, which need root.")] = 2,
-    ranks: Annotated[str, typer.Option(help="Ranks on each host, e.g. 1,2.")] = "1,2",
-    rate: Annotated[str, typer.Option(help="The rate of each host's network line, in each direction.")] = "1gbit",
+    count: Annotated[
+        int, typer.Option("--hosts", help="Number of hosts; they are network namespaces, which need root.")
+    ] = 2,
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks on each host to measure, e.g. 1,2.")] = "1,2",
+    rate: Annotated[str, typer.Option(help="The rate of each host's network link, in each direction.")] = "1gbit",
     sizes: Sizes = "100MB",
     algorithms: Annotated[
         str, typer.Option(help="auto, ring, hierarchical, two_shot, tree, one_shot, star.")
     ] = "ring,hierarchical,auto",
     streams: Annotated[
-        int, typer.Option(help="TCP links between two ranks; 0 measures how many are needed to fill the line.")
+        int,
+        typer.Option(
+            help="TCP connections between two ranks; 0: as many as a measurement finds necessary to fill the link."
+        ),
     ] = 0,
-    stream_rate: Annotated[str | None, typer.Option(help="The largest rate of one TCP link, e.g. 300mbit.")] = None,
+    stream_rate: Annotated[
+        str | None, typer.Option(help="The largest rate of one TCP connection, e.g. 300mbit.")
+    ] = None,
     repeats: Annotated[int, typer.Option(help="Number of measurements of each algorithm and size.")] = 5,
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Measure all-reduce between hosts on slow lines. The limit for H hosts is 2(H-1)/H x bytes / rate seconds."""
+    """Measure all-reduce between hosts on slow links.
+
+    The least time for H hosts is 2(H-1)/H x bytes / rate seconds.
+    """
     found = sizes_of(sizes)
     from rayps.bench.hosts import bench_hosts
 
@@ -226,7 +246,7 @@ def hosts(
             "streams": "streams",
             "seconds": "seconds",
             "bandwidth": "bytes/s",
-            "limit": "line's limit",
+            "limit": "link's limit",
             "share": "of limit",
         },
     )
@@ -242,14 +262,17 @@ def stragglers(
             "rounds), one_slow (worker 0 takes 3 times as long)."
         ),
     ] = "come_and_go,one_slow",
-    pace: Annotated[float, typer.Option(help="Seconds of an ordinary round, slept.")] = 0.1,
-    repeats: Annotated[int, typer.Option(help="Number of runs of each, with different seeds.")] = 3,
+    pace: Annotated[float, typer.Option(help="Seconds of an ordinary round, in which the worker sleeps.")] = 0.1,
+    repeats: Annotated[int, typer.Option(help="Number of runs of each scene and staleness, with different seeds.")] = 3,
     data: Annotated[Path | None, typer.Option(help="Folder with digits.parquet; default: examples/data.")] = None,
     address: Address = None,
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Measure the time to equal accuracy with slow workers. Under staleness 0, 8 and none (asynchronous)."""
+    """Measure the time to equal accuracy with slow workers.
+
+    The workers train under staleness 0, 8 and none (asynchronous).
+    """
     from rayps.bench.stragglers import bench_stragglers
 
     rows = run(
@@ -274,14 +297,17 @@ def stragglers(
 @app.command()
 def shards(
     counts: Annotated[str, typer.Option(help="Numbers of shards to measure; each shard has its own host.")] = "1,2,4",
-    workers: Annotated[int, typer.Option(help="Workers, all on one host with a fast line.")] = 1,
-    rate: Annotated[str, typer.Option(help="The rate of each shard's network line, in each direction.")] = "100mbit",
+    workers: Annotated[int, typer.Option(help="Workers, all on one host with a fast link.")] = 1,
+    rate: Annotated[str, typer.Option(help="The rate of each shard's network link, in each direction.")] = "100mbit",
     size: Annotated[str, typer.Option(help="Size of the parameters.")] = "20MB",
     repeats: Annotated[int, typer.Option(help="Number of measurements for each number of shards.")] = 5,
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Measure pushes and pulls with shards on several hosts. Each has a slow line; needs root (network namespaces)."""
+    """Measure pushes and pulls with shards on several hosts.
+
+    Each host has a slow link. The hosts are network namespaces, which need root.
+    """
     found = sizes_of(size)
     from rayps.bench.shards import bench_shards
 
@@ -293,9 +319,9 @@ def shards(
             "bytes": "bytes",
             "shards": "shards",
             "workers": "workers",
-            "rate": "line",
+            "rate": "link",
             "seconds": "seconds",
-            "limit": "line's limit",
+            "limit": "link's limit",
             "of_limit": "of limit",
             "times_first": "x first",
             "memory": "bytes a shard",
@@ -305,9 +331,11 @@ def shards(
 
 @app.command()
 def compression(
-    count: Annotated[int, typer.Option("--hosts", help="Hosts: network namespaces, which need root.")] = 2,
+    count: Annotated[
+        int, typer.Option("--hosts", help="Number of hosts; they are network namespaces, which need root.")
+    ] = 2,
     ranks: Annotated[int, typer.Option(help="Ranks on each host.")] = 1,
-    rate: Annotated[str, typer.Option(help="The rate of each host's network line, in each direction.")] = "100mbit",
+    rate: Annotated[str, typer.Option(help="The rate of each host's network link, in each direction.")] = "100mbit",
     size: Annotated[str, typer.Option(help="Size of the gradient.")] = "10MB",
     names: Annotated[
         str, typer.Option(help="fp16, bf16, int8, top_k, top_k:FRACTION, auto; off is always measured.")
@@ -316,7 +344,10 @@ def compression(
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Measure all-reduce with compression on slow lines. Also without compression; shows what auto chooses."""
+    """Measure compressed all-reduce on slow links.
+
+    All-reduce without compression is measured too. The table shows which compression `auto` chooses.
+    """
     found = sizes_of(size)
     from rayps.bench.compression import bench_compression
 

@@ -1,4 +1,4 @@
-"""`rayps bench device`: measure which layers are faster on a GPU, the transfer of their data included."""
+"""`rayps bench device`: measure which layers are faster on a GPU, including the transfer of their input."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ def device(
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Measure layers on this machine's CPU and GPU. Convolution and fully connected, with the copy of their input."""
+    """Measure layers on this machine's CPU and GPU.
+
+    The layers are convolutions and fully connected layers. The time to copy their input to the GPU is also measured.
+    """
     from rayps.bench.device import bench_device
 
     rows = bench_device(whole(batches, "batches"), repeats=repeats)

@@ -1,4 +1,4 @@
-"""`rayps bench faults`, `resize` and `jobs`: a server group with killed servers, with resizes, and with two jobs."""
+"""`rayps bench faults`, `resize` and `jobs`: measure a server group under kills, under resizes, and with two jobs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rayps.core.errors import ConfigError
 
 Servers = Annotated[int, typer.Option(help="Servers of the group.")]
 Workers = Annotated[int, typer.Option(help="Workers.")]
-Megabytes = Annotated[float, typer.Option("--mb", help="10^6 bytes of parameters.")]
+Megabytes = Annotated[float, typer.Option("--mb", help="Size of the parameters, in 10^6 bytes.")]
 
 
 def faults(
@@ -33,7 +33,10 @@ def faults(
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Kill servers (kill -9) under load. Shows whether each push is applied exactly once, and how long pushes wait."""
+    """Kill servers (kill -9) under load.
+
+    The table shows whether each push was applied exactly once, and how long pushes waited.
+    """
     stale = _staleness(staleness)
     from rayps.bench.faults import bench_faults
 
@@ -82,7 +85,10 @@ def resize(
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Resize a group during a synchronous run. Shows bytes migrated, loss of speed, and whether the result changes."""
+    """Resize a group during a synchronous run.
+
+    The table shows the bytes migrated, the loss of speed, and whether the result changed.
+    """
     try:
         counts = tuple(int(part) for part in sizes.split(","))
     except ValueError:
@@ -126,7 +132,11 @@ def jobs(
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Run two jobs on one group. Shows whether results are as alone, how much a flood slows a job, and freed memory."""
+    """Run two jobs on one group.
+
+    The table shows whether the results equal those of each job alone, how much a flood of pushes slows a job, and
+    whether the memory of the flood is freed.
+    """
     from rayps.bench.neighbours import bench_jobs
 
     row = run(

@@ -18,7 +18,10 @@ def service(
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Measure the CPU time of a service with waiting jobs. Also the time to stop one of these jobs."""
+    """Measure the CPU time of a service with waiting jobs.
+
+    The time to stop one of these jobs is measured too.
+    """
     from rayps.bench.service import bench_service
 
     rows = bench_service(whole(waiting, "waiting"), seconds)

@@ -43,7 +43,7 @@ _HOT = {
 
 def tables(
     rows: Annotated[int, typer.Option(help="Rows of the table.")] = 1_000_000,
-    ids: Annotated[int, typer.Option(help="Ids of a batch, all different; with --zipf the number of draws.")] = 50_000,
+    ids: Annotated[int, typer.Option(help="Ids of a batch, all different; with --zipf, the number of draws.")] = 50_000,
     dim: Annotated[int, typer.Option(help="Elements of a row.")] = 16,
     segments: Annotated[str, typer.Option(help="Numbers of segments to measure.")] = "1,16",
     optimizers: Annotated[str, typer.Option(help="Optimizers to measure: sgd, adagrad, adam.")] = "sgd,adagrad,adam",
@@ -65,7 +65,10 @@ def tables(
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Measure pulls and pushes of a sparse table's rows. Beside torch's index_select and index_add_ on the same ids."""
+    """Measure pulls and pushes of a sparse table's rows.
+
+    They are compared with torch's index_select and index_add_ on the same ids.
+    """
     counts = whole(segments, "segments")
     from rayps.bench.tables import bench_files, bench_tables
 

@@ -20,7 +20,7 @@ from rayps.service.settings import Settings
 
 Format = Annotated[Output, typer.Option("--output", "-o", help="table or json.")]
 TokenId = Annotated[
-    str, typer.Argument(metavar="ID", help="The id in `rayps token ls`; local: the service's own token.")
+    str, typer.Argument(metavar="ID", help="The id in `rayps token ls`; local means the service's own token.")
 ]
 CLIENT_TOKENS, USER_TOKENS = "/api/v1/client-tokens", "/api/v1/tokens"
 LOCAL = "local"
@@ -63,8 +63,8 @@ def client(
 ) -> None:
     """Train on this machine's data in a federated job. Only parameters, counts and the mean loss leave this machine.
 
-    Exit codes: 0 the job succeeded; 1 it failed or was stopped; 4 the token was revoked, an order was not signed by the
-    service, or the service did not answer for too long; 130 Ctrl-C. Run the command again to continue.
+    Exit codes: 0 the job succeeded; 1 the job failed or was stopped; 4 the token was revoked, an order was not signed
+    by the service, or the service did not answer for too long; 130 Ctrl-C. Run the command again to continue.
     """
     from rayps.clients.client_folder import ClientFolder
     from rayps.clients.client_process import ClientProcess, ServiceConnection, own_data
@@ -81,7 +81,7 @@ def client(
         raise ConfigError(f"this token is for job {which}, not for {job}: omit --job", field="job")
     if name is not None and not NAME.fullmatch(name):
         raise ConfigError(
-            f"name is {name!r}: give letters and digits, with blanks and _ . - between them", field="name"
+            f"name is {name!r}: give letters and digits, which may have blanks and _ . - between them", field="name"
         )
     if name is not None and found.name not in (None, name):
         raise ConfigError(f"this token is for the client {found.name!r}, not for {name!r}: omit --name", field="name")
@@ -92,13 +92,15 @@ def client(
         )
     workload = load(target)
     rows = own_data(workload, data)
-    kept = ClientFolder((state or settings.state_dir / "clients") / which / who)
-    line = ServiceConnection(settings.url, str(found), patience, show.note)
+    folder = ClientFolder((state or settings.state_dir / "clients") / which / who)
+    connection = ServiceConnection(settings.url, str(found), patience, show.note)
     try:
-        ended = ClientProcess(workload, rows, found, which, line, kept, name=who, report=show.note, device=device).run()
+        ended = ClientProcess(
+            workload, rows, found, which, connection, folder, name=who, report=show.note, device=device
+        ).run()
     finally:
-        line.close()
-        kept.close()
+        connection.close()
+        folder.close()
     rounds = f"{ended.rounds} round{'' if ended.rounds == 1 else 's'} with an update of this client since this start"
     show.note(f"job {which} is {ended.status}: {ended.reason} ({rounds})")
     if ended.status is not Status.SUCCEEDED:
@@ -158,8 +160,8 @@ def _show_token(found: TokenAnswer, to: str | None, output: Output) -> None:
         return
     access = "has full access, as the service's user" if _of_user(found) else "can take part as a client"
     show.note(
-        f"token {found['id']} is for {_holder(found)}. Its secret is shown only now: save it. Who has the secret "
-        f"{access}: send it over a secure channel.\nTo revoke the token: `rayps token revoke {found['id']}`"
+        f"token {found['id']} is for {_holder(found)}. Its secret is shown only now: save it. Whoever has the secret "
+        f"{access}: send the secret over a secure channel.\nTo revoke the token: `rayps token revoke {found['id']}`"
     )
 
 
@@ -195,9 +197,10 @@ def list_tokens(
 
 @token_app.command()
 def rotate(token_id: TokenId, to: show.To = None, output: Format = Output.table) -> None:
-    """Replace a token: the old one is refused from now on. The service's own token is also written to its file.
+    """Replace a token: the old one is refused from now on.
 
-    Rotating a user's token ends all browser sessions: `rayps open` opens another.
+    The service's own token is also written to its file. Rotating a user's token ends all browser sessions; `rayps open`
+    starts another.
     """
     own = token_id == LOCAL
     if not own:
@@ -227,7 +230,7 @@ def revoke(token_id: TokenId, output: Format = Output.table) -> None:
     if output is Output.json:
         show.dump(found)
     else:
-        show.line(f"{found['id']} is revoked: {_holder(found)}")
+        show.line(f"{found['id']} is revoked; it was for {_holder(found)}")
 
 
 def _path(service: Client, token_id: str) -> str:
@@ -240,7 +243,10 @@ def joined(
     job_id: Annotated[str, typer.Argument(metavar="ID", help="The job's id, or its beginning.")],
     output: Format = Output.table,
 ) -> None:
-    """Show the real clients that have joined a job. A note says what the job waits for."""
+    """Show the real clients that have joined a job.
+
+    If the job waits for clients, a note says so.
+    """
     with Client() as service:
         found = service.call("GET", f"/api/v1/jobs/{service.job(job_id).id}/clients")
     if output is Output.json:

@@ -1,4 +1,4 @@
-"""`rayps clients`: show how a workload's data is divided among clients; nothing is trained."""
+"""`rayps clients`: show how a workload's data is divided among clients. Nothing is trained."""
 
 from __future__ import annotations
 

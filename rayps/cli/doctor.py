@@ -1,4 +1,4 @@
-"""`rayps doctor`: check which requirements of rayps this machine meets. Reads only: imports and starts nothing."""
+"""`rayps doctor`: check which requirements of rayps this machine meets. It only reads; it starts no service."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Finding:
     """The result for one requirement: what was found, whether rayps needs it to run, and how to get it."""
 
     name: str
-    found: str | None  # None: missing, or too little of it
+    found: str | None  # what was found; None if it is missing or not enough
     required: bool
     needed_for: str
     remedy: str
@@ -39,12 +39,12 @@ class Finding:
 
 
 def findings() -> list[Finding]:
-    """Check all requirements; return the findings in the order in which to read them."""
+    """Check all requirements; return the findings in the order in which they are shown."""
     return list(_all())
 
 
 def chromium() -> str | None:
-    """Return the path of a Chromium or Chrome; None if there is none."""
+    """Return the path of a Chromium or Chrome, or None if there is none."""
     for name in ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome"):
         if (path := shutil.which(name)) is not None:
             return path
@@ -154,7 +154,7 @@ def _open_files() -> Finding:
 
 
 def _jobs() -> Finding:
-    """Check that the store has a current row for every job folder; change nothing."""
+    """Check that the store has a current row for every job folder. Nothing is changed."""
     name, use = "jobs in the store", "restoring jobs (in RAYPS_STATE_DIR)"
     try:
         settings = Settings.read()
@@ -166,9 +166,9 @@ def _jobs() -> Finding:
         return Finding(name, None, False, use, f"the state directory cannot be read: {error}")
     lost = [*found.lost, *found.behind]
     remedies = [
-        f"{len(lost)} jobs have a folder in {settings.jobs_dir} and no current row: `rayps serve` restores them: "
+        f"{len(lost)} jobs have a folder in {settings.jobs_dir} and no current row; `rayps serve` restores them: "
         f"{adoption.named(lost)}",
-        f"{len(found.nameless)} folders there have no job.json: check them, then move them away: "
+        f"{len(found.nameless)} folders in it have no job.json; check these folders, then move them away: "
         f"{adoption.named(found.nameless)}",
     ]
     remedy = "; ".join(text for text, ids in zip(remedies, (lost, found.nameless), strict=True) if ids)

@@ -20,7 +20,7 @@ from rayps.service.job_file import read
 from rayps.service.rest_answers import JobAnswer
 
 Id = Annotated[str, typer.Argument(metavar="ID", help="The job's id, as `rayps ls` shows it, or its beginning.")]
-Format = Annotated[Output, typer.Option("--output", "-o", help="A table to read, or json for a program.")]
+Format = Annotated[Output, typer.Option("--output", "-o", help="table or json.")]
 FAILED = 1
 DETACHED = 130
 _PROGRESS_SECONDS = 5.0
@@ -51,13 +51,13 @@ def submit(
     ] = None,
     branch: Annotated[
         str | None,
-        typer.Option(metavar="SPACE", help="Start with the parameters of another job of that group, by its id."),
+        typer.Option(metavar="SPACE", help="Start with the parameters of the job with this id on the server group."),
     ] = None,
     resume: Annotated[
         str | None,
         typer.Option(
             metavar="JOB",
-            help="Resume from the newest checkpoint of another job, by its id, or from a checkpoint's folder.",
+            help="Resume from the newest checkpoint of the job with this id, or from a checkpoint's folder.",
         ),
     ] = None,
     output: Format = Output.table,
@@ -80,7 +80,7 @@ def _submitted(job: Job, output: Output) -> None:
         show.dump(job.data)
         return
     show.line(job.id)
-    show.note(f"follow it with `rayps logs {job.id} -f`, stop it with `rayps stop {job.id}`")
+    show.note(f"to follow the job: `rayps logs {job.id} -f`; to stop it: `rayps stop {job.id}`")
 
 
 def _follow(job: Job, output: Output) -> int:
@@ -97,7 +97,7 @@ def _follow(job: Job, output: Output) -> int:
             elif topic == "job":
                 status_line.update(data)
     except KeyboardInterrupt:
-        show.note(f"detached: job {job.id} continues; stop it with `rayps stop {job.id}`")
+        show.note(f"detached: job {job.id} continues; to stop it: `rayps stop {job.id}`")
         return DETACHED
     if output is Output.json:
         show.dump(job.data)
@@ -108,7 +108,7 @@ def _follow(job: Job, output: Output) -> int:
 
 
 class _StatusLine:
-    """Print the status for `submit --follow`: each change, and the progress every few seconds and at each epoch."""
+    """Prints the status for `submit --follow`: each change, and the progress every few seconds and in each epoch."""
 
     def __init__(self) -> None:
         self._last = ""
@@ -137,7 +137,7 @@ class _StatusLine:
 
 def ls(
     status: Annotated[Status | None, typer.Option(help="Only jobs with this status.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=10_000, help="The largest number to list.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, max=10_000, help="The largest number of jobs to list.")] = 20,
     output: Format = Output.table,
 ) -> None:
     """List jobs, newest first."""
@@ -153,7 +153,7 @@ def ls(
             show.status(job.data["status"]),
             show.age(job.data["created_at"]),
             f"{job.data['spec']['workers']} x {show.learns(job.data)}",
-            ", ".join(filter(None, [show.result(job.data), _held_back(job.data)])) or _short(job.data["reason"]),
+            ", ".join(filter(None, [show.result(job.data), _throttled_text(job.data)])) or _short(job.data["reason"]),
         ]
         for job in jobs
     ]
@@ -210,8 +210,8 @@ def logs(
                 show.line(f"{line['time']} {line['source']} {line['text']}".strip())
             if not printed:
                 show.note(
-                    f"job {job.id} ({job.data['status']}) has an empty log (the log is what its workload prints): "
-                    f"`rayps events {job.id}` lists its events"
+                    f"the log of job {job.id} ({job.data['status']}) is empty: it has what the workload prints. "
+                    f"`rayps events {job.id}` lists the job's events"
                 )
         except KeyboardInterrupt:
             raise typer.Exit(DETACHED) from None
@@ -222,7 +222,7 @@ def metrics(
     points: Annotated[int, typer.Option(min=2, max=5000, help="The largest number of rows.")] = 20,
     output: Format = Output.table,
 ) -> None:
-    """Show a job's loss and speed, in at most POINTS rows. As JSON, one line for every round."""
+    """Show a job's loss and speed, in at most POINTS rows. With JSON, there is one line for every round."""
     with Client() as client:
         job = client.job(job_id)
         if output is Output.json:
@@ -255,9 +255,9 @@ def events(job_id: Id, output: Format = Output.table) -> None:
 
 
 def _shortened(events: list[Event]) -> list[tuple[Event, str]]:
-    """Return events and their texts; of consecutive checkpoint events only the first and the last.
+    """Return events and their texts. Of consecutive checkpoint events, return only the first and the last.
 
-    The last one's text counts the checkpoint events that are left out.
+    The text of the last one has the number of checkpoint events that are left out.
     """
     found: list[tuple[Event, str]] = []
     for kind, group in itertools.groupby(events, key=lambda event: str(event["kind"])):
@@ -303,14 +303,14 @@ def open_page(to: show.To = None) -> None:
 
 
 def _operations(group: GroupFacts | None) -> str | None:
-    """Return as text a job's operations per second on its server group, and the quota if there is one."""
+    """Return a job's operations per second on its server group, and its quota if there is one, as text."""
     if not group or group.get("operations_s") is None:
         return None
     most = (group.get("quota") or {}).get("operations")
     return show.number(float(group["operations_s"])) + ("" if most is None else f" (quota {most:g})")
 
 
-def _held_back(job: JobAnswer) -> str | None:
+def _throttled_text(job: JobAnswer) -> str | None:
     return (
         ((job.get("progress") or {}).get("server_group") or {}).get("held_back")
         if (job["status"] == "RUNNING")

@@ -1,4 +1,7 @@
-"""The top of the command line: commands, exit codes, error output. A command imports what it needs when it runs."""
+"""The main program of the command line: commands, exit codes, error output.
+
+A command imports what it needs when it runs.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +71,8 @@ def train(
         int | None, typer.Option(help="Passes through the data (default 1, if --steps is not given).")
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(help="Batches per worker, instead of epochs; under a federated strategy: rounds.")
+        int | None,
+        typer.Option(help="Batches per worker (rounds under a federated strategy); give it instead of --epochs."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of parameters and shuffling.")] = 0,
     checkpoint: Annotated[Path | None, typer.Option(metavar="DIR", help="Save checkpoints in this folder.")] = None,
@@ -78,11 +82,13 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the newest checkpoint in DIR.")] = False,
     address: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help="Join this Ray cluster; auto: that of RAY_ADDRESS or of this machine."),
+        typer.Option(
+            metavar="HOST:PORT", help="Join this Ray cluster; auto: the cluster of RAY_ADDRESS or of this machine."
+        ),
     ] = None,
-    max_failures: Annotated[int, typer.Option(help="The number of losses of actors that the run survives.")] = 3,
+    max_failures: Annotated[int, typer.Option(help="How many deaths of actors the run survives.")] = 3,
     timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", help="A peer that is silent for so long counts as dead.")
+        float, typer.Option(metavar="SECONDS", help="A peer that does not answer for this time counts as dead.")
     ] = 60.0,
     cpus_per_worker: Annotated[float, typer.Option(metavar="N", help="CPUs that each worker reserves.")] = 1.0,
     gpus_per_worker: Annotated[float, typer.Option(metavar="N", help="GPUs that each worker reserves.")] = 0.0,
@@ -139,8 +145,8 @@ def serve(
     cpus: Annotated[
         int | None,
         typer.Option(
-            help="Logical CPUs of the Ray that rayps starts, for all jobs together; more CPUs than cores share the "
-            "cores (16, or the number of cores if that is more)."
+            help="Logical CPUs of the Ray that rayps starts, for all jobs together. They may be more than the cores "
+            "(default: 16, or the number of cores if that is more)."
         ),
     ] = None,
     state_dir: Annotated[
@@ -173,7 +179,7 @@ def serve(
 
 @app.command()
 def doctor(output: Annotated[Output, typer.Option("--output", "-o", help="table or json.")] = Output.table) -> None:
-    """Show what this machine lacks for rayps. Each line says how to get it; exit 1 if something required is missing."""
+    """Show what this machine lacks for rayps, and how to get it. The exit code is 1 if a requirement is missing."""
     from rayps.cli.doctor import findings
 
     found = findings()
@@ -225,7 +231,7 @@ def run_app(commands: typer.Typer, program: str, arguments: list[str] | None = N
     except (KeyboardInterrupt, typer.Abort) as error:
         return _failed(program, str(error) or "interrupted", 130)
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of the pipe has ended: exit without a message, as other tools do
+        sys.stderr.close()  # the reader of the pipe has ended: exit without a message, like other tools
         return 141
     except Exception as error:
         usage: Callable[[], str] | None = getattr(error, "format_message", None)  # only typer's errors have it

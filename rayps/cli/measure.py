@@ -25,7 +25,7 @@ Json = Annotated[bool, typer.Option("--json", help="The same as --output json.")
 
 
 def run(address: str | None, workers: int, measure: Callable[[Cluster], T]) -> T:
-    """Return `measure(cluster)`; the cluster is the one at `address`, or without an address a new local one.
+    """Return `measure(cluster)`. The cluster is the one at `address`, or a new local one if `address` is None.
 
     Raises:
         ConfigError: `workers` is below 1.
@@ -50,7 +50,11 @@ def show_rows(output: Output, rows: Sequence[DataclassInstance], columns: dict[s
 
 
 def whole(text: str, field: str) -> list[int]:
-    """Parse whole numbers such as `1,16`. Raises ConfigError, which names `field`: the text is not such a list."""
+    """Parse whole numbers such as `1,16`.
+
+    Raises:
+        ConfigError: the text is not such a list. The error names `field`.
+    """
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
@@ -58,5 +62,5 @@ def whole(text: str, field: str) -> list[int]:
 
 
 def sizes_of(text: str) -> list[int]:
-    """Parse sizes such as `10KB,1MB`; return bytes. Raises ConfigError: a size cannot be read."""
+    """Parse sizes such as `10KB,1MB`; return numbers of bytes. Raises ConfigError if a size cannot be read."""
     return [int(size_of(part, "sizes")) for part in text.split(",")]

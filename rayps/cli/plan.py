@@ -1,4 +1,7 @@
-"""`rayps plan`: show how a strategy divides a model, when each worker is idle, and what a step costs; start nothing."""
+"""`rayps plan`: show how a strategy divides a model, when workers are idle, and what a step costs.
+
+Nothing is started.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ def plan(
         str | None,
         typer.Argument(
             metavar="[WORKLOAD]",
-            help="file.py:Class or module:Class of a Workload; without it, only schedule and formulas.",
+            help="file.py:Class or module:Class of a Workload. Without it, only schedule and formulas are shown.",
         ),
     ] = None,
     strategy: Annotated[
@@ -55,12 +58,14 @@ def plan(
     memory: Annotated[
         str | None,
         typer.Option(
-            metavar="SIZE", help="Memory of each worker, e.g. 2GB: the plan then names the workers that need more."
+            metavar="SIZE", help="Memory of each worker, e.g. 2GB. The plan then names the workers that need more."
         ),
     ] = None,
     parameters: Annotated[
         float | None,
-        typer.Option(metavar="N", help="Without a workload: the model's parameters, e.g. 7e9 (4 bytes each)."),
+        typer.Option(
+            metavar="N", help="Without a workload: the number of the model's parameters, e.g. 7e9 (4 bytes each)."
+        ),
     ] = None,
     times: Annotated[
         bool, typer.Option("--times", help="Measure the layers on this machine and draw their times.")
@@ -72,7 +77,10 @@ def plan(
     output: Annotated[Output, typer.Option("--output", "-o", help="table or json.")] = Output.table,
     as_json: Annotated[bool, typer.Option("--json", help="The same as --output json.")] = False,
 ) -> None:
-    """Show how a strategy divides the model. Also when workers are idle and what a step costs; nothing is started."""
+    """Show how a strategy divides the model.
+
+    The plan also shows when workers are idle and what a step costs. Nothing is started.
+    """
     phases = parse(strategy, Path.cwd())
     _check_options(target, batch, parameters, times)
     own = _user_table(schedule, phases)
@@ -88,8 +96,8 @@ def plan(
             from rayps.runtime.cost_report import expected
 
             cost = expected(workload, phase.strategy, count, division, batch, activations=True)
-        line = _timeline(phase.strategy, own, workload if times else None, division, count)
-        found.append(_Plan(phase, cost, division, line, limit, has_workload=workload is not None, timed=times))
+        timeline = _timeline(phase.strategy, own, workload if times else None, division, count)
+        found.append(_Plan(phase, cost, division, timeline, limit, has_workload=workload is not None, timed=times))
     if svg is not None:
         _draw(found, svg)
     if as_json or output is Output.json:
@@ -125,20 +133,20 @@ class PlanRecord(TypedDict):
 
 
 class _Plan:
-    """The plan of one phase of a job: costs, division of the model and schedule; it can be printed."""
+    """The plan of one phase of a job: its costs, the division of the model, and the schedule."""
 
     def __init__(
         self,
         phase: Phase,
         cost: Costs,
         division: Division | None,
-        line: Timeline | None,
+        timeline: Timeline | None,
         limit: float | None,
         *,
         has_workload: bool,
         timed: bool,
     ) -> None:
-        self.strategy, self.costs, self.division, self.line = phase.strategy, cost, division, line
+        self.strategy, self.costs, self.division, self.timeline = phase.strategy, cost, division, timeline
         self.limit, self.has_workload, self.timed = limit, has_workload, timed
         self.known = any(each["parameters"] for each in cost.memory)
         self.name = show.strategy(wire([Phase(None, phase.strategy)]))
@@ -163,14 +171,14 @@ class _Plan:
             "costs": self.costs.to_dict(),
             "unfit": self.unfit(),
         }
-        if self.line is not None:
+        if self.timeline is not None:
             found["schedule"] = {
                 "unit": "s" if self.timed else "a forward pass",
-                "makespan": float(self.line.makespan),
-                "idle": float(self.line.idle),
-                "idles": [float(each) for each in self.line.idles],
-                "activations": self.line.peaks,
-                "rows": [[[str(a), float(start), float(end)] for a, start, end in row] for row in self.line.rows],
+                "makespan": float(self.timeline.makespan),
+                "idle": float(self.timeline.idle),
+                "idles": [float(each) for each in self.timeline.idles],
+                "activations": self.timeline.peaks,
+                "rows": [[[str(a), float(start), float(end)] for a, start, end in row] for row in self.timeline.rows],
             }
         return found
 
@@ -181,9 +189,9 @@ class _Plan:
         if self.division is not None:
             show.line("")
             self._show_division(self.division)
-        if self.line is not None:
+        if self.timeline is not None:
             show.line("")
-            self._show_schedule(self.line)
+            self._show_schedule(self.timeline)
         show.line("")
         self._show_traffic()
         if self.known:
@@ -197,29 +205,32 @@ class _Plan:
         whole = division.layout.size
         for fact in division.facts():
             spans = ", ".join(f"{lo}-{hi - 1}" if hi - lo > 1 else f"{lo}" for lo, hi in fact["layers"])
-            lent, share = fact["held"] - fact["owned"], fact["owned"] / whole
+            borrowed, share = fact["held"] - fact["owned"], fact["owned"] / whole
             rows.append(
                 [
                     _worker_name(self.costs.grid, len(rows)),
                     spans or "parts of all",
                     f"{fact['owned']:,}",
                     f"{share:.1%}",
-                    f"{lent:,}" if lent else "",
+                    f"{borrowed:,}" if borrowed else "",
                     amount(fact["bytes"]),
                 ]
             )
         show.table(["worker", "layers", "parameters", "of all", "borrowed", "bytes"], rows)
 
-    def _show_schedule(self, line: Timeline) -> None:
+    def _show_schedule(self, timeline: Timeline) -> None:
         colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         show.line(f"{self.title}; {'as measured here' if self.timed else 'time in forward passes of a stage'}")
-        show.line(gantt.text(line, _WIDTH, colour=colour, unit=" s" if self.timed else ""))
-        p, found = len(line.rows), self.costs
-        apart = f", by stage {', '.join(f'{float(each):.1%}' for each in line.idles)}" if self.timed else ""
+        show.line(gantt.text(timeline, _WIDTH, colour=colour, unit=" s" if self.timed else ""))
+        p, found = len(timeline.rows), self.costs
+        apart = (
+            f"; of stages 0, 1, ...: {', '.join(f'{float(each):.1%}' for each in timeline.idles)}" if self.timed else ""
+        )
         formula = f"{found.idle_formula} = {float(found.idle or 0):.1%}" if found.idle_formula else ""
-        show.line(f"idle         {float(line.idle):.1%} of the time{apart}; formula {formula}")
-        held = ", ".join(map(str, line.peaks)) if p <= 16 else f"{min(line.peaks)} to {max(line.peaks)}"
-        show.line(f"activations  of at most {held} micro-batches at a time, by stage")
+        show.line(f"idle         {float(timeline.idle):.1%} of the time{apart}; formula {formula}")
+        held = ", ".join(map(str, timeline.peaks)) if p <= 16 else f"{min(timeline.peaks)} to {max(timeline.peaks)}"
+        where = "in stages 0, 1, ..." if p <= 16 else "in a stage"
+        show.line(f"activations  of at most {held} micro-batches at a time {where}")
 
     def _show_traffic(self) -> None:
         rows = [
@@ -255,7 +266,7 @@ class _Plan:
             if self.limit is not None and each["all"] > self.limit:
                 most = max(_MEMORY[:-1], key=lambda key: each[key])
                 found.append(
-                    f"does not fit: {_worker_name(grid, i)} needs {amount(each['all'])} and has {amount(self.limit)}; "
+                    f"does not fit: {_worker_name(grid, i)} needs {amount(each['all'])} but has {amount(self.limit)}; "
                     f"most of it ({amount(each[most])}) is for {most}: {_remedy(most, self.strategy)}"
                 )
         if pipeline_of(replica_of(self.strategy)) and self.costs.idle and self.costs.idle > 0.3:
@@ -282,12 +293,14 @@ def _remedy(most: str, strategy: StrategyView) -> str:
 def _check_options(target: str | None, batch: int | None, parameters: float | None, times: bool) -> None:
     if target is not None and parameters is not None:
         raise ConfigError(
-            "--parameters is for a plan without a workload: the given workload's model defines the number of "
+            "--parameters is for a plan without a workload. Here the workload's model defines the number of "
             "parameters: omit --parameters",
             field="parameters",
         )
     if times and target is None:
-        raise ConfigError("--times measures the layers of a workload: give one, e.g. digits.py:Digits", field="times")
+        raise ConfigError(
+            "--times measures the layers of a workload: give a workload, e.g. digits.py:Digits", field="times"
+        )
     if parameters is not None and not (1 <= parameters < 1e18 and parameters == int(parameters)):
         raise ConfigError(f"parameters is {parameters:g}: give a whole number of at least 1", field="parameters")
     if batch is not None and batch < 1:
@@ -295,7 +308,11 @@ def _check_options(target: str | None, batch: int | None, parameters: float | No
 
 
 def _user_table(path: Path | None, phases: list[Phase]) -> Table | None:
-    """Read the user's schedule table. Raises ConfigError: the table does not match the strategy's pipeline."""
+    """Read the user's schedule table; return None without `path`.
+
+    Raises:
+        ConfigError: the file cannot be read, or the table does not match the strategy's pipeline.
+    """
     if path is None:
         return None
     replicas = [replica_of(phase.strategy) for phase in phases]
@@ -337,7 +354,10 @@ def _workload(target: str, batch: int | None) -> Workload:
 def _divisions(
     workload: Workload, target: str | None, phases: list[Phase], workers: int | None
 ) -> list[Division | None]:
-    """Divide the model for each phase. Raises the errors that a run would raise before it starts."""
+    """Divide the model for each phase; return None for a phase without a division.
+
+    Raises the errors that a run would raise before it starts.
+    """
     from rayps.runtime.preflight import preflight
     from rayps.strategies.job import JobSpec
 
@@ -379,18 +399,19 @@ def _timeline(
 
 
 def _draw(found: list[_Plan], path: Path) -> None:
-    drawn = [each for each in found if each.line is not None]
+    drawn = [each for each in found if each.timeline is not None]
     if not drawn:
         raise ConfigError(
-            "--svg draws a pipeline's schedule, and this strategy has none: give e.g. pipeline:stages=4", field="svg"
+            "--svg draws a pipeline's schedule, but this strategy has no pipeline: give e.g. pipeline:stages=4",
+            field="svg",
         )
     each = drawn[0]
-    assert each.line is not None
+    assert each.timeline is not None
     try:
         path.write_text(
             gantt.svg(
-                each.line,
-                f"{each.title}, idle {float(each.line.idle):.1%} of the time",
+                each.timeline,
+                f"{each.title}, idle {float(each.timeline.idle):.1%} of the time",
                 unit=" s" if each.timed else "",
             ),
             encoding="utf-8",

@@ -31,16 +31,16 @@ log = logging.getLogger(__name__)
 
 
 class _Server(HttpServer):
-    """An HTTP server that prints its address once it answers; a signal first ends its streams, then the server."""
+    """An HTTP server that prints its address when it answers. A signal ends first its streams, then the server."""
 
-    def __init__(self, config: uvicorn.Config, site: _Site) -> None:
+    def __init__(self, config: uvicorn.Config, messages: _ConsoleMessages) -> None:
         super().__init__(config)
-        self._site = site
+        self._messages = messages
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
-            await self._site.announce()
+            await self._messages.announce()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -52,11 +52,11 @@ class _Server(HttpServer):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._site.stopping()
+        self._messages.stopping()
         super().handle_exit(sig, frame)
 
 
-class _Site:
+class _ConsoleMessages:
     """The messages that `rayps serve` prints at the start and at the end of the service."""
 
     def __init__(self, settings: Settings, url: str) -> None:
@@ -128,8 +128,8 @@ def run(settings: Settings, *, keep: bool = False) -> None:
     with _exclusive(settings), _listening(settings) as listener:
         port = listener.getsockname()[1]
         name = f"[{settings.host}]" if ":" in settings.host else settings.host
-        site = _Site(settings, f"http://{name}:{port}")
-        app = create_app(settings, keep=keep, started=site.started, ended=site.ended)
+        messages = _ConsoleMessages(settings, f"http://{name}:{port}")
+        app = create_app(settings, keep=keep, started=messages.started, ended=messages.ended)
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -140,17 +140,20 @@ def run(settings: Settings, *, keep: bool = False) -> None:
             lifespan="on",
             ws="none",
         )
-        server = _Server(config, site)
+        server = _Server(config, messages)
         asyncio.run(server.serve([listener]))
         if not server.started:
             raise ConfigError(
-                f"the service with the state directory {settings.state_dir} did not start: the log above has the cause"
+                f"the service with the state directory {settings.state_dir} did not start: see the log above"
             )
 
 
 @contextlib.contextmanager
 def _exclusive(settings: Settings) -> Iterator[None]:
-    """Lock the state directory, so that only one service uses it. Raises ConfigError: another service has the lock."""
+    """Lock the state directory, so that only one service uses it.
+
+    Raises ConfigError if another service has the lock.
+    """
     with (settings.state_dir / SERVICE_LOCK).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -174,7 +177,7 @@ def _listening(settings: Settings) -> Iterator[socket.socket]:
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise ConfigError(
-                    f"port {settings.port} on {settings.host} is in use: give another with --port (0 = any free one)",
+                    f"port {settings.port} on {settings.host} is in use: give another with --port (0: any free port)",
                     field="port",
                 ) from error
             raise ConfigError(

@@ -38,14 +38,18 @@ def start(
     name: Name,
     servers: Annotated[int, typer.Option(min=1, help="How many servers.")] = 2,
     replicas: Annotated[
-        int, typer.Option(min=0, help="Replicas of each segment on other servers: 1 survives the loss of any server.")
+        int,
+        typer.Option(
+            min=0,
+            help="Backups of each segment on other servers. With 1, the group survives the death of any one server.",
+        ),
     ] = 1,
     silence: Annotated[
         float | None,
         typer.Option(
             metavar="SECONDS",
-            help="A server that sends nothing for so long counts as dead (10). The end of a process is detected at "
-            "once.",
+            help="A server that does not report for this time counts as dead (default: 10). The end of a process is "
+            "detected at once.",
         ),
     ] = None,
     wait: Wait = False,
@@ -53,7 +57,7 @@ def start(
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Start a server group. Then `rayps submit job.yaml --server-group NAME`."""
+    """Start a server group. A job uses it with `rayps submit job.yaml --server-group NAME`."""
     with Client() as client:
         group = client.start_servers(name, servers=servers, replicas=replicas, silence=silence)
         _show_result(group, wait, timeout, _format(output, as_json))
@@ -164,9 +168,8 @@ def set_quota(
     show.line(f"{full}: quota {quota({'bytes': most, 'operations': operations}).replace('-', 'none')}")
     if most is not None and held > most:
         show.note(
-            f"the space has {size(held)} now, more than the quota; nothing is deleted. From now on its job fails when "
-            "a push would create rows,\nand when the job loads its parameters again after a loss: raise --bytes, or "
-            "stop the job"
+            f"the space has {size(held)} now, more than the quota. Nothing is deleted, but its job fails if a push "
+            "would create rows,\nor if the job restarts and loads its parameters again: raise --bytes, or stop the job"
         )
 
 
@@ -186,14 +189,14 @@ def drop(name: Name, space: Space, output: Format = Output.table, as_json: Json 
 def stop(
     name: Name,
     force: Annotated[
-        bool, typer.Option("--force", help="Stop the group also if jobs use it; these jobs fail.")
+        bool, typer.Option("--force", help="Stop the group even if jobs use it; these jobs fail.")
     ] = False,
     wait: Wait = False,
     timeout: Timeout = 300.0,
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Stop a group; its parameters are lost."""
+    """Stop a group. Its parameters are lost."""
     with Client() as client:
         _show_result(client.servers(name).stop(force=force), wait, timeout, _format(output, as_json))
 
@@ -207,7 +210,7 @@ def size(value: float | None) -> str:
 
 
 def _find_space(spaces: list[SpaceAnswer], text: str) -> tuple[str, int]:
-    """Return the full name of the space that `text` names, and its bytes."""
+    """Return the full name and the bytes of the space whose name is `text` or begins with it; else `text` and 0."""
     exact = [each for each in spaces if each["name"] == text]
     near = exact or [each for each in spaces if str(each["name"]).upper().startswith(text.upper())]
     return (str(near[0]["name"]), int(near[0].get("bytes") or 0)) if near else (text, 0)
@@ -326,7 +329,7 @@ def _ready_segments(segments: list[SegmentLine]) -> str:
 
 
 def quota(given: Mapping[str, float | None] | None) -> str:
-    """Format a quota; "-" if there is none."""
+    """Return a quota as text, or "-" if there is none."""
     found = given or {}
     parts = [
         size(found["bytes"]) if found.get("bytes") is not None else "",

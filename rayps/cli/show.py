@@ -52,7 +52,7 @@ To = Annotated[
     typer.Option(
         "--to",
         metavar="FILE",
-        help="Write the secret to this file, readable by its owner only; - = print it, also if not to a terminal.",
+        help="Write the secret to this file, readable by its owner only; - prints it, even if not to a terminal.",
     ),
 ]
 
@@ -78,23 +78,23 @@ def note(text: str) -> None:
 
 
 def line(text: str) -> None:
-    """Print a line of data to stdout; on a terminal control characters are replaced, see `plain`."""
+    """Print a line of data to stdout. On a terminal, control characters are replaced (see `plain`)."""
     sys.stdout.write(f"{plain(text) if sys.stdout.isatty() else text}\n")
     sys.stdout.flush()
 
 
 def refuse_secret(to: str | None) -> None:
-    """Check that a secret may be printed. Raises ConfigError: stdout is a file or pipe, and `--to` is not given."""
+    """Check that a secret may be printed. Raises ConfigError if stdout is no terminal and `--to` is not given."""
     if to is None and not sys.stdout.isatty():
         raise ConfigError(
-            "this is a secret, and the output is not a terminal: give --to FILE (readable by you only),\n"
+            "this is a secret, and the output is not a terminal: give --to FILE (only you can read that file),\n"
             "or --to - to print it anyway",
             field="to",
         )
 
 
 def refuse_existing(to: str | None) -> None:
-    """Check that a file for a secret can be created. Raises ConfigError: it exists, or its folder is not writable.
+    """Check that a file for a secret can be created. Raises ConfigError if it exists or its folder is not writable.
 
     An existing file is not overwritten, because it may contain a token that cannot be shown again.
     """
@@ -110,7 +110,7 @@ def refuse_existing(to: str | None) -> None:
 
 
 def secret(text: str, to: str | None) -> None:
-    """Print a secret to the terminal, or write it to a file of mode 0600."""
+    """Print a secret to the terminal, or write it to the file `to` with mode 0600."""
     refuse_secret(to)
     if to in (None, "-"):
         line(text)
@@ -168,7 +168,7 @@ def facts(pairs: Sequence[tuple[str, Cell | Mapping[str, float]]]) -> None:
 
 
 def age(stamp: str | None) -> str:
-    """Return as text how long ago a time (ISO 8601) was, in one unit such as "3 h"; "" without a time."""
+    """Return how long ago a time (ISO 8601) was, as text such as "3 h"; "" if there is no time."""
     if not stamp:
         return ""
     seconds = max(0.0, time.time() - datetime.fromisoformat(stamp).astimezone(UTC).timestamp())
@@ -184,7 +184,7 @@ def clock(at: float) -> str:
 
 
 def number(value: float | str | None) -> str:
-    """Return a number as text, with four significant digits; None gives ""."""
+    """Return a number as text with four significant digits, or "" for None."""
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
@@ -241,7 +241,7 @@ def _without_servers(spec: Json) -> Json:
 
 
 def result(job: JobAnswer) -> str:
-    """Return a job's final metrics as text; while it runs, its last evaluation or its last batch's loss."""
+    """Return a job's final metrics as text or, while it runs, its last evaluation or its last batch's loss."""
     if job.get("metrics"):
         return measures(job["metrics"])
     progress = job.get("progress") or {}

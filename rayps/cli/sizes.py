@@ -10,10 +10,10 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
 
 def size(text: str, field: str) -> float:
-    """Return the number of bytes that a text such as "2.5 GB" means; units are powers of 1000.
+    """Return the number of bytes that a text such as "2.5 GB" means. Units are powers of 1000.
 
     Raises:
-        ConfigError: the text is not a size; the error names `field`.
+        ConfigError: the text is not a size. The error names `field`.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
     if match is None or match[2] not in _UNITS:

@@ -1,4 +1,4 @@
-"""`rayps strategies`: list the strategies that a job can use, the user's own included."""
+"""`rayps strategies`: list the strategies that a job can use, including the user's own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rayps.core.text import nested
 from rayps.service.strategy_check import strategies_in
 from rayps.strategies.catalogue import StrategyDescription, catalogue
 
-_MANY = 8  # a strategy with more options than this can stand, by its name, for its options in a later strategy's list
+_MANY = 8  # a later strategy that has all options of a strategy with more than this lists only that strategy's name
 
 
 def strategies(
@@ -24,12 +24,12 @@ def strategies(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Also list the strategies that the Python files of this folder define (the current folder).",
+            help="Also list the strategies that Python files in this folder define (default: the current folder).",
         ),
     ] = None,
     output: Annotated[Output, typer.Option("--output", "-o", help="table or json.")] = Output.table,
 ) -> None:
-    """List the strategies and their options. Those that files of the working directory define come last."""
+    """List the strategies and their options. The last ones are those that files of the working directory define."""
     folder = Path.cwd() if working_dir is None else working_dir
     if not folder.is_dir():
         raise ConfigError(f"working_dir is {str(folder)!r}: give a directory that exists", field="working_dir")
@@ -53,7 +53,7 @@ def strategies(
 def _options(each: StrategyDescription, before: list[StrategyDescription]) -> str:
     """Return a strategy's options with their defaults, as text.
 
-    If it has all options of an earlier strategy with many options, that strategy's name stands for these options.
+    If an earlier strategy with many options has a subset of them, the text has its name instead of these options.
     """
     own = _written(each)
     many = [other for other in before if len(other["options"]) > _MANY]

@@ -1,11 +1,11 @@
 """The folder of a real federated client on its own disk. A client that is killed at any moment can continue from it.
 
-    identity.json              the client's key (made here, mode 0600)
+    identity.json              the client's key (created by `ClientFolder`, mode 0600)
     progress.json              the newest order that was started, and the newest order that is done
     state-ROUND.safetensors    the strategy's state of this client (SCAFFOLD's c_i, Ditto's model) after a round
 
-A state never leaves this machine. The folder has the states of all rounds to which the job may return, so that a
-repeated round starts with the state from before that round.
+A state never leaves this machine. The folder has the states of all rounds to which the job may return. A repeated round
+therefore starts with the same state as at first.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ from rayps.core.errors import Conflict
 from rayps.core.values import Keywords
 from rayps.service.settings import private_write
 
-Starts = Sequence[Sequence[int]]  # for each start and restart of the job: its first round, its first order's number
+Starts = Sequence[
+    Sequence[int]
+]  # for each start and restart of the job: (its first round, the number of its first order)
 
 
 class ClientFolder:
-    """The folder of one client in one job; one process at a time holds its lock."""
+    """The folder of one client in one job. Only the process that has locked the folder may use it."""
 
     def __init__(self, folder: Path) -> None:
-        """Open and lock the folder. Raises Conflict: another process of this machine uses the folder."""
+        """Open and lock the folder. Raises Conflict if another process of this machine uses the folder."""
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.folder = folder
         self._lock: IO[str] = (folder / "lock").open("w")
@@ -42,7 +44,7 @@ class ClientFolder:
         except OSError as error:
             self._lock.close()
             raise Conflict(
-                f"another `rayps client` uses {folder}: it is the same client of the same job; let that process "
+                f"another `rayps client` uses {folder}: it is the same client of the same job. Let that process "
                 "continue, or give another --name or --state"
             ) from error
         identity = self._read_json("identity.json")
@@ -55,17 +57,17 @@ class ClientFolder:
         self.last: int | None = progress.get("round")  # the round of the newest accepted update
 
     def start_order(self, serial: int) -> None:
-        """Record that the client starts order `serial`. Older orders are refused from now on."""
+        """Record that the client starts order `serial`. From now on, the client refuses older orders."""
         self.started = serial
         self._save_progress()
 
     def finish_order(self, serial: int, round: int | None) -> None:
-        """Record that order `serial` is done; `round` is its round if the update was accepted, else None."""
+        """Record that order `serial` is done. `round`: its round; None if its update was not accepted."""
         self.finished, self.last = serial, round
         self._save_progress()
 
     def load_state(self, round: int, strategy: str, starts: Starts) -> dict[str, Tensor]:
-        """Return the strategy's state of this client before round `round`; empty if there is none."""
+        """Return the strategy's state of this client before round `round`, or {} if there is none."""
         self._delete_invalid(starts)
         for at in reversed(self._rounds()):
             if at < round:
@@ -74,9 +76,9 @@ class ClientFolder:
         return {}
 
     def save_state(self, round: int, serial: int, strategy: str, state: dict[str, Tensor], since: int) -> None:
-        """Store a state after a round; delete the states before `since`, except the newest of them.
+        """Store the state after round `round`, which order `serial` asked for.
 
-        The job never returns to a round before `since`.
+        Of the states before round `since`, to which the job never returns, keep only the newest.
         """
         plain = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
         part = self.folder / f".state-{secrets.token_hex(4)}"

@@ -1,9 +1,9 @@
 """A real federated client: a process outside of the cluster that trains on its own data. It uses outgoing HTTP only.
 
-Guarantees: the client sends only parameters, counts and the loss; rows, labels and the strategy's state of this client
-never leave this machine. An order is executed only if the service that made the token has signed it, if it is for this
-job and client, and if it is newer than all orders that are done. The process can be killed at any moment and started
-again.
+Guarantees: the client sends only parameters, counts and the loss. Rows, labels and the strategy's state of this client
+never leave this machine. An order is executed only if the service that made the token has signed the order, if the
+order is for this job and client, and if it is newer than all orders that are done. The process can be killed at any
+moment and started again.
 
 The process joins a job, polls for work (long polls), trains, and sends the update. If the service does not answer, it
 retries with exponential pauses.
@@ -42,10 +42,10 @@ from rayps.workload.model import apart, model_of
 
 log = logging.getLogger(__name__)
 
-LONG_POLL_SECONDS = 20.0
-MOST_PAUSE_SECONDS = 30.0
+LONG_POLL_SECONDS = 20.0  # how long the service may wait for work before it answers
+MOST_PAUSE_SECONDS = 30.0  # longest pause between two attempts
 _CALL_SECONDS = 60.0  # time-out of one HTTP call
-_TRANSIT_SECONDS = 0.5  # seconds that an order may have been in transit: the round's deadline is this much earlier
+_TRANSIT_SECONDS = 0.5  # an order may have been in transit for this time, so its deadline counts as this much earlier
 _LEAVE_SECONDS = 3.0  # time-out of the call that leaves the job
 _BUFFERS = "buffers/"  # prefix of a client's own buffers in its state
 
@@ -71,7 +71,7 @@ class WorkAnswer(TypedDict, total=False):
 
 
 class ServiceConnection:
-    """The HTTP connection of a client. A request is repeated for `patience` seconds, until the service answers."""
+    """The HTTP connection of a client. A request is repeated until the service answers, for at most `patience` s."""
 
     def __init__(
         self,
@@ -108,14 +108,14 @@ class ServiceConnection:
                     if not answer.is_success:
                         checked(answer)
                     return answer
-                cause = f"it answers {answer.status_code}"
+                cause = f"HTTP status {answer.status_code}"
             except httpx2.TransportError as error:
                 cause = str(error) or type(error).__name__
             silent = time.monotonic() - since
             if silent > self.patience:
                 raise Unreachable(
                     f"no rayps service has answered at {self.url} for {silent:.0f} s ({cause}): run the command again "
-                    "later (it continues),\nor raise --patience SECONDS",
+                    "later to continue,\nor raise --patience SECONDS",
                     url=self.url,
                 )
             if not reported and attempt > 1:
@@ -183,7 +183,7 @@ class ClientProcess:
             raise
 
     def check_workload(self) -> None:
-        """Train on one batch before the client joins, to find errors early; then restore model and buffers.
+        """Train on one batch to find errors before the client joins; then restore the model and its buffers.
 
         Raises:
             WorkloadError, DataError: the user's code or data failed.
@@ -212,7 +212,7 @@ class ClientProcess:
                 self._report(f"job {self.job} ({work.get('status')}): {why}")
 
     def join(self) -> None:
-        """Join the job and get this client's number; after joining again, the number is the same."""
+        """Join the job and receive this client's number. A client that joins again receives the same number."""
         body = {"name": self.name, "key": self._folder.key, "samples": len(self._rows.numbers), "job": self.job}
         found = self._connection.call("POST", "/api/v1/client/join", json=body).json()
         self._number, self._public_key, self.name = int(found["number"]), found["public_key"], found["name"]
@@ -234,21 +234,21 @@ class ClientProcess:
         """Return the order, after checking its signature, job, client and serial number.
 
         Raises:
-            Unauthorized: a check failed; no part of the order is executed.
+            Unauthorized: a check failed. No part of the order is executed.
         """
         order = verified(str(work.get("order")), str(work.get("signature")), self._public_key, self.token.fingerprint)
         mine = {"kind": "round", "job": self.job, "client": self._number, "name": self.name}
         for key, value in mine.items():
             if order.get(key) != value:
-                raise _refusal(f"the order's {key} is {order.get(key)!r}, and the client's is {value!r}")
+                raise _refusal(f"the {key} of the order is {order.get(key)!r}, but that of this client is {value!r}")
         serial = order["serial"]
         if serial <= self._folder.finished or serial < self._folder.started:
             newest = max(self._folder.finished, self._folder.started)
-            raise _refusal(f"order {serial} is replayed: order {newest} was received before")
+            raise _refusal(f"order {serial} is a replay: order {newest} was received before")
         return order
 
     def train_round(self, order: OrderFacts) -> None:
-        """Execute an order: train, and send the update."""
+        """Execute an order: receive the parameters, train, and send the update."""
         serial, round, asked = order["serial"], order["round"], time.monotonic()
         strategy = _strategy_of(order)
         self._folder.start_order(serial)
@@ -310,7 +310,10 @@ class ClientProcess:
         )
 
     def _discard_rejected_state(self, verdict: str) -> None:
-        """Delete the state after the newest update, which the job rejected; the next round uses the state before it."""
+        """Delete the state after the newest update, because the job rejected that update.
+
+        The next round uses the state from before the update.
+        """
         if self._folder.last is not None:
             self._report(f"round {self._folder.last}: the update was rejected: {verdict}")
             self._folder.delete_state(self._folder.last)
@@ -320,7 +323,7 @@ class ClientProcess:
 
 def _strategy_of(order: OrderFacts) -> FederatedView:
     strategy = parse(order["strategy"])[0].strategy
-    assert isinstance(strategy, FederatedView), "the service gives clients orders of federated strategies only"
+    assert isinstance(strategy, FederatedView), "the service sends clients only orders of federated strategies"
     return strategy
 
 
@@ -338,10 +341,11 @@ def rows_of(data: Data) -> ClientRows:
 
 
 def own_data(workload: Workload, path: str | None) -> Data:
-    """Return the workload's data. With a path, read the same columns from another Parquet file or folder.
+    """Return the workload's data; with `path`, the same columns from that Parquet file or folder.
 
     Raises:
-        DataError: the workload's data does not come from Parquet files.
+        WorkloadError: data() does not return a data source.
+        DataError: `path` is given, and the workload's data does not come from Parquet files.
     """
     with user_code("data"):
         data = workload.data()
@@ -351,13 +355,13 @@ def own_data(workload: Workload, path: str | None) -> Data:
 
 
 def _check_device(device: str) -> None:
-    """Check that torch can use the device. Raises ConfigError: it cannot."""
+    """Check that torch can use the device. Raises ConfigError if it cannot."""
     try:
         torch.zeros(1, device=device)
     except Exception as error:  # each kind of device fails in its own way
         cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f"device {device!r} cannot be used on this machine: {cause}; give --device cpu", field="device"
+            f"device {device!r} cannot be used on this machine: {cause}. Give --device cpu", field="device"
         ) from error
 
 

@@ -1,1 +1,1 @@
-"""The division of a model among several workers: who owns which part, and which parameters are borrowed in each step."""
+"""The division of a model among several workers: who owns which part, and which parameters they borrow per step."""
