@@ -1,1 +1,4 @@
-"""Comparisons with other libraries, and the documentation's figures: `python -m benchmarks`. Not part of the wheel."""
+"""Compare rayps with other libraries, and draw the documentation's figures: `python -m benchmarks`.
+
+This package is not part of the wheel.
+"""

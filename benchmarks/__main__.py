@@ -1,4 +1,4 @@
-"""`python -m benchmarks COMMAND`: compare rayps with other libraries, and algorithms with each other, from a checkout.
+"""`python -m benchmarks COMMAND`, in a checkout: compare rayps with other libraries, and algorithms with each other.
 
 `rayps bench` measures the user's machines. These benchmarks need other libraries, which rayps does not install, or
 compare strategies on data sets for `docs/benchmarks.md`.
@@ -23,7 +23,7 @@ for command in (laws, admm, averaging, learning, federated, robust, pipeline, te
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; return its exit code, which is 2 after a mistake in the arguments."""
+    """Run one command; return its exit code, which is 2 if an argument is wrong."""
     return run_app(app, "benchmarks", arguments)
 
 

@@ -1,14 +1,14 @@
 """Compare ADMM on rows sorted by label with parallel SGD, shuffled and not shuffled.
 
 The model of handwritten digits is a network 784-hidden-10, or a convex one without a hidden layer; batches are float32.
-Under ADMM and without a shuffle, each worker keeps one contiguous part of the digits sorted by label: with four
-workers, two or three of the ten labels. `all_reduce` is the reference: its workers get rows of all labels. Workers are
-threads, and no Ray is used. Seconds depend on this machine; accuracies do not.
+Under ADMM, and under parallel SGD without a shuffle, each worker has one contiguous part of the digits sorted by label
+in all epochs: with four workers, two or three of the ten labels. `all_reduce` is the reference, because its workers get
+rows of all labels. Workers are threads, and no Ray is used. Seconds depend on this machine; accuracies do not.
 
-The cost of a shuffle: `data` are the seconds in which workers wait for batches (mean over the workers; all rows are in
-this process's memory). If each worker stored only its own rows, a shuffle would also send rows: `moved` is computed as
-(N - 1)/N of all rows at each epoch after the first, for N workers, with 785 bytes for an image and its label. `line` is
-the time to send them at a link's rate.
+The columns `data`, `moved` and `line` show the cost of a shuffle. `data` is the time in which workers wait for batches,
+as the mean over the workers; all rows are in this process's memory. If each worker stored only its own rows, a shuffle
+would also send rows. `moved` is computed as (N - 1)/N of all rows in each epoch after the first, for N workers, with
+785 bytes for an image and its label. `line` is the time to send these rows at a link's rate.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ class ADMMRow:
     """One strategy. `best`, `last`, `bytes`, `data` and `seconds` are means over the seeds."""
 
     strategy: str
-    rows: str  # "sorted by label": workers keep their rows; "dealt anew": they get other rows in each epoch
+    rows: str  # "sorted by label": workers have the same rows in all epochs; "dealt anew": other rows in each epoch
     epochs: int
     seeds: int
     meetings: int  # number of synchronizations
     best: float  # the best accuracy of all epochs
     last: float  # the accuracy after the last epoch
     least: float  # the lowest `last` of all seeds
-    bytes: float  # 10^6 bytes of models or gradients that all workers send in a run
+    bytes: float  # models or gradients that all workers send in a run, in 10^6 bytes
     data: float  # seconds in which a worker waits for batches
-    moved: float  # 10^6 bytes of rows that shuffles would send
-    line: float  # seconds to send them
-    seconds: float  # seconds of a run, evaluations included
+    moved: float  # rows that shuffles would send, in 10^6 bytes
+    line: float  # seconds to send these rows
+    seconds: float  # seconds of a run, including evaluations
     primal: float | None  # ADMM's primal residual at the last synchronization
 
 
 class SortedDigits(RobustDigits):
-    """Classify images of digits; a worker that keeps its rows has one contiguous part of the rows sorted by label."""
+    """Classify images of digits. Without a shuffle, a worker has one contiguous part of the rows sorted by label."""
 
     def __init__(self, folder: Path, workers: int, rows: int, batch: int, lr: float, hidden: int) -> None:
         super().__init__(folder, "sorted", workers, rows, batch, lr)
@@ -73,9 +73,9 @@ class SortedDigits(RobustDigits):
 
 
 def contenders(epochs: int, steps: int, penalty: float) -> list[str]:
-    """Return the strategies to compare, which synchronize at different intervals.
+    """Return the strategies to compare. They synchronize at different intervals.
 
-    They synchronize in every step, only at the end, after each epoch (which has `steps` steps), and ten times an epoch.
+    The intervals are: every step, only at the end, each epoch (of `steps` steps), and a tenth of an epoch.
     """
     tenth = max(1, steps // 10)
     kinds = [(1, "true"), (epochs, "true"), (1, "false"), (epochs, "false"), (epochs * steps // tenth, "false")]
@@ -98,7 +98,7 @@ def bench_admm(
     rate: float = 1e9,
     folder: Path | None = None,
 ) -> list[ADMMRow]:
-    """Measure each strategy. `rate`: bits per second of each worker's link.
+    """Measure each strategy. `rate` is the rate of each worker's link, in bits per second.
 
     Raises:
         ConfigError: a strategy cannot be read, a number is too small, or there are no digits.

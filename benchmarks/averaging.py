@@ -1,8 +1,8 @@
 """Measure infrequent synchronization: a language model's loss and the bytes sent, after equal numbers of samples.
 
-A small transformer predicts the next character. It learns the first nine tenths of a text under each strategy in turn,
-from the same seed and in the same number of steps; the rest of the text is evaluated after every epoch. The bytes are
-those that all workers send for training, without evaluations and checkpoints.
+A small transformer predicts the next character. Under each strategy it learns the first nine tenths of a text, from
+the same seed and in the same number of steps. The rest of the text is evaluated after every epoch. The bytes are those
+that all workers send for training, without evaluations and checkpoints.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ STRATEGIES = (
     "diloco:period=16,compression=int8",
     "diloco:period=16,overlap=4,compression=int8",
 )
-LENGTH = 64  # characters that the model sees
+LENGTH = 64  # number of characters from which the model predicts the next one
 
 
-class _Places(nn.Module):
+class _CharacterAndPosition(nn.Module):
     """The sum of an embedding of each character and an embedding of its position."""
 
     def __init__(self, characters: int, width: int) -> None:
@@ -69,7 +69,9 @@ class NextCharacter(Workload):
             _CausalBlock(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
             for _ in range(self.blocks)
         ]
-        return nn.Sequential(_Places(characters, width), *blocks, nn.LayerNorm(width), nn.Linear(width, characters))
+        return nn.Sequential(
+            _CharacterAndPosition(characters, width), *blocks, nn.LayerNorm(width), nn.Linear(width, characters)
+        )
 
     def _windows(self, lo: int, hi: int) -> Data:
         numbers = {character: i for i, character in enumerate(sorted(set(self.text)))}
@@ -122,7 +124,7 @@ def bench_averaging(
     batch: int = 16,
     seed: int = 0,
 ) -> list[AveragingRow]:
-    """Measure the strategies in this order; all others are compared with the first.
+    """Measure the strategies in this order, and compare all others with the first.
 
     Raises:
         ConfigError: the text cannot be read or is too short, or a strategy cannot be read.
@@ -161,7 +163,7 @@ def _row(strategy: str, workers: int, result: Result, first: AveragingRow | None
 
 
 def picture(rows: Sequence[AveragingRow]) -> str:
-    """Return a chart of the curves as SVG: the loss over the 10^6 bytes sent, on a logarithmic axis."""
+    """Return a chart of the curves as SVG: the loss as a function of the bytes sent (10^6, logarithmic axis)."""
     lines = []
     for row in rows:
         points = [(moved / 1e6, loss) for moved, loss in row.curve if moved]

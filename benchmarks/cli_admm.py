@@ -26,8 +26,11 @@ def admm(
     lr: Annotated[float, typer.Option(help="The learning rate.")] = 0.1,
     hidden: Annotated[int, typer.Option(help="Width of the hidden layer; 0 = none, a convex model.")] = 64,
     penalty: Annotated[float, typer.Option(help="ADMM's penalty.")] = 1.0,
-    seeds: Annotated[int, typer.Option(help="Runs of each, with seeds 0, 1, ...")] = 1,
-    rate: Annotated[float, typer.Option(help="Bits per second of each worker's line, to send a shuffle's rows.")] = 1e9,
+    seeds: Annotated[int, typer.Option(help="Runs of each strategy, with seeds 0, 1, ...")] = 1,
+    rate: Annotated[
+        float,
+        typer.Option(help="Rate of each worker's link in bits per second, for the time to send a shuffle's rows."),
+    ] = 1e9,
     data: Annotated[
         Path | None,
         typer.Option(
@@ -38,7 +41,10 @@ def admm(
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Compare ADMM and parallel SGD when a worker's rows have few labels: accuracy, bytes, cost of a shuffle."""
+    """Compare ADMM and parallel SGD if a worker's rows have few labels.
+
+    The table has accuracy, bytes, and the cost of a shuffle.
+    """
     from benchmarks.admm import bench_admm
 
     found = bench_admm(
@@ -60,14 +66,14 @@ def admm(
         {
             "strategy": "strategy",
             "rows": "a worker's rows",
-            "meetings": "meetings",
+            "meetings": "synchronizations",
             "best": "best accuracy",
             "last": "at the end",
             "least": "worst seed",
             "bytes": "MB sent",
             "data": "s for batches",
             "moved": "MB of rows",
-            "line": "s on the line",
+            "line": "s on the link",
             "seconds": "seconds",
             "primal": "primal residual",
         },

@@ -23,12 +23,17 @@ def averaging(
     rate: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 3e-3,
     batch: Annotated[int, typer.Option(help="Rows of a worker's batch.")] = 16,
     seed: Annotated[int, typer.Option(help="Seed of the parameters and of the order of rows.")] = 0,
-    picture: Annotated[Path | None, typer.Option(help="Draw the loss over the bytes into this SVG file.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw the loss as a function of the bytes into this SVG file.")
+    ] = None,
     address: Address = None,
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Compare a character model's loss and the bytes sent under all-reduce, local SGD and DiLoCo, at equal samples."""
+    """Compare all-reduce, local SGD and DiLoCo on a character model.
+
+    The table has the loss and the bytes sent, for the same number of samples.
+    """
     from benchmarks.averaging import STRATEGIES, bench_averaging
     from benchmarks.averaging import picture as drawn
 

@@ -24,7 +24,7 @@ def federated(
     folder: Annotated[
         Path | None,
         typer.Option(
-            help="The folder of the virtual environments of flower and pfl, made once by pip. By default "
+            help="The folder of the virtual environments of flower and pfl, which pip fills once. By default "
             "~/.cache/rayps/bench."
         ),
     ] = None,

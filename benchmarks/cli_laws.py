@@ -1,4 +1,4 @@
-"""`python -m benchmarks laws`: compare bytes and time of every algorithm with the textbook's formulas."""
+"""`python -m benchmarks laws`: compare bytes and time of every algorithm with the textbook formulas."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from rayps.cli.show import Output
 
 def laws(
     workers: Annotated[str, typer.Option(help="Numbers of workers to measure.")] = "2,4,8",
-    shards: Annotated[str, typer.Option(help="Numbers of shards of the server to measure; 0: no server.")] = "1,2,4,8",
+    shards: Annotated[
+        str, typer.Option(help="Numbers of shards of a parameter server to measure; 0: no server.")
+    ] = "1,2,4,8",
     size: Annotated[str, typer.Option(help="Size of the vector.")] = "1MB",
-    rate: Annotated[str, typer.Option(help="The rate of each host's network line, in each direction.")] = "100mbit",
+    rate: Annotated[str, typer.Option(help="The rate of each host's network link, in each direction.")] = "100mbit",
     slow_link: Annotated[
-        str | None, typer.Option(help="Also measure the ring with one worker's line at this rate.")
+        str | None, typer.Option(help="Also measure the ring with one worker's link at this rate.")
     ] = None,
-    repeats: Annotated[int, typer.Option(help="Number of measurements of each.")] = 3,
+    repeats: Annotated[int, typer.Option(help="Number of repetitions of each measurement.")] = 3,
     picture: Annotated[Path | None, typer.Option(help="Draw the results into this SVG file.")] = None,
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Measure bytes and time for each algorithm and number of shards and workers; compare them with the formulas.
+    """Compare bytes and time with the formulas, for each algorithm, number of workers and number of shards.
 
     Every worker and every shard has its own host: a network namespace, which needs root.
     """
@@ -48,7 +50,7 @@ def laws(
             "way": "way",
             "workers": "workers",
             "shards": "shards",
-            "slow": "slow line",
+            "slow": "slow link",
             "busiest": "bytes of busiest",
             "busiest_law": "formula",
             "total": "bytes of all",

@@ -1,4 +1,4 @@
-"""`python -m benchmarks learning`: compare federated learning with training in one place, and each client alone."""
+"""`python -m benchmarks learning`: compare federated learning with training in one place, and with clients alone."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ def learning(
     writers: Annotated[
         Path | None, typer.Option(metavar="FILE", help="An npz file with the writer of each image of MNIST.")
     ] = None,
-    seeds: Annotated[str, typer.Option(help="Seeds.")] = "0",
+    seeds: Annotated[str, typer.Option(help="Seeds, e.g. 0,1,2.")] = "0",
     hidden: Annotated[int, typer.Option(help="Width of the network's hidden layer.")] = 64,
     lr: Annotated[float, typer.Option(help="The clients' learning rate.")] = 0.1,
-    rounds: Annotated[int | None, typer.Option(help="Rounds of each strategy, instead of the scene's numbers.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Rounds of each strategy, instead of those of the scene.")] = None,
     strategy: Annotated[
         list[str] | None,
-        typer.Option(help="Measure only this strategy, instead of the scene's; repeat the option for more."),
+        typer.Option(help="Measure only this strategy, instead of those of the scene; repeat the option for more."),
     ] = None,
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Compare accuracy on digits of federated learning, training in one place, and each client alone."""
+    """Compare federated learning with training in one place and with each client alone, by the accuracy on digits."""
     given = whole(seeds, "seeds")
     from benchmarks.learning import LearningRow, bench_learning
 
-    def tell(row: LearningRow) -> None:
+    def report(row: LearningRow) -> None:
         show.note(
             f"{row.scene}, seed {row.seed}, {row.way}: best accuracy {row.best:.3f}, 90% reached in round "
             f"{row.reached}, last accuracy {row.last:.3f}, on images of other writers {show.number(row.others)}, of "
@@ -57,7 +57,7 @@ def learning(
         lr=lr,
         rounds=rounds,
         strategies=strategy or (),
-        tell=tell,
+        report=report,
     )
     show_rows(
         Output.json if as_json else output,

@@ -1,4 +1,4 @@
-"""`python -m benchmarks pipeline` and `tensor`: compare the division of a model among workers with torch's."""
+"""`python -m benchmarks pipeline` and `tensor`: compare pipeline and tensor parallelism with those of torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ def pipeline(
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Measure a pipeline's overhead over the compute of its stages; compare torch.distributed.pipelining on gloo."""
+    """Measure a pipeline's overhead, beyond the computation of its stages.
+
+    It is compared with torch.distributed.pipelining on gloo.
+    """
     from benchmarks.pipeline import bench_pipeline
 
     rows = run(
@@ -67,7 +70,10 @@ def tensor(
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Measure forward and backward of two split layers; compare torch's DTensor styles on gloo and unsplit layers."""
+    """Measure the forward and backward pass of two split layers.
+
+    They are compared with torch's DTensor styles on gloo and with unsplit layers.
+    """
     from benchmarks.tensor import bench_tensor
 
     rows = run(

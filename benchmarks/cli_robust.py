@@ -20,13 +20,13 @@ def robust(
     attack: Annotated[
         str, typer.Option(help="The attack of the scene `attack`, with its number of attackers.")
     ] = "sign_flip(clients=4,scale=5)",
-    clients: Annotated[int, typer.Option(help="Clients; a round asks all of them.")] = 20,
+    clients: Annotated[int, typer.Option(help="Clients; each round trains all of them.")] = 20,
     rounds: Annotated[int, typer.Option(help="Rounds.")] = 15,
     epochs: Annotated[int, typer.Option(help="Local epochs.")] = 1,
     batch: Annotated[int, typer.Option(help="Rows of a local batch.")] = 10,
     lr: Annotated[float, typer.Option(help="The clients' learning rate.")] = 0.1,
     rows: Annotated[int, typer.Option(help="Images to learn from.")] = 6000,
-    seeds: Annotated[int, typer.Option(help="Runs of each, with seeds 0, 1, ...")] = 1,
+    seeds: Annotated[int, typer.Option(help="Runs of each rule and scene, with seeds 0, 1, ...")] = 1,
     workers: Annotated[int, typer.Option(help="Workers; their number changes only the time, not the accuracy.")] = 2,
     data: Annotated[
         Path | None,
@@ -39,7 +39,10 @@ def robust(
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Measure the accuracy of aggregation rules with and without attackers, on rows divided at random and by label."""
+    """Measure the accuracy of aggregation rules with and without attackers.
+
+    The rows are divided at random, or by label.
+    """
     from benchmarks.robust import bench_robust
 
     found = run(

@@ -2,13 +2,14 @@
 
 The scenes:
 
-- `train`: 20 clients with 100 samples each, a network 784-200-200-10, 5 epochs in batches of 10; every round asks all
+- `train`: 20 clients with 100 samples each, a network 784-200-200-10, 5 epochs in batches of 10. Every round trains all
   clients.
-- `nothing`: 100 clients that return a model of two numbers unchanged: the cost of a round without any training.
+- `nothing`: 100 clients that return a model of two numbers unchanged. This is the cost of a round without training.
 - `empty`: 100 clients that return the 199,210 numbers of the model of `train` unchanged.
-- `many`: 10,000 clients with 5 samples each, of which each round trains 1,000, to see whether memory grows. Only rayps.
-- `states`: 100,000 clients with one sample each; every client has a state as large as the model (SCAFFOLD), and each
-  round trains 1,000 clients. Only rayps.
+- `many`: 10,000 clients with 5 samples each. Each round trains 1,000 clients. It shows whether memory grows. Only rayps
+  is measured.
+- `states`: 100,000 clients with one sample each. Every client has a state as large as the model (SCAFFOLD), and each
+  round trains 1,000 clients. Only rayps is measured.
 
 Every run is its own process: its first rounds include the start of Python, of Ray and of the workers. Contenders
 alternate, and figures are medians over the runs. No contender evaluates the model.
@@ -29,8 +30,8 @@ from benchmarks.peers import environment, run_script
 from rayps.core.errors import ConfigError
 
 CONTENDERS = ("own", "flower", "pfl", "bare")
-FIRST = 5  # number of rounds that count as the start; the others are steady
-LIMIT = 400.0  # seconds for one run
+FIRST = 5  # number of rounds that belong to the start; the later rounds are called steady
+LIMIT = 400.0  # the most seconds that one run may take
 FOLDER = Path.home() / ".cache" / "rayps" / "bench"
 _HERE = Path(__file__).resolve().parent
 _TRAIN = {
@@ -90,7 +91,7 @@ class FederatedRow:
 class _FederatedRun:
     steady: float
     first: float
-    cpu: float | None  # seconds of a process for a round
+    cpu: float | None  # CPU seconds of a process for a round
     memory: float | None
     growth: float | None
     disk: float | None
@@ -105,7 +106,7 @@ def bench_federated(
     repeats: int = 3,
     folder: Path | None = None,
 ) -> list[FederatedRow]:
-    """Measure each scene with each of its contenders; return a row for each. `rounds` follow after the first five.
+    """Measure each scene with each of its contenders; return a row for each. `rounds` does not count the first five.
 
     Raises:
         ConfigError: there is no such scene or contender, or a peer's environment cannot be made in `folder`.
@@ -137,7 +138,7 @@ def bench_federated(
 
 
 def command(contender: str, workers: int, folder: Path) -> list[str]:
-    """Return the command that runs a contender; first make the contender's virtual environment if it needs one.
+    """Return the command that runs a contender. If the contender needs a virtual environment, make it first.
 
     Raises:
         ConfigError: the environment cannot be made.
@@ -167,7 +168,7 @@ def _run(name: str, command: list[str], config: dict[str, Any]) -> _FederatedRun
 
 
 def run_of(began: float, out: dict[str, list[float]], first: int) -> _FederatedRun:
-    """Return the figures of a run from its output `out`; the first `first` rounds count as the start."""
+    """Return the figures of a run from its output `out`. The first `first` rounds belong to the start."""
     stamps, held = out["stamps"], [each / 1e6 for each in out.get("rss", ())[first - 1 :]]
     return _FederatedRun(
         _between(stamps[first - 1 :]),

@@ -19,14 +19,14 @@ from torch.nn import functional
 
 
 def model(hidden: int) -> nn.Module:
-    """Return a network 784-hidden-hidden-10; with hidden = 0 a model of two numbers, a weight and an offset."""
+    """Return a network 784-hidden-hidden-10, or for hidden = 0 a model of two numbers, a weight and a bias."""
     if not hidden:
         return nn.Linear(1, 1)
     return nn.Sequential(nn.Linear(784, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 10))
 
 
 def rows(client: int, config: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a client's samples: random numbers, which cost as much computation as real images."""
+    """Return a client's samples: random numbers, which need as much computation as real images."""
     generator, count = torch.Generator().manual_seed(client), config["rows"]
     return torch.rand(count, 784 if config["hidden"] else 1, generator=generator), torch.randint(
         10 if config["hidden"] else 1, (count,), generator=generator
@@ -52,7 +52,7 @@ def plain_client(net: nn.Module, x: torch.Tensor, y: torch.Tensor, config: dict[
 
 
 def client_app(config: dict[str, Any]) -> Any:
-    """Return Flower's app of a client, which trains, or with 0 epochs returns the received parameters."""
+    """Return Flower's client app. It trains, or returns the received parameters if `epochs` is 0."""
     app, clientapp = importlib.import_module("flwr.app"), importlib.import_module("flwr.clientapp")
     found = clientapp.ClientApp()
 
@@ -72,7 +72,7 @@ def client_app(config: dict[str, Any]) -> Any:
 
 
 def server_app(config: dict[str, Any], stamps: list[float]) -> Any:
-    """Return Flower's app of the server: FedAvg over all clients, without evaluation.
+    """Return Flower's server app: FedAvg over all clients, without evaluation.
 
     The app appends the time of each round's end to `stamps`.
     """

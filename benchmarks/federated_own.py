@@ -1,7 +1,8 @@
-"""rayps, and a plain loop on one core, as contenders of `python -m benchmarks federated`: a script, as for the others.
+"""rayps, and a plain loop on one core, as contenders of `python -m benchmarks federated`: a script.
 
-`python -c "from benchmarks.federated_own import main; main()" CONFIG OUT` runs the rounds of CONFIG and writes to OUT,
-for each round, its end (seconds by the wall clock), and the CPU time, memory and disk space of the first worker.
+`python -c "from benchmarks.federated_own import main; main()" CONFIG OUT` runs the rounds of CONFIG (JSON). For each
+round it writes to OUT the round's end (seconds by the wall clock), and the CPU time, memory and disk space of the first
+worker.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from rayps.strategies.federated import Federated
 from rayps.strategies.scaffold import Scaffold
 from rayps.workload.base import Workload
 
-NEVER = 1_000_000  # rounds between evaluations and checkpoints: the other contenders make none
+NEVER = 1_000_000  # rounds between evaluations and checkpoints, so that there are none, as for the other contenders
 
 
 class PeerImages(Workload):
@@ -67,14 +68,14 @@ def resident() -> int:
 
 def on_disk() -> int:
     """Return the bytes of the clients' states in the files that this process has open."""
-    held = 0
+    size = 0
     for fd in Path("/proc/self/fd").glob("*"):
         try:
             if "/rayps-clients-" in str(fd.readlink()):
-                held += fd.stat().st_size
-        except OSError:  # closed meanwhile
+                size += fd.stat().st_size
+        except OSError:  # closed in the meantime
             continue
-    return held
+    return size
 
 
 class RoundWatch(Federated):
@@ -127,10 +128,10 @@ def own(config: dict[str, Any], log: Path) -> dict[str, Any]:
         progress=False,
         checkpoint_every=NEVER,
     )
-    return told(log)
+    return read_records(log)
 
 
-def told(log: Path) -> dict[str, Any]:
+def read_records(log: Path) -> dict[str, Any]:
     """Return the records that a `RoundWatch` wrote to `log`: for each key, the list of all rounds' values."""
     lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     return {key: [line[key] for line in lines] for key in lines[0]}
@@ -139,11 +140,11 @@ def told(log: Path) -> dict[str, Any]:
 def bare(config: dict[str, Any]) -> dict[str, Any]:
     """Run the same training as a plain loop in one process; every client starts each round with the same model."""
     torch.set_num_threads(1)
-    net, held = model(config["hidden"]), [rows(client, config) for client in range(config["clients"])]
+    net, samples = model(config["hidden"]), [rows(client, config) for client in range(config["clients"])]
     begin = {name: value.clone() for name, value in net.state_dict().items()}
     stamps, cpu = [], []
     for _ in range(config["rounds"]):
-        for x, y in held:
+        for x, y in samples:
             net.load_state_dict(begin)
             plain_client(net, x, y, config)
         stamps.append(time.time())
@@ -152,7 +153,7 @@ def bare(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run CONFIG as a rayps job, or as the plain loop if it has "bare"; write the records to OUT."""
+    """Run CONFIG as a rayps job, or as the plain loop if CONFIG has "bare"; write the records to OUT."""
     config, out = json.loads(sys.argv[1]), Path(sys.argv[2])
     out.write_text(json.dumps(bare(config) if config.get("bare") else own(config, out.with_suffix(".log"))))
 

@@ -40,10 +40,10 @@ def learner(base: Any, config: dict[str, Any]) -> Any:
 
 
 def main() -> None:
-    """Run the simulation in the processes that torch.distributed.run has started; the first one writes OUT."""
+    """Run the simulation in the processes that torch.distributed.run has started. The first process writes OUT."""
     config, out = json.loads(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
-    base = importlib.import_module("federated_flower")  # beside this script
+    base = importlib.import_module("federated_flower")  # a file in the folder of this script
     stamps: list[float] = []
 
     def part(name: str) -> Any:

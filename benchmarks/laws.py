@@ -1,7 +1,7 @@
-"""Measure bytes and time of every algorithm for several numbers of workers; compare them with the textbook's formulas.
+"""Measure bytes and time of every algorithm for several numbers of workers; compare them with textbook formulas.
 
-Every worker and every shard is a process on its own host: a network namespace with a line of a given rate. The kernel
-counts the bytes on each line, and the time is that of the busiest line.
+Every worker and every shard is a process on its own host: a network namespace with a link of a given rate. The kernel
+counts the bytes on each link. The formula for the time is that of the busiest link.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from benchmarks.picture import Chart, ChartLine, page
 from rayps.bench.hosts import HostRank
 from rayps.bench.netns import Hosts, NamespaceActor, bits
-from rayps.bench.parallel_calls import together
+from rayps.bench.parallel_calls import call_all
 from rayps.bench.shards import HostShard, HostWorker
 from rayps.core.errors import ConfigError
 from rayps.ps.server_group import ServerGroup
@@ -32,13 +32,13 @@ _TURN_SECONDS = 600.0
 
 @dataclass(frozen=True, slots=True)
 class LawRow:
-    """One way of communication between `workers` workers, measured and by formula (`*_law`). Seconds are medians."""
+    """One way of communication, measured and by formula (`*_law`). Seconds are medians."""
 
     way: str  # an algorithm of a ring, or "server"
     workers: int
     shards: int  # 0 for a ring
     bytes: int  # size of the vector
-    slow: str  # the rate of the last worker's line if it is slower than the others; else ""
+    slow: str  # the rate of the last worker's link if it is slower than the others; else ""
     busiest: float  # bytes that the busiest rank, or the busiest shard, sends in one turn
     busiest_law: float
     total: float  # bytes that all hosts send in one turn
@@ -50,18 +50,18 @@ class LawRow:
 
 @dataclass(frozen=True, slots=True)
 class Law:
-    """The bytes of one turn by the textbook's formulas."""
+    """The bytes of one turn by the textbook formulas."""
 
     busiest: float  # bytes that the busiest rank or shard sends
     total: float  # bytes that all hosts send
-    line: float  # bytes that the busiest line carries, one after another
+    line: float  # bytes that the busiest link carries one after another
 
 
 def textbook(way: str, workers: int, size: float, shards: int = 0) -> Law:
-    """Return the bytes of one turn with a vector of `size` bytes, by the textbook's formulas.
+    """Return the bytes of one turn with a vector of `size` bytes, by the textbook formulas.
 
-    `way`: an algorithm of a ring, where a turn is an all-reduce; or "server", where a turn is a push and a pull of the
-    whole vector by every worker, and `busiest` is of a shard.
+    `way` is an algorithm of a ring, for which a turn is an all-reduce, or "server", for which a turn is a push and a
+    pull of the whole vector by every worker. For "server", `Law.busiest` is the number for the busiest shard.
 
     Raises:
         ConfigError: there is no formula for `way`.
@@ -113,7 +113,7 @@ class _ShardHandle:
 
 
 class _HostsOfLaws:
-    """The part of a cluster that a ServerGroup needs; `spawn` makes the next actor a shard."""
+    """The methods of a cluster that a ServerGroup needs. `spawn` makes the next actor a shard."""
 
     def __init__(self, actors: Sequence[NamespaceActor]) -> None:
         self._actors = itertools.cycle(actors)
@@ -131,7 +131,7 @@ class _HostsOfLaws:
 
 
 class _Bench:
-    """The hosts of a run and their actors: first those of workers, then those of shards."""
+    """The hosts of a run and their actors: first the workers, then the shards."""
 
     def __init__(self, hosts: Hosts, workers: int, shards: int, size: int, rate: str, repeats: int) -> None:
         self._hosts, self._size, self._rate, self._repeats = hosts, size, rate, repeats
@@ -148,16 +148,16 @@ class _Bench:
     def ring(self, algorithms: Sequence[str], workers: int, slow: str = "") -> list[LawRow]:
         """Measure an all-reduce of the first `workers` workers with each algorithm; return a row for each.
 
-        `slow`: the rate of the last worker's line during the measurement; "": the same as the others'.
+        `slow` is the rate of the last worker's link during the measurement, or "" if all links have the same rate.
         """
         ranks, rows = self._workers[:workers], list[LawRow]()
-        addresses = together(ranks, "address", timeout=_START_SECONDS)
-        together(ranks, "form", addresses, 1, next(self._generations), "ring", timeout=_START_SECONDS)
+        addresses = call_all(ranks, "address", timeout=_START_SECONDS)
+        call_all(ranks, "form", addresses, 1, next(self._generations), "ring", timeout=_START_SECONDS)
         if slow:
             self._hosts.shape(workers - 1, slow)
         for name in algorithms:
             before = self._sent()
-            found = together(ranks, "measure", self._size, [name], self._repeats, timeout=_TURN_SECONDS)
+            found = call_all(ranks, "measure", self._size, [name], self._repeats, timeout=_TURN_SECONDS)
             left = [(b - a) / self._repeats for a, b in zip(before, self._sent(), strict=True)]
             seconds = statistics.median(map(max, zip(*(rank[name] for rank in found), strict=True)))
             rows.append(self._row(name, workers, 0, slow, max(left), sum(left), seconds))
@@ -176,11 +176,11 @@ class _Bench:
             workers=workers,
             cluster=where,  # type: ignore[arg-type]
         ) as group:
-            together(ranks, "worker", "join", group, timeout=_TURN_SECONDS)
+            call_all(ranks, "worker", "join", group, timeout=_TURN_SECONDS)
             before = self._sent()
-            turns = [together(ranks, "worker", "turn", timeout=_TURN_SECONDS) for _ in range(self._repeats)]
+            turns = [call_all(ranks, "worker", "turn", timeout=_TURN_SECONDS) for _ in range(self._repeats)]
             left = [(b - a) / self._repeats for a, b in zip(before, self._sent(), strict=True)]
-            together(ranks, "worker", "leave", timeout=_START_SECONDS)
+            call_all(ranks, "worker", "leave", timeout=_START_SECONDS)
         seconds = statistics.median(max(end for _, end in turn) - min(begin for begin, _ in turn) for turn in turns)
         busiest = max(left[len(self._workers) :])
         return self._row("server", workers, shards, "", busiest, sum(left), seconds)
@@ -221,7 +221,11 @@ def bench_laws(
 ) -> list[LawRow]:
     """Measure each algorithm, and a server with each number of shards, for each number of workers; return a row each.
 
-    With `slow_link`, also measure the ring with one worker's line at that rate. Raises ConfigError, ClusterError.
+    If `slow_link` is a rate, also measure the ring with one worker's link at that rate.
+
+    Raises:
+        ConfigError: there is no such algorithm, a number is too small, or a rate cannot be read.
+        ClusterError: this machine cannot make network namespaces, or an actor failed.
     """
     if min(workers, default=0) < 2 or min(shards, default=1) < 1 or repeats < 1:
         raise ConfigError(
@@ -244,7 +248,7 @@ def bench_laws(
 
 
 def picture(rows: Sequence[LawRow]) -> str:
-    """Return charts of the rows as SVG: dots are measurements, lines are the textbook's formulas."""
+    """Return charts of the rows as SVG: dots are measurements, lines are the textbook formulas."""
     rings = [row for row in rows if row.way != "server" and not row.slow]
     slow = [row for row in rows if row.slow]
     servers = [row for row in rows if row.way == "server"]

@@ -4,7 +4,7 @@ Scenes: `shards` (20 clients with two shards by label each), `one_label` (20 cli
 clients with random rows), and `writers` (the images of MNIST divided by their writer: 539 clients with 19 to 131
 images; a fifth of each writer's images is held out to evaluate personal models). The model has one hidden layer. The
 results are the best accuracy on test images, and the first round that reached 90%. No Ray is used, because a federated
-run gives the same bits for any number of workers.
+run has the same result, bit for bit, with any number of workers.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _STRATEGIES: dict[str, list[tuple[str, int]]] = {  # for each scene: strategies 
 }
 _ALONE = "fedavg:local_epochs=5,batch_size=10"  # with one client, this is plain SGD, bit for bit
 _WHOLE = "fedavg:local_epochs=1,batch_size=10"  # for one client that has all rows: plain SGD, evaluated every epoch
-_LONE = 20  # number of clients that are trained alone
+_LONE = 20  # number of clients that train alone
 _TUNED = 5  # epochs for which a writer trains the final model further, to make its personal model
 
 
@@ -60,7 +60,7 @@ class LearningRow:
     """One run. Accuracies are shares of images."""
 
     scene: str
-    way: str  # the strategy; "in one place": one client has all rows; "alone": each client trains by itself
+    way: str  # the strategy, or "in one place" (one client has all rows), or "alone" (each client trains alone)
     seed: int
     rounds: int  # rounds of the strategy; epochs for the ways "in one place" and "alone"
     best: float  # the best accuracy of all rounds; for "alone" the mean over the clients
@@ -122,9 +122,9 @@ def bench_learning(
     lr: float = 0.1,
     rounds: int | None = None,
     strategies: Sequence[str] = (),
-    tell: Callable[[LearningRow], None] = lambda row: None,
+    report: Callable[[LearningRow], None] = lambda row: None,
 ) -> list[LearningRow]:
-    """Measure each way to learn in each scene; return a row for each. `tell` gets each row at once.
+    """Measure each way to learn in each scene; return a row for each. `report(row)` is called after each measurement.
 
     `folder` has digits.parquet and digits_test.parquet, or MNIST's four idx.gz files. `writers` is the npz file with
     the writer of each image of MNIST. `strategies` and `rounds` replace those of the scene.
@@ -143,19 +143,19 @@ def bench_learning(
     found = []
     for scene in scenes:
         for seed in seeds:
-            stage = _Scene(scene, seed, images, writers, hidden, lr)
+            measured = _Scene(scene, seed, images, writers, hidden, lr)
             own = [(text, rounds or 30) for text in strategies] or [
                 (text, rounds or count) for text, count in _STRATEGIES[scene]
             ]
-            for row in stage.run(own, compared=not strategies):
+            for row in measured.run(own, compared=not strategies):
                 found.append(row)
-                tell(row)
+                report(row)
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class Images:
-    """Training and test images: pixels `x`, scaled to about mean 0 and variance 1, and digits `y`."""
+    """Training and test images: pixels `x` [n, 784], scaled to about mean 0 and variance 1, and digits `y` [n]."""
 
     x: Tensor
     y: Tensor
@@ -165,7 +165,7 @@ class Images:
 
 @functools.lru_cache(maxsize=2)
 def load(folder: str) -> Images:
-    """Read the images in a folder, from Parquet or from MNIST's files. Raises ConfigError: neither is in the folder."""
+    """Read the images in a folder, from Parquet or from MNIST's files. Raises ConfigError if it has neither."""
     root = Path(folder)
     if (root / "digits.parquet").is_file():
         both = [_parquet(root / name) for name in ("digits.parquet", "digits_test.parquet")]
@@ -220,17 +220,17 @@ class _Scene:
         self.workload = self.make(x, y, client=client)
 
     def run(self, strategies: Sequence[tuple[str, int]], compared: bool) -> Iterator[LearningRow]:
-        """Measure the ways of this scene one after another; `compared`: also "alone" and "in one place"."""
+        """Measure the strategies one after another. If `compared`, measure "alone" and "in one place" first."""
         if compared:
             yield self._alone()
-            yield self._learnt("in one place", _WHOLE, 10 if self.scene == "writers" else 5, iid(1))
+            yield self._measure_strategy("in one place", _WHOLE, 10 if self.scene == "writers" else 5, iid(1))
         for text, rounds in strategies:
             if self.scene == "writers":
                 tuned = "" if text.startswith("ditto") else f",finetune={_TUNED}"
                 text += f",evaluate_every={rounds}{tuned}"
-            yield self._learnt(text, text, rounds)
+            yield self._measure_strategy(text, text, rounds)
 
-    def _learnt(self, way: str, strategy: str, rounds: int, client: Any = None) -> LearningRow:
+    def _measure_strategy(self, way: str, strategy: str, rounds: int, client: Any = None) -> LearningRow:
         began = time.monotonic()
         workload = self.workload if client is None else self.make(*self.workload.rows, client=client)
         result = _train(workload, strategy, rounds, self.seed)
@@ -251,7 +251,7 @@ class _Scene:
         )
 
     def _alone(self, epochs: int = 20) -> LearningRow:
-        """Train `_LONE` of the clients alone, and evaluate each every 5 epochs."""
+        """Train `_LONE` of the clients alone, and evaluate each of them after every 5 epochs."""
         began = time.monotonic()
         clients, found = self.workload.data().clients, []
         for k in np.linspace(0, clients.count - 1, _LONE).astype(int).tolist():
@@ -276,8 +276,8 @@ class _Scene:
 
     def _others(self, result: Result) -> float:
         with torch.no_grad():
-            told = result.model()(self.images.test_x).argmax(dim=1)
-        return float((told == self.images.test_y).float().mean())
+            predicted = result.model()(self.images.test_x).argmax(dim=1)
+        return float((predicted == self.images.test_y).float().mean())
 
 
 def _curve(result: Result) -> list[float]:
@@ -286,7 +286,7 @@ def _curve(result: Result) -> list[float]:
 
 
 def held_out(who: Any) -> Any:
-    """Return a mask of the images that are held out: every fifth image of each writer."""
+    """Return a mask of the images that are held out: every fifth image of each writer. `who`: each image's writer."""
     order = np.argsort(who, kind="stable")
     first = np.searchsorted(who[order], who[order])  # the position of the first image of each image's writer
     mask = np.zeros(len(who), dtype=np.bool_)

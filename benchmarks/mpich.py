@@ -1,6 +1,6 @@
 """MPICH as a contender of `rayps bench ring`: plain processes under `mpiexec`, which alternate with the others.
 
-Needs `pip install 'rayps[bench]'`, which brings mpi4py and MPICH.
+It needs `pip install 'rayps[bench]'`, which installs mpi4py and MPICH.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ class Mpich:
             raise ConfigError("mpich needs mpi4py and MPICH: pip install 'rayps[bench]'", algorithm="mpich")
         self._timeout, self._pipes = timeout, list[Connection]()
         self._folder = Path(tempfile.mkdtemp(prefix="rayps-bench-"))
-        with socket.socket(socket.AF_UNIX) as door:  # the socket is in a folder that only this user can enter
-            door.bind(str(self._folder / "door"))
-            door.listen(ranks)
-            door.settimeout(1.0)
-            order = [sys.executable, mpich_rank.__file__, door.getsockname(), str(niceness)]
-            command = [found, "-n", str(ranks), *order]
+        with socket.socket(socket.AF_UNIX) as listener:  # the socket is in a folder that only this user can enter
+            listener.bind(str(self._folder / "listener"))
+            listener.listen(ranks)
+            listener.settimeout(1.0)
+            rank_command = [sys.executable, mpich_rank.__file__, listener.getsockname(), str(niceness)]
+            command = [found, "-n", str(ranks), *rank_command]
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
             try:
-                self._welcome(door, ranks)
+                self._accept_ranks(listener, ranks)
             except BaseException:
                 self.close()
                 raise
 
-    def _welcome(self, door: socket.socket, ranks: int) -> None:
+    def _accept_ranks(self, listener: socket.socket, ranks: int) -> None:
         deadline = time.monotonic() + _START_SECONDS
         while len(self._pipes) < ranks:
             if self._process.poll() is not None:
@@ -54,12 +54,12 @@ class Mpich:
             if time.monotonic() > deadline:
                 raise ClusterError(f"MPICH did not start {ranks} ranks within {_START_SECONDS:g} s")
             with contextlib.suppress(TimeoutError):
-                self._pipes.append(Connection(door.accept()[0].detach()))
+                self._pipes.append(Connection(listener.accept()[0].detach()))
         for pipe in self._pipes:
             _, self.version = self._answer(pipe)
 
     def turn(self, size: int, calls: int) -> float:
-        """Return the seconds of one all-reduce of `size` bytes on the slowest rank, as the mean of `calls`."""
+        """Return the seconds of one all-reduce of `size` bytes on the slowest rank, as the mean of `calls` calls."""
         for pipe in self._pipes:
             pipe.send((size, calls))
         return max(float(self._answer(pipe)) for pipe in self._pipes)

@@ -1,6 +1,6 @@
 """One rank of MPICH's all-reduce, started by `mpiexec` and controlled by `benchmarks.mpich`.
 
-It imports nothing from rayps. It waits for requests on a pipe and not in MPI, whose waits keep a core busy.
+This script imports nothing from rayps. It waits for requests on a pipe, because waits in MPI keep a core busy.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def main(address: str, niceness: str) -> None:
     with Connection(caller.detach()) as pipe:
         pipe.send((world.Get_rank(), str(mpi.Get_library_version()).split("\n")[0]))
         x = np.zeros(0, np.float32)
-        while (order := pipe.recv()) is not None:
-            size, calls = order
+        while (request := pipe.recv()) is not None:
+            size, calls = request
             if x.nbytes != size:
                 x = np.zeros(size // 4, np.float32)
             world.Allreduce(mpi.IN_PLACE, x)

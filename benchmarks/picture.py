@@ -7,15 +7,22 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # also for colour-blind readers
+_COLOURS = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#e69f00",
+    "#56b4e9",
+)  # colour-blind readers can tell them apart
 _WIDTH, _HEIGHT = 420, 330
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 118, 34, 40  # around the plot
-_FEW = 8  # up to this number of x values, the axis names each of them
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 118, 34, 40  # margins around the plot, in pixels
+_FEW = 8  # up to this number of x values, the axis shows each of them
 
 
 @dataclass(frozen=True, slots=True)
 class ChartLine:
-    """A line of a chart: measured points (x, y), and expected points; a point with y = 0 is left out."""
+    """A line of a chart: measured points (x, y), and expected points. A point with y = 0 is not drawn."""
 
     name: str
     measured: Sequence[tuple[float, float]]
@@ -24,13 +31,13 @@ class ChartLine:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart: lines under one title; `across` names the x axis, `up` the y axis."""
+    """A chart: lines under one title. `across` is the label of the x axis, `up` that of the y axis."""
 
     title: str
     across: str
     up: str
     lines: Sequence[ChartLine]
-    even: bool = False  # the y axis is linear, not logarithmic: for values that are near each other
+    even: bool = False  # True: the y axis is linear, not logarithmic, for values that differ little
 
 
 def page(charts: Sequence[Chart], columns: int = 2) -> str:

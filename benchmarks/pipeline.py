@@ -1,7 +1,7 @@
 """Measure a pipeline's overhead over its stages' compute: rayps' engine and torch.distributed.pipelining on gloo.
 
 Both run the same layers, micro-batches and schedule in the same actors, alternately in one run. The overhead is a
-step's time less the ideal time of the schedule. With p stages, m micro-batches and v chunks per stage, the ideal time
+step's time minus the ideal time of the schedule. With p stages, m micro-batches and v chunks per stage, the ideal time
 is the time that one process needs for all micro-batches, times (m + p - 1) / (m p), or under `interleaved` times
 (v m + p - 1) / (v m p). The function returns rows and prints nothing.
 """
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
-from rayps.bench.parallel_calls import together
+from rayps.bench.parallel_calls import call_all
 from rayps.cluster.local import Cluster
 from rayps.comm.ring import Ring
 from rayps.core.errors import ConfigError
@@ -41,7 +41,7 @@ Step = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class PipelineRow:
-    """One contender. Times are milliseconds per step of the slowest stage, medians of the turns."""
+    """One contender. Times are milliseconds per step on the slowest stage, as medians of the turns."""
 
     contender: str
     schedule: str
@@ -51,7 +51,7 @@ class PipelineRow:
     step: float
     ideal: float  # the ideal time of the schedule, from the time of one process
     beyond: float  # the overhead: step - ideal
-    times_torch: float | None  # torch's overhead / this contender's overhead
+    times_torch: float | None  # torch's overhead / this contender's overhead; None if torch did not take part
 
 
 class PipelineBench:
@@ -101,7 +101,7 @@ class PipelineBench:
             dist.destroy_process_group()
 
     def _alone(self) -> None:
-        """Compute all layers and micro-batches in this process; only the first rank does."""
+        """Compute all layers and micro-batches in this process, if this is the first rank."""
         if self._rank:
             return
         for x, y in zip(self._x.chunk(self._micros), self._y.chunk(self._micros), strict=True):
@@ -143,8 +143,13 @@ def bench_pipeline(
 ) -> list[PipelineRow]:
     """Measure a training step of an MLP with 3 equal layers per chunk; each stage is an actor with one thread.
 
-    Return a row for each schedule and contender. Each contender makes `repeats` turns of `steps` steps; their order
-    changes with each turn. Raises ConfigError, ClusterError, LinkError.
+    Return a row for each schedule and contender. Each contender makes `repeats` turns of `steps` steps. The order of
+    the contenders changes with each turn.
+
+    Raises:
+        ConfigError: there is no such contender or schedule.
+        ClusterError: an actor died.
+        LinkError: a stage did not answer the others.
     """
     for given, known in ((contenders, CONTENDERS), (schedules, tuple(_TORCH))):
         for each in given:
@@ -187,13 +192,13 @@ def _measure(
     found: dict[str, list[float]] = {each: [] for each in names}
     try:
         port = actors[0].call("port").result(timeout)
-        together(actors, "prepare", name, contenders, port, timeout=timeout)
+        call_all(actors, "prepare", name, contenders, port, timeout=timeout)
         for turn in range(repeats + 1):
             for each in names[turn % len(names) :] + names[: turn % len(names)]:
-                slowest = max(together(actors, "turn", each, steps, timeout=timeout))
+                slowest = max(call_all(actors, "turn", each, steps, timeout=timeout))
                 if turn:  # turn 0 is the warm-up: it touches new pages
                     found[each].append(slowest)
-        together(actors, "close", timeout=timeout)
+        call_all(actors, "close", timeout=timeout)
     finally:
         for actor in actors:
             cluster.kill(actor)

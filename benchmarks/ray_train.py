@@ -1,7 +1,7 @@
 """Ray Train as a contender of `rayps bench step`: TorchTrainer's workers, which alternate with those of rayps.
 
-Needs `pip install 'rayps[bench]'`. Files in a folder tell the workers when to train, because a trainer's loop cannot be
-called. Therefore the workers must be on this host.
+It needs `pip install 'rayps[bench]'`. Files in a folder signal the workers when to train, because the loop of a trainer
+cannot be called from outside. The workers must therefore be on this host.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _START_SECONDS = 180.0
 
 
 class RayTrain:
-    """A TorchTrainer that runs in the background; its workers train only in `turn`."""
+    """A TorchTrainer that runs in the background. Its workers train only during `turn`."""
 
     def __init__(self, workers: int, model: str, hidden: int | None, timeout: float) -> None:
         try:

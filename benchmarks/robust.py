@@ -1,13 +1,13 @@
 """Measure robust aggregation rules: accuracy with attackers, and their cost without attackers.
 
-The model of handwritten digits is a network 784-64-10, trained by plain SGD; every round asks all clients. The scenes:
+The model of handwritten digits is a network 784-64-10, trained by plain SGD. Every round trains all clients. Scenes:
 
-- `iid`: rows are divided at random, and there are no attackers. The accuracy of the rule `mean` here is the reference.
+- `iid`: rows are divided at random, and there are no attackers. The accuracy of the rule `mean` in it is the reference.
 - `attack`: rows are divided at random, and some clients attack.
 - `shards`: each client has two shards of the rows sorted by label, and there are no attackers.
 
-The result is the best accuracy of all rounds on test images, because with shards it varies from round to round. For the
-attack `false_buffers` the network has BatchNorm in every scene; for `false_c` the strategy is SCAFFOLD.
+The result is the best accuracy of all rounds on test images, because in `shards` the accuracy varies from round to
+round. For the attack `false_buffers` the network has BatchNorm in every scene. For `false_c` the strategy is SCAFFOLD.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ RULES = (
     "centered_clipping(tau=1)",
 )
 FOLDER = Path(rayps.__file__).resolve().parent.parent / "examples" / "data"
-_FILES = {  # True: for training, False: for test; MNIST's images and labels, and the Parquet file in examples/data
+_FILES = {  # True: training, False: test. The files are MNIST's images and labels, and a Parquet file of examples/data
     True: ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz", "digits.parquet"),
     False: ("t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz", "digits_test.parquet"),
 }
@@ -66,9 +66,9 @@ class RobustRow:
     clients: int
     rounds: int
     seeds: int
-    best: float  # the best of all rounds
-    last: float  # after the last round
-    below: float | None  # percentage points by which `best` is below that of `mean` in `iid`; None: not measured
+    best: float  # the best accuracy of all rounds
+    last: float  # the accuracy after the last round
+    below: float | None  # percentage points by which `best` is below the reference; None if that was not measured
     rejected: float  # number of replies per round that the rule rejected
     warned: bool  # whether an event warned that the rule costs accuracy on this data
     seconds: float  # seconds of a run
@@ -84,7 +84,7 @@ class RobustDigits(Workload):
         self.batch, self.lr, self.normed = batch, lr, normed
 
     def model(self) -> nn.Module:
-        """Return a network of 50,890 parameters; with BatchNorm 51,018 parameters, and buffers."""
+        """Return a network of 50,890 parameters, or with BatchNorm of 51,018 parameters, and buffers."""
         norm = [nn.BatchNorm1d(64)] if self.normed else []
         return nn.Sequential(nn.Linear(784, 64), *norm, nn.ReLU(), nn.Linear(64, 10))
 
@@ -114,10 +114,11 @@ class RobustDigits(Workload):
 def digits(folder: Path, *, learnt: bool, rows: int) -> tuple[Tensor, Tensor]:
     """Return the first `rows` images [rows, 784], with pixels from 0 to 1, and their digits.
 
-    `learnt`: the training images, else the test images. The folder has MNIST's files or those of `examples/data`.
+    `learnt` selects the training images instead of the test images. The folder has MNIST's files, or the files of
+    `examples/data`.
 
     Raises:
-        ConfigError: the folder has neither.
+        ConfigError: the folder has none of these files.
     """
     images, labels, parquet = _FILES[learnt]
     if (folder / images).is_file():
@@ -167,21 +168,21 @@ def bench_robust(
             "at least 1 round and 1 seed",
             field="scenes",
         )
-    lies = attack_of(attack)
+    attack_spec = attack_of(attack)
     for rule in rules:
-        rule_of(rule).check(clients, lies if "attack" in scenes else None)
-    learn: type[FedAvg | Scaffold] = Scaffold if lies is not None and lies.name == "false_c" else FedAvg
-    normed = lies is not None and lies.name == "false_buffers"
+        rule_of(rule).check(clients, attack_spec if "attack" in scenes else None)
+    learn: type[FedAvg | Scaffold] = Scaffold if attack_spec is not None and attack_spec.name == "false_c" else FedAvg
+    normed = attack_spec is not None and attack_spec.name == "false_buffers"
     digits(folder, learnt=False, rows=1)
     found: list[RobustRow] = []
-    law: float | None = None
+    reference: float | None = None
     for scene in [scene for scene in SCENES if scene in scenes]:
         for rule in rules:
             work = RobustDigits(folder, scene, clients, rows, batch, lr, normed=normed)
             strategy = learn(rule=rule, local_epochs=epochs, attack=attack if scene == "attack" else None)
             runs = [_run(cluster, workers, work, strategy, rounds, seed) for seed in range(seeds)]
             best = sum(max(accuracies) for accuracies, *_ in runs) / seeds
-            law = best if (scene, rule) == ("iid", "mean") else law
+            reference = best if (scene, rule) == ("iid", "mean") else reference
             found.append(
                 RobustRow(
                     scene,
@@ -192,7 +193,7 @@ def bench_robust(
                     seeds,
                     best,
                     sum(accuracies[-1] for accuracies, *_ in runs) / seeds,
-                    None if law is None else 100 * (law - best),
+                    None if reference is None else 100 * (reference - best),
                     sum(run[1] for run in runs) / seeds,
                     any(run[2] for run in runs),
                     sum(run[3] for run in runs) / seeds,
@@ -204,7 +205,7 @@ def bench_robust(
 def _run(
     cluster: Cluster, workers: int, work: RobustDigits, strategy: Federated, rounds: int, seed: int
 ) -> tuple[list[float], float, bool, float]:
-    """Train once; return the accuracy after each round, rejected replies per round, whether an event warns, seconds."""
+    """Train once; return each round's accuracy, rejected replies per round, whether an event warned, and seconds."""
     began = time.perf_counter()
     result = train(work, strategy=strategy, workers=workers, epochs=rounds, seed=seed, cluster=cluster, progress=False)
     accuracies = (

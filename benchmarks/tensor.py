@@ -1,7 +1,7 @@
-"""Measure two layers split among workers: rayps' tensor parallelism, torch's DTensor styles on gloo, unsplit layers.
+"""Measure two layers split among workers by rayps and by torch's DTensor styles on gloo, and unsplit layers.
 
 The layers are Linear(d, 4d), ReLU, Linear(4d, d); the first is split by its output and the second by its input (torch's
-ColwiseParallel and RowwiseParallel). Contenders alternate in the same actors; a step is a forward and a backward pass.
+ColwiseParallel and RowwiseParallel). Contenders alternate in the same actors. A step is a forward and a backward pass.
 The function returns rows and prints nothing.
 """
 
@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from rayps.bench.parallel_calls import together
+from rayps.bench.parallel_calls import call_all
 from rayps.cluster.local import Cluster
 from rayps.comm.ring import Ring
 from rayps.core.errors import ConfigError
@@ -31,15 +31,15 @@ CONTENDERS = ("own", "dtensor", "alone")
 
 @dataclass(frozen=True, slots=True)
 class TensorRow:
-    """One contender at one width. `step`: median microseconds of a forward and a backward pass, slowest worker."""
+    """One contender at one width. `step` is the median microseconds of a step on the slowest worker."""
 
     contender: str
     workers: int
     width: int
     batch: int
     step: float
-    times_dtensor: float | None  # DTensor's step / step, if DTensor took part
-    times_alone: float | None  # step of both layers on one worker / step, if `alone` took part
+    times_dtensor: float | None  # DTensor's step / step; None if DTensor did not take part
+    times_alone: float | None  # `step` of both layers on one worker / step; None if `alone` did not take part
 
 
 class TensorBench:
@@ -57,8 +57,8 @@ class TensorBench:
         self._store: Any = dist.TCPStore("127.0.0.1", 0, self._size, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         return int(self._store.port)
 
-    def meet(self, name: str, contenders: list[str], port: int) -> None:
-        """Connect the workers: by a ring, and by a device mesh if DTensor takes part."""
+    def connect(self, name: str, contenders: list[str], port: int) -> None:
+        """Connect the workers by a ring, and also by a device mesh if DTensor takes part."""
         self._ring = Ring.join(name, self._rank, self._size)
         if "dtensor" in contenders:
             store = self._store if self._rank == 0 else dist.TCPStore("127.0.0.1", port, self._size)  # type: ignore[attr-defined]
@@ -108,10 +108,14 @@ def bench_tensor(
     repeats: int = 9,
     timeout: float = 120.0,
 ) -> list[TensorRow]:
-    """Measure forward and backward passes of two split layers, with one thread per worker; return a row for each.
+    """Measure steps of two split layers, with one thread per worker; return a row for each contender and width.
 
-    There is a row for each contender and width. Each contender makes `repeats` turns of `steps` steps; their order
-    changes with each turn. Raises ConfigError, ClusterError, LinkError.
+    Each contender makes `repeats` turns of `steps` steps. The order of the contenders changes with each turn.
+
+    Raises:
+        ConfigError: there is no such contender.
+        ClusterError: an actor died.
+        LinkError: a worker did not answer the others.
     """
     for each in contenders:
         if each not in CONTENDERS:
@@ -121,12 +125,12 @@ def bench_tensor(
     rows: list[TensorRow] = []
     try:
         port = actors[0].call("port").result(timeout)
-        together(actors, "meet", name, names, port, timeout=timeout)
+        call_all(actors, "connect", name, names, port, timeout=timeout)
         for width in widths:
-            together(actors, "prepare", names, width, batch, timeout=timeout)
-            medians = _turns(lambda each: max(together(actors, "turn", each, steps, timeout=timeout)), names, repeats)
+            call_all(actors, "prepare", names, width, batch, timeout=timeout)
+            medians = _turns(lambda each: max(call_all(actors, "turn", each, steps, timeout=timeout)), names, repeats)
             rows += _rows(medians, workers, width, batch)
-        together(actors, "close", timeout=timeout)
+        call_all(actors, "close", timeout=timeout)
     finally:
         for actor in actors:
             cluster.kill(actor)

@@ -169,7 +169,7 @@ def test_hosts_are_gone_even_when_their_maker_is_killed():
         "import time\nfrom rayps.bench.netns import Hosts\nhosts = Hosts(2, '1gbit')\n"
         "actor = hosts.spawn(1, 'rayps.bench.hosts:HostRank', 0, '127.0.0.1', b'x', 5.0)\n"
         "actor.started.result(60)\n"
-        "print(actor._process.pid, *[holder.pid for holder in hosts._holders], flush=True)\ntime.sleep(600)"
+        "print(actor._process.pid, *[process.pid for process in hosts._namespaces], flush=True)\ntime.sleep(600)"
     )
     maker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     try:

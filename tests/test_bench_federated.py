@@ -12,7 +12,7 @@ from small_work import train
 from benchmarks import federated
 from benchmarks.federated import SCENES, bench_federated, run_of
 from benchmarks.federated_flower import model, plain_client, rows
-from benchmarks.federated_own import Nothing, PeerImages, Watched, WatchedStates, bare, on_disk, told
+from benchmarks.federated_own import Nothing, PeerImages, Watched, WatchedStates, bare, on_disk, read_records
 from benchmarks.peers import _install, run_script
 from rayps.core.errors import ClusterError, ConfigError
 
@@ -100,7 +100,7 @@ def test_own_contenders_do_what_the_peers_do(tmp_path):
     plain_client(net, x, y, config)
     for ours, theirs in zip(result.model().parameters(), net.parameters(), strict=True):
         assert torch.allclose(ours, theirs, atol=1e-6)
-    found = told(tmp_path / "log")
+    found = read_records(tmp_path / "log")
     assert {key: len(values) for key, values in found.items()} == {"stamps": 1, "cpu": 1, "rss": 1, "disk": 1}
     assert found.pop("disk") == [before] and all(value > 0 for values in found.values() for value in values)
 
@@ -111,7 +111,7 @@ def test_what_states_take_on_disk_is_seen(tmp_path):
     before = on_disk()
     result = train(PeerImages(SMALL), WatchedStates(log=str(tmp_path / "log")), workers=1, epochs=2)
     size = sum(4 * parameter.numel() for parameter in result.model().parameters())
-    first, second = (held - before for held in told(tmp_path / "log")["disk"])
+    first, second = (held - before for held in read_records(tmp_path / "log")["disk"])
     assert 3 * size < first <= second < 3 * size + 100_000
 
 

@@ -43,7 +43,7 @@ def test_clients_of_two_labels_learn_ten_together(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(learning._STRATEGIES, "shards", [(f"fedavg:{LOCAL}", 12), (f"fedavg:{LOCAL},dropout=0.5", 14)])
     monkeypatch.setattr(learning, "_LONE", 4)
     told: list[learning.LearningRow] = []
-    rows = bench_learning(["shards"], hidden=32, lr=0.1, tell=told.append)
+    rows = bench_learning(["shards"], hidden=32, lr=0.1, report=told.append)
     assert told == rows and [row.way for row in rows][:2] == ["alone", "in one place"]
     alone, central, federated, dropping = rows
     print(rows)

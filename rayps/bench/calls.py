@@ -1,9 +1,9 @@
 """Measure pulls and pushes of a sparse table's rows through servers and through Ray actor calls, in one run.
 
-`own` is the way of training: the worker makes ids unique, sorts them, pulls their rows from servers, and pushes
-gradients for them. `calls` uses actors that each store a part of a dense torch table and apply index_select and
-index_add_; arguments are numpy arrays, and the ids are split by actor before the measurement. The same workers measure
-both contenders in turn.
+The contender `own` does what a training worker does: it makes ids unique, sorts them, pulls their rows from servers,
+and pushes gradients for them. The contender `calls` uses actors that each store a part of a dense torch table and apply
+index_select and index_add_. Its arguments are numpy arrays, and its ids are divided among the actors before the
+measurement. The same workers measure both contenders alternately.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rayps.bench.parallel_calls import together
+from rayps.bench.parallel_calls import call_all
 from rayps.bench.rows import Ids, Rows
 from rayps.cluster.local import ActorHandle, Cluster
 from rayps.core.errors import ConfigError
@@ -39,7 +39,7 @@ _MOST_WARM_UP = 2000  # the most turns before the measurement
 
 @dataclass(frozen=True, slots=True)
 class CallsRow:
-    """One comparison; figures are medians. Rates are rows per second pulled and pushed: each row counts twice."""
+    """One comparison. Figures are medians. Rates are rows per second; a row that is pulled and pushed counts twice."""
 
     rows: int
     ids: int  # ids of one batch, all different
@@ -53,8 +53,8 @@ class CallsRow:
     times_calls: float  # own / calls: the median of the runs' ratios
     own_turn_s: float  # seconds in which one worker pulls and pushes a batch
     calls_turn_s: float
-    own_cpu_s: float | None  # CPU seconds of workers and servers per turn of a worker; None: on other hosts
-    calls_cpu_s: float | None  # the same of workers and actors, without Ray's processes, which transfer the rows
+    own_cpu_s: float | None  # CPU seconds of workers and servers per turn of a worker; None if on other hosts
+    calls_cpu_s: float | None  # the same for workers and actors, without Ray's processes, which transfer the rows
 
 
 class RayRows:
@@ -86,7 +86,7 @@ class TableBench:
         self._rank = rank
         self._session: Session | None = None
         self._tables: Tables | None = None
-        self._chance = np.random.default_rng(rank)
+        self._generator = np.random.default_rng(rank)
 
     def join(self, group: ManagerClient, space: Space) -> int:
         """Connect to the group's servers; return the number of this rank's next step."""
@@ -97,8 +97,8 @@ class TableBench:
         self._tables.step = max(steps.values(), default=0)
         return self._tables.step
 
-    def own(self, rows: int, ids: int, turns: int) -> tuple[float, float]:
-        """Make `turns` turns through servers; return their start and end by the wall clock, without a warm-up turn."""
+    def turns_on_servers(self, rows: int, ids: int, turns: int) -> tuple[float, float]:
+        """Make a warm-up turn and `turns` turns through servers; return the wall-clock start and end of the latter."""
         assert self._tables is not None
         batches = [torch.from_numpy(batch) for batch in _batches(self._rank, rows, ids)]
         grads = torch.rand(ids, self._tables.space.tables[0].dim)
@@ -109,8 +109,10 @@ class TableBench:
             self._turn(batches[turn % len(batches)], grads)
         return began, time.time()
 
-    def calls(self, parts: list[ActorHandle], rows: int, ids: int, dim: int, turns: int) -> tuple[float, float]:
-        """Make `turns` turns through actor calls; return their start and end by the wall clock, without a warm-up."""
+    def turns_by_calls(
+        self, parts: list[ActorHandle], rows: int, ids: int, dim: int, turns: int
+    ) -> tuple[float, float]:
+        """Make a warm-up turn and `turns` turns through calls; return the wall-clock start and end of the latter."""
         batches = [_cut(batch, len(parts)) for batch in _batches(self._rank, rows, ids)]
         grads = np.random.default_rng(0).random((ids, dim), np.float32)
         out, began = np.empty_like(grads), 0.0
@@ -118,20 +120,20 @@ class TableBench:
             if turn == 1:
                 began = time.time()
             cut = batches[turn % len(batches)]
-            asked = [part.call("pull", local) for part, (_, local) in zip(parts, cut, strict=True)]
-            for reply, (places, _) in zip(asked, cut, strict=True):
+            pulls = [part.call("pull", local) for part, (_, local) in zip(parts, cut, strict=True)]
+            for reply, (places, _) in zip(pulls, cut, strict=True):
                 out[places] = reply.result(WAIT_SECONDS)
-            said = [part.call("push", local, grads[places]) for part, (places, local) in zip(parts, cut, strict=True)]
-            for reply in said:
+            pushes = [part.call("push", local, grads[places]) for part, (places, local) in zip(parts, cut, strict=True)]
+            for reply in pushes:
                 reply.result(WAIT_SECONDS)
         return began, time.time()
 
-    def drawn(self, rows: int, ids: int, zipf: float, seconds: float) -> int:
+    def zipf_turns(self, rows: int, ids: int, zipf: float, seconds: float) -> int:
         """Make turns with Zipf-distributed ids for `seconds` seconds; return the number of turns."""
         assert self._tables is not None
         turns, end = 0, time.monotonic() + seconds
         while time.monotonic() < end:
-            batch = torch.from_numpy((self._chance.zipf(zipf, ids) - 1) % rows)
+            batch = torch.from_numpy((self._generator.zipf(zipf, ids) - 1) % rows)
             self._turn(batch, None)
             turns += 1
         return turns
@@ -157,12 +159,12 @@ class TableBench:
 
 def _batches(rank: int, rows: int, ids: int) -> list[Ids]:
     """Draw the batches of a rank: unique ids in random order."""
-    chance = np.random.default_rng(rank)
-    return [chance.choice(rows, ids, replace=False) for _ in range(_BATCHES)]
+    generator = np.random.default_rng(rank)
+    return [generator.choice(rows, ids, replace=False) for _ in range(_BATCHES)]
 
 
 def _cut(ids: Ids, parts: int) -> list[tuple[Ids, Ids]]:
-    """Split ids by actor; return for each actor the positions of its ids in `ids`, and their row numbers there."""
+    """Divide ids among `parts` actors; return for each its ids' positions in `ids` and their row numbers on it."""
     found = []
     for part in range(parts):
         places = np.flatnonzero(ids % parts == part)
@@ -189,7 +191,7 @@ def bench_calls(
     repeats: int = 5,
     turns: int = 20,
 ) -> CallsRow:
-    """Measure both contenders: batches of `ids` unique ids of a table with `rows` rows, on servers without backups.
+    """Measure both contenders with batches of `ids` unique ids of a table with `rows` rows. Servers have no backups.
 
     Raises:
         ConfigError: a number is too small, or there is no such optimizer.
@@ -208,15 +210,15 @@ def bench_calls(
     few = max(2, turns // 4)
     try:
         space = running.open(a_space(workers, dim, segments, optimizer))
-        together(actors, "join", running, space, timeout=WAIT_SECONDS)
-        together(actors, "own", rows, ids, _warm_up(ids, dim), timeout=WAIT_SECONDS)
-        pids = together(actors, "ping", timeout=WAIT_SECONDS)
+        call_all(actors, "join", running, space, timeout=WAIT_SECONDS)
+        call_all(actors, "turns_on_servers", rows, ids, _warm_up(ids, dim), timeout=WAIT_SECONDS)
+        pids = call_all(actors, "ping", timeout=WAIT_SECONDS)
         mine = [*pids, *(server["pid"] for server in running.facts()["servers"])]
-        theirs = [*pids, *together(parts, "ping", timeout=WAIT_SECONDS)]
+        theirs = [*pids, *call_all(parts, "ping", timeout=WAIT_SECONDS)]
         for _ in range(repeats):
-            own.append(_measured(mine, workers, turns, actors, "own", rows, ids))
-            calls.append(_measured(theirs, workers, few, actors, "calls", parts, rows, ids, dim))
-        together(actors, "close", timeout=WAIT_SECONDS)
+            own.append(_measured(mine, workers, turns, actors, "turns_on_servers", rows, ids))
+            calls.append(_measured(theirs, workers, few, actors, "turns_by_calls", parts, rows, ids, dim))
+        call_all(actors, "close", timeout=WAIT_SECONDS)
     finally:
         for handle in [*actors, *parts]:
             cluster.kill(handle)
@@ -245,7 +247,7 @@ def bench_calls(
 
 
 def _warm_up(ids: int, dim: int) -> int:
-    """Return the number of turns until all rows exist and a worker reuses the memory in which it retains its pushes."""
+    """Return a number of turns after which all rows exist, and workers reuse the memory of their replay buffers."""
     return min(_MOST_WARM_UP, max(_BATCHES, KEEP_BYTES // (4 * ids * dim) + 1))
 
 
@@ -254,14 +256,14 @@ def _measured(
 ) -> tuple[float, float | None]:
     """Measure one contender; return turns per second of all workers together, and CPU seconds per turn."""
     before = _cpu(pids)
-    rate = _rate(together(actors, method, *args, turns, timeout=WAIT_SECONDS), workers * turns)
+    rate = _rate(call_all(actors, method, *args, turns, timeout=WAIT_SECONDS), workers * turns)
     after = _cpu(pids)
     # each worker makes one warm-up turn
     return rate, None if before is None or after is None else (after - before) / (workers * (turns + 1))
 
 
 def _cpu(pids: list[int]) -> float | None:
-    """Return the CPU seconds of these processes so far; None if one is on another host."""
+    """Return the CPU seconds of these processes so far, or None if one of them is on another host."""
     found = 0.0
     for pid in set(pids):
         path = Path(f"/proc/{pid}/stat")

@@ -1,7 +1,7 @@
 """Measure gradient compression: all-reduce of a gradient, uncompressed and compressed, on links of a given rate.
 
-The hosts are network namespaces (`rayps.bench.netns`); on one host the ranks use shared memory. The contender `auto`
-uses the compression that training would choose, and its row has the reason. All contenders alternate in one run.
+The hosts are network namespaces (`rayps.bench.netns`). Ranks on one host use shared memory. The contender `auto` uses
+the compression that training would choose, and its row has the reason. All contenders alternate in one run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from rayps.bench.hosts import HostRank
 from rayps.bench.netns import Hosts
-from rayps.bench.parallel_calls import together
+from rayps.bench.parallel_calls import call_all
 from rayps.comm.ring import Ring
 from rayps.comm.ring.compressed_mean import CompressedRing, compressed
 from rayps.core.compression import compression_of
@@ -31,7 +31,7 @@ _RUN_SECONDS = 900.0
 
 @dataclass(frozen=True, slots=True)
 class CompressionRow:
-    """One contender. `seconds` is the median of the slowest rank's time."""
+    """One contender. `seconds` is the slowest rank's time for one mean, as the median of the repetitions."""
 
     bytes: int
     compression: str
@@ -41,8 +41,8 @@ class CompressionRow:
     seconds: float
     sent: float  # bytes that a rank sends, or writes to shared memory, for one mean
     times_off: float  # time without compression / time
-    picked: str  # the compression used: differs from `compression` for auto
-    why: str
+    picked: str  # the compression that was used; it differs from `compression` for auto
+    why: str  # the reason for `picked`
 
 
 class CompressionRank(HostRank):
@@ -86,7 +86,7 @@ def bench_compression(
     *,
     repeats: int = 5,
 ) -> list[CompressionRow]:
-    """Measure each compression in `names`, and "off"; `size` is the gradient's number of bytes (float32).
+    """Measure each compression in `names`, and "off". `size` is the gradient's number of bytes (float32).
 
     Raises:
         ConfigError: there is no such compression, or fewer than two ranks.
@@ -109,8 +109,8 @@ def bench_compression(
         ]
         for actor in actors:
             actor.started.result(_START_SECONDS)
-        together(actors, "form", together(actors, "address", timeout=_START_SECONDS), timeout=_START_SECONDS)
-        found = together(actors, "means", size, names, repeats, timeout=_RUN_SECONDS)
+        call_all(actors, "form", call_all(actors, "address", timeout=_START_SECONDS), timeout=_START_SECONDS)
+        found = call_all(actors, "means", size, names, repeats, timeout=_RUN_SECONDS)
     medians = {
         name: statistics.median(map(max, zip(*(rank[name][0] for rank in found), strict=True))) for name in names
     }

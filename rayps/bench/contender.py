@@ -17,7 +17,7 @@ MODELS = {"mlp": (Mlp, 2048), "lm": (Gpt, 256)}  # workload, and its default wid
 
 
 def workload(model: str, hidden: int | None, workers: int) -> Workload:
-    """Make the workload `model` for `workers` workers, of width `hidden` (None: 2048 for mlp, 256 for lm).
+    """Make the workload `model` for `workers` workers. If `hidden` is None, its width is 2048 (mlp) or 256 (lm).
 
     Raises:
         ConfigError: there is no such model.
@@ -31,7 +31,7 @@ def workload(model: str, hidden: int | None, workers: int) -> Workload:
 def plain_steps(work: Workload, model: nn.Module) -> Callable[[int], dict[str, float]]:
     """Return a plain torch training loop: a function that makes a number of steps and returns milliseconds per step.
 
-    "step" is the total, "data" the part in which batches are loaded.
+    The result of that function has "step" (the total) and "data" (the time to load batches).
     """
     optimizer = work.optimizer(list(model.parameters()))
     batches = _endless(work)

@@ -16,13 +16,13 @@ from rayps.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class DeviceRow:
-    """One layer at one batch size; median milliseconds of a forward and a backward pass together."""
+    """One layer at one batch size. Times are median milliseconds of a forward and a backward pass together."""
 
     layer: str
     batch: int
     parameters: int
     cpu: float
-    gpu: float | None  # None without a GPU
+    gpu: float | None  # None if there is no GPU
     times: float | None  # CPU time / GPU time
     copy: float | None  # milliseconds to copy the input to the GPU
 
@@ -37,9 +37,9 @@ _LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 def bench_device(batches: Sequence[int] = (1, 32, 128), *, repeats: int = 9) -> list[DeviceRow]:
-    """Measure every layer at every batch size, on the CPU with all of torch's threads and on the GPU if there is one.
+    """Measure every layer at every batch size, on the CPU with all of torch's threads, and on the GPU if there is one.
 
-    Raises ConfigError for a batch below 1.
+    Raises ConfigError if a batch size is below 1.
     """
     if any(batch < 1 for batch in batches):
         raise ConfigError(f"batches are {list(batches)}: give whole numbers of at least 1", batches=list(batches))

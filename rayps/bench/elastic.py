@@ -1,7 +1,7 @@
 """Workers for the benchmarks of a server group: they push and pull until they are stopped, and record the times.
 
-In each segment, every push adds 1 to one slot and the push's number to another slot. At the end, a push that was lost
-or applied twice is detected, also if one was lost and another applied twice.
+In each segment, every push adds 1 to one slot and the push's number to another slot. At the end, these slots show each
+push that was lost or applied twice, even if one push was lost and another was applied twice.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rayps.cluster.local import ActorHandle, Cluster
 from rayps.ps.server_group import ServerGroup, SharedParameters
 
 SEGMENTS = 32
-KINDS = 2  # slots of a rank in a segment: one counts its pushes, one adds up the pushes' numbers
+KINDS = 2  # slots of a rank in a segment: one for the count of its pushes, one for the sum of the pushes' numbers
 WAIT_SECONDS = 300.0
 
 
@@ -44,7 +44,7 @@ class PushBench:
         self._done = Pushed(rank, 0)
 
     def begin(self, group: ServerGroup, pause: float = 0.0) -> int:
-        """Join the group, and push in a thread with `pause` seconds between pushes; return the first push's step."""
+        """Join the group, and push in a thread with pauses of `pause` seconds; return the step of the first push."""
         server = group.join(self._rank)
         first = server.step
         self._stop.clear()
@@ -85,7 +85,7 @@ class PushBench:
 
 
 def number(rank: int, step: int) -> int:
-    """Return the number, below 2^20, that a rank's push of a step adds to the second slot."""
+    """Return the number that a rank's push of a step adds to the second slot. It is below 2^20."""
     return (rank * 7919 + step * 104_729) % 1_048_573
 
 
@@ -96,7 +96,7 @@ def slots(size: int, workers: int, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def exact(values: Tensor, workers: int, done: Sequence[Pushed]) -> list[str]:
-    """Return a text for each slot with a wrong value; none if every acknowledged push was applied exactly once."""
+    """Return a text for each slot with a wrong value: [] if every acknowledged push was applied exactly once."""
     wrong = []
     for each in done:
         counts, sums = (values[places].tolist() for places in slots(len(values), workers, each.rank))
@@ -107,7 +107,7 @@ def exact(values: Tensor, workers: int, done: Sequence[Pushed]) -> list[str]:
     return wrong
 
 
-class Crowd:
+class PushWorkers:
     """A group of `PushBench` workers that push until they are stopped."""
 
     def __init__(self, cluster: Cluster, workers: int) -> None:
@@ -139,7 +139,7 @@ def rate(done: Sequence[Pushed], since: float, until: float) -> float:
 
 
 def longest_gap(done: Sequence[Pushed], since: float, until: float) -> float:
-    """Return the longest time between two acknowledged pushes of one worker, of those that overlap since..until."""
+    """Return the most seconds between two successive pushes of a worker that overlap `since` to `until`."""
     worst = 0.0
     for each in done:
         for before, after in zip(each.times, each.times[1:], strict=False):
@@ -149,5 +149,5 @@ def longest_gap(done: Sequence[Pushed], since: float, until: float) -> float:
 
 
 def median(values: Sequence[float]) -> float:
-    """Return the median; 0 of an empty list."""
+    """Return the median, or 0 for an empty list."""
     return statistics.median(values) if values else 0.0

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rayps.bench.elastic import SEGMENTS, Crowd, exact, longest_gap, median, rate
+from rayps.bench.elastic import SEGMENTS, PushWorkers, exact, longest_gap, median, rate
 from rayps.cluster.local import Cluster, until
 from rayps.core.errors import ConfigError
 from rayps.ps.server_group import ServerGroup
@@ -26,7 +26,7 @@ SETTLE_SECONDS = 120.0
 
 @dataclass(frozen=True, slots=True)
 class FaultsRow:
-    """The result of a run with kills. A kill's gap: the longest seconds that a worker had no acknowledged push."""
+    """The result of a run with kills. The gap of a kill is the longest time that a worker had no acknowledged push."""
 
     kills: int
     servers: int
@@ -42,7 +42,7 @@ class FaultsRow:
     pushes_s_before: float
     pushes_s_after: float
     calm_gap_s: float  # the longest gap before the first kill
-    settled_s: float  # median time from a kill until all backups and a new server were ready
+    settled_s: float  # median seconds from a kill until all backups and a new server were ready
     seconds: float
     wrong: list[str] = field(default_factory=list)  # the first ten wrong slots
     gaps: list[float] = field(default_factory=list)
@@ -62,8 +62,8 @@ def bench_faults(
 ) -> FaultsRow:
     """Kill servers at random moments while workers push and pull vectors of `size` bytes.
 
-    The killed servers must be on this host. The first `warm` seconds, in which the cluster starts processes, do not
-    count.
+    The killed servers must be on this host. The first `warm` seconds, in which the cluster starts processes, are not
+    measured.
 
     Raises:
         ConfigError: kills is below 1, or without replicas a killed server's parameters would be lost.
@@ -77,7 +77,7 @@ def bench_faults(
     seed = random.SystemRandom().randrange(2**31) if seed is None else seed
     chance, began = random.Random(seed), time.time()
     n = max(SEGMENTS * 2 * workers, size // 8)
-    crowd = Crowd(cluster, workers)
+    push_workers = PushWorkers(cluster, workers)
     try:
         with ServerGroup(
             torch.zeros(n, dtype=torch.float64),
@@ -88,7 +88,7 @@ def bench_faults(
             segments=SEGMENTS,
             cluster=cluster,
         ) as group:
-            crowd.begin(group)
+            push_workers.begin(group)
             time.sleep(warm)
             calm = time.time()
             time.sleep(CALM_SECONDS)
@@ -96,10 +96,10 @@ def bench_faults(
             after = time.time()
             time.sleep(CALM_SECONDS)
             ended = time.time()
-            done = crowd.end()
+            done = push_workers.end()
             values = group.server(0).read()
     finally:
-        crowd.close()
+        push_workers.close()
     wrong = [each.error for each in done if each.error] + exact(values, workers, done)
     ends = [*moments[1:], ended]
     gaps = [longest_gap(done, at, min(end, at + AROUND_SECONDS)) for at, end in zip(moments, ends, strict=True)]

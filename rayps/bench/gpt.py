@@ -1,7 +1,7 @@
 """A small GPT-2 as a training step's workload: many parameters of many sizes (the MLP has a few large ones).
 
-Radford et al., "Language models are unsupervised multitask learners", 2019: pre-norm blocks, learned positions, the
-output layer shares the embedding's weights. 4.8 million parameters in 76 tensors where the width is 256.
+Radford et al., "Language models are unsupervised multitask learners", 2019: pre-norm blocks, learned positions, and
+an output layer that shares the embedding's weights. With width 256 it has 4.8 million parameters in 76 tensors.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from rayps.bench.netns import Hosts, bits
-from rayps.bench.parallel_calls import together
+from rayps.bench.parallel_calls import call_all
 from rayps.comm.link import Listener
 from rayps.comm.ring import Ring
 from rayps.comm.ring.choose_algorithm import NAMES
@@ -28,7 +28,7 @@ _START_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class HostsRow:
-    """One algorithm at one size. `seconds` is the median of the slowest rank's time."""
+    """One algorithm at one size. `seconds` is the slowest rank's time, as the median of the repetitions."""
 
     bytes: int
     algorithm: str
@@ -58,7 +58,7 @@ class HostRank:
         return self._listener.address
 
     def form(self, addresses: list[str], streams: int = 0, generation: int = 0, algorithm: str = "auto") -> RingChoices:
-        """Form the ring, in place of an earlier one; return the transport and algorithms that it chose."""
+        """Form the ring and close an earlier one; return the transport and algorithms that the ring chose."""
         if self._ring is not None:
             self._ring.close()
         self._ring = Ring.form(
@@ -74,7 +74,7 @@ class HostRank:
         return self._ring.choices
 
     def measure(self, size: int, algorithms: list[str], repeats: int) -> dict[str, list[float]]:
-        """Return the seconds of every repetition of every algorithm at `size` bytes; algorithms alternate."""
+        """Return for each algorithm the seconds of every repetition at `size` bytes. The algorithms alternate."""
         ring = self._ring
         assert ring is not None, "call form() first"
         x = torch.empty(max(1, size // 4))
@@ -104,8 +104,13 @@ def bench_hosts(
 ) -> list[HostsRow]:
     """Measure all-reduce over `hosts` hosts of `ranks` ranks on links of `rate`: a row for each size and algorithm.
 
-    `streams`: TCP connections between two ranks; 0: as many as are needed to fill the link, by a measurement.
-    `stream_rate` limits each connection, as many clouds do. Raises ConfigError, ClusterError, LinkError.
+    `streams` is the number of TCP connections between two ranks; 0 means as many as a measurement finds necessary to
+    fill the link. `stream_rate` limits the rate of each connection, as many clouds do. `timeout` is in seconds.
+
+    Raises:
+        ConfigError: there is no such algorithm, or there are too few hosts or ranks.
+        ClusterError: this machine cannot make network namespaces.
+        LinkError: a rank did not answer within `timeout`.
     """
     for algorithm in algorithms:
         if algorithm not in NAMES:
@@ -125,10 +130,10 @@ def bench_hosts(
         ]
         for actor in actors:
             actor.started.result(_START_SECONDS)
-        addresses = together(actors, "address", timeout=_START_SECONDS)
-        choices = together(actors, "form", addresses, streams, timeout=timeout)[0]
+        addresses = call_all(actors, "address", timeout=_START_SECONDS)
+        choices = call_all(actors, "form", addresses, streams, timeout=timeout)[0]
         for size in sizes:
-            seconds = together(actors, "measure", size, list(algorithms), repeats, timeout=10 * timeout)
+            seconds = call_all(actors, "measure", size, list(algorithms), repeats, timeout=10 * timeout)
             limit = 2 * (hosts - 1) / hosts * size / (bits(rate) / 8)
             for name in algorithms:
                 median = statistics.median(map(max, zip(*(rank[name] for rank in seconds), strict=True)))

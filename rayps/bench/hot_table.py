@@ -1,7 +1,7 @@
 """Measure how the balancing policy spreads a hot table: servers' load and workers' rate before and after migrations.
 
-Ids follow Zipf's law and batches are small, so that a few ids cause most of the load on a few segments. If each server
-has its own machine, the busiest server limits all workers. If all servers share a few cores, as on one machine, the
+Ids follow Zipf's law and batches are small, so a few ids cause most of the load, and a few segments carry it. If each
+server has its own machine, the busiest server limits all workers. If all servers share the cores of one machine, the
 migration of a segment does not change the total work, and hardly changes the rate.
 """
 
@@ -28,10 +28,10 @@ CALM_SECONDS = 6.0  # seconds without a migration, after which the policy has fi
 
 @dataclass(frozen=True, slots=True)
 class HotRow:
-    """The figures before and after the migrations; a turn is a pull and a push.
+    """The figures before and after the migrations. A turn is a pull and a push.
 
-    Load: a server's seconds of service per thousand turns; the lists of loads begin with the largest. Skew: the largest
-    server's figure divided by the mean of all servers.
+    A server's load is its seconds of service per thousand turns. The lists of loads begin with the largest. A skew is
+    the largest server's figure divided by the mean of all servers.
     """
 
     zipf: float
@@ -55,7 +55,7 @@ class HotRow:
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
+class _Load:
     turns: float
     loads: list[float]
     ids: list[float]
@@ -75,10 +75,10 @@ def bench_hot(
 ) -> HotRow:
     """Measure the load for `seconds`, let the policy `balance` migrate segments, and measure the load again.
 
-    By default, a server with more than 1.2 times the mean load gives segments away until it has 1.05 times the mean.
+    By default, segments migrate from a server with more than 1.2 times the mean load until it has 1.05 times the mean.
 
     Raises:
-        ConfigError: an exponent of 1 or less, or fewer than two servers.
+        ConfigError: the exponent is 1 or less, or there are fewer than two servers.
     """
     if zipf <= 1.0 or servers < 2:
         raise ConfigError(
@@ -95,13 +95,13 @@ def bench_hot(
             reply.result(WAIT_SECONDS)
 
         def work(period: float) -> int:
-            replies = [actor.call("drawn", rows, ids, zipf, period) for actor in actors]
+            replies = [actor.call("zipf_turns", rows, ids, zipf, period) for actor in actors]
             return sum(reply.result(WAIT_SECONDS) for reply in replies)
 
         work(WARM_SECONDS)
-        before = _look(cluster, running, work, seconds)
+        before = _measure_load(cluster, running, work, seconds)
         moves = _moved(running, work)
-        after = _look(cluster, running, work, seconds)
+        after = _measure_load(cluster, running, work, seconds)
         for reply in [actor.call("close") for actor in actors]:
             reply.result(WAIT_SECONDS)
     finally:
@@ -130,7 +130,7 @@ def bench_hot(
     )
 
 
-def _look(cluster: Cluster, running: ManagerClient, work: Callable[[float], int], seconds: float) -> _Look:
+def _measure_load(cluster: Cluster, running: ManagerClient, work: Callable[[float], int], seconds: float) -> _Load:
     hosts = {
         server["name"]: cluster.find(actor_name(running.name, server["name"])) for server in running.facts()["servers"]
     }
@@ -141,7 +141,7 @@ def _look(cluster: Cluster, running: ManagerClient, work: Callable[[float], int]
     ids = [
         float(sum(count - old[name][1].get(index, count) for index, count in now[name][1].items())) for name in hosts
     ]
-    return _Look(turns / took, loads, ids)
+    return _Load(turns / took, loads, ids)
 
 
 def _served(hosts: dict[str, ActorHandle | None]) -> dict[str, tuple[float, dict[str, int]]]:
@@ -155,7 +155,7 @@ def _served(hosts: dict[str, ActorHandle | None]) -> dict[str, tuple[float, dict
 
 
 def _moved(running: ManagerClient, work: Callable[[float], int]) -> int:
-    """Let the workers continue until the policy has finished its migrations; return the number of migrated segments."""
+    """Let the workers continue until the policy has finished; return the number of segments that migrated."""
     moves, calm, end = 0, time.monotonic(), time.monotonic() + SETTLE_SECONDS
     while time.monotonic() < end and time.monotonic() - calm < CALM_SECONDS + (0.0 if moves else FIRST_SECONDS):
         work(1.0)

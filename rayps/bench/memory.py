@@ -1,7 +1,7 @@
 """Measure the memory of a training step: the proportional set size of worker processes while they train.
 
-A page that N processes share counts 1/N in each (/proc/PID/smaps_rollup, Linux): memory that a ring's ranks share is
-counted once. Each contender trains in its own actors, which train a tiny model before the measurement.
+A page that N processes share counts 1/N in each of them (/proc/PID/smaps_rollup, Linux), so memory that a ring's ranks
+share is counted once. Each contender trains in its own actors, which train a tiny model before the measurement.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 
 from rayps.bench.contender import plain_steps
 from rayps.bench.mlp import Mlp
-from rayps.bench.parallel_calls import together
+from rayps.bench.parallel_calls import call_all
 from rayps.bench.step import CONTENDERS, StepBench
 from rayps.cluster.local import ActorHandle, Cluster
 from rayps.core.errors import ClusterError, ConfigError
 
 _ROLLUP = Path("/proc/self/smaps_rollup")
-_LOOK_SECONDS = 0.002
+_SAMPLE_SECONDS = 0.002
 _STEPS = 30
 
 
@@ -33,8 +33,8 @@ class MemoryRow:
     contender: str
     workers: int
     model_bytes: int  # bytes of the parameters; a gradient has as many
-    grown: int  # peak proportional set size while training, less the size before the model was made
-    extra: int | None  # grown, less the `grown` of workers that do not communicate
+    grown: int  # peak of the proportional set size while training, minus its value before the model was made
+    extra: int | None  # grown, minus the `grown` of workers that do not communicate (`alone`), if these took part
     extra_gradients: float | None  # extra / model_bytes
 
 
@@ -42,24 +42,26 @@ class MemoryBench(StepBench):
     """An actor: one worker of one contender, which measures the memory of its own process."""
 
     def before(self) -> int:
-        """Train a tiny model, so that torch is loaded; return the proportional set size, before the model is made."""
+        """Train a tiny model, which loads torch's modules; return the proportional set size in bytes."""
         work = Mlp(8, 1)
         plain_steps(work, work.model())(3)
         return resident()
 
     def peak(self, contender: str) -> int:
-        """Train with one contender; return the peak of the proportional set size."""
+        """Train with one contender; return the peak of the proportional set size in bytes."""
         self.turn(contender, 3)
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
-            trim(0)  # return freed memory to the system: what making the model needed for a moment does not count
+            trim(
+                0
+            )  # return freed memory to the system: memory that only the construction of the model needed does not count
         sizes, done = [resident()], threading.Event()
 
-        def look() -> None:
-            while not done.wait(_LOOK_SECONDS):
+        def sample() -> None:
+            while not done.wait(_SAMPLE_SECONDS):
                 sizes.append(resident())
 
-        watcher = threading.Thread(target=look, daemon=True)
+        watcher = threading.Thread(target=sample, daemon=True)
         watcher.start()
         self.turn(contender, _STEPS)
         done.set()
@@ -83,9 +85,12 @@ def resident() -> int:
 def bench_memory(
     cluster: Cluster, workers: int, contenders: Sequence[str], *, hidden: int = 2048, timeout: float = 120.0
 ) -> list[MemoryRow]:
-    """Measure a training step of an MLP with the widths 64, `hidden`, `hidden`, 10: a row for each contender.
+    """Measure the memory of a training step of an MLP with the widths 64, `hidden`, `hidden`, 10, for each contender.
 
-    Raises ConfigError, ClusterError, LinkError.
+    Raises:
+        ConfigError: there is no such contender.
+        ClusterError: an actor died, or the system does not report the memory.
+        LinkError: a worker did not answer the others within `timeout` seconds.
     """
     known = [name for name in CONTENDERS if name != "ray_train"]
     for contender in contenders:
@@ -113,10 +118,10 @@ def _grown(cluster: Cluster, workers: int, contender: str, hidden: int, timeout:
         for rank in range(workers):
             actors.append(cluster.spawn("rayps.bench.memory:MemoryBench", rank, workers, hidden))
         port = actors[0].call("port").result(timeout)
-        before = together(actors, "before", timeout=timeout)
-        together(actors, "prepare", f"memory-{secrets.token_hex(4)}", [contender], port, timeout=timeout)
-        peaks = together(actors, "peak", contender, timeout=timeout)
-        together(actors, "close", timeout=timeout)
+        before = call_all(actors, "before", timeout=timeout)
+        call_all(actors, "prepare", f"memory-{secrets.token_hex(4)}", [contender], port, timeout=timeout)
+        peaks = call_all(actors, "peak", contender, timeout=timeout)
+        call_all(actors, "close", timeout=timeout)
     finally:
         for actor in actors:
             cluster.kill(actor)

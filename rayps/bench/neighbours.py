@@ -1,4 +1,7 @@
-"""Measure two jobs on one server group: whether results are as alone, the slowdown by a flood of pushes, the memory."""
+"""Measure two jobs on one server group: whether they change each other's results, slowdowns, and memory.
+
+The slowdowns are those by the other job, by a flood of pushes, and by processes that only load the CPU.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rayps.bench.elastic import SEGMENTS, WAIT_SECONDS, Crowd, median
+from rayps.bench.elastic import SEGMENTS, WAIT_SECONDS, PushWorkers, median
 from rayps.cluster.local import ActorHandle, Cluster
 from rayps.core.errors import ConfigError
 from rayps.core.values import JsonObject
@@ -24,39 +27,41 @@ PAUSE_SECONDS = 0.005  # seconds that a worker sleeps in each round, in place of
 
 @dataclass(frozen=True, slots=True)
 class NeighboursRow:
-    """Two synchronous jobs, each alone and both together, and the first during a flood of pushes by other workers."""
+    """Two synchronous jobs, alone and together, and the first job during a flood of pushes by other workers."""
 
     servers: int
     workers: int
     bytes: int
-    same_first: bool  # whether the first job's final parameters beside the second job are bit for bit those alone
+    same_first: bool  # whether the first job's final parameters, with the second job, are bit for bit those alone
     same_second: bool  # the same for the second job
     same_flooded: bool  # the same for the first job during the flood
     rounds_s_alone: float  # the first job's rounds per second, alone
-    rounds_s_together: float
-    rounds_s_flooded: float
-    rounds_s_busy: float  # beside processes that keep as many cores busy, without using the group
-    flood_pushes_s: float
-    group_bytes_before: int  # the bytes on the group before the flood's space was made, with it, and after its deletion
-    group_bytes_with: int
-    group_bytes_after: int
-    memory_before: int | None  # resident bytes of the server processes; None: on other hosts
+    rounds_s_together: float  # the first job's rounds per second while the second job runs
+    rounds_s_flooded: float  # the first job's rounds per second during the flood
+    rounds_s_busy: (
+        float  # the first job's rounds per second while other processes load the CPU, without using the group
+    )
+    flood_pushes_s: float  # pushes of the flood per second
+    group_bytes_before: int  # bytes on the group before the flood's space was created
+    group_bytes_with: int  # bytes on the group with the flood's space
+    group_bytes_after: int  # bytes on the group after the deletion of the flood's space
+    memory_before: int | None  # resident bytes of the server processes at these times; None if on other hosts
     memory_with: int | None
     memory_after: int | None
 
     @property
     def slowdown_together(self) -> float:
-        """Rate alone / rate beside the second job."""
+        """The first job's rounds per second alone, divided by those while the second job runs."""
         return self.rounds_s_alone / self.rounds_s_together
 
     @property
     def slowdown_flooded(self) -> float:
-        """Rate alone / rate beside the flood."""
+        """The first job's rounds per second alone, divided by those during the flood."""
         return self.rounds_s_alone / self.rounds_s_flooded
 
     @property
     def slowdown_busy(self) -> float:
-        """Rate alone / rate beside processes that do not use the group."""
+        """The first job's rounds per second alone, divided by those while other processes load the CPU."""
         return self.rounds_s_alone / self.rounds_s_busy
 
     def to_dict(self) -> JsonObject:
@@ -87,7 +92,7 @@ def bench_jobs(
     """Measure two jobs of `workers` workers on `size` bytes of parameters, and `flooders` workers that flood the group.
 
     Raises:
-        ConfigError: fewer than two servers: each segment has a backup on another server.
+        ConfigError: there are fewer than two servers, but each segment has a backup on another server.
     """
     if servers < 2:
         raise ConfigError(f"servers is {servers}: give at least 2, because each segment has a backup", field="servers")
@@ -95,7 +100,7 @@ def bench_jobs(
     running = elastic.start(cluster, f"bench-{secrets.token_hex(4)}", servers, 1, detached=False)
     actors = [[cluster.spawn("rayps.bench.resize:TrainBench", rank) for rank in range(workers)] for _ in range(2)]
     busy = [cluster.spawn("rayps.bench.neighbours:BusyBench") for _ in range(flooders)]
-    crowd = Crowd(cluster, flooders)
+    push_workers = PushWorkers(cluster, flooders)
     try:
         _train(cluster, running, actors[:1], n, 20)  # warm-up
         (alone,) = _train(cluster, running, actors[:1], n, rounds)
@@ -115,16 +120,16 @@ def bench_jobs(
             segments=SEGMENTS,
             cluster=cluster,
         ) as flood:
-            crowd.begin(flood)
+            push_workers.begin(flood)
             began = time.time()
             (flooded,) = _train(cluster, running, actors[:1], n, rounds)
-            done = crowd.end()
+            done = push_workers.end()
             pushes = sum(len(each.times) for each in done) / (time.time() - began)
             with_it = _memory(running)
         time.sleep(1.0)
         after = _memory(running)
     finally:
-        crowd.close()
+        push_workers.close()
         for actor in [*busy, *(each for some in actors for each in some)]:
             cluster.kill(actor)
         running.stop()
@@ -188,7 +193,7 @@ def _same(one: tuple[float, list[NDArray[np.float32]]], other: tuple[float, list
 
 
 def _memory(running: ManagerClient) -> tuple[int, int | None]:
-    """Return the bytes that the servers report, and their processes' resident bytes (None: on other hosts)."""
+    """Return the bytes that the servers report, and their processes' resident bytes (None if on other hosts)."""
     time.sleep(0.5)  # for a few heartbeats, which report the bytes
     servers = running.facts()["servers"]
     found = 0

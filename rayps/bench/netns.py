@@ -1,7 +1,7 @@
 """Simulate several hosts on one machine: network namespaces on one switch, each with a link of a given rate.
 
-Nothing is left after an exit of any kind: the namespaces have no names, and each exists only as long as a small child
-process, which ends with this process. Making namespaces needs root, or `unshare --user --map-root-user`.
+After an exit of any kind, nothing remains: the namespaces have no names, and each exists only as long as a small child
+process, which ends with this process. To make namespaces needs root, or `unshare --user --map-root-user`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _START_SECONDS = 5.0
 
 
 def bits(rate: str) -> float:
-    """Return the bits per second of a rate such as "100mbit". Raises ConfigError: the text is not a rate."""
+    """Return the bits per second of a rate such as "100mbit". Raises ConfigError if the text is not a rate."""
     number, unit = rate[:-4], rate[-4:].lower()
     try:
         return float(number) * _UNITS[unit]
@@ -39,7 +39,11 @@ def bits(rate: str) -> float:
 class Hosts:
     """`count` hosts whose links have `rate` in each direction; `slow` maps a host's number to another rate.
 
-    Use it as a context manager: actors and namespaces end with the block. Raises ConfigError, ClusterError.
+    Use this class as a context manager: actors and namespaces end with the block.
+
+    Raises:
+        ConfigError: a rate cannot be read.
+        ClusterError: this machine cannot make network namespaces.
     """
 
     def __init__(self, count: int, rate: str, *, slow: dict[int, str] | None = None) -> None:
@@ -52,34 +56,36 @@ class Hosts:
                 "`unshare --user --map-root-user` before it"
             )
         self.addresses = [f"10.77.{host // 200}.{host % 200 + 11}" for host in range(count)]
-        self._holders: list[subprocess.Popen[bytes]] = []
+        self._namespaces: list[subprocess.Popen[bytes]] = []
         self._actors: list[NamespaceActor] = []
         try:
-            switch = self._hold()
+            switch = self._make_namespace()
             _run(switch, "ip", "link add switch type bridge\nlink set switch up")
             for host, address in enumerate(self.addresses):
-                self._plug(switch, host, address, (slow or {}).get(host, rate))
+                self._attach_host(switch, host, address, (slow or {}).get(host, rate))
         except BaseException:
             self.close()
             raise
 
-    def _hold(self) -> int:
-        """Make a network namespace; return the id of the process in it, which ends when its standard input closes."""
-        holder = subprocess.Popen(
+    def _make_namespace(self) -> int:
+        """Make a network namespace; return the id of a process in it, which ends when its standard input closes."""
+        process = subprocess.Popen(
             ["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
         )
-        self._holders.append(holder)
-        ours, theirs = Path("/proc/self/ns/net"), Path(f"/proc/{holder.pid}/ns/net")
+        self._namespaces.append(process)
+        ours, theirs = Path("/proc/self/ns/net"), Path(f"/proc/{process.pid}/ns/net")
         deadline = time.monotonic() + _START_SECONDS
-        while holder.poll() is None and theirs.readlink() == ours.readlink() and time.monotonic() < deadline:
+        while process.poll() is None and theirs.readlink() == ours.readlink() and time.monotonic() < deadline:
             time.sleep(0.005)
-        if holder.poll() is not None or theirs.readlink() == ours.readlink():
-            words = holder.stderr.read().decode().strip() if holder.poll() is not None and holder.stderr else "timeout"
+        if process.poll() is not None or theirs.readlink() == ours.readlink():
+            words = (
+                process.stderr.read().decode().strip() if process.poll() is not None and process.stderr else "timeout"
+            )
             raise ClusterError(f"this machine cannot make network namespaces ({words}): run as root on one that can")
-        return holder.pid
+        return process.pid
 
-    def _plug(self, switch: int, host: int, address: str, rate: str) -> None:
-        pid = self._hold()
+    def _attach_host(self, switch: int, host: int, address: str, rate: str) -> None:
+        pid = self._make_namespace()
         port = f"port{host}"
         _run(switch, "ip", f"link add {port} type veth peer name eth0 netns {pid}\nlink set {port} master switch up")
         _run(pid, "ip", f"addr add {address}/16 dev eth0\nlink set eth0 up\nlink set lo up")
@@ -88,12 +94,12 @@ class Hosts:
     def shape(self, host: int, rate: str) -> None:
         """Change the rate of a host's link."""
         burst = max(16_000, int(bits(rate) / 8 * 0.002))
-        for namespace, device in ((self._holders[0].pid, f"port{host}"), (self._holders[1 + host].pid, "eth0")):
+        for namespace, device in ((self._namespaces[0].pid, f"port{host}"), (self._namespaces[1 + host].pid, "eth0")):
             _run(namespace, "tc", f"qdisc replace dev {device} root tbf rate {rate} burst {burst} latency 50ms")
 
     def sent(self, host: int) -> int:
         """Return the bytes that the host has sent on its link so far, by the kernel's counter."""
-        for line in Path(f"/proc/{self._holders[1 + host].pid}/net/dev").read_text().splitlines():
+        for line in Path(f"/proc/{self._namespaces[1 + host].pid}/net/dev").read_text().splitlines():
             name, _, numbers = line.partition(":")
             if name.strip() == "eth0":
                 return int(numbers.split()[8])
@@ -101,22 +107,22 @@ class Hosts:
 
     def spawn(self, host: int, target: str, *args: Any) -> NamespaceActor:
         """Start an actor, an instance of `module:Class`, as a process on that host."""
-        actor = NamespaceActor(self._holders[1 + host].pid, target, args)
+        actor = NamespaceActor(self._namespaces[1 + host].pid, target, args)
         self._actors.append(actor)
         return actor
 
     def close(self) -> None:
-        """Kill every actor and remove every host; do nothing if that was done before."""
+        """Kill every actor and remove every host. A second call does nothing."""
         for actor in self._actors:
             actor.kill()
-        for holder in self._holders:
-            holder.kill()
-            holder.wait()
-            for pipe in (holder.stdin, holder.stderr):
+        for process in self._namespaces:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stderr):
                 if pipe is not None:
                     with contextlib.suppress(OSError):
                         pipe.close()
-        self._actors, self._holders = [], []
+        self._actors, self._namespaces = [], []
 
     def __enter__(self) -> Hosts:
         return self
@@ -135,7 +141,7 @@ def _run(namespace: int, tool: str, commands: str) -> None:
 
 
 class NamespaceActor:
-    """An actor in a process on one of the `Hosts`; its calls run one after the other."""
+    """An actor in a process on one of the `Hosts`. Its calls run one after the other."""
 
     def __init__(self, namespace: int, target: str, args: tuple[Any, ...]) -> None:
         self.name = target
@@ -149,7 +155,7 @@ class NamespaceActor:
         self.started = self.call(target, *args)
 
     def call(self, method: str, *args: Any) -> HostReply:
-        """Call a method; answers arrive in the order of calls."""
+        """Call a method; return its reply. Replies arrive in the order of calls."""
         try:
             self._pipe.send((method, args))
         except OSError as error:
@@ -164,13 +170,19 @@ class NamespaceActor:
 
 
 class HostReply:
-    """The answer to a call of a `NamespaceActor`, which arrives later."""
+    """The reply to a call of a `NamespaceActor`. It arrives later."""
 
     def __init__(self, pipe: Connection, what: str) -> None:
         self._pipe, self._what = pipe, what
 
     def result(self, timeout: float) -> Any:
-        """Wait for the answer. Raises ClusterError, ActorDied, or the RaypsError that the method raised."""
+        """Wait for the reply, and return the method's result.
+
+        Raises:
+            ClusterError: there was no reply within `timeout` seconds, or the method failed.
+            ActorDied: the process has ended.
+            RaypsError: the method raised this error.
+        """
         try:
             if not self._pipe.poll(timeout):
                 raise ClusterError(f"{self._what} did not answer within {timeout:g} s", seconds=timeout)
@@ -188,17 +200,17 @@ def serve(descriptor: int, parent: int) -> None:
     if os.getppid() != parent:
         return
     pipe = Connection(descriptor)
-    held: Any = None
+    instance: Any = None
     with contextlib.suppress(EOFError):
         while True:
             method, args = pipe.recv()
             try:
-                value = resolve(method)(*args) if held is None else getattr(held, method)(*args)
+                value = resolve(method)(*args) if instance is None else getattr(instance, method)(*args)
             except RaypsError as error:
                 pipe.send((False, error))
             except Exception as error:  # sent as text: not every error can be pickled
                 pipe.send((False, ClusterError(f"{method} failed: {type(error).__name__}: {error}")))
             else:
-                if held is None:
-                    held, value = value, None
+                if instance is None:
+                    instance, value = value, None
                 pipe.send((True, value))

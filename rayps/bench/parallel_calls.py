@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from rayps.cluster.local import ActorHandle
 
 
-def together(
+def call_all(
     actors: Sequence[ActorHandle] | Sequence[NamespaceActor] | Sequence[PlainActor],
     method: str,
     *args: Any,
     timeout: float,
 ) -> list[Any]:
-    """Call a method of all actors at once; return their answers in the actors' order."""
+    """Call a method of all actors at once; return their results in the actors' order. `timeout` is in seconds."""
     replies = [actor.call(method, *args) for actor in actors]
     return [reply.result(timeout) for reply in replies]

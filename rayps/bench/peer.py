@@ -1,4 +1,4 @@
-"""Load contenders of a benchmark that are in `benchmarks/`: a checkout has this folder, an installed wheel does not."""
+"""Load contenders of a benchmark from `benchmarks/`. A checkout has this folder; an installed wheel does not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from rayps.core.errors import ConfigError
 
 
 def peer(name: str, *args: Any) -> Any:
-    """Make an object of the class `name` ("module:Class") of `benchmarks`. Raises ConfigError: there is no checkout."""
+    """Make an object of the class `name` ("module:Class") of `benchmarks`.
+
+    Raises ConfigError if `benchmarks` cannot be imported.
+    """
     module, _, kind = name.partition(":")
     try:
         return getattr(importlib.import_module(f"benchmarks.{module}"), kind)(*args)

@@ -18,7 +18,7 @@ class PlainActor:
     """An object in its own process. Its calls run one after the other, and each returns a `Future`."""
 
     def __init__(self, make: Callable[..., Any], *args: Any) -> None:
-        """Start the process and make the object in it by `make(*args)`; `make` and `args` must be picklable."""
+        """Start the process and make the object in it with `make(*args)`. `make` and `args` must be picklable."""
         self._pipe, theirs = _CONTEXT.Pipe()
         self._process = _CONTEXT.Process(target=_serve, args=(theirs, make, args), daemon=True)
         self._process.start()

@@ -1,7 +1,6 @@
-"""Measure consistent pulls, which read all servers as of one moment, and independent pulls.
+"""Compare consistent pulls, which read all servers as of one moment, with independent pulls.
 
-Staleness is bounded. A turn is a push and a pull of the whole vector. Both contenders alternate between the same
-actors.
+Staleness is bounded. A turn is a push and a pull of the whole vector. The two contenders alternate in the same actors.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ CONTENDERS = ("independent", "consistent")
 
 @dataclass(frozen=True, slots=True)
 class ReadsRow:
-    """One contender at one size. `turns`: turns (a push and a pull) per second, of all workers together."""
+    """One contender at one size. `turns` is the number of turns per second of all workers together."""
 
     bytes: int
     contender: str
@@ -41,7 +40,7 @@ class ReadsBench:
         self._rank = rank
 
     def turns(self, group: ServerGroup, turns: int, consistent: bool) -> tuple[float, float]:
-        """Make `turns` turns; return their start and end by the wall clock, without a warm-up turn."""
+        """Make a warm-up turn and `turns` turns; return the wall-clock start and end of the latter."""
         server = group.join(self._rank)
         grad, out = server.buffer(), torch.empty(group.layout.size)
         began = 0.0

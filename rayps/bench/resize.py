@@ -25,7 +25,7 @@ WAIT_SECONDS = 600.0
 
 @dataclass(frozen=True, slots=True)
 class ResizeRow:
-    """One resize. `moved`: the share of parameters with a new primary; `by_the_book`: the least possible such share."""
+    """One resize. `moved` is the share of parameters with a new primary; `by_the_book` is its least possible value."""
 
     before: int
     after: int
@@ -49,7 +49,7 @@ TrainedWorker = tuple[list[float], list[float], NDArray[np.float32]]  # ends of 
 
 
 class TrainBench:
-    """An actor: one worker of a synchronous run on a quadratic; its gradients depend on all earlier rounds."""
+    """An actor: one worker of a synchronous run on a quadratic loss. Its gradients depend on all earlier rounds."""
 
     def __init__(self, rank: int) -> None:
         torch.set_num_threads(1)
@@ -84,10 +84,12 @@ def bench_resize(
     pause: float = 0.005,
     seconds: float = 20.0,
 ) -> list[ResizeRow]:
-    """Measure the resizes between consecutive `sizes` (servers) during a run of about `seconds` on `size` bytes.
+    """Measure the resizes between consecutive `sizes` (numbers of servers) during a run of about `seconds` seconds.
+
+    The model has `size` bytes of parameters.
 
     Raises:
-        ConfigError: fewer than two sizes.
+        ConfigError: there are fewer than two sizes.
     """
     if len(sizes) < 2:
         raise ConfigError(f"sizes is {sizes}: give at least two numbers of servers, such as 2,4,3", field="sizes")
@@ -96,14 +98,16 @@ def bench_resize(
         n = max(SEGMENTS, size // 4)
         rounds = _rounds(cluster, actors, n, sizes[0], replicas, pause, seconds)
         found, rows = _run(cluster, actors, n, sizes, replicas, pause, rounds)
-        law, _ = _run(cluster, actors, n, sizes[:1], replicas, pause, len(found[0][0]))
+        reference, _ = _run(cluster, actors, n, sizes[:1], replicas, pause, len(found[0][0]))
         for row in rows:
-            _, row["calm_dip"], row["calm_dip_seconds"] = _dip(law[0][0], *(law[0][0][0] + t for t in row.pop("span")))
+            _, row["calm_dip"], row["calm_dip_seconds"] = _dip(
+                reference[0][0], *(reference[0][0][0] + t for t in row.pop("span"))
+            )
     finally:
         for actor in actors:
             cluster.kill(actor)
-    same = all((a[2] == b[2]).all() for a, b in zip(found, law, strict=True))
-    curve = all(a[1] == b[1] for a, b in zip(found, law, strict=True))
+    same = all((a[2] == b[2]).all() for a, b in zip(found, reference, strict=True))
+    curve = all(a[1] == b[1] for a, b in zip(found, reference, strict=True))
     return [ResizeRow(**row, same_bits=bool(same), same_curve=curve) for row in rows]
 
 
@@ -191,7 +195,7 @@ def _moved(old: SpaceMap, new: SpaceMap, cuts: tuple[tuple[int, int], ...]) -> f
 
 
 def _dip(times: list[float], since: float, until: float) -> tuple[float, float, float]:
-    """Return the rate before `since`, the largest share of it that was lost after, and the seconds with a low rate."""
+    """Return the rate before `since`, the largest share of it that was lost later, and the seconds with a low rate."""
     usual = sum(since - CALM_SECONDS + 0.5 <= t < since for t in times) / (CALM_SECONDS - 0.5)
     bins = []
     at = since

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rayps.bench.parallel_calls import together
+from rayps.bench.parallel_calls import call_all
 from rayps.bench.peer import peer
 from rayps.cluster.local import ActorHandle, Cluster
 from rayps.comm.ring import Ring
@@ -25,7 +25,7 @@ from rayps.comm.ring.choose_algorithm import NAMES
 from rayps.comm.ring.ring import Backend
 from rayps.core.errors import ConfigError
 
-RESIDENT = "resident"  # a contender: the vector is in shared memory, and the ranks read its sum in place
+RESIDENT = "resident"  # a contender whose vector is in shared memory; the ranks read the sum in place
 MPICH = "mpich"
 CONTENDERS = (*NAMES, RESIDENT, "gloo", "nccl", MPICH)
 _COPY_BYTES = 100 << 20
@@ -43,10 +43,10 @@ class RingRow:
     repeats: int
     seconds: float
     bandwidth: float  # bytes / seconds
-    copy_bandwidth: float  # of this machine's memory, one process
+    copy_bandwidth: float  # bytes per second that one process copies in this machine's memory
     ratio: float  # bandwidth / copy_bandwidth
-    times_gloo: float | None  # gloo's time / time, if gloo took part
-    times_mpich: float | None  # MPICH's time / time, if MPICH took part
+    times_gloo: float | None  # gloo's seconds / seconds; None if gloo did not take part
+    times_mpich: float | None  # MPICH's seconds / seconds; None if MPICH did not take part
 
 
 class RingBench:
@@ -61,8 +61,8 @@ class RingBench:
         """Form the rings; return each contender's transport."""
         own = self._join("own")
         for algorithm in algorithms:
-            torchs: Backend | None = "gloo" if algorithm == "gloo" else "nccl" if algorithm == "nccl" else None
-            self._rings[algorithm] = own if torchs is None else self._join(torchs)
+            torch_backend: Backend | None = "gloo" if algorithm == "gloo" else "nccl" if algorithm == "nccl" else None
+            self._rings[algorithm] = own if torch_backend is None else self._join(torch_backend)
         self._own = own
         return {algorithm: str(ring.choices["transport"]) for algorithm, ring in self._rings.items()}
 
@@ -102,7 +102,7 @@ class RingBench:
         return seconds
 
     def niceness(self) -> int:
-        """Return this process's niceness, which Ray raises for its workers."""
+        """Return this process's niceness. Ray raises the niceness of its workers."""
         return os.nice(0)
 
     def copy_bandwidth(self) -> float:
@@ -132,8 +132,12 @@ def bench_ring(
 ) -> list[RingRow]:
     """Measure all-reduce between `workers` actors of `cluster`: a row for each of `sizes` (bytes) and `algorithms`.
 
-    `algorithms` are names of `Ring.form`, and `resident`, `gloo`, `nccl`, `mpich`. Raises ConfigError, ClusterError,
-    LinkError.
+    `algorithms` are names of `Ring.form`, or `resident`, `gloo`, `nccl`, `mpich`. `timeout` is in seconds.
+
+    Raises:
+        ConfigError: there is no such contender, MPICH is not installed, or `workers` is below 1.
+        ClusterError: an actor or MPICH failed.
+        LinkError: a rank did not answer within `timeout`.
     """
     for algorithm in algorithms:
         if algorithm not in CONTENDERS:
@@ -147,21 +151,21 @@ def bench_ring(
     try:
         for rank in range(workers):
             actors.append(cluster.spawn("rayps.bench.ring:RingBench", name, rank, workers, timeout))
-        transports = together(actors, "prepare", ours, timeout=2 * timeout)[0] | {MPICH: MPICH}
+        transports = call_all(actors, "prepare", ours, timeout=2 * timeout)[0] | {MPICH: MPICH}
         if MPICH in algorithms:
             mpich = peer("mpich:Mpich", workers, timeout, actors[0].call("niceness").result(timeout))
         copy = actors[0].call("copy_bandwidth").result(timeout)
         rows: list[RingRow] = []
         for size in sizes:
-            together(actors, "begin", size, timeout=timeout)
+            call_all(actors, "begin", size, timeout=timeout)
             turns: list[dict[str, float]] = []
             for number in range(repeats or _repeats(size)):
-                found = together(actors, "turn", number, timeout=10 * timeout)
+                found = call_all(actors, "turn", number, timeout=10 * timeout)
                 turns.append({algorithm: max(seconds[algorithm] for seconds in found) for algorithm in ours})
                 if mpich is not None:
                     turns[-1][MPICH] = mpich.turn(size, calls_of(size))
             rows += _rows(size, turns, [transports[algorithm] for algorithm in algorithms], (workers, copy), algorithms)
-        together(actors, "close", timeout=timeout)
+        call_all(actors, "close", timeout=timeout)
         return rows
     finally:
         for actor in actors:

@@ -1,7 +1,7 @@
-"""Measure rows by id: pulls and pushes of many rows of a table, over rayps' links and by Ray actor calls.
+"""Measure pulls and pushes of many rows of a table by id, over rayps' links and by Ray actor calls.
 
-Contenders alternate in one run between the same actors: `own` uses the same ids each time, as in repeated epochs;
-`fresh` uses new ids each time; `ray` uses the same ids each time, sorted and split by actor before the measurement.
+Contenders alternate in the same actors. `own` uses the same ids each time, as in repeated epochs. `fresh` uses new ids
+each time. `ray` calls Ray actors with the same ids each time, sorted and divided among the actors beforehand.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LR = 0.01
 
 @dataclass(frozen=True, slots=True)
 class RowsRow:
-    """One contender. `turns`: turns (a pull and a push) per second, of all workers together."""
+    """One contender. `turns` is the number of turns (a pull and a push) per second of all workers together."""
 
     rows: int
     dim: int
@@ -41,7 +41,7 @@ class RowsRow:
     repeats: int
     turns: float
     bandwidth: float  # bytes of rows per second, both directions
-    times_ray: float | None  # turns / turns of Ray calls, if they took part
+    times_ray: float | None  # turns / turns of `ray`; None if `ray` did not take part
 
 
 class RayTable:
@@ -66,8 +66,8 @@ class RowsBench:
         torch.set_num_threads(1)
         self._rank = rank
 
-    def own(self, group: ServerGroup, rows: int, turns: int, fresh: bool) -> tuple[float, float]:
-        """Make `turns` turns over links; return their start and end by the wall clock, without a warm-up turn."""
+    def turns_by_links(self, group: ServerGroup, rows: int, turns: int, fresh: bool) -> tuple[float, float]:
+        """Make a warm-up turn and `turns` turns over links; return the wall-clock start and end of the latter."""
         server, dim = group.join(self._rank), group.layout.entries[0].shape[1]
         batches = _batches(self._rank, rows, turns + 1 if fresh else 1)
         grad, out = torch.rand(rows, dim), torch.empty(rows, dim)
@@ -82,8 +82,8 @@ class RowsBench:
         server.close()
         return began, ended
 
-    def ray(self, shards: list[ActorHandle], rows: int, dim: int, turns: int) -> tuple[float, float]:
-        """Make `turns` turns by actor calls; return their start and end by the wall clock, without a warm-up turn."""
+    def turns_by_calls(self, shards: list[ActorHandle], rows: int, dim: int, turns: int) -> tuple[float, float]:
+        """Make a warm-up turn and `turns` turns by actor calls; return the wall-clock start and end of the latter."""
         ids = np.sort(_batches(self._rank, rows, 1)[0])
         bounds = [cut.start for cut in slices(rows * SPARSITY, len(shards))]
         places = [*np.searchsorted(ids, bounds).tolist(), rows]
@@ -94,19 +94,19 @@ class RowsBench:
         for turn in range(turns + 1):
             if turn == 1:
                 began = time.time()
-            asked = [shard.call("pull", some) for shard, some in zip(shards, local, strict=True)]
-            for reply, cut in zip(asked, cuts, strict=True):
+            pulls = [shard.call("pull", some) for shard, some in zip(shards, local, strict=True)]
+            for reply, cut in zip(pulls, cuts, strict=True):
                 out[cut] = reply.result(60.0)
-            said = [shard.call("push", some, grad[cut]) for shard, some, cut in zip(shards, local, cuts, strict=True)]
-            for reply in said:
+            pushes = [shard.call("push", some, grad[cut]) for shard, some, cut in zip(shards, local, cuts, strict=True)]
+            for reply in pushes:
                 reply.result(60.0)
         return began, time.time()
 
 
 def _batches(rank: int, rows: int, count: int) -> list[Ids]:
     """Draw the batches of a rank: unique ids in random order."""
-    chance = np.random.default_rng(rank)
-    return [chance.permutation(rows * SPARSITY)[:rows] for _ in range(count)]
+    generator = np.random.default_rng(rank)
+    return [generator.permutation(rows * SPARSITY)[:rows] for _ in range(count)]
 
 
 def bench_rows(
@@ -140,9 +140,9 @@ def bench_rows(
             for name in contenders:
                 count = max(3, turns // 4) if name == "ray" else turns
                 if name == "ray":
-                    replies = [actor.call("ray", handles, rows, dim, count) for actor in actors]
+                    replies = [actor.call("turns_by_calls", handles, rows, dim, count) for actor in actors]
                 else:
-                    replies = [actor.call("own", group, rows, count, name == "fresh") for actor in actors]
+                    replies = [actor.call("turns_by_links", group, rows, count, name == "fresh") for actor in actors]
                 spans = [reply.result(600.0) for reply in replies]
                 seconds = max(end for _, end in spans) - min(begin for begin, _ in spans)
                 rates[name].append(workers * count / seconds)

@@ -1,6 +1,6 @@
 """Measure the parameter server: pushes and pulls between Ray actors, over rayps' links and by Ray actor calls.
 
-Contenders alternate in one run between the same actors. The functions return rows and print nothing.
+Contenders alternate in the same actors. The functions return rows and print nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ START_SECONDS = 0.3  # seconds until all workers have joined
 
 @dataclass(frozen=True, slots=True)
 class ServerRow:
-    """One contender at one size. `turns`: turns (a push and a pull) per second, of all workers together."""
+    """One contender at one size. `turns` is the number of turns (a push and a pull) per second of all workers."""
 
     bytes: int
     contender: str
@@ -34,7 +34,7 @@ class ServerRow:
     repeats: int
     turns: float
     bandwidth: float  # bytes per second, both directions
-    times_ray: float | None  # turns / turns of Ray calls, if they took part
+    times_ray: float | None  # turns / turns of `ray`; None if `ray` did not take part
 
 
 class RayShard:
@@ -56,11 +56,11 @@ class ServerBench:
         torch.set_num_threads(1)
         self._rank = rank
 
-    def own(self, group: ServerGroup, turns: int, kind: str, start: float) -> tuple[float, float]:
-        """Make `turns` turns over links from the time `start` on; return their start and end by the wall clock.
+    def turns_by_links(self, group: ServerGroup, turns: int, kind: str, start: float) -> tuple[float, float]:
+        """Start `turns` turns over links at the wall-clock time `start`; return the wall-clock start and end.
 
-        `kind` "own" pushes an ordinary tensor; "resident" pushes a tensor in shared memory, which the shards read in
-        place; "message" sends messages as between hosts, through shared memory.
+        `kind` "own" pushes an ordinary tensor. "resident" pushes a tensor in shared memory, which the shards read in
+        place. "message" sends the messages that are used between hosts, but through shared memory.
         """
         server = group.join(self._rank, resident=kind != "message")
         grad = server.buffer() if kind == "resident" else torch.empty(group.layout.size)
@@ -74,8 +74,8 @@ class ServerBench:
         server.close()
         return began, ended
 
-    def ray(self, shards: list[ActorHandle], n: int, turns: int, start: float) -> tuple[float, float]:
-        """Make `turns` turns by actor calls from the time `start` on; return their start and end by the wall clock."""
+    def turns_by_calls(self, shards: list[ActorHandle], n: int, turns: int, start: float) -> tuple[float, float]:
+        """Start `turns` turns by actor calls at the wall-clock time `start`; return the wall-clock start and end."""
         grad, out = np.random.default_rng(0).random(n, np.float32), np.empty(n, np.float32)
         cuts = slices(n, len(shards))
 
@@ -132,9 +132,9 @@ def _at_size(
             for name in contenders:
                 start = time.time() + START_SECONDS
                 if name == "ray":
-                    replies = [actor.call("ray", handles, n, counts[name], start) for actor in actors]
+                    replies = [actor.call("turns_by_calls", handles, n, counts[name], start) for actor in actors]
                 else:
-                    replies = [actor.call("own", group, counts[name], name, start) for actor in actors]
+                    replies = [actor.call("turns_by_links", group, counts[name], name, start) for actor in actors]
                 spans = [reply.result(600.0) for reply in replies]
                 seconds = max(end for _, end in spans) - min(begin for begin, _ in spans)
                 rates[name].append(len(actors) * counts[name] / seconds)

@@ -35,13 +35,13 @@ class WaitingRow:
     """One measurement of a service in which `waiting` jobs wait."""
 
     waiting: int
-    cpu: float  # share of one core, without requests
+    cpu: float  # share of one core that the service uses while it gets no request
     memory_mb: float
-    stop_s: float  # from the request until the job is STOPPED
+    stop_s: float  # seconds from the request to stop a job until the job is STOPPED
 
 
 def bench_service(waiting: list[int], seconds: float) -> list[WaitingRow]:
-    """Measure a service with each number of waiting jobs; the CPU time is measured for `seconds` seconds."""
+    """Measure a service with each number of waiting jobs. The CPU time is measured for `seconds` seconds."""
     return [_measure(number, seconds) for number in waiting]
 
 

@@ -1,8 +1,8 @@
 """Measure how a push and a pull scale with the number of shards, each on its own host with a link of a given rate.
 
-The hosts are network namespaces (`rayps.bench.netns`); the workers share one host, whose link is fast enough for all
-shards. The limit is the time that one shard's link needs for a push and then a pull, because a shard answers only after
-it has received the whole push.
+The hosts are network namespaces (`rayps.bench.netns`). The workers share one host, whose link is fast enough for all
+shards. The limit is the time that one shard's link needs for a push and then for a pull, because a shard answers only
+after it has received the whole push.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from rayps.bench.netns import Hosts, NamespaceActor, bits
-from rayps.bench.parallel_calls import together
+from rayps.bench.parallel_calls import call_all
 from rayps.core.errors import ConfigError
 from rayps.ps.server.shard_actor import ShardActor, ShardPlan
 from rayps.ps.server_group import ServerGroup, SharedParameters
@@ -33,7 +33,7 @@ _TURN_SECONDS = 600.0
 
 @dataclass(frozen=True, slots=True)
 class ShardsRow:
-    """One number of shards at one size. Seconds are medians of a turn: a push and a pull of the whole vector."""
+    """One number of shards at one size. `seconds` is the median of a turn: a push and a pull of the whole vector."""
 
     bytes: int
     shards: int
@@ -44,7 +44,7 @@ class ShardsRow:
     limit: float  # least seconds on these links: 2 x workers x bytes / shards / rate
     of_limit: float  # limit / seconds
     times_first: float  # seconds with the first number of shards / seconds
-    memory: float  # bytes that the parameters added to a shard's process, of the shard with the most
+    memory: float  # the most bytes that the parameters added to the memory of a shard's process
 
 
 class HostShard(ShardActor):
@@ -58,7 +58,7 @@ class HostShard(ShardActor):
         self._before = _resident()
 
     def begin(self, plan: ShardPlan, snapshot: bytes | Snapshot) -> None:
-        """Start the shard; the snapshot arrives as pickled bytes, because a pipe would send tensors as descriptors."""
+        """Start the shard. The snapshot may be pickled bytes, because a pipe would send its tensors as descriptors."""
         super().begin(plan, snapshot if isinstance(snapshot, Snapshot) else pickle.loads(snapshot))
 
     def memory(self) -> float:
@@ -76,7 +76,7 @@ class HostWorker:
         self._gradient = torch.empty(0)
 
     def join(self, group: ServerGroup) -> None:
-        """Connect to the shards, and make a warm-up turn, which touches new pages."""
+        """Connect to the shards, and make a warm-up turn, which touches new memory pages."""
         self._server = group.join(self._rank)
         self._gradient = torch.rand(group.layout.size)
         self._server.push_pull(self._gradient)
@@ -95,7 +95,7 @@ class HostWorker:
 
 
 class _OnHosts:
-    """The part of a cluster that a ServerGroup needs; `spawn` starts each shard on the next host."""
+    """The methods of a cluster that a ServerGroup needs. `spawn` starts each shard on the next host."""
 
     def __init__(self, hosts: Hosts) -> None:
         self._hosts, self._next = hosts, itertools.count(1)
@@ -124,7 +124,7 @@ def bench_shards(
     repeats: int = 5,
     worker_rate: str = "10gbit",
 ) -> list[ShardsRow]:
-    """Measure each number of shards in `counts`; `size` in bytes of float32.
+    """Measure each number of shards in `counts`. `size` is the parameters' number of bytes (float32).
 
     Raises:
         ConfigError: a number is below 1, or a rate cannot be read.
@@ -149,7 +149,7 @@ def bench_shards(
 
 
 def _with_shards(count: int, rate: str, size: int, workers: int, repeats: int, worker_rate: str) -> tuple[float, float]:
-    """Measure one number of shards; return the median seconds of a turn, and the most bytes that a shard added."""
+    """Measure one number of shards; return the median seconds of a turn, and `ShardsRow.memory`."""
     with Hosts(1 + count, rate, slow={0: worker_rate}) as hosts:
         where = _OnHosts(hosts)
         with ServerGroup(
@@ -163,10 +163,10 @@ def _with_shards(count: int, rate: str, size: int, workers: int, repeats: int, w
             actors = [hosts.spawn(0, "rayps.bench.shards:HostWorker", rank) for rank in range(workers)]
             for actor in actors:
                 actor.started.result(_START_SECONDS)
-            together(actors, "join", group, timeout=_TURN_SECONDS)
-            turns = [together(actors, "turn", timeout=_TURN_SECONDS) for _ in range(repeats)]
+            call_all(actors, "join", group, timeout=_TURN_SECONDS)
+            turns = [call_all(actors, "turn", timeout=_TURN_SECONDS) for _ in range(repeats)]
             memory = max(shard.call("memory").result(_START_SECONDS) for shard in where.shards)
-            together(actors, "leave", timeout=_TURN_SECONDS)
+            call_all(actors, "leave", timeout=_TURN_SECONDS)
     spans = [max(end for _, end in turn) - min(begin for begin, _ in turn) for turn in turns]
     return statistics.median(spans), memory
 

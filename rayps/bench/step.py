@@ -2,7 +2,7 @@
 
 Contenders alternate in one run. In the same Ray actors: `own` (AllReduce), `one_bucket` (AllReduce without overlap of
 communication and backward), `ddp` (DistributedDataParallel on gloo) and `alone` (without communication). In their own
-processes: `ddp_plain` (DDP in plain processes, beside an idle Ray) and `ray_train` (TorchTrainer, which wraps the model
+processes: `ddp_plain` (DDP in plain processes, while Ray is idle) and `ray_train` (TorchTrainer, which wraps the model
 in DDP). The functions return rows and print nothing.
 """
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rayps.bench.contender import plain_steps, workload
-from rayps.bench.parallel_calls import together
+from rayps.bench.parallel_calls import call_all
 from rayps.bench.peer import peer
 from rayps.bench.plain_processes import PlainActor
 from rayps.cluster.local import ActorHandle, Cluster
@@ -42,15 +42,15 @@ DEFAULT = "own,one_bucket,alone,ddp"
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """One contender; figures are medians. `rate`: steps per second; the times from `step` on: milliseconds per step."""
+    """One contender. Figures are medians. `rate` is in steps per second; all times are in milliseconds per step."""
 
     contender: str
     workers: int
     parameters: int
     repeats: int
     rate: float
-    step: float
-    cpu: float  # CPU time of the worker's process: waiting and other processes do not count
+    step: float  # the whole step
+    cpu: float  # CPU time of the worker's process, without waits
     compute: float | None  # forward, backward and the optimizer, from the worker's metric points
     data: float | None  # loading batches
     waiting: float | None  # waiting for other ranks, beyond `compute`
@@ -155,9 +155,13 @@ def bench_step(
 ) -> list[StepRow]:
     """Measure training steps with one thread per worker: a row for each contender.
 
-    `model`: "mlp" (64-hidden-hidden-10, SGD, batch 32) or "lm" (a GPT-2 of 4 layers, AdamW, 4 sequences of 64
-    words). Each contender makes `repeats` turns of `steps` steps; their order changes with each turn. Raises
-    ConfigError, ClusterError, LinkError.
+    `model` is "mlp" (64-hidden-hidden-10, SGD, batch 32) or "lm" (a GPT-2 of 4 layers, AdamW, 4 sequences of 64
+    words). Each contender makes `repeats` turns of `steps` steps. The order of the contenders changes with each turn.
+
+    Raises:
+        ConfigError: there is no such contender or model.
+        ClusterError: an actor died.
+        LinkError: a worker did not answer the others.
     """
     for contender in contenders:
         if contender not in CONTENDERS:
@@ -171,24 +175,24 @@ def bench_step(
     try:
         actors += [cluster.spawn("rayps.bench.step:StepBench", rank, workers, hidden, model) for rank in range(workers)]
         port = actors[0].call("port").result(timeout)
-        together(actors, "prepare", name, names, port, timeout=timeout)
+        call_all(actors, "prepare", name, names, port, timeout=timeout)
         if "ddp_plain" in names:
             plain += [PlainActor(StepBench, rank, workers, hidden, model) for rank in range(workers)]
             port = plain[0].call("port").result(timeout)
-            together(plain, "prepare", name, ["ddp"], port, timeout=timeout)
+            call_all(plain, "prepare", name, ["ddp"], port, timeout=timeout)
         for turn in range(repeats + 1):
             for contender in names[turn % len(names) :] + names[: turn % len(names)]:
                 if contender == "ray_train":
                     assert train is not None
                     parts = train.turn(steps)
                 elif contender == "ddp_plain":
-                    parts = together(plain, "turn", "ddp", steps, timeout=timeout)
+                    parts = call_all(plain, "turn", "ddp", steps, timeout=timeout)
                 else:
-                    parts = together(actors, "turn", contender, steps, timeout=timeout)
+                    parts = call_all(actors, "turn", contender, steps, timeout=timeout)
                 if turn:  # turn 0 is the warm-up: it touches new pages and learns the order of gradients in backward
                     found[contender].append(max(parts, key=lambda part: part["step"]))
-        together(actors, "close", timeout=timeout)
-        together(plain, "close", timeout=timeout)
+        call_all(actors, "close", timeout=timeout)
+        call_all(plain, "close", timeout=timeout)
     finally:
         if train is not None:
             train.close()

@@ -1,9 +1,8 @@
 """Measure staleness with slow workers: the time until a model reaches a target accuracy.
 
-Workers and shards learn handwritten digits (`examples/data`) by softmax regression. A worker sleeps in each round,
-which uses no CPU: a normal round lasts `pace` seconds plus its computation, and a slow worker sleeps longer. The bench
-reads the parameters from the shards several times a second, and records when they first reach the target accuracy on
-test images.
+Workers and a shard learn handwritten digits (`examples/data`) by softmax regression. In each round a worker sleeps,
+which uses no CPU: it sleeps `pace` seconds in a normal round, and longer in a slow one. The bench reads the parameters
+from the shard several times a second, and records when they first reach the target accuracy on test images.
 
 - `come_and_go`: in a random tenth of its rounds each worker takes 5 times as long.
 - `one_slow`: worker 0 takes 3 times as long throughout.
@@ -40,15 +39,15 @@ from rayps.workload.base import Workload
 SCENES = ("come_and_go", "one_slow")
 STALENESS: tuple[int | None, ...] = (0, 8, None)
 TARGET = 0.88  # accuracy on the test images
-LEARNING_RATE = 0.1  # of plain SGD, under every staleness
+LEARNING_RATE = 0.1  # learning rate of plain SGD, the same for every staleness
 BATCH = 32
-LOOK_SECONDS = 0.2
+POLL_SECONDS = 0.2
 FOLDER = Path(rayps.__file__).resolve().parent.parent / "examples" / "data"
 
 
 @dataclass(frozen=True, slots=True)
 class StragglersRow:
-    """One staleness in one scene. Medians over the repeats, which have different seeds."""
+    """One staleness in one scene. Figures are medians over the repeats, which have different seeds."""
 
     scene: str
     staleness: str  # as in the strategy's text form
@@ -57,7 +56,7 @@ class StragglersRow:
     target: float
     repeats: int
     seconds: float  # seconds until the target was reached
-    rounds: float  # rounds until the target was reached, mean over the workers
+    rounds: float  # rounds until the target was reached, as the mean over the workers
     idle: float  # share of the workers' time in which they waited in pulls and pushes
     times_synchronous: float | None  # seconds of staleness 0 / seconds
 
@@ -70,7 +69,7 @@ class Paced(Data):
         self.batch_size = rows.batch_size
 
     def check(self) -> None:
-        """Check the other data source. Raises DataError."""
+        """Check the other data source. Raises DataError if it cannot be used."""
         self._rows.check()
 
     def rows(self) -> int:
@@ -87,7 +86,7 @@ class Paced(Data):
 
 
 def factors(scene: str, rank: int, steps: int, seed: int, epoch: int) -> list[float]:
-    """Return, for each of a rank's rounds in an epoch, how many times as long as normal the round takes."""
+    """Return, for each of a rank's rounds in an epoch, the factor by which the round is longer than normal."""
     if scene == "one_slow":
         return [3.0 if rank == 0 else 1.0] * steps
     slow = set(random_of(seed, epoch, rank).choice(steps, max(1, steps // 10), replace=False).tolist())
@@ -101,7 +100,7 @@ class SlowDigits(Workload):
         self.folder, self.scene, self.pace = folder, scene, pace
 
     def model(self) -> nn.Module:
-        """Make 7,850 parameters, all zero: the same start for every seed."""
+        """Return a model of 7,850 parameters, which are all zero, so every seed starts from the same model."""
         model = nn.Linear(784, 10)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -154,11 +153,11 @@ def bench_stragglers(
         raise ConfigError(f"there is no digits.parquet in {folder}: give the folder with --data", field="data")
     rows: list[StragglersRow] = []
     for scene in scenes:
-        stage = _Stage(cluster, SlowDigits(folder, scene, pace), workers)
+        group = _SlowGroup(cluster, SlowDigits(folder, scene, pace), workers)
         try:
-            found = _take_turns(stage, repeats, target, limit)
+            found = _take_turns(group, repeats, target, limit)
         finally:
-            stage.close()
+            group.close()
         rows += _rows(scene, workers, pace, target, found)
     return rows
 
@@ -170,7 +169,7 @@ class _Run:
     idle: float
 
 
-class _Stage:
+class _SlowGroup:
     """Workers and a shard that train with one staleness after another."""
 
     def __init__(self, cluster: Cluster, workload: SlowDigits, workers: int) -> None:
@@ -193,20 +192,20 @@ class _Stage:
         points: list[Point] = []
         began = time.monotonic()
         try:
-            while (looked := self._look(watcher))[0] < target:
+            while (accuracy_and_steps := self._accuracy_now(watcher))[0] < target:
                 if time.monotonic() - began > limit:
                     raise TrainingError(f"accuracy {target} was not reached within {limit:g} s under {strategy}")
                 points += self._poll()
-                time.sleep(LOOK_SECONDS)
+                time.sleep(POLL_SECONDS)
             seconds = time.monotonic() - began
         finally:
             watcher.close()
         for _ in range(3):  # the last metric points are still in transit
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
             points += self._poll()
         points = [point for point in points if point["round"]]  # the first round includes the start
         idle = sum(point["wait"] for point in points) / sum(point["seconds"] for point in points)
-        return _Run(seconds, looked[1] / (1 if staleness == 0 else len(self._group.workers)), idle)
+        return _Run(seconds, accuracy_and_steps[1] / (1 if staleness == 0 else len(self._group.workers)), idle)
 
     def close(self) -> None:
         """Stop workers and shards."""
@@ -220,21 +219,21 @@ class _Stage:
                 raise TrainingError(f"{member.name} failed: {member.dead or error}")
         return [point for point in points if point["kind"] == "round"]
 
-    def _look(self, watcher: Session) -> tuple[float, int]:
+    def _accuracy_now(self, watcher: Session) -> tuple[float, int]:
         """Return the accuracy of the shard's current parameters, and its optimizer's number of steps."""
         found = watcher.exchange(GroupMessage.READ, {0: b""})
         self._flat.vector.copy_(torch.frombuffer(bytearray(found.pieces[0]), dtype=self._start.layout.dtype))
         with torch.no_grad():
-            told = self._flat.model(self._test.x).argmax(dim=1)
-        return float((told == self._test.y).float().mean()), found.version
+            predicted = self._flat.model(self._test.x).argmax(dim=1)
+        return float((predicted == self._test.y).float().mean()), found.version
 
 
-def _take_turns(stage: _Stage, repeats: int, target: float, limit: float) -> dict[int | None, list[_Run]]:
+def _take_turns(group: _SlowGroup, repeats: int, target: float, limit: float) -> dict[int | None, list[_Run]]:
     found: dict[int | None, list[_Run]] = {staleness: [] for staleness in STALENESS}
     for turn in range(repeats):
         order = [STALENESS[(turn + i) % len(STALENESS)] for i in range(len(STALENESS))]
         for staleness in order:
-            found[staleness].append(stage.run(staleness, turn, target, limit))
+            found[staleness].append(group.run(staleness, turn, target, limit))
     return found
 
 

@@ -1,7 +1,8 @@
 """Measure a sparse table's segments in one process, and a table's size in memory and on disk.
 
-The comparison is torch on a dense table with the same ids: index_select for a pull, index_add_ for a push, and the same
-optimizer's arithmetic on dense state. Times are CPU times of one thread, so other processes have little influence.
+A sparse table is compared with torch on a dense table with the same ids: index_select for a pull, index_add_ for a
+push, and the same optimizer's arithmetic on dense state. Times are CPU times of one thread, so that other processes
+have little influence.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ class TableRow:
     push: float  # rows per second that the table's segments update
     torch_pull: float  # rows per second of index_select
     torch_push: float  # rows per second of index_add_
-    of_limit: float  # torch's time for both / the table's time for both
+    of_limit: float  # torch's time for index_select and index_add_ / the table's time for a pull and a push
     torch_step: float  # rows per second of torch's step of this optimizer, by id, on dense state
-    of_same: float  # torch's time for index_select and this step / the table's time for both
+    of_same: float  # torch's time for index_select and this step / the table's time for a pull and a push
     row_bytes: float  # bytes of memory per row
-    made: float  # rows per second that were created from seed and id
+    made: float  # rows per second that are created from seed and id
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ def bench_tables(
 ) -> list[TableRow]:
     """Measure batches of `ids` different ids of a table with `rows` rows.
 
-    With `zipf`, a batch has the different ids among `ids` draws from a Zipf distribution with this exponent.
+    If `zipf` is given, a batch has the different ids among `ids` draws from a Zipf distribution with this exponent.
 
     Raises:
         ConfigError: there is no such optimizer, or a number is below 1.
@@ -119,7 +120,7 @@ def filled(table: SparseTable, rows: int) -> tuple[list[TableSegment], float]:
 
 
 class Dense:
-    """A dense table in torch with an optimizer. A step gathers the state of some ids, and updates it and their rows.
+    """A dense table in torch with an optimizer. A step gathers the state of some ids, and updates state and rows.
 
     The arithmetic is that of the sparse table. With SGD a step is one index_add_.
     """
@@ -189,7 +190,7 @@ def _batch(chance: np.random.Generator, rows: int, ids: int, zipf: float | None)
 
 
 def _turn(segments: list[TableSegment], dense: Dense, ids: Ids, step: int) -> list[float]:
-    """Return the CPU seconds of one batch in index_select, index_add_, torch's step, the pulls, and the pushes."""
+    """Return the CPU seconds of one batch for: index_select, index_add_, torch's step, the pulls, the pushes."""
     table = segments[0].table
     grad, order_bounds, places = torch.rand(len(ids), table.dim), split(ids, table.segments), torch.from_numpy(ids)
     order, bounds = order_bounds
