@@ -242,21 +242,21 @@ class PipelineEngine:
         )
         start = time.perf_counter()
         live = _Live([], [], [])
-        shipped: dict[str, TensorMessage] = {}
+        outgoing: dict[str, TensorMessage] = {}
         ranges = (self._ranges if train else self._whole)[chunk]
         value: Nested = None
         if train:
             self._live[chunk, micro] = live
             self.last.peak = max(self.last.peak, len(self._live))
         for layer_range in ranges:
-            value, aside, leaves = layer_range.forward(micro, given, call, extra, train)
+            value, stashed, leaves = layer_range.forward(micro, given, call, extra, train)
             # true if the output goes into the loss, and not to another stage
             ends = chunk == self._end and layer_range is ranges[-1]
             message = None if ends else message_of(value, layer_range.last)
             for name in layer_range.sends:
-                shipped[name] = message_of(aside[name], layer_range.last)
+                outgoing[name] = message_of(stashed[name], layer_range.last)
             if train:
-                out = [message or TensorMessage([], [], ""), *(shipped[name] for name in layer_range.sends)]
+                out = [message or TensorMessage([], [], ""), *(outgoing[name] for name in layer_range.sends)]
                 live.tapes.append(Tape(leaves, [[edge_of(t) for t in each.tensors] for each in out]))
             given, call = message, None
         self._record_time(action, start)
@@ -264,7 +264,7 @@ class PipelineEngine:
             self._messages.send(chunk + 1, StageMessage.OUTPUT, chunk, micro, given)
         for index, route in enumerate(self._routes):
             if route.source == chunk:
-                self._messages.send(route.target, StageMessage.STASH, index, micro, shipped[route.name])
+                self._messages.send(route.target, StageMessage.STASH, index, micro, outgoing[route.name])
         return value, live
 
     def _backward(self, action: Action) -> None:
