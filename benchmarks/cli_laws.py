@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from rayps.cli import show
-from rayps.cli.measure import Format, Json, show_rows, sizes_of, whole
+from rayps.cli.measure import Format, Json, show_rows, sizes_of, whole_numbers
 from rayps.cli.show import Output
 
 
@@ -36,8 +36,8 @@ def laws(
     from benchmarks.laws import picture as drawn
 
     rows = bench_laws(
-        whole(workers, "workers"),
-        [each for each in whole(shards, "shards") if each],
+        whole_numbers(workers, "workers"),
+        [each for each in whole_numbers(shards, "shards") if each],
         size=found,
         rate=rate,
         slow_link=slow_link,

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from rayps.cli import show
-from rayps.cli.measure import Format, Json, show_rows, whole
+from rayps.cli.measure import Format, Json, show_rows, whole_numbers
 from rayps.cli.show import Output
 
 
@@ -38,7 +38,7 @@ def learning(
     as_json: Json = False,
 ) -> None:
     """Compare federated learning with training in one place and with each client alone, by the accuracy on digits."""
-    given = whole(seeds, "seeds")
+    given = whole_numbers(seeds, "seeds")
     from benchmarks.learning import LearningRow, bench_learning
 
     def report(row: LearningRow) -> None:

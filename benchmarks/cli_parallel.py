@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from rayps.cli.measure import Address, Format, Json, run, show_rows, whole
+from rayps.cli.measure import Address, Format, Json, run, show_rows, whole_numbers
 from rayps.cli.show import Output
 
 
@@ -80,7 +80,12 @@ def tensor(
         address,
         workers,
         lambda cluster: bench_tensor(
-            cluster, workers, contenders.split(","), widths=whole(widths, "widths"), batch=batch, repeats=repeats
+            cluster,
+            workers,
+            contenders.split(","),
+            widths=whole_numbers(widths, "widths"),
+            batch=batch,
+            repeats=repeats,
         ),
     )
     show_rows(

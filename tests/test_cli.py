@@ -458,14 +458,14 @@ def test_following_says_the_end_once_and_not_every_step(capsys: pytest.CaptureFi
 def test_where_a_job_learns_and_which_loss_is_shown() -> None:
     spec = {"strategy": {"name": "parameter_server", "shards": 1, "staleness": 3}, "server_group": "shared"}
     job: dict[str, Any] = {"spec": spec, "status": "RUNNING", "metrics": None, "progress": {"loss": 0.5}}
-    assert show.learns(job) == "parameter_server:staleness=3 on shared"
+    assert show.strategy_of(job) == "parameter_server:staleness=3 on shared"
     assert show.result(job) == "batch loss 0.5"
     servers = [{"state": "alive"}, {"state": "alive"}, {"state": "dead"}]
     job["progress"] |= {"server_group": {"servers": servers, "replicas": 1}, "metrics": {"loss": 0.4}}
-    assert show.learns(job) == "parameter_server:staleness=3 on shared (2 servers, 1 replica)"
+    assert show.strategy_of(job) == "parameter_server:staleness=3 on shared (2 servers, 1 replica)"
     assert show.result(job) == "evaluation: loss 0.4"
     alone = {"spec": {"strategy": {"name": "parameter_server", "shards": 2}}, "status": "FAILED", "progress": None}
-    assert (show.learns(alone), show.result(alone)) == ("parameter_server:shards=2", "")
+    assert (show.strategy_of(alone), show.result(alone)) == ("parameter_server:shards=2", "")
 
 
 def test_what_holds_a_job_back_is_in_the_list_and_events_are_in_order(

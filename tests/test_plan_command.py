@@ -274,7 +274,7 @@ def test_a_table_of_ones_own(capsys, at, write):
         (["--strategy", "pipeline:stages=4", "--workers", "6"], "multiple of 4"),
         (["--strategy", "pipeline:stages=4", "--workers", "0"], "workers is 0"),
         (["--svg", "x.svg"], "--svg draws a pipeline's schedule"),
-        (["--times"], "give one"),
+        (["--times"], "give a workload"),
         (["--memory", "lots"], "512MB"),
         (["--batch", "0"], "batch is 0"),
         (["--parameters", "0.5"], "parameters is 0.5"),

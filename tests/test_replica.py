@@ -174,10 +174,10 @@ def test_a_worker_has_no_memory_for_others_parameters(replica):
     division = division_of(work, replica)
     for column in division.columns:
         model = blank(work)
-        names = {piece.name for piece in (*column.owned, *column.beside)}
+        names = {piece.name for piece in (*column.owned, *column.untrained)}
         kept = {id(v) for n, v in [*model.named_parameters(), *model.named_buffers()] if n in names}
         keep_only(model, kept)
-        frozen = sum(piece.size for piece in column.beside if piece.name.endswith("3.bias"))
+        frozen = sum(piece.size for piece in column.untrained if piece.name.endswith("3.bias"))
         assert held(model) == column.held + frozen < division.layout.size
 
 

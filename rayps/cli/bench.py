@@ -11,7 +11,7 @@ from rayps.cli.bench_device import device
 from rayps.cli.bench_elastic import faults, jobs, resize
 from rayps.cli.bench_service import service
 from rayps.cli.bench_tables import tables
-from rayps.cli.measure import Address, Format, Json, run, show_rows, sizes_of, whole
+from rayps.cli.measure import Address, Format, Json, run, show_rows, sizes_of, whole_numbers
 from rayps.cli.show import Output
 
 app = typer.Typer(no_args_is_help=True, help="Measure how fast rayps is on your machines.")
@@ -229,7 +229,7 @@ def hosts(
 
     rows = [
         row
-        for each in whole(ranks, "ranks")
+        for each in whole_numbers(ranks, "ranks")
         for row in bench_hosts(
             count, each, rate, found, algorithms.split(","), streams=streams, stream_rate=stream_rate, repeats=repeats
         )
@@ -311,7 +311,7 @@ def shards(
     found = sizes_of(size)
     from rayps.bench.shards import bench_shards
 
-    rows = bench_shards(whole(counts, "counts"), rate=rate, size=found[0], workers=workers, repeats=repeats)
+    rows = bench_shards(whole_numbers(counts, "counts"), rate=rate, size=found[0], workers=workers, repeats=repeats)
     show_rows(
         Output.json if as_json else output,
         rows,

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from rayps.cli.measure import Format, Json, show_rows, whole
+from rayps.cli.measure import Format, Json, show_rows, whole_numbers
 from rayps.cli.show import Output
 
 
@@ -22,7 +22,7 @@ def device(
     """
     from rayps.bench.device import bench_device
 
-    rows = bench_device(whole(batches, "batches"), repeats=repeats)
+    rows = bench_device(whole_numbers(batches, "batches"), repeats=repeats)
     show_rows(
         Output.json if as_json else output,
         rows,

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from rayps.cli.measure import Format, Json, show_rows, whole
+from rayps.cli.measure import Format, Json, show_rows, whole_numbers
 from rayps.cli.show import Output
 
 
@@ -24,7 +24,7 @@ def service(
     """
     from rayps.bench.service import bench_service
 
-    rows = bench_service(whole(waiting, "waiting"), seconds)
+    rows = bench_service(whole_numbers(waiting, "waiting"), seconds)
     show_rows(
         Output.json if as_json else output,
         rows,

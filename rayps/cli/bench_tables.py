@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rayps.cli.measure import Address, Format, Json, run, show_rows, whole
+from rayps.cli.measure import Address, Format, Json, run, show_rows, whole_numbers
 from rayps.cli.show import Output
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def tables(
 
     They are compared with torch's index_select and index_add_ on the same ids.
     """
-    counts = whole(segments, "segments")
+    counts = whole_numbers(segments, "segments")
     from rayps.bench.tables import bench_files, bench_tables
 
     form = Output.json if as_json else output

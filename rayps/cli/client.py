@@ -129,7 +129,7 @@ def create(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Create a token with full access for a user instead; NAME is its holder or purpose, e.g. laptop.",
+            help="Create a token with full access for a user instead. NAME is the user or the purpose, e.g. laptop.",
         ),
     ] = None,
     days: Annotated[

@@ -152,7 +152,7 @@ def ls(
             job.data["name"],
             show.status(job.data["status"]),
             show.age(job.data["created_at"]),
-            f"{job.data['spec']['workers']} x {show.learns(job.data)}",
+            f"{job.data['spec']['workers']} x {show.strategy_of(job.data)}",
             ", ".join(filter(None, [show.result(job.data), _throttled_text(job.data)])) or _short(job.data["reason"]),
         ]
         for job in jobs
@@ -177,7 +177,7 @@ def get(job_id: Id, output: Format = Output.table) -> None:
             ("status", data["status"]),
             ("reason", data["reason"]),
             ("workload", spec["workload"]),
-            ("strategy", show.learns(data)),
+            ("strategy", show.strategy_of(data)),
             ("workers", spec["workers"]),
             ("operations/s", _operations(progress.get("server_group"))),
             ("submitted", data["created_at"]),

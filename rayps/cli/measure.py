@@ -49,7 +49,7 @@ def show_rows(output: Output, rows: Sequence[DataclassInstance], columns: dict[s
     show.table(list(columns.values()), [[show.number(getattr(row, name)) for name in columns] for row in rows])
 
 
-def whole(text: str, field: str) -> list[int]:
+def whole_numbers(text: str, field: str) -> list[int]:
     """Parse whole numbers such as `1,16`.
 
     Raises:

@@ -19,7 +19,7 @@ app = typer.Typer(
     name="servers",
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Start and manage server groups. Their servers live as long as the cluster; several jobs can share a group.",
+    help="Start and manage server groups. The servers run as long as the cluster; several jobs can share a group.",
 )
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The group's name, as `rayps servers ls` shows it.")]
@@ -129,7 +129,7 @@ def drain(
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Move all segments off one server, then stop it."""
+    """Move all segments from one server to others, then stop that server."""
     with Client() as client:
         _show_result(client.servers(name).drain(server), wait, timeout, _format(output, as_json))
 

@@ -213,7 +213,7 @@ def _brief(spec: Json) -> Json:
     return {key: _brief(value) for key, value in spec.items() if key == "name" or defaults.get(key, _UNKNOWN) != value}
 
 
-def learns(job: JobAnswer) -> str:
+def strategy_of(job: JobAnswer) -> str:
     """Return a job's strategy as text, with its server group if it has one."""
     spec, group = job["spec"], (job.get("progress") or {}).get("server_group") or {}
     name = spec.get("server_group")

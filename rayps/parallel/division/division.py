@@ -84,7 +84,7 @@ class Column:
 
     owned: tuple[TensorSlice, ...]  # trained parameters that this column updates
     borrowed: tuple[Borrowed, ...]  # trained parameters that this column uses and another column updates
-    beside: tuple[TensorSlice, ...]  # buffers, and parameters that need no gradient
+    untrained: tuple[TensorSlice, ...]  # buffers, and parameters that need no gradient
     # for each chunk of this column: its first layer, and its last + 1; empty if the model is not cut into layers
     spans: tuple[tuple[int, int], ...]
     dtype: torch.dtype
@@ -164,7 +164,7 @@ class Division:
             },
             {
                 piece.name: piece.take(snapshot.buffers[piece.name])
-                for piece in mine.beside
+                for piece in mine.untrained
                 if piece.name in snapshot.buffers
             },
             snapshot.rng,
@@ -192,7 +192,7 @@ class Division:
             rng |= part.rng
         # in reverse order, so that the first column's values replace those of the others
         for mine, part in zip(reversed(self.columns), reversed(parts), strict=True):
-            for piece in [piece for piece in mine.beside if piece.name in part.buffers]:
+            for piece in [piece for piece in mine.untrained if piece.name in part.buffers]:
                 if piece.dim is None:
                     buffers[piece.name] = part.buffers[piece.name]
                 else:

@@ -55,7 +55,8 @@ class ModelSlice(Whole):
         if division.tensor > 1:
             model = split(model, division.plan, rank, division.tensor, rings["tensor"])
         pieces = {
-            piece.name: piece for piece in (*mine.owned, *(borrowed.piece for borrowed in mine.borrowed), *mine.beside)
+            piece.name: piece
+            for piece in (*mine.owned, *(borrowed.piece for borrowed in mine.borrowed), *mine.untrained)
         }
         keep_only(model, {id(value) for name, value in _tensors(model).items() if name in pieces}, device)
         found = {name: value for name, value in _tensors(model).items() if name in pieces}
@@ -71,7 +72,7 @@ class ModelSlice(Whole):
         self.reports = stage == division.stages - 1 and rank == 0
         self._whole = division.layout
         self.layout, self.parameters = mine.layout, [parameters[piece.name] for piece in mine.owned]
-        self._beside = {piece.name for piece in mine.beside}
+        self._untrained = {piece.name for piece in mine.untrained}
         self._borrowed = [parameters[borrowed.piece.name] for borrowed in mine.borrowed]
         self._exchange = BorrowedParameters(division, column, parameters, rings)
         self._unchecked_ring = rings.get("tensor")
@@ -95,7 +96,7 @@ class ModelSlice(Whole):
     @property
     def beside(self) -> dict[str, Tensor]:
         """The part's buffers, and parameters that need no gradient, by name."""
-        return {name: value for name, value in super().beside.items() if name in self._beside}
+        return {name: value for name, value in super().beside.items() if name in self._untrained}
 
     def refresh(self) -> None:
         """Receive the current values of borrowed parameters.

@@ -1,6 +1,6 @@
 """Turn a value that one layer passes to the next into a flat list of tensors and a description, and back.
 
-The description (`form`) is a text that says how the tensors are nested in tuples, lists and dicts.
+The description (`form`) is a text about how the tensors are nested in tuples, lists and dicts.
 """
 
 from __future__ import annotations

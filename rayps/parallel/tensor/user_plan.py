@@ -1,4 +1,4 @@
-"""Parse a user's plan, which says in text how layers are split, and find the layers that its names match."""
+"""Parse a user's plan, a text for each layer that describes the split, and find the layers that its names match."""
 
 from __future__ import annotations
 
