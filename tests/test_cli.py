@@ -406,7 +406,7 @@ def test_a_silent_log_says_so(at: Site, capsys: pytest.CaptureFixture[str]) -> N
     assert cli.main(["logs", job[:20].lower()]) == 0
     out, err = capsys.readouterr()
     assert out == ""
-    assert job in err and "empty log" in err and "rayps events" in err
+    assert job in err and "is empty" in err and "rayps events" in err
 
 
 def test_the_beginning_of_an_id_names_a_job(at: Site, capsys: pytest.CaptureFixture[str]) -> None:

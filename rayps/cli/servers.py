@@ -129,7 +129,7 @@ def drain(
     output: Format = Output.table,
     as_json: Json = False,
 ) -> None:
-    """Move all segments from one server to others, then stop that server."""
+    """Move all segments of one server to others, then stop it."""
     with Client() as client:
         _show_result(client.servers(name).drain(server), wait, timeout, _format(output, as_json))
 
