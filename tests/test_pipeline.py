@@ -529,7 +529,7 @@ def test_a_stage_that_dies_in_the_middle_is_named_by_all(schedule):
 
             def die(ring, site=site, death=death, done=done):
                 if ring.rank == 2:
-                    do = site.engines[2]._do
+                    do = site.engines[2]._run_action
 
                     def count(*args):
                         if len(done) == death:
@@ -537,7 +537,7 @@ def test_a_stage_that_dies_in_the_middle_is_named_by_all(schedule):
                         done.append(args)
                         do(*args)
 
-                    site.engines[2]._do = count
+                    site.engines[2]._run_action = count
                 return site.one(ring, x, y)
 
             for rank, error in enumerate(errors(rings, die)):
