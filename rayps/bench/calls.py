@@ -98,7 +98,7 @@ class TableBench:
         return self._tables.step
 
     def turns_on_servers(self, rows: int, ids: int, turns: int) -> tuple[float, float]:
-        """Make a warm-up turn and `turns` turns through servers; return the wall-clock start and end of the latter."""
+        """Make a warm-up turn, then `turns` turns through servers; return these turns' wall-clock start and end."""
         assert self._tables is not None
         batches = [torch.from_numpy(batch) for batch in _batches(self._rank, rows, ids)]
         grads = torch.rand(ids, self._tables.space.tables[0].dim)
@@ -112,7 +112,7 @@ class TableBench:
     def turns_by_calls(
         self, parts: list[ActorHandle], rows: int, ids: int, dim: int, turns: int
     ) -> tuple[float, float]:
-        """Make a warm-up turn and `turns` turns through calls; return the wall-clock start and end of the latter."""
+        """Make a warm-up turn, then `turns` turns through calls; return these turns' wall-clock start and end."""
         batches = [_cut(batch, len(parts)) for batch in _batches(self._rank, rows, ids)]
         grads = np.random.default_rng(0).random((ids, dim), np.float32)
         out, began = np.empty_like(grads), 0.0

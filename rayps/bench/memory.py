@@ -32,7 +32,7 @@ class MemoryRow:
 
     contender: str
     workers: int
-    model_bytes: int  # bytes of the parameters; a gradient has as many
+    model_bytes: int  # bytes of the parameters; a gradient has the same size
     grown: int  # peak of the proportional set size while training, minus its value before the model was made
     extra: int | None  # grown, minus the `grown` of workers that do not communicate (`alone`), if these took part
     extra_gradients: float | None  # extra / model_bytes

@@ -40,7 +40,7 @@ class ReadsBench:
         self._rank = rank
 
     def turns(self, group: ServerGroup, turns: int, consistent: bool) -> tuple[float, float]:
-        """Make a warm-up turn and `turns` turns; return the wall-clock start and end of the latter."""
+        """Make a warm-up turn, then `turns` turns; return these turns' wall-clock start and end."""
         server = group.join(self._rank)
         grad, out = server.buffer(), torch.empty(group.layout.size)
         began = 0.0

@@ -67,7 +67,7 @@ class RowsBench:
         self._rank = rank
 
     def turns_by_links(self, group: ServerGroup, rows: int, turns: int, fresh: bool) -> tuple[float, float]:
-        """Make a warm-up turn and `turns` turns over links; return the wall-clock start and end of the latter."""
+        """Make a warm-up turn, then `turns` turns over links; return these turns' wall-clock start and end."""
         server, dim = group.join(self._rank), group.layout.entries[0].shape[1]
         batches = _batches(self._rank, rows, turns + 1 if fresh else 1)
         grad, out = torch.rand(rows, dim), torch.empty(rows, dim)
@@ -83,7 +83,7 @@ class RowsBench:
         return began, ended
 
     def turns_by_calls(self, shards: list[ActorHandle], rows: int, dim: int, turns: int) -> tuple[float, float]:
-        """Make a warm-up turn and `turns` turns by actor calls; return the wall-clock start and end of the latter."""
+        """Make a warm-up turn, then `turns` turns by actor calls; return these turns' wall-clock start and end."""
         ids = np.sort(_batches(self._rank, rows, 1)[0])
         bounds = [cut.start for cut in slices(rows * SPARSITY, len(shards))]
         places = [*np.searchsorted(ids, bounds).tolist(), rows]

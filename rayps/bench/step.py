@@ -84,7 +84,7 @@ class StepBench:
                 self._turns[contender] = self._own(f"{name}-{contender}", 0 if contender == "one_bucket" else None)
 
     def turn(self, contender: str, steps: int) -> dict[str, float]:
-        """Make `steps` steps of one contender; return milliseconds per step, in total and by part."""
+        """Make `steps` steps of one contender; return milliseconds per step, as the total and for each part."""
         start = time.process_time()
         found = self._turns[contender](steps)
         return found | {"cpu": 1000 * (time.process_time() - start) / steps}

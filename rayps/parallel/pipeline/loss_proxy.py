@@ -78,7 +78,7 @@ class _Called(BaseException):
 
 
 class _ModelProxy(nn.Module):
-    """A stand-in for the model. The loss can call it; an error is raised if the loss reads an attribute of it."""
+    """A stand-in for the model that the loss can call. To read an attribute of the stand-in is an error."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise _whole_model_error(name)
