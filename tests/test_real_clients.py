@@ -502,7 +502,7 @@ def test_a_client_refuses_orders_that_are_played_again_or_are_of_another_job(cli
     hospital.over()
     client, (first, second) = hospital.outside, meddler.orders
     for old in (first, second):
-        with pytest.raises(Unauthorized, match="is replayed"):
+        with pytest.raises(Unauthorized, match="is a replay"):
             client.verified_order(old)
     key = clinic.service.client_tokens.key
     good = json.loads(second["order"]) | {"serial": 9}
@@ -513,8 +513,8 @@ def test_a_client_refuses_orders_that_are_played_again_or_are_of_another_job(cli
 
     assert client.verified_order(signed())["serial"] == 9
     for facts, why in (
-        ({"job": "0" * 26}, "the order's job is"),
-        ({"client": 5}, "the order's client is 5"),
+        ({"job": "0" * 26}, "the job of the order is"),
+        ({"client": 5}, "the client of the order is 5"),
         ({"name": "x"}, "name"),
         ({"kind": "other"}, "kind"),
     ):
@@ -672,7 +672,7 @@ def test_the_commands(clinic: Clinic, capsys: pytest.CaptureFixture[str], monkey
         (("--token", str(made), "--name", "../x"), "letters and digits"),
         (("--token", str(made), "--name", "h1"), "for the client 'h0', not for 'h1'"),
         (("--token", free), "give this client's name"),
-        (("--token", str(made), "--device", "cuda:99"), "give --device cpu"),
+        (("--token", str(made), "--device", "cuda:99"), "Give --device cpu"),
         ((), "RAYPS_CLIENT_TOKEN"),
     ):
         code, _, note = say("client", *arguments, "work.py:Slow")
