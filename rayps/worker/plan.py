@@ -13,7 +13,7 @@ from rayps.core.strategy import StrategyView
 from rayps.core.user_code import Call
 from rayps.parallel.division.division import Division
 from rayps.ps.protocol.space import SpaceRank
-from rayps.recovery.backup_assignment import Bond
+from rayps.recovery.backup_assignment import BackupAssignment
 from rayps.recovery.worker_backup import CommitCost
 from rayps.tensors import optim
 from rayps.tensors.learning_rate import Ticks
@@ -68,7 +68,7 @@ class WorkerPlan:
     timeout: float
     origin: tuple[int, int] = (0, 0)  # the round and the epoch at the start of the phase
     division: Division | None = None  # how the model is divided; None: a replica is one worker
-    bond: Bond | None = None  # set if workers hold backups of each other's states
+    backup_assignment: BackupAssignment | None = None  # set if workers hold backups of each other's states
     mailbox: str | None = None  # the folder through which real clients send and receive; None = there are none
 
     @property

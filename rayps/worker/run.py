@@ -87,7 +87,7 @@ class GenerationRun:
             )
             facts.points = []
             if self._backup is not None:
-                self._backup.asked()
+                self._backup.confirm_points()
         return answer
 
     @property
@@ -132,7 +132,7 @@ class GenerationRun:
         """
         self._stop.set()
         if self._backup is not None:
-            self._backup.part()
+            self._backup.end_commits()
         self._connections.part()
         if self._thread is not None:
             self._thread.join(timeout)
@@ -168,10 +168,10 @@ class GenerationRun:
         plan = self.plan
         snapshot = given.pop()
         if self._backup is not None:
-            snapshot, missed = self._backup.recall(plan, snapshot)
+            snapshot, missed = self._backup.restore(plan, snapshot)
             with self._lock:  # set before the wait for peers, which may never connect: the driver may poll meanwhile
                 if missed is not None and not self._stop.is_set():
-                    self._facts.points += self._backup.inherit(missed, plan.start)
+                    self._facts.points += self._backup.take_over_points(missed, plan.start)
         self._connections.form(plan, snapshot, listener)
         if self._stop.is_set():
             raise StaleGeneration(f"generation {plan.generation} was ended before it started", peer="driver")
@@ -179,7 +179,7 @@ class GenerationRun:
         loop.load_state_dict(snapshot)
         loop.join(companions)
         run = PlanRun(loop, self._report, self._retain, self._stop.is_set)
-        committer = None if self._backup is None else self._backup.begin(plan)
+        committer = None if self._backup is None else self._backup.begin_commits(plan)
         if committer is not None:
             run.commit = lambda: committer.commit(loop.w)
         self._run = run
@@ -192,7 +192,7 @@ class GenerationRun:
                 return False
             self._facts.points.append(point)
             if self._backup is not None:
-                self._backup.said(point)
+                self._backup.add_point(point)
             if point["kind"] == "round":
                 self._facts.position = point["round"] + 1
         return True
