@@ -23,7 +23,7 @@ from rayps.core.traffic import Crossing, Sizes
 from rayps.parallel.division.divide import divide
 from rayps.parallel.division.probe import probe
 from rayps.parallel.pipeline.skip import Stash, Unstash
-from rayps.runtime.cost_report import CostReport, expected, measured, sizes, cost_report_of, words
+from rayps.runtime.cost_report import CostReport, cost_report_of, expected, measured, sizes, words
 from rayps.strategies.catalogue import CATALOGUE, parse
 
 WIDE, ROWS = 12, 8

@@ -439,4 +439,6 @@ class Driver:
         if self._known is None:
             return f"stopped on request before it started: {f'{saved} is kept' if saved else 'nothing was saved'}"
         at = self._record.reached(self._checkpoints.round)
-        return f"stopped on request at round {at} of {self._known.calendar.rounds}: {self._checkpoints.describe_saved(at)}"
+        return (
+            f"stopped on request at round {at} of {self._known.calendar.rounds}: {self._checkpoints.describe_saved(at)}"
+        )

@@ -1,4 +1,4 @@
-"""`rayps.train`: train a workload with several Ray actors, by one call."""
+"""`rayps.train`: train a workload with several Ray actors in one call."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Result:
     Example:
         result = rayps.train(work, workers=2)
         result.metrics["loss"]
-        result.history.column("loss")  # by round
+        result.history.column("loss")  # one value for each round
         model = result.model()
     """
 
@@ -52,7 +52,7 @@ class Result:
     checkpoint: Path | None
     workload: Workload
     snapshot: Snapshot
-    # the states of sparse tables, as bytes of their segments
+    # from a sparse table's name to the states of its segments; empty if the checkpoint has them
     tables: dict[str, list[bytes]] = field(default_factory=dict)
 
     def __repr__(self) -> str:
@@ -62,7 +62,7 @@ class Result:
 
     @property
     def costs(self) -> list[Event]:
-        """The costs of a step in each phase, `measured` and by `formula`: see `rayps.runtime.cost_report.measured`."""
+        """The events with the costs of a step, one for each phase: see `rayps.runtime.cost_report.measured`."""
         return [event for event in self.events if event["kind"] == "costs"]
 
     def model(self) -> nn.Module:
@@ -173,8 +173,8 @@ def train(
         _must_take_checkpoints(folder, resumed)
     display = Display() if progress is True else None
     on_progress = display.progress if display else progress if callable(progress) else None
-    told = (display.event, display.lines) if display else (None, None)
-    journal = Journal(on_progress=on_progress, on_event=told[0], on_lines=told[1])
+    handlers = (display.event, display.lines) if display else (None, None)
+    journal = Journal(on_progress=on_progress, on_event=handlers[0], on_lines=handlers[1])
     for warning in passed:
         journal.event("warning", warning)
     own = cluster is None
@@ -214,11 +214,11 @@ def _workload(given: Workload | str) -> Workload:
 def _run(driver: Driver, cluster: Cluster | None, address: str | None) -> Outcome:
     """Run the driver on `cluster`, or on a cluster that is opened and closed for this run.
 
-    Raises KeyboardInterrupt after Ctrl-C, with what was saved as text.
+    Raises KeyboardInterrupt after Ctrl-C. Its text says what was saved.
     """
     opened = None
     try:
-        driver.preflight()  # report invalid input before Ray starts, which takes seconds
+        driver.preflight()  # report invalid input before Ray starts, because that start takes seconds
         opened = cluster if cluster is not None else _open(address, driver.spec, driver.journal)
         with stops(driver, lambda text: driver.journal.event("stopping", text)) as interrupts:
             outcome = driver.run(opened)
@@ -237,7 +237,7 @@ def _run(driver: Driver, cluster: Cluster | None, address: str | None) -> Outcom
 
 
 def _open(address: str | None, spec: JobSpec, journal: Journal) -> Cluster:
-    """Return the cluster at the address, or a private Ray with the logical CPUs that the job needs."""
+    """Join the cluster at the address, or start a private Ray with the logical CPUs that the job needs."""
     from rayps.cluster.ray_cluster import RayCluster
 
     if address is not None:
@@ -262,7 +262,11 @@ def _open(address: str | None, spec: JobSpec, journal: Journal) -> Cluster:
 
 
 def _must_take_checkpoints(folder: Path, resumed: Path | None) -> None:
-    """Refuse a folder that has an earlier run's checkpoints, or that cannot be written, before training starts."""
+    """Check that new checkpoints can be written to `folder`.
+
+    Raises CheckpointError if the folder has an earlier run's checkpoints and the run does not resume, or if the folder
+    cannot be written.
+    """
     if resumed is None and folder.is_dir() and (held := checkpoints.newest(folder)) is not None:
         raise CheckpointError(
             f"{folder} holds the checkpoints of an earlier run ({held.name}), which a new run would replace:\n"
@@ -279,7 +283,10 @@ def _must_take_checkpoints(folder: Path, resumed: Path | None) -> None:
 
 
 def _resume(resume: bool | str | Path, folder: Path | None) -> tuple[Path | None, list[str]]:
-    """Return the checkpoint from which to resume, and a warning for each newer checkpoint that cannot be used."""
+    """Return the checkpoint from which to resume (None if the run does not), and a list of warnings.
+
+    There is a warning for each newer checkpoint that cannot be used.
+    """
     if resume is False:
         return None, []
     if resume is not True:
@@ -298,26 +305,26 @@ def _resume(resume: bool | str | Path, folder: Path | None) -> tuple[Path | None
 
 
 @contextlib.contextmanager
-def stops(driver: Driver, say: Callable[[str], None]) -> Iterator[list[int]]:
-    """Handle Ctrl-C during a run: the first stops the run after a last checkpoint, the second ends it at once.
+def stops(driver: Driver, notify: Callable[[str], None]) -> Iterator[list[int]]:
+    """Handle Ctrl-C during a run: the first stops the run after a last checkpoint, the second ends the run at once.
 
-    Yield the list of the SIGINTs received so far. In a thread other than the main thread, nothing is handled.
+    Yield the list of the SIGINTs received so far. In a thread other than the main thread, Ctrl-C is not handled.
     """
-    came: list[int] = []
+    received: list[int] = []
 
-    def hear(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-        if len(came) > 1 or driver.status not in (Status.RUNNING, Status.RECOVERING):
+    def handle(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if len(received) > 1 or driver.status not in (Status.RUNNING, Status.RECOVERING):
             raise KeyboardInterrupt
         driver.stop()
         if driver.saves:
-            say("a checkpoint is saved first; press Ctrl-C again to end the run at once")
+            notify("a checkpoint is saved first; press Ctrl-C again to end the run at once")
 
     if threading.current_thread() is not threading.main_thread():
-        yield came
+        yield received
         return
-    before = signal.signal(signal.SIGINT, hear)
+    before = signal.signal(signal.SIGINT, handle)
     try:
-        yield came
+        yield received
     finally:
         signal.signal(signal.SIGINT, before)
