@@ -105,7 +105,7 @@ class RunRecord:
 
     def add_poll(self, group: WorkerGroup, found: list[Point]) -> None:
         """Write the result of a poll of the group: the points `found` of single ranks, events and log lines."""
-        points = self._journal.choices(found)
+        points = self._journal.add_reported_events(found)
         self._report.add_worker_points(points)
         self._server_events.add_rounds(points)
         self.add_server_events(group)
