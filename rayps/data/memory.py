@@ -11,7 +11,16 @@ from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, default_collate
 
 from rayps.core.errors import DataError, RaypsError
-from rayps.data.base import Batch, Data, Nested, batch_size_of, check_place, fixed_rows_of_rank, rows_of_rank, map_tensors
+from rayps.data.base import (
+    Batch,
+    Data,
+    Nested,
+    batch_size_of,
+    check_place,
+    fixed_rows_of_rank,
+    map_tensors,
+    rows_of_rank,
+)
 from rayps.data.clients import Clients, GivenClients, checked_client, divide
 from rayps.data.partition_rules import Ints, PartitionRule
 from rayps.data.unsupported import refuse_ray_data

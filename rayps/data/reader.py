@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 
 from rayps.core.errors import ConfigError, DataError
-from rayps.data.base import Batch, Data, batch_size_of, check_place, fixed_rows_of_rank, rows_of_rank, random_of
+from rayps.data.base import Batch, Data, batch_size_of, check_place, fixed_rows_of_rank, random_of, rows_of_rank
 from rayps.data.client_files import RowsByClient
 from rayps.data.clients import Clients, GivenClients, checked_client, divide, owners_by_id
 from rayps.data.columns import Array, BadValue, ColumnLayout, ColumnRows, DType, layout_of, missing
@@ -250,7 +250,9 @@ class ParquetData(Data):
         for _ in range(made, self.steps(size)):
             yield self._batch(self._empty_rows(0), np.empty(0, dtype=np.int64))
 
-    def _batches_by_number(self, index: Index, *, rank: int, size: int, seed: int, epoch: int, start: int) -> Iterator[Batch]:
+    def _batches_by_number(
+        self, index: Index, *, rank: int, size: int, seed: int, epoch: int, start: int
+    ) -> Iterator[Batch]:
         shuffled = seed if self._shuffle else None
         if self.keeps_rows:
             mine = fixed_rows_of_rank(self, rank=rank, size=size, seed=shuffled, epoch=epoch)

@@ -170,7 +170,7 @@ class FixedServers:
         return [(f.reached, f.snapshots) for f in facts] if all(isinstance(f, ShardFacts) for f in facts) else None
 
     def parts(self, rounds: int) -> Callable[[float], list[ShardPart | None]]:
-        """Request all shards' parts after `rounds` rounds, and return a function that waits for them. See `JobServers`."""
+        """Request all shards' parts after `rounds` rounds; return a function that waits for them: see `JobServers`."""
         return _waiting([member.handle.call("part", rounds) for member in self.members])
 
     def saved(self, snapshot: Snapshot) -> None:

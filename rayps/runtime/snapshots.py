@@ -150,7 +150,7 @@ def of_another(meta: Meta, spec: JobSpec) -> list[str]:
 
 
 class SnapshotSchedule:
-    """Chooses the round of the next snapshot: the generation's next boundary, or an earlier one after `snapshot_soon`."""
+    """Chooses the round of the next snapshot: a boundary of the generation or, after `snapshot_soon`, any round."""
 
     def __init__(self, boundary: Boundary) -> None:
         self.round = 0  # the chosen round; 0 if no round was chosen yet

@@ -137,7 +137,7 @@ class GenerationRun:
         self._stop.set()
         if self._backup is not None:
             self._backup.end_commits()
-        self._connections.part()
+        self._connections.abort()
         if self._thread is not None:
             self._thread.join(timeout)
             if not self._thread.is_alive():
@@ -163,7 +163,7 @@ class GenerationRun:
                 if error is None and run.loop.w.done:
                     self._facts.met = run.loop.w.reason or "its stop rule is met"
         if error is not None:
-            self._connections.part()
+            self._connections.abort()
             self._connections.close()
 
     def _prepare(
