@@ -147,10 +147,10 @@ class Files:
         chosen = [name for name in names if name.endswith(SUFFIXES) and not _hidden(name[len(folder) :])]
         if not chosen:
             there = f"it has {names[0].rpartition('/')[2]}" if names else "it is empty"
-            said = other_format(names[0]) if names else None
+            hint = other_format(names[0]) if names else None
             raise DataError(
                 f"{folder}: the directory has no file that ends in .parquet ({there})"
-                f"{f'{chr(10)}{said}' if said else ''}",
+                f"{f'{chr(10)}{hint}' if hint else ''}",
                 file=folder,
             )
         return chosen

@@ -275,9 +275,9 @@ def iid(clients: int, *, seed: int = 0) -> PartitionRule:
 def shards(per_client: int, *, clients: int, pure: bool = False, seed: int = 0) -> PartitionRule:
     """Sort rows by label, cut them into clients x per_client shards of equal size, and give each client `per_client`.
 
-    McMahan et al. 2017, section 3. Most clients have at most `per_client` labels. If a shard has rows of two labels, its
-    client may have one label more. With `pure=True` the rows of each label are cut separately: the number of shards is
-    in proportion to the rows, and no client has more labels than shards.
+    McMahan et al. 2017, section 3. Most clients have at most `per_client` labels. If a shard has rows of two labels,
+    its client may have one label more. With `pure=True` the rows of each label are cut separately: the number of shards
+    of a label is in proportion to its rows, and no client has more labels than shards.
 
     Example:
         rule = rayps.data.shards(2, clients=4)

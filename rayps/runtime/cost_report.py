@@ -133,7 +133,7 @@ def measured(points: dict[int, list[Point]], grid: Grid) -> MeasuredCosts:
 
     - bytes: the bytes that all workers send.
     - stage_bytes, messages: the bytes and the number of messages that are sent between stages.
-    - idle, idles: the share of the stages' time that is spent waiting: of all stages together, one for each stage.
+    - idle, idles: the share of the stages' time that is spent waiting, for all stages together and for each stage.
     - activations: the largest number of activations that are held at once, one for each stage.
     - compute: the seconds that a worker computes, one for each worker.
     - imbalance, slowest: by what share the longest `compute` exceeds the mean, and the rank of that worker.
@@ -206,32 +206,32 @@ def aligned(stages: list[list[Span]]) -> list[list[DrawnSpan]]:
 
 def words(costs: Costs, found: MeasuredCosts, turn: str = "step") -> str:
     """Return one sentence with each measured cost, followed by its value by formula in parentheses."""
-    said = []
+    sentences = []
     if "bytes" in found:
         heads = " including message headers" if costs.grid.columns > 1 else ""
-        said.append(f"a {turn} sends {amount(found['bytes'])}{heads}{_beside(costs.bytes, amount)}")
+        sentences.append(f"a {turn} sends {amount(found['bytes'])}{heads}{_by_formula(costs.bytes, amount)}")
     if "messages" in found and "stage_bytes" in found:
         between = next((cost for cost in costs.traffic if cost.axis == "stage"), None)
-        sent = _beside(None if between is None else between.bytes, amount)
-        often = _beside(None if between is None else between.messages, "{:.4g}".format)
-        said.append(
+        sent = _by_formula(None if between is None else between.bytes, amount)
+        often = _by_formula(None if between is None else between.messages, "{:.4g}".format)
+        sentences.append(
             f"stages exchange {amount(found['stage_bytes'])}{sent} of this in {found['messages']:.4g} messages{often}"
         )
     if "idle" in found:
-        said.append(
-            f"stages are idle {found['idle']:.1%} of the time{_beside(costs.idle, lambda x: f'{float(x):.1%}')}"
+        sentences.append(
+            f"stages are idle {found['idle']:.1%} of the time{_by_formula(costs.idle, lambda x: f'{float(x):.1%}')}"
         )
     if "activations" in found:
         wanted = f" ({'/'.join(map(str, costs.peaks))} by formula)" if costs.peaks else ""
-        said.append(f"stages hold at most {'/'.join(map(str, found['activations']))} activations{wanted}")
+        sentences.append(f"stages hold at most {'/'.join(map(str, found['activations']))} activations{wanted}")
     if len(found.get("compute", ())) > 1:
-        said.append(f"worker-{found['slowest']} computes {found['imbalance']:.0%} longer than the mean")
+        sentences.append(f"worker-{found['slowest']} computes {found['imbalance']:.0%} longer than the mean")
     if "hidden" in found:
-        said.append(f"{found['hidden']:.0%} of the communication overlaps with compute")
-    return "; ".join(said) or f"no {turn} was measured"
+        sentences.append(f"{found['hidden']:.0%} of the communication overlaps with compute")
+    return "; ".join(sentences) or f"no {turn} was measured"
 
 
-def _beside(formula: _Cost | None, write: Callable[[_Cost], str]) -> str:
+def _by_formula(formula: _Cost | None, write: Callable[[_Cost], str]) -> str:
     return "" if formula is None else f" ({write(formula)} by formula)"
 
 

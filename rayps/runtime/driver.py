@@ -103,7 +103,7 @@ class Driver:
         self._started: WorkerGroup | None = None
         self._generation = 0
         self._metrics: dict[str, float] = {}  # metrics of the last evaluation
-        # after a stop request: the round than which the last checkpoint must be newer, and its deadline
+        # after a stop request: the round of the newest checkpoint then, and the deadline for a newer one
         self._requested = (0, 0.0)
 
     def stop(self) -> None:

@@ -88,14 +88,16 @@ def preflight(workload: Workload, phases: list[Phase], spec: JobSpec) -> Preflig
     _try_schedule(workload, phases, layout, tables)
     both = list(zip([phase.strategy for phase in phases], grids, strict=True))
     divisions = [_division(workload, strategy, grid, model, data) for strategy, grid in both]
-    asked = [strategy for strategy, _ in both if isinstance(strategy, FederatedView)]
+    federated_strategies = [strategy for strategy, _ in both if isinstance(strategy, FederatedView)]
     warnings = misspelt(workload)
-    warnings += [said for strategy in asked for said in federated(strategy, workload, data, spec.seed)]
+    warnings += [
+        warning for strategy in federated_strategies for warning in federated(strategy, workload, data, spec.seed)
+    ]
     if any(servers_of(strategy) for strategy, _ in both) or any(grid.tensor > 1 for grid in grids):
         optim.check_elementwise(workload.optimizer, layout)
-        said = dict.fromkeys(strategy.scale_warning(grid.data) for strategy, grid in both)
-        if any(said) and optim.ignores_scale(workload.optimizer, layout):
-            warnings += [each for each in said if each]
+        scale_warnings = dict.fromkeys(strategy.scale_warning(grid.data) for strategy, grid in both)
+        if any(scale_warnings) and optim.ignores_scale(workload.optimizer, layout):
+            warnings += [each for each in scale_warnings if each]
     steps = [_steps(data, strategy, grid) for strategy, grid in both]
     return PreflightFindings(steps, warnings, tables, divisions, (bytes_of(model), bytes_of(data)))
 
@@ -254,11 +256,11 @@ def try_batch(request: TrialRequest) -> Verdict:
         return Verdict(skipped=_train_and_evaluate(unpack(request.packed), request))
     except RaypsError as error:
         cause = error.__cause__
-        said = error.message.splitlines()[0]
+        first_line = error.message.splitlines()[0]
         if isinstance(cause, _NOT_OF_THE_JOB) or _of_ray(cause):
-            return Verdict(skipped=said)
-        if error.data.get("memory") or any(word in said for word in _DEVICES):
-            return Verdict(skipped=said)
+            return Verdict(skipped=first_line)
+        if error.data.get("memory") or any(word in first_line for word in _DEVICES):
+            return Verdict(skipped=first_line)
         return Verdict(error=error)
     except BaseException as error:  # such an error says nothing about the job
         return Verdict(skipped=f"{type(error).__name__}: {error}")
@@ -351,8 +353,8 @@ def _batch_in_errors(batch: Batch) -> Iterator[None]:
     try:
         yield
     except WorkloadError as error:
-        told = WorkloadError(f"{error.message}\ngiven a batch with {words(batch)}", **error.data)
-        raise told from error.__cause__
+        described = WorkloadError(f"{error.message}\ngiven a batch with {words(batch)}", **error.data)
+        raise described from error.__cause__
 
 
 def words(batch: Batch) -> str:

@@ -198,7 +198,7 @@ def assemble(base: Snapshot, workers: dict[int, WorkerPart | None], shards: list
     else:
         assert lead is not None, "workers in step all have their part"
         params, moments = _agreed(there), lead.moments
-    # each shard has each worker's position at the boundary of the round; the smallest of these is the worker's position
+    # at the boundary of a round, each shard has a position of each worker; the smallest one counts
     positions = (
         [min(marks) for marks in zip(*(part.ledger.marks.values() for part in shards), strict=True)]
         if from_shards

@@ -103,29 +103,30 @@ def train(
 ) -> Result:
     """Train a workload with `workers` Ray actors and return the result.
 
-    `workload` is a Workload or its name ("digits.py:Digits"). `strategy` is a Strategy, its name
-    ("parameter_server:staleness=3,shards=2", or for your own class in the current folder "easgd.py:EASGD:rho=0.1"), or
-    a list of (epochs, strategy) to change the strategy during the run. If the strategy's `replica` is several workers,
-    `workers` must be a multiple of their number, and each worker holds a part of the model; the initial parameters are
-    then drawn in this process. Without `epochs` or `steps` (batches per worker) the run trains one epoch.
+    `workload` is a Workload or its name ("digits.py:Digits"). `strategy` is a Strategy or its text form, such as
+    "parameter_server:staleness=3,shards=2", or "easgd.py:EASGD:rho=0.1" for your own class in the current folder. A
+    list of (epochs, strategy) changes the strategy during the run. If the strategy's `replica` is several workers,
+    `workers` must be a multiple of their number. Each worker then holds a part of the model, and the initial parameters
+    are drawn in this process. Without `epochs` or `steps` (batches per worker) the run trains one epoch.
 
     A worker or shard that dies is replaced, up to `max_failures` times. A peer that does not answer for `timeout`
     seconds counts as dead, and so does a worker in which one call of your code takes longer (three minutes for a
     method's first call). If your code exits or raises, the run ends with the method, the worker and the round.
 
-    `checkpoint` is a folder: a state is saved there after every epoch (every tenth with federated clients), or every
-    `checkpoint_every` rounds (a round that ends while a state is being saved is skipped). `resume=True` continues from
-    the newest checkpoint that is complete and finite; a path continues from that checkpoint.
+    `checkpoint` is the folder for checkpoints. A state is saved there after every epoch (every tenth with federated
+    clients), or every `checkpoint_every` rounds (a round that ends while a state is being saved is skipped).
+    `resume=True` continues from the newest checkpoint that is complete and finite. `resume` may also be the path of a
+    checkpoint.
 
     `address` is the Ray cluster to join: "host:port" of its head, or "auto" for the one that RAY_ADDRESS names or that
-    runs on this machine. Without it the Ray that the process has joined is used, or else a private one is started on
-    this machine, with as many logical CPUs as are needed, and ended without leaving files. A process can be in only one
-    Ray: to join `address`, the process leaves a Ray that rayps started or joined, unless a run uses that Ray. If your
-    own code called ray.init(), the process stays in that Ray, and `address` is refused.
+    runs on this machine. Without `address`, the run uses the Ray that the process has joined. If there is none, a
+    private Ray is started on this machine, with as many logical CPUs as are needed, and ended without leaving files. A
+    process can be in only one Ray. To join `address`, the process leaves a Ray that rayps started or joined, unless a
+    run uses that Ray. If your own code called ray.init(), the process stays in that Ray, and `address` is refused.
 
     `resources` are those of one worker: {"cpu": 1, "gpu": 1}. Unless `cluster` is given, one batch is tried in a child
-    process while workers start, so that a mistake in shapes, labels or dtypes is reported first. `progress` is shown on
-    stderr, or passed to your function.
+    process while workers start, so that a mistake in shapes, labels or dtypes is reported early. If `progress` is True,
+    the progress is shown on stderr. If it is a function, it is called with the progress.
 
     `server_group` names a server group of the cluster at `address` (`rayps servers start`), on which the job has a
     space called `name`, within `quota`: {"bytes": ..., "operations": per second}. `branch` is the name of another space
@@ -135,7 +136,8 @@ def train(
         UserError: invalid input (ConfigError, WorkloadError, DataError, CheckpointError).
         NoResources: the cluster lacks the resources for the workers.
         ClusterError: no Ray cluster answers at `address`, it refuses the token, or the process is in another Ray.
-        KeyboardInterrupt: Ctrl-C; the text has what was saved. With a `checkpoint` folder a state is saved first.
+        KeyboardInterrupt: Ctrl-C was pressed. With a `checkpoint` folder a state is saved first. The text says what was
+            saved.
         TrainingError: the run failed more often than max_failures, or its loss, a gradient, a parameter, a table's row
             or an optimizer's moment is not finite: such values never enter a result or a checkpoint.
 

@@ -181,7 +181,7 @@ class Worker:
     # ---- reports
 
     def say(self, **numbers: float) -> None:
-        """Add numbers to this round's point. All workers must add equal numbers. Standard metrics cannot be replaced."""
+        """Add numbers to this round's point. All workers must add equal ones. Standard metrics cannot be replaced."""
         self.log.add_numbers(numbers)
 
     def event(self, kind: str, message: str, **facts: Json) -> None:

@@ -210,8 +210,8 @@ def ring_choices(plan: WorkerPlan, peers: WorkerConnections) -> list[Event]:
     mine = {axis: ring for axis, ring in known.items() if ring is not None and ring.size > 1 and ring.rank == 0}
     line = plan.place.line
     tables = {line(axis): ring.choices for axis, ring in mine.items()}
-    said = [{"kind": "choice", "message": f"{line(axis)}: {ring.choice}"} for axis, ring in mine.items()]
-    return ([{"kind": "rings", "rings": tables}] if tables else []) + (said if plan.rank == 0 else [])
+    events = [{"kind": "choice", "message": f"{line(axis)}: {ring.choice}"} for axis, ring in mine.items()]
+    return ([{"kind": "rings", "rings": tables}] if tables else []) + (events if plan.rank == 0 else [])
 
 
 def _packed(vector: Tensor, dtype: torch.dtype | None = None) -> Tensor:
