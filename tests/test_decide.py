@@ -18,7 +18,7 @@ from rayps.runtime.decide_recovery import (
     Continue,
     Fail,
     Finish,
-    Mend,
+    RebuildLost,
     Replace,
     Restart,
     RunFacts,
@@ -53,7 +53,7 @@ EVERY = list(
 def law(facts):
     """The same rules, said once more in another way: the kind of decision that is right."""
     hopeless = [e for _, e in facts.errors if not isinstance(e, LinkError)]
-    waits = facts.broken_for < GRACE_SECONDS  # for the death behind a lost connection, and for all who lost it
+    waits = facts.error_age < GRACE_SECONDS  # for the death behind a lost connection, and for all who lost it
     trouble = bool(facts.dead) or (bool(facts.errors) and not waits)
     if facts.stop:
         return Stop
@@ -62,7 +62,7 @@ def law(facts):
     if trouble:
         if facts.failures >= facts.max_failures:
             return Fail
-        return {RestartAll(): Restart, ReplaceOne(): Replace, Rebuild(): Mend}[facts.recovery]
+        return {RestartAll(): Restart, ReplaceOne(): Replace, Rebuild(): RebuildLost}[facts.recovery]
     return Finish if len(facts.finished) == facts.size else Continue
 
 
@@ -73,13 +73,13 @@ def test_every_combination_of_facts():
         decision = decide(facts)
         assert type(decision) is law(facts), facts
         kinds.add(type(decision))
-        if isinstance(decision, (Restart, Mend, Replace)):
+        if isinstance(decision, (Restart, RebuildLost, Replace)):
             members = {name for name, _ in dead}
             assert set(decision.lost) == members if dead else True
             assert decision.reason
         if isinstance(decision, Fail):
             assert len(decision.reason.splitlines()) <= 3
-    assert kinds == {Continue, Finish, Stop, Restart, Mend, Replace, Fail}
+    assert kinds == {Continue, Finish, Stop, Restart, RebuildLost, Replace, Fail}
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_a_death_is_the_reason_not_the_lost_connections_behind_it():
 def test_the_silent_one_is_replaced_in_step():
     for peer, lost in [("worker-1", "worker-1"), ("worker:1", "worker-1"), ("shard-0", "shard-0")]:
         slow = PeerTimeout("silent", peer=peer, seconds=5)
-        decision = decide(RunFacts(3, errors=(("worker-0", slow), ("worker-2", slow)), broken_for=GRACE_SECONDS))
+        decision = decide(RunFacts(3, errors=(("worker-0", slow), ("worker-2", slow)), error_age=GRACE_SECONDS))
         assert isinstance(decision, Restart)
         assert decision.lost == (lost,)
 
@@ -126,13 +126,13 @@ def test_the_silent_one_is_replaced_in_step():
 def test_nobody_is_blamed_without_a_name():
     slow = PeerTimeout("silent", peer="anyone", seconds=5)
     for error in (slow, LOST, STALE):
-        decision = decide(RunFacts(3, errors=(("worker-0", error),), broken_for=GRACE_SECONDS))
+        decision = decide(RunFacts(3, errors=(("worker-0", error),), error_age=GRACE_SECONDS))
         assert isinstance(decision, Restart)
         assert decision.lost == ()
 
 
 def test_out_of_step_all_who_lost_a_connection_begin_anew_together():
-    decision = decide(RunFacts(3, errors=(("worker-2", LOST),), broken_for=GRACE_SECONDS, recovery=ReplaceOne()))
+    decision = decide(RunFacts(3, errors=(("worker-2", LOST),), error_age=GRACE_SECONDS, recovery=ReplaceOne()))
     assert isinstance(decision, Replace)
     assert decision.lost == ("worker-2",)
 
@@ -157,7 +157,7 @@ def test_reasons_are_short(why, told):
 
 def test_a_death_names_the_round_where_it_is_known():
     dead = (("worker-1", "SIGKILL"), ("shard-0", "gone"))
-    decision = decide(RunFacts(2, dead=dead, at={"worker-0": 7, "worker-1": 4}))
+    decision = decide(RunFacts(2, dead=dead, positions={"worker-0": 7, "worker-1": 4}))
     assert decision == Restart(
         ("worker-1", "shard-0"), "worker-1 died after it had reported round 4 (SIGKILL); shard-0 died (gone)"
     )

@@ -14,11 +14,11 @@ def test_everything_is_in_the_folder(tmp_path):
     journal = Journal(tmp_path / "new" / "job")
     journal.event("started", "here we go", round=3)
     journal.event("warning", "café\n'quoted'")
-    journal.add([{"kind": "round", "round": 0}, {"kind": "round", "round": 1}])
-    journal.add([])
+    journal.add_points([{"kind": "round", "round": 0}, {"kind": "round", "round": 1}])
+    journal.add_points([])
     journal.lines([(1_700_000_000.1234, "worker-0", "hello"), (1_700_000_001.0, "worker-1", "")])
     journal.progress({"status": "RUNNING", "round": 1}, now=True)
-    journal.seal({"status": "SUCCEEDED"})
+    journal.write_outcome({"status": "SUCCEEDED"})
     journal.close()
     folder = tmp_path / "new" / "job"
     events = read(folder / "events.jsonl")
@@ -39,10 +39,10 @@ def test_without_a_folder_it_is_kept_in_memory():
     heard = []
     journal = Journal(on_progress=heard.append, on_event=heard.append)
     journal.event("started", "x")
-    journal.add([{"kind": "round", "round": 0}])
+    journal.add_points([{"kind": "round", "round": 0}])
     journal.lines([(0.0, "worker-0", "text")])
     journal.progress({"round": 1}, now=True)
-    journal.seal({"status": "FAILED"})
+    journal.write_outcome({"status": "FAILED"})
     journal.close()
     assert [e["kind"] for e in journal.events] == ["started"]
     assert journal.points == [{"kind": "round", "round": 0}]
@@ -51,8 +51,8 @@ def test_without_a_folder_it_is_kept_in_memory():
 
 def test_the_outcome_is_sealed_once(tmp_path):
     journal = Journal(tmp_path)
-    journal.seal({"status": "SUCCEEDED"})
-    journal.seal({"status": "FAILED"})
+    journal.write_outcome({"status": "SUCCEEDED"})
+    journal.write_outcome({"status": "FAILED"})
     journal.close()
     assert json.loads((tmp_path / "outcome.json").read_text())["status"] == "SUCCEEDED"
 
@@ -70,7 +70,7 @@ def test_progress_is_told_twice_a_second_at_most():
 def test_another_driver_goes_on_after_half_a_line(tmp_path):
     first = Journal(tmp_path)
     first.event("started", "one")
-    first.add([{"kind": "round", "round": 0}])
+    first.add_points([{"kind": "round", "round": 0}])
     first.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "round", "rou')  # killed here
@@ -78,7 +78,7 @@ def test_another_driver_goes_on_after_half_a_line(tmp_path):
         file.write('{"seq"')
     second = Journal(tmp_path)
     second.event("driver_restarted", "two")
-    second.add([{"kind": "round", "round": 1}])
+    second.add_points([{"kind": "round", "round": 1}])
     second.close()
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["round"] for line in (lines[0], lines[2])] == [0, 1]
@@ -90,10 +90,10 @@ def test_another_driver_goes_on_after_half_a_line(tmp_path):
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_numbers_that_json_lacks_become_null(tmp_path, value):
     journal = Journal(tmp_path)
-    journal.add([{"kind": "evaluation", "round": 1, "metrics": {"accuracy": value}}])
+    journal.add_points([{"kind": "evaluation", "round": 1, "metrics": {"accuracy": value}}])
     journal.event("x", "y", value=value)
     journal.progress({"loss": value}, now=True)
-    journal.seal({"metrics": {"accuracy": value}})
+    journal.write_outcome({"metrics": {"accuracy": value}})
     journal.close()
     for name in ("metrics.jsonl", "events.jsonl", "progress.json", "outcome.json"):
         assert not re.search(r"NaN|Infinity", (tmp_path / name).read_text()), name

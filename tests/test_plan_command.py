@@ -23,7 +23,7 @@ from rayps.core.traffic import Crossing, Sizes
 from rayps.parallel.division.divide import divide
 from rayps.parallel.division.probe import probe
 from rayps.parallel.pipeline.skip import Stash, Unstash
-from rayps.runtime.cost_report import CostReport, expected, measured, sizes, tally_of, words
+from rayps.runtime.cost_report import CostReport, cost_report_of, expected, measured, sizes, words
 from rayps.strategies.catalogue import CATALOGUE, parse
 
 WIDE, ROWS = 12, 8
@@ -319,15 +319,15 @@ def point(rank, n, **more):
 def test_what_is_said_after_a_run():
     strategy = of("pipeline:stages=2,micro_batches=4")
     formula = costs(strategy, 4, Sizes(100, owned=(50, 50), batch=8, crossings=(Crossing(0, 1, 4.0, 4.0),)))
-    tally = CostReport(strategy, 4, lambda: formula)
-    tally.hear(
+    report = CostReport(strategy, 4, lambda: formula)
+    report.add_points(
         [
             point(rank, 0, compute=9.0, busy=9.0, idle=9.0, messages=99, activations=1, stage_bytes=0)
             for rank in range(4)
         ]
     )
     for n in (1, 2, 3):
-        tally.hear(
+        report.add_points(
             [
                 point(
                     rank,
@@ -342,34 +342,34 @@ def test_what_is_said_after_a_run():
                 for rank in range(4)
             ]
         )
-    event = tally.event()
+    event = report.event()
     found = event["measured"]
     assert found["bytes"] == 400 and found["messages"] == 16  # the first round does not count
     assert found["activations"] == [2, 1] == formula.peaks
     assert found["idle"] == pytest.approx(0.8 / 2.8) and found["idles"] == pytest.approx([1 / 3, 0.25])
     assert found["imbalance"] == pytest.approx(0.8 / 0.5 - 1) and found["slowest"] == 3
     assert event["kind"] == "costs" and event["formula"]["bytes"] == formula.bytes
-    assert "128 bytes (128 bytes by formula) of it in 16 messages (16 by formula) between stages" in event["message"]
+    assert "stages exchange 128 bytes (128 bytes by formula) of this in 16 messages (16 by formula)" in event["message"]
     assert "stages are idle 28.6% of the time (20.0% by formula)" in event["message"]
     assert "hidden" not in found  # a stage waits for its turn, not for bytes
-    assert "2/1 activations at most (2/1 by formula)" in event["message"]
+    assert "at most 2/1 activations (2/1 by formula)" in event["message"]
     json.dumps(event)
 
 
 def test_how_a_step_went_is_drawn_once_beside_its_table():
     strategy = of("pipeline:stages=2,micro_batches=1")
-    tally = CostReport(strategy, 4, lambda: costs(strategy, 4, Sizes(10)))
+    report = CostReport(strategy, 4, lambda: costs(strategy, 4, Sizes(10)))
     stages = [
         [("0F0", 5.0, 6.0), ("0B0", 9.0, 11.0)],
         [("1F0", 90.5, 91.0), ("1F0", 91.0, 91.5), ("1B0", 91.5, 93.5)],
     ]  # clocks differ
     first = point(0, 3, compute=1.0, spans=stages[0])
-    assert tally.hear([first]) == [] and "spans" not in first  # they go no further
-    (event,) = tally.hear([point(1, 3, compute=1.0, spans=stages[1])])
+    assert report.add_points([first]) == [] and "spans" not in first  # they go no further
+    (event,) = report.add_points([point(1, 3, compute=1.0, spans=stages[1])])
     assert event["kind"] == "schedule" and "50.0%" in event["message"] and "took 6e+03 ms" in event["message"]
     assert event["measured"] == [[["0F0", 0.0, 1.0], ["0B0", 4.0, 6.0]], [["1F0", 1.0, 2.0], ["1B0", 2.0, 4.0]]]
     assert event["theory"] == [[["0F0", 0.0, 1.0], ["0B0", 4.0, 6.0]], [["1F0", 1.0, 2.0], ["1B0", 2.0, 4.0]]]
-    assert tally.hear([point(1, 4, compute=1.0, spans=stages[1])]) == []
+    assert report.add_points([point(1, 4, compute=1.0, spans=stages[1])]) == []
     json.dumps(event)
 
 
@@ -380,18 +380,18 @@ def test_formulas_never_fail_a_run():
 
     workload, strategy = Deep(), of("pipeline:stages=2,micro_batches=4")
     division = divide(workload, strategy.replica, workload.model())
-    tally = tally_of(Broken(), strategy, 2, division, division.layout)
-    tally.hear([point(0, 0, compute=1.0), point(1, 0, compute=1.0)])
-    assert tally.event()["formula"]["activations"] == [2, 1]
+    report = cost_report_of(Broken(), strategy, 2, division, division.layout)
+    report.add_points([point(0, 0, compute=1.0), point(1, 0, compute=1.0)])
+    assert report.event()["formula"]["activations"] == [2, 1]
 
 
 def test_nothing_measured_is_no_error():
     formula = costs(of("all_reduce"), 2, Sizes(10))
     assert measured({}, formula.grid) == {} and words(formula, {}) == "no step was measured"
-    tally = CostReport(of("all_reduce"), 2, lambda: formula)
-    assert tally.event() is None
-    tally.hear([point(0, 0, compute=0.0)])
-    event = tally.event()
+    report = CostReport(of("all_reduce"), 2, lambda: formula)
+    assert report.event() is None
+    report.add_points([point(0, 0, compute=0.0)])
+    event = report.event()
     assert event["measured"]["bytes"] == 100 and event["measured"]["hidden"] == pytest.approx(0.75)
     assert "75% of the communication overlaps" in event["message"]
 

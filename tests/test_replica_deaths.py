@@ -138,9 +138,9 @@ def speaks(event, lost, *, twin):
     assert 0 < event["seconds"] < 60
     assert f"{event['seconds']:.2f} s after the failure was detected" in event["message"]
     assert f"continued from round {event['round']}" in event["message"]
-    for name, giver in event["sources"].items():
-        kind = "its twin" if twin else "its backup on"
-        assert f"{name} has the state of {kind} {giver}" in event["message"]
+    for name, holder in event["sources"].items():
+        kind = "its counterpart" if twin else "its backup on"
+        assert f"{name} has the state of {kind} {holder}" in event["message"]
 
 
 # ------------------------------------------------------------------------- real deaths at named places
@@ -148,14 +148,14 @@ def speaks(event, lost, *, twin):
 MOMENTS = [  # the n-th visit is in the third step or so
     ("pipeline", 0, "forward=17"),  # between two micro-batches' forward passes
     ("pipeline", 0, "backward=14"),
-    ("pipeline", 0, "vault: half a commit=4"),
+    ("pipeline", 0, "state slots: half a commit=4"),
     ("pipeline", 1, "backward=18"),  # its last of a step: before the data ring
     ("pipeline", 1, "step=3"),  # after the data ring
     ("pipeline", 1, "half a step=4"),
-    ("pipeline", 1, "vault: after a commit=4"),
+    ("pipeline", 1, "state slots: after a commit=4"),
     ("pipelines", 1, "forward=17"),
     ("pipelines", 1, "step=3"),
-    ("pipelines", 2, "vault: half a commit=4"),
+    ("pipelines", 2, "state slots: half a commit=4"),
 ]
 
 

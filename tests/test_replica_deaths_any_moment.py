@@ -15,8 +15,8 @@ from rayps.core.errors import PeerLost, TrainingError
 from rayps.core.phase_rounds import Boundary
 from rayps.core.user_module import pack
 from rayps.recovery import worker_backup
-from rayps.recovery.backup_assignment import Bond, Source
-from rayps.recovery.peer_replication import Mirror
+from rayps.recovery.backup_assignment import BackupAssignment, Source
+from rayps.recovery.peer_replication import BackupConnection
 from rayps.runtime import worker_actor
 from rayps.worker import run as worker_run
 from rayps.worker.connections import WorkerConnections
@@ -108,7 +108,7 @@ def test_a_death_at_any_moment(tag, replica, workers, seed):
 
 @pytest.mark.parametrize("workers", [2, 4])
 def test_the_state_comes_from_another_host(tag, monkeypatch, workers):
-    monkeypatch.setattr(worker_backup, "Mirror", functools.partial(Mirror, prefer="tcp"))
+    monkeypatch.setattr(worker_backup, "BackupConnection", functools.partial(BackupConnection, prefer="tcp"))
     work = Deeper(n=96, batch=6, optimizer="adam", pause=0.002, tag=tag)
     result = lives(work, PIPE, workers, (20, ("WorkerActor", 1)))
     [event] = [event for event in result.events if event["kind"] == "mended"]
@@ -166,14 +166,16 @@ def test_what_a_dead_worker_had_said_is_heard_however_long_the_others_are_waited
             over.wait(30)
             raise PeerLost("the others began anew", peer="worker-0")
 
-    monkeypatch.setattr(worker_backup, "fetch", lambda *_: state)
-    monkeypatch.setattr(worker_backup, "overlaid", lambda snapshot, *_: snapshot)
+    monkeypatch.setattr(worker_backup, "fetch_state", lambda *_: state)
+    monkeypatch.setattr(worker_backup, "with_state", lambda snapshot, *_: snapshot)
     monkeypatch.setattr(worker_run, "WorkerConnections", Waiting)
     work = Deeper(n=96, batch=6)
     actor = worker_actor.WorkerActor(1, b"secret" * 6, pack(work))
-    bond = Bond(1, ("", ""), 0, False, recalls=True, source=Source(0, 1))
+    backup_assignment = BackupAssignment(1, ("", ""), 0, False, restores_state=True, source=Source(0, 1))
     peers = PeerAddresses(b"secret" * 6, ["", ""])
-    plan = WorkerPlan(2, 1, 2, AllReduce(), peers, 0, 5, 16, Boundary(16, 16), 0, 30.0, bond=bond)
+    plan = WorkerPlan(
+        2, 1, 2, AllReduce(), peers, 0, 5, 16, Boundary(16, 16), 0, 30.0, backup_assignment=backup_assignment
+    )
     heard = []
     try:
         for _ in range(2):

@@ -6,7 +6,7 @@ import pytest
 
 from rayps.core.errors import TrainingError, WorkloadError
 from rayps.core.job_status import Status
-from rayps.recovery.backup_assignment import Mending
+from rayps.recovery.backup_assignment import RebuildPlan
 from rayps.runtime.decide_recovery import (
     AwaitCheckpoint,
     BeginGeneration,
@@ -16,7 +16,7 @@ from rayps.runtime.decide_recovery import (
     Fail,
     Findings,
     Finish,
-    Mend,
+    RebuildLost,
     Recover,
     Replace,
     ReplaceMembers,
@@ -30,15 +30,29 @@ from rayps.runtime.decide_recovery import (
 )
 
 PHASES = 2
-MENDING = Mending(7, {})
-RESTART, MEND, REPLACE = (kind(("worker-1",), "worker-1 died") for kind in (Restart, Mend, Replace))
+REBUILD = RebuildPlan(7, {})
+RESTART, REBUILD_LOST, REPLACE = (kind(("worker-1",), "worker-1 died") for kind in (Restart, RebuildLost, Replace))
 USERS = WorkloadError("loss() raised ValueError")
-DECISIONS = [Continue(), Finish(), Stop(), Fail(USERS, "worker-0: x"), Fail(None, "too often"), RESTART, MEND, REPLACE]
+DECISIONS = [
+    Continue(),
+    Finish(),
+    Stop(),
+    Fail(USERS, "worker-0: x"),
+    Fail(None, "too often"),
+    RESTART,
+    REBUILD_LOST,
+    REPLACE,
+]
 STATES = [
     StartWorkers(),
     *(EnterPhase(n) for n in range(PHASES + 1)),
-    *(BeginGeneration(n, mending) for n in range(PHASES) for mending in (None, MENDING)),
-    *(Recover(n, d, evaluating) for n in range(PHASES) for d in (RESTART, MEND) for evaluating in (False, True)),
+    *(BeginGeneration(n, rebuild) for n in range(PHASES) for rebuild in (None, REBUILD)),
+    *(
+        Recover(n, d, evaluating)
+        for n in range(PHASES)
+        for d in (RESTART, REBUILD_LOST)
+        for evaluating in (False, True)
+    ),
     *(ReplaceMembers(n, REPLACE) for n in range(PHASES)),
     *(kind(n) for kind in (Train, Evaluate, RequestCheckpoint, AwaitCheckpoint) for n in range(PHASES)),
     RunEnded(Status.SUCCEEDED, "trained to the end"),
@@ -47,9 +61,9 @@ STATES = [
 ]
 FLAGS = [False, True]
 EVERY = [
-    Findings(stopped, PHASES, work, decision, complete, mending, saving)
-    for stopped, work, decision, complete, mending, saving in itertools.product(
-        FLAGS, FLAGS, [None, *DECISIONS], FLAGS, [None, MENDING], FLAGS
+    Findings(stopped, PHASES, work, decision, complete, rebuild, saving)
+    for stopped, work, decision, complete, rebuild, saving in itertools.product(
+        FLAGS, FLAGS, [None, *DECISIONS], FLAGS, [None, REBUILD], FLAGS
     )
 ]
 
@@ -57,8 +71,14 @@ EVERY = [
 def law(state, found):
     """The same transitions, said once more as a table: the kind of the next state."""
     decision = type(found.decision)
-    after_poll = {Stop: RequestCheckpoint, Fail: RunEnded, Restart: Recover, Mend: Recover, Replace: ReplaceMembers}
-    lost = dict.fromkeys((Restart, Mend, Replace), Recover)
+    after_poll = {
+        Stop: RequestCheckpoint,
+        Fail: RunEnded,
+        Restart: Recover,
+        RebuildLost: Recover,
+        Replace: ReplaceMembers,
+    }
+    lost = dict.fromkeys((Restart, RebuildLost, Replace), Recover)
     return {
         StartWorkers: RunEnded if found.stopped else EnterPhase,
         EnterPhase: BeginGeneration if found.work else EnterPhase,
@@ -97,7 +117,7 @@ def test_what_is_handed_on():
             assert (after.decision.lost, after.decision.reason) == (("worker-1",), "worker-1 died")
             assert not after.evaluating or isinstance(after.decision, Restart)  # no state of a peer is newer
         if isinstance(after, BeginGeneration):
-            assert after.mending is (found.mending if isinstance(state, Recover) else None)
+            assert after.rebuild is (found.rebuild if isinstance(state, Recover) else None)
         if isinstance(after, RunEnded) and not state.terminal:
             asked = found.stopped or isinstance(found.decision, Stop) or "Checkpoint" in type(state).__name__
             assert (after.status is Status.SUCCEEDED) == (state == EnterPhase(PHASES))
@@ -119,8 +139,8 @@ def matters(state):
             return [*polls, Findings(decision=Finish(), complete=True)]
         case Evaluate():
             return [Findings(decision=decision) for decision in [None, Stop(), DECISIONS[4], RESTART]]
-        case Recover(_, Mend()):
-            return [Findings(), Findings(mending=MENDING)]
+        case Recover(_, RebuildLost()):
+            return [Findings(), Findings(rebuild=REBUILD)]
         case RequestCheckpoint() | AwaitCheckpoint():
             return [Findings(saving=saving) for saving in FLAGS]
     return [Findings()]
@@ -163,13 +183,13 @@ class Nested:
         return Status.SUCCEEDED
 
     def train(self, phase):
-        mending = None
+        rebuild = None
         while True:
-            self.find(BeginGeneration(phase, mending))
+            self.find(BeginGeneration(phase, rebuild))
             broken = self.watch(phase)
-            if not isinstance(broken, (Restart, Mend)):
+            if not isinstance(broken, (Restart, RebuildLost)):
                 return broken
-            mending = self.find(Recover(phase, broken)).mending
+            rebuild = self.find(Recover(phase, broken)).rebuild
 
     def watch(self, phase):
         """None: the phase is trained; a decision: everyone must begin again; else how the run ends."""
@@ -182,7 +202,7 @@ class Nested:
                     return Status.FAILED
                 case Stop():
                     return self.leave(phase)
-                case Restart() | Mend():
+                case Restart() | RebuildLost():
                     return found.decision
                 case Replace():
                     self.find(ReplaceMembers(phase, found.decision))

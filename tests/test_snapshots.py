@@ -32,7 +32,7 @@ def test_parts_keep_the_newest_two_and_the_wanted_one():
 def test_all_meet_again_and_again_however_fast_the_rounds_are(every, speeds):
     """Members go on by `speeds` rounds between two looks, and each is heard and told at another moment."""
     chance, boundary = random.Random(5), Boundary(every, 10**9)
-    meeting, members, collected, met = SnapshotSchedule(boundary), [RetainedParts() for _ in speeds], 0, []
+    schedule, members, collected, met = SnapshotSchedule(boundary), [RetainedParts() for _ in speeds], 0, []
     reached, told = [0] * len(speeds), [0] * len(speeds)
     for _ in range(3000 if every == 1000 else 300):
         facts = []
@@ -48,17 +48,17 @@ def test_all_meet_again_and_again_however_fast_the_rounds_are(every, speeds):
         if common and max(common) > collected:
             collected = max(common)
             met.append(collected)
-        told = [meeting.look(facts, collected)] * len(speeds)
+        told = [schedule.choose_round(facts, collected)] * len(speeds)
     assert len(met) >= 2
     assert all(rounds in boundary for rounds in met)
 
 
 def test_in_a_hurry_any_round_will_do_but_none_beyond_the_end():
-    meeting = SnapshotSchedule(Boundary(100, 250))
-    assert meeting.look([(3, []), (5, [])], 0) == 100
-    meeting.hurry()
-    assert meeting.look([(7, []), (5, [])], 0) == 8
-    assert meeting.look([(8, [8]), (6, [])], 0) == 8  # it is waited for
-    assert meeting.look([(20, []), (6, [])], 0) == 22  # one was past it: twice as far ahead
-    assert meeting.look([(22, [22]), (22, [22])], 22) == 24
-    assert meeting.look([(249, []), (249, [])], 24) == 250
+    schedule = SnapshotSchedule(Boundary(100, 250))
+    assert schedule.choose_round([(3, []), (5, [])], 0) == 100
+    schedule.snapshot_soon()
+    assert schedule.choose_round([(7, []), (5, [])], 0) == 8
+    assert schedule.choose_round([(8, [8]), (6, [])], 0) == 8  # it is waited for
+    assert schedule.choose_round([(20, []), (6, [])], 0) == 22  # one was past it: twice as far ahead
+    assert schedule.choose_round([(22, [22]), (22, [22])], 22) == 24
+    assert schedule.choose_round([(249, []), (249, [])], 24) == 250

@@ -21,7 +21,7 @@ from rayps.core.errors import WorkloadError
 from rayps.core.job_status import Status
 from rayps.runtime.driver import Driver
 from rayps.runtime.journal import Journal
-from rayps.runtime.preflight import MOST_BYTES, TrialFacts, bytes_of, untried
+from rayps.runtime.preflight import MOST_BYTES, TrialFacts, bytes_of, reason_not_to_try
 from rayps.strategies.catalogue import parse, wire
 from rayps.strategies.job import JobSpec
 
@@ -259,7 +259,7 @@ def test_sparse_tables_are_tried_too():
     [
         (TrialFacts(), None),
         (TrialFacts(model=MOST_BYTES, packed=MOST_BYTES, data=MOST_BYTES), None),
-        (TrialFacts(remote=True), "the clients have the data"),
+        (TrialFacts(remote=True), "real clients have the data, and the driver has none"),
         (TrialFacts(divided=True), "divided among workers"),
         (TrialFacts(gpus=0.5), "GPUs"),
         (TrialFacts(model=MOST_BYTES + 1), "the model takes 256 MiB"),
@@ -268,7 +268,7 @@ def test_sparse_tables_are_tried_too():
     ],
 )
 def test_reasons_to_leave_it_out(facts, words):
-    found = untried(facts)
+    found = reason_not_to_try(facts)
     assert found is None if words is None else words in found
 
 

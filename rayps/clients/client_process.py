@@ -28,7 +28,7 @@ from rayps.core.errors import ConfigError, Conflict, NotFound, RaypsError, Unaut
 from rayps.core.job_status import Status
 from rayps.core.user_code import user_code
 from rayps.data.base import Data
-from rayps.data.other_files import elsewhere
+from rayps.data.other_files import with_other_files
 from rayps.federated import remote_codec
 from rayps.federated.client import ClientReply, ClientRows, Task, Trainer
 from rayps.federated.remote.signed_orders import ClientToken, OrderFacts, verified
@@ -351,7 +351,7 @@ def own_data(workload: Workload, path: str | None) -> Data:
         data = workload.data()
     if not isinstance(data, Data):
         raise WorkloadError(f"data() returned {type(data).__name__}: return one of rayps.data, e.g. parquet(...)")
-    return data if path is None else elsewhere(data, path)
+    return data if path is None else with_other_files(data, path)
 
 
 def _check_device(device: str) -> None:

@@ -1,9 +1,9 @@
-"""The base class of data sets: batches for each rank, without loader processes or threads.
+"""The base class of data sets, which provide batches for each rank without loader processes or threads.
 
-For n rows, N ranks and batches of B rows: in an epoch each row goes to exactly one rank, so a rank has n // N rows or
-one more. Every rank has the same number of batches, ceil(ceil(n / N) / B). Only a rank's last batch may be smaller; it
-is empty (size 0) if the rank ran out of rows one batch early. Means are weighted by size, so a round is exactly the
-mean over the union of its batches, and an empty batch has weight 0.
+For n rows, N ranks and batches of B rows: in an epoch each row goes to exactly one rank, and a rank has n // N rows or
+one more. Every rank has the same number of batches, ceil(ceil(n / N) / B). Only a rank's last batch may be smaller, and
+it is empty (size 0) if the rank has no rows left for it. Means are weighted by the size of the batch. Therefore a round
+computes exactly the mean over all rows of its batches, and an empty batch has weight 0.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Nested: TypeAlias = (
 
 @dataclass(slots=True)
 class Batch:
-    """Rows of data: features `x`, labels `y` (None without labels), and their number `size`."""
+    """Rows of data: their features `x`, their labels `y` (None if they have no labels), and their number `size`."""
 
     x: Any
     y: Any
@@ -42,7 +42,7 @@ class Batch:
         return self.size
 
     def to(self, device: str | torch.device) -> Batch:
-        """Return the same rows on `device`; tensors inside tuples, lists and dicts are copied there too."""
+        """Return the same rows on `device`, including the tensors inside tuples, lists and dicts."""
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(device, non_blocking=True)
@@ -65,11 +65,13 @@ def map_tensors(value: Nested, change: Callable[[torch.Tensor], torch.Tensor | N
 
 
 class Data(ABC):
-    """Training data in batches of `batch_size` per rank.
+    """Training data in batches of `batch_size` rows for each rank.
 
-    `client`: how rows are divided into clients, for federated strategies: a rule, an id for each row, or a column;
-    None: not divided. `keeps_rows`: a rank has the same rows in every epoch, in a new order; if the data is divided, a
-    rank's rows are an equal part of all rows in the order of their clients.
+    `client`: how the rows are divided into clients, for federated strategies. It is a rule, an id for each row, or the
+    name of a column; None if the rows are not divided.
+
+    `keeps_rows`: whether a rank has the same rows in every epoch, in a new order. If the rows are divided into clients,
+    all rows are then sorted by client and cut into one contiguous part of equal length for each rank.
     """
 
     batch_size: int
@@ -79,19 +81,19 @@ class Data(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Check the data before training. Raises DataError naming file, column and row."""
+        """Check the data before training. Raises DataError if the data is invalid, with file, column and row."""
 
     @abstractmethod
     def rows(self) -> int:
         """Return the number of rows in an epoch, over all ranks."""
 
     def steps(self, size: int) -> int:
-        """Return the number of batches of each rank in an epoch with `size` ranks; all ranks have the same number."""
+        """Return the number of batches that each of `size` ranks has in an epoch."""
         return math.ceil(math.ceil(self.rows() / size) / self.batch_size)
 
     @abstractmethod
     def batches(self, *, rank: int, size: int, seed: int, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """Return the batches of `rank` in an epoch, from batch `start` on: a pure function of the arguments."""
+        """Yield the batches of `rank` in an epoch, from batch number `start` on. They depend on the arguments only."""
 
     def share(self, rank: int, size: int) -> int:
         """Return the number of rows that `rank` of `size` ranks gets in an epoch."""
@@ -104,7 +106,7 @@ class Data(ABC):
 
     @property
     def clients(self) -> Clients:
-        """The division into clients, computed at the first access.
+        """The division of the rows into clients, computed at the first access.
 
         Raises:
             ConfigError: the data is not divided, or `client` does not suit the data.
@@ -121,7 +123,7 @@ class Data(ABC):
         return self._clients
 
     def with_clients(self, client: GivenClients) -> Self:
-        """Return a copy of the data that is divided by another rule, another column, or other ids, one for each row."""
+        """Return a copy of the data that is divided by `client`: another rule, another column, or other ids."""
         other = copy.copy(self)
         other._take_clients(client)
         return other
@@ -140,39 +142,43 @@ class Data(ABC):
 
 
 def batch_size_of(value: int) -> int:
-    """Return a batch size. Raises ConfigError: it is not a whole number of at least 1."""
+    """Return `value`. Raises ConfigError if it is not a whole number of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"batch_size is {value!r}: give a whole number of at least 1", field="batch_size")
     return value
 
 
 def check_place(rank: int, size: int, start: int) -> None:
-    """Check that 0 <= rank < size and start >= 0. Raises ConfigError: they are not."""
+    """Raise ConfigError unless 0 <= rank < size and start >= 0."""
     if not 0 <= rank < size or start < 0:
         raise ConfigError(f"rank {rank} of {size} from batch {start}: give 0 <= rank < size and start >= 0")
 
 
 def random_of(seed: int, *more: int) -> np.random.Generator:
-    """Return a random generator whose seed is a function of these whole numbers only."""
+    """Return a random generator whose numbers depend on these whole numbers only."""
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed % 2**64, *more])))
 
 
-def dealt(rows: int, *, rank: int, size: int, seed: int | None, epoch: int) -> NDArray[np.int64]:
-    """Return one rank's row numbers: every `size`-th of a permutation, or without a seed of all rows in order."""
+def rows_of_rank(rows: int, *, rank: int, size: int, seed: int | None, epoch: int) -> NDArray[np.int64]:
+    """Return one rank's row numbers in an epoch: every `size`-th of a random permutation of all rows.
+
+    If `seed` is None, the rows are not permuted.
+    """
     if seed is None:
         return np.arange(rank, rows, size, dtype=np.int64)
     return random_of(seed, epoch).permutation(rows)[rank::size].astype(np.int64, copy=False)
 
 
-def kept(data: Data, *, rank: int, size: int, seed: int | None, epoch: int) -> NDArray[np.int64]:
-    """Return one rank's row numbers: the same rows in every epoch, in a new order.
+def fixed_rows_of_rank(data: Data, *, rank: int, size: int, seed: int | None, epoch: int) -> NDArray[np.int64]:
+    """Return one rank's row numbers in an epoch: the same rows in every epoch, in a new order.
 
-    The rows are those that `dealt` returns for epoch 0. If the data is divided, they are an equal part of all rows in
-    the order of their clients.
+    The rows are those that `rows_of_rank` returns for epoch 0. If the data is divided into clients, all rows are sorted
+    by client and cut into `size` contiguous parts of equal length, one for each rank. If `seed` is None, the order of
+    the rows does not change.
     """
     if data.divided:
         clients = data.clients
         mine = np.array_split(np.concatenate([clients.rows(k) for k in range(clients.count)]), size)[rank]
     else:
-        mine = dealt(data.rows(), rank=rank, size=size, seed=seed, epoch=0)
+        mine = rows_of_rank(data.rows(), rank=rank, size=size, seed=seed, epoch=0)
     return mine if seed is None else random_of(seed, epoch, rank).permutation(mine)

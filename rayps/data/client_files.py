@@ -1,8 +1,8 @@
 """Store rows on disk, sorted by client, in memory-mapped files that the processes of a host share.
 
-The system's temporary folder (TMPDIR) needs room for the rows and 17 bytes per row, and for the rows once more while
-they are sorted. The one process that sorts needs 32 bytes of memory per row. Other processes use only the operating
-system's page cache.
+The system's temporary folder (TMPDIR) must have space for the rows and another 17 bytes per row. While the rows are
+sorted, it must have space for the rows once more. One process sorts the rows, and needs 32 bytes of memory per row. The
+other processes use only the operating system's page cache.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from rayps.data.columns import ColumnLayout, ColumnRows
 from rayps.data.partition_rules import Ints
 
 Array = NDArray[np.generic]
-_BLOCK = 32 << 20  # bytes sorted at once
+_BLOCK = 32 << 20  # bytes that are sorted at a time
 
 
 class RowsByClient:
     """All rows sorted by client, read from shared files.
 
-    `rows`: the sorted rows. `order`: the row number in the data of each sorted row. `place`: the position in `rows` of
-    each row of the data. `sizes`, `names`, `labels`, `rule`: as in `Clients`.
+    - `rows`: the sorted rows.
+    - `order`: for each sorted row, its number in the data.
+    - `place`: for each row of the data, its position in `rows`.
+    - `sizes`, `names`, `labels`, `rule`: as in `Clients`.
     """
 
     def __init__(
@@ -38,17 +40,18 @@ class RowsByClient:
         layout: ColumnLayout,
         count: int,
         read: Callable[[], Iterator[ColumnRows]],
-        divided: Callable[[Array | None, Ints | None], Clients],
+        divide_rows: Callable[[Array | None, Ints | None], Clients],
         timeout: float = 600.0,
     ) -> None:
-        """Sort the rows, or wait until another process of this host has sorted them for the same `key`.
+        """Sort the rows, or wait at most `timeout` seconds until another process of this host has sorted them.
 
-        `read` returns all rows in the order of the data; `divided(labels, usable)` returns their division into clients.
+        Processes with the same `key` share the files. `count` is the number of rows. `read()` returns all rows in the
+        order of the data. `divide_rows(labels, usable)` returns their division into clients.
         """
 
         def fill(folder: Path) -> None:
-            _room(folder, count, layout)
-            _fill(folder, layout, count, read, divided)
+            _check_disk_space(folder, count, layout)
+            _fill(folder, layout, count, read, divide_rows)
 
         shared = SharedScratch(key, fill, what="sorting rows by client", timeout=timeout)
         self._closed = weakref.finalize(self, shared.close)
@@ -60,12 +63,12 @@ class RowsByClient:
         )
         self.place, self.order = (_open(shared.path / name).view(np.int64) for name in ("place.npy", "order.npy"))
         self.sizes = np.load(shared.path / "sizes.npy")
-        said = np.load(shared.path / "said.npz")
-        self.names, self.rule = tuple(said["names"].tolist()), str(said["rule"])
-        self.labels = (tuple(said["labels"].tolist()), said["counts"]) if "labels" in said else None
+        summary = np.load(shared.path / "summary.npz")
+        self.names, self.rule = tuple(summary["names"].tolist()), str(summary["rule"])
+        self.labels = (tuple(summary["labels"].tolist()), summary["counts"]) if "labels" in summary else None
 
     def close(self) -> None:
-        """Close the files; the last process of the host that closes them removes them."""
+        """Close the files. The last process of the host that closes them removes them."""
         self._closed()
 
 
@@ -77,7 +80,7 @@ def _new(path: Path, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Arr
     return np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
 
 
-def _room(folder: Path, count: int, layout: ColumnLayout) -> None:
+def _check_disk_space(folder: Path, count: int, layout: ColumnLayout) -> None:
     needed, free = count * (2 * layout.row_bytes + 17), shutil.disk_usage(folder).free
     if needed > free:
         raise DataError(
@@ -93,9 +96,9 @@ def _fill(
     layout: ColumnLayout,
     count: int,
     read: Callable[[], Iterator[ColumnRows]],
-    divided: Callable[[Array | None, Ints | None], Clients],
+    divide_rows: Callable[[Array | None, Ints | None], Clients],
 ) -> None:
-    """Write the rows in the order of the data, then sorted by client, a block at a time."""
+    """Write the rows in the order of the data. Then write them sorted by client, one block at a time."""
     columns: dict[str, tuple[tuple[int, ...], np.dtype[np.generic]]] = {
         "x": ((count, layout.width), layout.store),
         "good": ((count,), np.dtype(np.bool_)),
@@ -110,7 +113,7 @@ def _fill(
             out[done:end] = getattr(rows, name)
         done = end
     good = raw["good"]
-    clients = divided(raw.get("y"), None if good.all() else np.flatnonzero(good))
+    clients = divide_rows(raw.get("y"), None if good.all() else np.flatnonzero(good))
     order = np.concatenate([clients.rows(k) for k in range(clients.count)])
     place = np.zeros(count, dtype=np.int64)
     place[order] = np.arange(len(order))
@@ -119,14 +122,14 @@ def _fill(
         block = max(1, _BLOCK // max(1, out.itemsize * int(np.prod(out.shape[1:], dtype=np.int64))))
         for first in range(0, len(order), block):
             wanted = order[first : first + block]
-            by_row = np.argsort(wanted)  # so that the file is read from front to back
+            by_row = np.argsort(wanted)  # the file is read from front to back
             into[first + by_row] = out[wanted[by_row]]
         (folder / f"{name}.raw.npy").unlink()
     np.save(folder / "place.npy", place)
     np.save(folder / "order.npy", order)
     np.save(folder / "sizes.npy", clients.sizes)
-    said, names, rule = folder / "said.npz", np.array(clients.names), np.array(clients.rule)
+    summary, names, rule = folder / "summary.npz", np.array(clients.names), np.array(clients.rule)
     if clients.labels is None:
-        np.savez(said, names=names, rule=rule)
+        np.savez(summary, names=names, rule=rule)
     else:
-        np.savez(said, names=names, rule=rule, labels=np.array(clients.labels[0]), counts=clients.labels[1])
+        np.savez(summary, names=names, rule=rule, labels=np.array(clients.labels[0]), counts=clients.labels[1])

@@ -1,4 +1,4 @@
-"""The picture of a division into clients, as SVG: a bar for each client, below it a square for each label. Pure."""
+"""Draw a division into clients as SVG: for each client a bar, and below the bar a square for each label. Pure."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _STYLE = """
 
 
 def picture(summary: ClientSummary) -> str:
-    """Return the picture of `Clients.summary()` as SVG, for light and dark pages.
+    """Return the picture of `Clients.summary()` as SVG, with colors for light and dark pages.
 
-    A square is the more opaque, the more rows of the label the client has.
+    The more rows of a label a client has, the more opaque is the square.
     """
     names, labels = summary["names"], summary["labels"]
     title = f"{summary['clients']} clients, {summary['rows']} rows: {summary['rule']}"
-    said = f"rows of a client: {summary['smallest']} to {summary['largest']}, median {summary['median']:g}"
+    subtitle = f"rows of a client: {summary['smallest']} to {summary['largest']}, median {summary['median']:g}"
     if summary["clients"] > len(names):
-        said += f"; {len(names)} clients are shown, the largest first"
-    wide = max(_LEFT + len(names) * _CELL + _SIDE, max(9 * len(title), 7 * len(said)) + 2 * _SIDE)
+        subtitle += f"; {len(names)} of the clients are shown, the largest first"
+    wide = max(_LEFT + len(names) * _CELL + _SIDE, max(9 * len(title), 7 * len(subtitle)) + 2 * _SIDE)
     high = _TOP + _BARS + 8 + len(labels) * _CELL + 24
     parts = [
         f'<text class="title" x="{_SIDE}" y="24">{escape(title)}</text>',
-        f'<text class="soft" x="{_SIDE}" y="44">{escape(said)}</text>',
+        f'<text class="soft" x="{_SIDE}" y="44">{escape(subtitle)}</text>',
         *_bars(summary),
         *_cells(summary),
     ]

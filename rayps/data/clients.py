@@ -19,14 +19,14 @@ from rayps.data.base import Batch, random_of
 from rayps.data.client_picture import picture
 from rayps.data.partition_rules import Ints, PartitionRule, apportion, classes
 
-_COLUMNS = 100  # labels that have a column each in statistics()
-_SHOWN, _LABELS = 60, 20  # clients and labels in summary()
-RowIds: TypeAlias = torch.Tensor | ArrayLike  # an id for each row: whole numbers or text, of torch, numpy or Arrow
+_COLUMNS = 100  # statistics() has a column for each label if there are at most this many
+_SHOWN, _LABELS = 60, 20  # the most clients and labels in summary()
+RowIds: TypeAlias = torch.Tensor | ArrayLike  # an id for each row: whole numbers or text, from torch, numpy or Arrow
 GivenClients: TypeAlias = PartitionRule | RowIds | None  # a rule, the name of a column, or an id for each row
 
 
 class ClientSummary(TypedDict):
-    """The statistics of a division of rows into clients, as JSON data; `Clients.summary` makes it."""
+    """The statistics of a division of rows into clients, as JSON data. `Clients.summary` returns it."""
 
     clients: int
     rows: int
@@ -41,11 +41,13 @@ class ClientSummary(TypedDict):
 
 
 class Clients:
-    """The rows of each client. Clients have numbers 0 to count - 1, in the order of their names or of the rule.
+    """The rows of each client. The clients are numbered 0 to count - 1, in the order of their names or of the rule.
 
-    `names`: a text for each client. `sizes`: the number of rows of each client (int64, at least 1). `rule`: the rule as
-    text. `labels`: the names of the labels, and an array [clients, labels] with each client's number of rows of each
-    label; None if labels are not classes.
+    - `names`: a text for each client.
+    - `sizes`: the number of rows of each client, at least 1 [clients, int64].
+    - `rule`: the rule as text.
+    - `labels`: the names of the labels, and each client's number of rows of each label [clients, labels]; None if the
+      labels are not classes.
     """
 
     def __init__(
@@ -58,9 +60,9 @@ class Clients:
         rule: str,
         labels: tuple[tuple[str, ...], Ints] | None = None,
     ) -> None:
-        """Check that every client has rows.
+        """Set the division. Raises DataError if a client has no rows.
 
-        `order`: the row numbers of client 0, then of client 1, ...; `take` makes a batch from row numbers.
+        `order`: the row numbers of client 0, then of client 1, and so on. `take` makes a batch from row numbers.
         """
         self.names = tuple(names)
         self.sizes = sizes
@@ -79,7 +81,10 @@ class Clients:
         return len(self.names)
 
     def rows(self, k: int) -> Ints:
-        """Return the row numbers of client `k`, ascending; do not change them. Raises ConfigError: no such client."""
+        """Return the row numbers of client `k`, ascending. The caller must not change them.
+
+        Raises ConfigError if there is no client `k`.
+        """
         if not 0 <= k < len(self.names):
             raise ConfigError(f"there is no client {k}: their numbers are 0 to {len(self.names) - 1}", field="client")
         return self._order[self._ends[k] : self._ends[k + 1]]
@@ -90,18 +95,19 @@ class Clients:
 
     @property
     def label_names(self) -> tuple[str, ...] | None:
-        """The labels, ascending; None if the labels are not classes."""
+        """The names of the labels, ascending by label; None if the labels are not classes."""
         return None if self.labels is None else self.labels[0]
 
     def find(self, name: str) -> int | None:
-        """Return the number of the client with this name; None if there is none."""
+        """Return the number of the client with this name, or None if there is none."""
         return self._numbers.get(name)
 
     def alike(self, labels: torch.Tensor | ArrayLike, *, seed: int = 0) -> NDArray[np.str_]:
-        """Divide other rows, e.g. evaluation data, among the same clients. `labels`: the other rows' labels.
+        """Divide other rows, e.g. evaluation data, among the same clients. `labels` are the other rows' labels.
 
-        Return the name of a client for each of the other rows, to be given as client=. The rows of a label are
-        distributed at random, in proportion to the clients' numbers of rows of that label.
+        Return the name of a client for each of the other rows, which is a value for the argument `client` of other
+        data. The rows of a label are distributed at random, in proportion to each client's number of rows of that
+        label.
 
         Raises:
             DataError: the clients' labels or `labels` are not classes, or no client has a row of one of the labels.
@@ -126,7 +132,7 @@ class Clients:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Return a hash of names, sizes and rows of the clients; equal divisions have equal hashes in all processes."""
+        """A hash of the clients' names, sizes and rows. Equal divisions have equal hashes in all processes."""
         found = hashlib.sha256(repr(self.names).encode())
         found.update(self.sizes.tobytes() + self._order.tobytes())
         return found.hexdigest()
@@ -134,10 +140,10 @@ class Clients:
     # ------------------------------------------------------------------------------------------ statistics
 
     def statistics(self) -> pa.Table:
-        """Return one row for each client: `client`, `rows`, and statistics of class labels.
+        """Return a table with one row for each client and the columns `client` (its name) and `rows`.
 
-        With class labels also `labels` (the number of different labels), `entropy` in bits, and, for at most 100
-        different labels, the rows of each as `label NAME`.
+        If the labels are classes, the table also has `labels` (the number of different labels) and `entropy` (in bits).
+        If there are at most 100 different labels, it has a column `label NAME` for each of them, with its rows.
         """
         columns: dict[str, pa.Array] = {"client": pa.array(self.names, pa.string()), "rows": pa.array(self.sizes)}
         if self.labels is not None:
@@ -151,8 +157,8 @@ class Clients:
     def summary(self) -> ClientSummary:
         """Return the statistics as JSON data, with at most 60 clients and 20 labels.
 
-        If there are more clients, those shown are spread evenly over the sizes. If there are more labels, the last is
-        "other" and has the rows of all labels that are not shown.
+        If there are more clients, 60 of them are chosen at equal distances in the order of their sizes. If there are
+        more labels, the last one is "other", with the rows of all labels that are left out.
         """
         by_size = np.argsort(-self.sizes, kind="stable")
         shown = np.arange(self.count)
@@ -183,12 +189,12 @@ class Clients:
         return [*(names[i] for i in most.tolist()), "other"], np.column_stack([counts[:, most], other])
 
     def svg(self) -> str:
-        """Return a picture of `summary()` as SVG: the rows of each client, by label."""
+        """Return a picture of `summary()` as SVG: each client's number of rows, in total and of each label."""
         return picture(self.summary())
 
 
 def entropy(counts: Ints) -> NDArray[np.float64]:
-    """Return the entropy of each row of counts, in bits: 0 for one label, log2(L) for L equally frequent ones."""
+    """Return the entropy of each row of `counts` [rows, labels], in bits: log2(L) for L equally frequent labels."""
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     logs = np.log2(shares, out=np.zeros_like(shares), where=shares > 0)
     return np.asarray(0.0 - (shares * logs).sum(axis=1), dtype=np.float64)
@@ -197,8 +203,8 @@ def entropy(counts: Ints) -> NDArray[np.float64]:
 # ------------------------------------------------------------------------------------------------ division
 
 
-def given(client: GivenClients, columns: bool = False) -> GivenClients:
-    """Return `client` after a check of its type: None, a rule, ids, or, with `columns`, the name of a column.
+def checked_client(client: GivenClients, columns: bool = False) -> GivenClients:
+    """Return `client`, which must be None, a rule, an id for each row, or, if `columns`, the name of a column.
 
     Raises:
         ConfigError: `client` is none of these.
@@ -224,7 +230,10 @@ def divide(
     usable: Ints | None = None,
     column: str | None = None,
 ) -> Clients:
-    """Divide `rows` rows by a rule, or by an id for each row. `usable`: the row numbers to divide; None = all rows.
+    """Divide `rows` rows by a rule, or by an id for each row.
+
+    `labels`: the label of each row; None if there are no labels. `take` makes a batch from row numbers. `usable`: the
+    row numbers to divide; None means all rows. `column`: the column that has the ids; None if they are not a column.
 
     Raises:
         ConfigError: the rule makes more clients or shards than there are rows.
@@ -249,7 +258,10 @@ def divide(
 
 
 def in_order(owners: Ints, clients: int) -> tuple[Ints, Ints]:
-    """Return all row numbers, first those of client 0, then of client 1, ..., and each client's number of rows."""
+    """Return all row numbers, sorted by client, and each client's number of rows.
+
+    `owners` has the client of each row.
+    """
     return np.argsort(owners, kind="stable"), np.bincount(owners, minlength=clients).astype(np.int64)
 
 
@@ -258,9 +270,9 @@ def _are_classes(labels: NDArray[np.generic]) -> bool:
 
 
 def label_counts(owners: Ints, clients: int, labels: NDArray[np.generic]) -> tuple[tuple[str, ...], Ints] | None:
-    """Return the labels' names, and each client's rows per label [clients, labels].
+    """Return the labels' names, and each client's number of rows of each label [clients, labels].
 
-    Return None for more than 10,000 labels or 50 million counts.
+    Return None if there are more than 10,000 labels or more than 50 million counts.
     """
     names, numbers = classes(labels, "statistics")
     if len(names) * clients > 50_000_000 or len(names) > 10_000:
@@ -270,7 +282,9 @@ def label_counts(owners: Ints, clients: int, labels: NDArray[np.generic]) -> tup
 
 
 def owners_by_id(ids: RowIds | None, rows: int, name: str = "client") -> tuple[tuple[str, ...], Ints]:
-    """Return the clients' names, ascending, and each row's client as an index into the names, from an id for each row.
+    """Return the clients' names, ascending, and for each row the index of its client's name.
+
+    `ids` has an id for each of `rows` rows. `name` is the name of the ids in error messages.
 
     Raises:
         DataError: an id is null, there are not `rows` ids, or ids are neither whole numbers nor text.

@@ -21,7 +21,7 @@ DType = np.dtype[np.generic]
 
 @dataclass(frozen=True, slots=True)
 class BadValue:
-    """The first value of a chunk that is not valid: its row in the chunk, its column, and the reason."""
+    """The first value of a chunk that is not valid: its row in the chunk, its column, and why it is not valid."""
 
     row: int
     column: str
@@ -30,7 +30,10 @@ class BadValue:
 
 @dataclass(frozen=True, slots=True)
 class ColumnRows:
-    """n rows: features `x` [n, width], labels `y` [n] or None, which rows are good, and the first invalid value."""
+    """n rows: features `x` [n, width], labels `y` [n] or None, and whether each row is valid (`good` [n]).
+
+    `bad` is the first invalid value, or None.
+    """
 
     x: Array
     y: Array | None
@@ -40,11 +43,11 @@ class ColumnRows:
 
 @dataclass(frozen=True, slots=True)
 class ColumnLayout:
-    """The layout of rows: names of columns, number of values per row of each feature (None: not known yet), dtypes."""
+    """The columns of rows, and their widths and dtypes."""
 
-    features: tuple[str, ...]
-    widths: tuple[int | None, ...]
-    label: str | None
+    features: tuple[str, ...]  # names of columns
+    widths: tuple[int | None, ...]  # for each feature, the number of values per row; None if it is not known yet
+    label: str | None  # name of a column
     store: DType  # dtype of features in memory
     label_dtype: DType
 
@@ -64,7 +67,7 @@ class ColumnLayout:
         return self.width * self.store.itemsize + (0 if self.label is None else self.label_dtype.itemsize) + 1
 
     def rows(self, chunk: pa.RecordBatch) -> ColumnRows:
-        """Return the rows of a chunk as numpy arrays; invalid values become zeros."""
+        """Return the rows of a chunk as numpy arrays, in which invalid values are zeros."""
         count = chunk.num_rows
         x = np.zeros((count, self.width), dtype=self.store)
         good = np.ones(count, dtype=np.bool_)
@@ -87,14 +90,14 @@ def layout_of(
     """Check a file's columns and return their layout.
 
     Raises:
-        DataError: a column is missing or its type cannot be used; names the file, the column, the existing columns.
+        DataError: a column is missing, or its type cannot be used.
     """
     for name in [*features, *([] if label is None else [label])]:
         if schema.get_field_index(name) < 0:
             raise DataError(f"{file}: {missing(schema, name)}", file=file, column=name, columns=schema.names)
     types = [_numbers(schema.field(name).type) for name in features]
     for name, kind in zip(features, types, strict=True):
-        _usable(kind, schema.field(name).type, name, file)
+        _check_type(kind, schema.field(name).type, name, file)
         if dtype.kind in "iu" and not (pt.is_integer(kind) or pt.is_boolean(kind)):
             raise DataError(
                 f"{file}: column {name!r} is {kind}, not whole numbers: leave dtype={dtype} out", file=file, column=name
@@ -106,7 +109,7 @@ def layout_of(
 
 
 def missing(schema: pa.Schema, name: str) -> str:
-    """Return the message for a missing column: the existing columns, and the most similar name."""
+    """Return a text that says that a column is missing, with the existing columns and the most similar name."""
     names = [str(column) for column in schema.names]
     near = difflib.get_close_matches(name, names, n=1)
     shown = ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
@@ -123,7 +126,7 @@ def _label_dtype(schema: pa.Schema, label: str | None, file: str) -> DType:
             f"{file}: label column {label!r} is {kind}: give a column with one number per row", file=file, column=label
         )
     plain = _numbers(kind)
-    _usable(plain, kind, label, file)
+    _check_type(plain, kind, label, file)
     return np.dtype(np.int64) if pt.is_integer(plain) or pt.is_boolean(plain) else np.dtype(np.float32)
 
 
@@ -144,7 +147,7 @@ def _numbers(kind: pa.DataType) -> pa.DataType:
     return kind.value_type if pt.is_dictionary(kind) else kind
 
 
-def _usable(kind: pa.DataType, whole: pa.DataType, name: str, file: str) -> None:
+def _check_type(kind: pa.DataType, whole: pa.DataType, name: str, file: str) -> None:
     if pt.is_integer(kind) or pt.is_floating(kind) or pt.is_boolean(kind) or pt.is_decimal(kind):
         return
     text = pt.is_string(kind) or pt.is_large_string(kind) or pt.is_binary(kind) or pt.is_large_binary(kind)
@@ -162,7 +165,10 @@ def _usable(kind: pa.DataType, whole: pa.DataType, name: str, file: str) -> None
 
 
 def _fill(out: Array, good: NDArray[np.bool_], column: pa.Array, name: str) -> list[BadValue]:
-    """Write a column into `out`, mark its invalid rows in `good`, and return the first invalid value, if any."""
+    """Write a column into `out`, and set `good` to False for its invalid rows.
+
+    Return a list of the first invalid value, or an empty list.
+    """
     if _is_list(column.type):
         whole, values = _lists(column, out.shape[1])
     else:
@@ -187,7 +193,7 @@ def _fill(out: Array, good: NDArray[np.bool_], column: pa.Array, name: str) -> l
 
 
 def _lists(column: pa.Array, width: int) -> tuple[NDArray[np.bool_], pa.Array]:
-    """Return whether each row is a list of `width` values, and the values of the rows that are."""
+    """Return whether each row is a list of `width` values, and the values of those rows that are."""
     if column.null_count == 0 and pt.is_fixed_size_list(column.type):
         return np.ones(len(column), dtype=np.bool_), column.flatten()
     lengths = pc.fill_null(pc.list_value_length(column), -1).to_numpy(zero_copy_only=False)
@@ -196,7 +202,10 @@ def _lists(column: pa.Array, width: int) -> tuple[NDArray[np.bool_], pa.Array]:
 
 
 def _plain(values: pa.Array, dtype: DType) -> tuple[Array, NDArray[np.bool_] | None]:
-    """Return the values as a numpy array, and a mask that is True where a value is present (None: no value is null)."""
+    """Return the values as a numpy array, and a mask that is True for each value that is not null.
+
+    The mask is None if no value is null.
+    """
     if pt.is_dictionary(values.type):
         values = values.dictionary_decode()
     known = values.is_valid().to_numpy(zero_copy_only=False) if values.null_count else None

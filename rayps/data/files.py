@@ -1,7 +1,7 @@
-"""List Parquet files, read their footers, and open them safely. Decodes no rows.
+"""List Parquet files, read their footers, and open them safely. No rows are decoded here.
 
 A footer may name Arrow extension types, whose readers can run code from the file (CVE-2023-47248, CVE-2026-41486).
-So the footer's bytes are checked before pyarrow reads them, and a file with such types is refused.
+Therefore the footer's bytes are checked before pyarrow reads them, and a file with such types is refused.
 """
 
 from __future__ import annotations
@@ -22,42 +22,42 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from rayps.core.errors import DataError
-from rayps.data.unsupported import OTHERWISE, is_pattern, other_format, pattern, refuse_ray_data
+from rayps.data.unsupported import CONVERT, is_pattern, other_format, pattern, refuse_ray_data
 
 if TYPE_CHECKING:
     import fsspec  # type: ignore[import-untyped]
 
 SUFFIXES = (".parquet", ".parq", ".pq")
-_BUFFER = 1 << 20  # bytes that are read ahead per column; pyarrow's default is the whole column of a row group
-_FOOTERS = 64  # the most parsed footers in a `Files` object's cache
+_BUFFER = 1 << 20  # bytes that are read ahead for each column; pyarrow's default is the whole column of a row group
+_FOOTERS = 64  # the largest number of parsed footers in the cache of a `Files` object
 
 PathGiven = str | PathLike[str]
-FileSystem: TypeAlias = "pafs.FileSystem | fsspec.AbstractFileSystem | None"  # None: chosen by the path
+FileSystem: TypeAlias = "pafs.FileSystem | fsspec.AbstractFileSystem | None"  # None: it follows from the path
 
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """A row group: the number of its file, its number in the file, its first row in the file, its number of rows."""
+    """The place and the length of a row group."""
 
-    file: int
-    number: int
-    first: int
-    rows: int
+    file: int  # index in `Index.files`
+    number: int  # the group's number in the file
+    first: int  # the number of its first row in the file
+    rows: int  # its number of rows
 
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """The content of the footers of all files: paths, sizes in bytes, row groups, number of rows, schema."""
+    """The content of the footers of all files."""
 
-    files: tuple[str, ...]
-    sizes: tuple[int, ...]
-    groups: tuple[RowGroup, ...]
-    rows: int
+    files: tuple[str, ...]  # paths
+    sizes: tuple[int, ...]  # the bytes of each file
+    groups: tuple[RowGroup, ...]  # of all files
+    rows: int  # in all files
     schema: pa.Schema  # the schema of the first file
 
 
 class Files:
-    """The Parquet files at some paths of a file system. Pickling includes the paths, not the cached footers."""
+    """The Parquet files at some paths of a file system. A pickled object has the paths, but not the cached footers."""
 
     def __init__(self, path: PathGiven | Sequence[PathGiven], filesystem: FileSystem = None) -> None:
         refuse_ray_data("parquet", path)
@@ -66,29 +66,29 @@ class Files:
             raise DataError("parquet: the list of paths is empty: give a file, a directory or a list of them")
         self._fs, self._paths = _resolve([str(item) for item in given], filesystem)
         for name in self._paths:
-            self._refuse_unread(name)
+            self._refuse_unsupported(name)
         self._footers: OrderedDict[str, pq.FileMetaData] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_fs": self._fs, "_paths": self._paths, "_footers": OrderedDict()}
 
-    def _refuse_unread(self, path: str) -> None:
+    def _refuse_unsupported(self, path: str) -> None:
         """Raise DataError if the path is a pattern, or a file of another format. Other paths are checked later."""
         if not (glob := is_pattern(path)) and other_format(path) is None:
             return
-        with told(path):
+        with as_data_error(path):
             info = self._fs.get_file_info(path)
             if info.type == pafs.FileType.NotFound and glob:
                 raise DataError(pattern(path, self._fs), file=path)
             if info.type == pafs.FileType.File and other_format(path):
                 with self._fs.open_input_file(path) as source:
-                    _look_at_ends(path, source)
+                    _check_ends(path, source)
 
     def index(self, columns: Callable[[pa.Schema, str], Sequence[str]]) -> Index:
-        """Read every footer. `columns` checks a schema and returns the columns to use.
+        """Read the footers of all files. `columns(schema, file)` checks a schema and returns the columns to use.
 
         Raises:
-            DataError: there is no file, a file is incomplete, or a schema is refused or differs.
+            DataError: there is no file or no row, a file is incomplete, `columns` refuses a schema, or schemas differ.
         """
         files = tuple(self._list())
         groups: list[RowGroup] = []
@@ -98,7 +98,7 @@ class Files:
             with self.open(name) as file:
                 used = columns(file.schema_arrow, name)
                 schema = schema or file.schema_arrow
-                _same_types(used, schema, file.schema_arrow, files[0], name)
+                _check_same_types(used, schema, file.schema_arrow, files[0], name)
                 sizes.append(self._size(name))
                 groups += _groups(number, name, file.metadata)
         rows = sum(group.rows for group in groups)
@@ -110,15 +110,15 @@ class Files:
         return Index(files, tuple(sizes), tuple(groups), rows, schema)
 
     def changed(self, files: Sequence[str]) -> list[str]:
-        """Return the time of each file's last change as text, "None" if the file system does not know it."""
-        with told(files[0]):
+        """Return the time of each file's last change as text, or "None" if the file system does not know the time."""
+        with as_data_error(files[0]):
             return [str(info.mtime_ns) for info in self._fs.get_file_info(list(files))]
 
     def nulls(self, index: Index, group: RowGroup, used: Sequence[str]) -> bool:
-        """Return whether the statistics of a row group count nulls in a used column.
+        """Return whether the statistics of a row group count nulls in one of the columns `used`.
 
-        Call this method after rows of the group were read: pyarrow's reader refuses a damaged footer, while an access
-        to the column chunks of such a footer can crash the process.
+        Read rows of the group before you call this method. If the footer is damaged, pyarrow's reader refuses it, while
+        the access to its column chunks here can crash the process.
 
         Raises:
             DataError: the file ends before the row group does.
@@ -127,13 +127,13 @@ class Files:
         with self.open(name, size) as file:
             found = file.metadata.row_group(group.number)
             chunks = [found.column(leaf) for leaf in _leaves(file.metadata, used)]
-            _inside_file(name, group.number, chunks, size)
+            _check_inside_file(name, group.number, chunks, size)
             return any(map(_has_nulls, chunks))
 
     def _list(self) -> list[str]:
         found: list[str] = []
         for path in self._paths:
-            with told(path):
+            with as_data_error(path):
                 info = self._fs.get_file_info(path)
             if info.type == pafs.FileType.NotFound:
                 raise DataError(f"{path}: there is no such file or directory{self._near(path)}", file=path)
@@ -141,16 +141,16 @@ class Files:
         return found
 
     def _inside(self, folder: str) -> list[str]:
-        with told(folder):
+        with as_data_error(folder):
             infos = self._fs.get_file_info(pafs.FileSelector(folder, recursive=True))
         names = sorted(info.path for info in infos if info.type == pafs.FileType.File)
         chosen = [name for name in names if name.endswith(SUFFIXES) and not _hidden(name[len(folder) :])]
         if not chosen:
             there = f"it has {names[0].rpartition('/')[2]}" if names else "it is empty"
-            said = other_format(names[0]) if names else None
+            hint = other_format(names[0]) if names else None
             raise DataError(
                 f"{folder}: the directory has no file that ends in .parquet ({there})"
-                f"{f'{chr(10)}{said}' if said else ''}",
+                f"{f'{chr(10)}{hint}' if hint else ''}",
                 file=folder,
             )
         return chosen
@@ -165,29 +165,29 @@ class Files:
         return f": did you mean {near[0]!r}?" if near else ""
 
     def _size(self, name: str) -> int:
-        with told(name):
+        with as_data_error(name):
             return int(self._fs.get_file_info(name).size)
 
     @contextmanager
     def open(self, name: str, size: int | None = None) -> Iterator[pq.ParquetFile]:
-        """Open one file for reading. `size`: the number of bytes that the file had before and must still have.
+        """Open one file for reading. `size`: the bytes that the file must have; None if they are not known yet.
 
         Raises:
             DataError: the file is missing, is damaged, has another size than `size`, or has extension types.
         """
-        with told(name), self._fs.open_input_file(name) as source:
+        with as_data_error(name), self._fs.open_input_file(name) as source:
             if size is not None and source.size() != size:
                 raise DataError(f"{name}: the file changed while it was in use: start the run again", file=name)
             footer = self._footers.get(name) if size is not None else None
             if footer is None:
-                _look(name, source)
+                _check_footer(name, source)
             file = pq.ParquetFile(
                 source, metadata=footer, buffer_size=_BUFFER, pre_buffer=False, page_checksum_verification=True
             )
-            self._keep(name, file.metadata)
+            self._cache_footer(name, file.metadata)
             yield file
 
-    def _keep(self, name: str, footer: pq.FileMetaData) -> None:
+    def _cache_footer(self, name: str, footer: pq.FileMetaData) -> None:
         self._footers[name] = footer
         self._footers.move_to_end(name)
         while len(self._footers) > _FOOTERS:
@@ -199,8 +199,8 @@ def _hidden(inside: str) -> bool:
 
 
 @contextmanager
-def told(name: str, group: int | None = None) -> Iterator[None]:
-    """Turn errors of pyarrow and the file system into a DataError with the file's name and the row group's number."""
+def as_data_error(name: str, group: int | None = None) -> Iterator[None]:
+    """Turn errors of pyarrow and of the file system into a DataError with the file and the number of the row group."""
     try:
         yield
     except (OSError, ValueError, OverflowError, pa.ArrowException) as error:
@@ -220,7 +220,7 @@ def _resolve(paths: list[str], filesystem: FileSystem) -> tuple[pafs.FileSystem,
         return filesystem if known else pafs.PyFileSystem(pafs.FSSpecHandler(filesystem)), paths
     if not any("://" in path for path in paths):
         return pafs.LocalFileSystem(), [Path(path).expanduser().absolute().as_posix() for path in paths]
-    with told(paths[0]):
+    with as_data_error(paths[0]):
         found = [pafs.FileSystem.from_uri(path) for path in paths]
     if any(one != found[0][0] for one, _ in found):
         raise DataError(f"parquet: the paths are on different file systems: {paths[0]} and {paths[-1]}")
@@ -254,7 +254,7 @@ def _has_nulls(chunk: pq.ColumnChunkMetaData) -> bool:
     return chunk.statistics is not None and (chunk.statistics.null_count or 0) > 0
 
 
-def _inside_file(name: str, place: int, chunks: list[pq.ColumnChunkMetaData], size: int) -> None:
+def _check_inside_file(name: str, place: int, chunks: list[pq.ColumnChunkMetaData], size: int) -> None:
     for chunk in chunks:
         starts = [offset for offset in (chunk.dictionary_page_offset, chunk.data_page_offset) if offset]
         if min(starts, default=0) + chunk.total_compressed_size > size:
@@ -265,7 +265,7 @@ def _inside_file(name: str, place: int, chunks: list[pq.ColumnChunkMetaData], si
             )
 
 
-def _same_types(used: Sequence[str], schema: pa.Schema, other: pa.Schema, first: str, name: str) -> None:
+def _check_same_types(used: Sequence[str], schema: pa.Schema, other: pa.Schema, first: str, name: str) -> None:
     for column in used:
         ours, theirs = schema.field(column).type, other.field(column).type
         if ours != theirs:
@@ -279,9 +279,9 @@ def _same_types(used: Sequence[str], schema: pa.Schema, other: pa.Schema, first:
 # ------------------------------------------------------------------------ checks of the bytes, before pyarrow
 
 
-def _look(name: str, source: pa.NativeFile) -> None:
-    """Check a file's footer. Raises DataError: it is not a Parquet file, is damaged, or has an extension type."""
-    size, tail = source.size(), _look_at_ends(name, source)
+def _check_footer(name: str, source: pa.NativeFile) -> None:
+    """Check a file's footer. Raises DataError if the file is no Parquet file, is damaged, or has an extension type."""
+    size, tail = source.size(), _check_ends(name, source)
     length = int.from_bytes(tail[:4], "little")
     if length > size - 12:
         raise DataError(
@@ -298,11 +298,11 @@ def _look(name: str, source: pa.NativeFile) -> None:
         )
 
 
-def _look_at_ends(name: str, source: pa.NativeFile) -> bytes:
+def _check_ends(name: str, source: pa.NativeFile) -> bytes:
     """Return the last 8 bytes of a Parquet file.
 
     Raises:
-        DataError: the file is empty, encrypted, incomplete or not a Parquet file; names another format if it is known.
+        DataError: the file is empty, encrypted, incomplete or not a Parquet file. The text names a known other format.
     """
     size = source.size()
     tail: bytes = source.read_at(min(size, 8), max(size - 8, 0))
@@ -313,13 +313,13 @@ def _look_at_ends(name: str, source: pa.NativeFile) -> bytes:
     if size < 12 or tail[-4:] != b"PAR1":
         begun = source.read_at(min(size, 4), 0) == b"PAR1"
         what = "a Parquet file whose end is cut off, or not a Parquet file" if begun else "not a Parquet file"
-        way = "\nwrite it again" if begun else f"\n{other_format(name) or OTHERWISE}"
+        way = "\nwrite it again" if begun else f"\n{other_format(name) or CONVERT}"
         raise DataError(f"{name}: {what} ({size} bytes){way}", file=name)
     return tail
 
 
 def _extensions(footer: bytes) -> bool | None:
-    """Return whether an Arrow schema in the footer names an extension type; None if it cannot be parsed."""
+    """Return whether an Arrow schema in the footer names an extension type, or None if it cannot be parsed."""
     key = b"ARROW:schema"
     place = footer.find(key)
     while place >= 0:
@@ -337,9 +337,9 @@ def _extensions(footer: bytes) -> bool | None:
 
 
 def _thrift_text(data: bytes, place: int) -> bytes | None:
-    """Return the text at `place` in Thrift's compact form: a header byte, the length (7 bits per byte), the text.
+    """Return the text at `place`, or None if there is no complete text.
 
-    Return None if there is no complete text.
+    In Thrift's compact form, a text is a header byte, its length with 7 bits in each byte, and its bytes.
     """
     if data[place : place + 1] != b"\x18":
         return None

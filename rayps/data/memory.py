@@ -1,4 +1,4 @@
-"""Data sources with random access: tensors, and any map-style torch Dataset. Rows are copied only to make a batch."""
+"""Data sources with random access to rows: tensors, and map-style torch Datasets. Rows are copied only into batches."""
 
 from __future__ import annotations
 
@@ -11,8 +11,17 @@ from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, default_collate
 
 from rayps.core.errors import DataError, RaypsError
-from rayps.data.base import Batch, Data, Nested, batch_size_of, check_place, dealt, kept, map_tensors
-from rayps.data.clients import Clients, GivenClients, divide, given
+from rayps.data.base import (
+    Batch,
+    Data,
+    Nested,
+    batch_size_of,
+    check_place,
+    fixed_rows_of_rank,
+    map_tensors,
+    rows_of_rank,
+)
+from rayps.data.clients import Clients, GivenClients, checked_client, divide
 from rayps.data.partition_rules import Ints, PartitionRule
 from rayps.data.unsupported import refuse_ray_data
 
@@ -21,7 +30,7 @@ Array = NDArray[np.generic]
 
 
 class MapStyle(Protocol[Item]):
-    """The interface that `dataset` needs of a map-style `torch.utils.data.Dataset`: a length, and items by number."""
+    """What `dataset` needs of a map-style `torch.utils.data.Dataset`: a length, and access to items by number."""
 
     def __len__(self) -> int:
         """Return the number of items."""
@@ -31,7 +40,7 @@ class MapStyle(Protocol[Item]):
 
 
 class InMemory(Data):
-    """A data source with random access to rows. One permutation of all rows distributes them to ranks."""
+    """A data source with random access to rows, which distributes a random permutation of its rows to the ranks."""
 
     shuffle: bool
 
@@ -39,7 +48,7 @@ class InMemory(Data):
         raise DataError("this data set cannot return rows by number")
 
     def _labels(self) -> Array | None:
-        """Return the label of each row; None if the rows have no labels."""
+        """Return the label of each row, or None if the rows have no labels."""
         return None
 
     def _divide(self) -> Clients:
@@ -47,21 +56,22 @@ class InMemory(Data):
         return divide(self.client, self.rows(), self._labels() if wanted or self._cheap_labels else None, self._take)
 
     def _take_clients(self, client: GivenClients) -> None:
-        super()._take_clients(given(client))
+        super()._take_clients(checked_client(client))
 
     _cheap_labels = True
 
     def batches(self, *, rank: int, size: int, seed: int, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """Return the batches of `rank` from batch `start` on.
+        """Yield the batches of `rank` from batch number `start` on.
 
-        With batch size B, the batches k of all ranks together are rows [k*B*size, (k+1)*B*size) of the permutation.
+        With batch size B, the k-th batches of all ranks together are the rows k*B*size to (k+1)*B*size - 1 of the
+        permutation, unless `keeps_rows`.
         """
         check_place(rank, size, start)
         shuffled = seed if self.shuffle else None
         mine = (
-            kept(self, rank=rank, size=size, seed=shuffled, epoch=epoch)
+            fixed_rows_of_rank(self, rank=rank, size=size, seed=shuffled, epoch=epoch)
             if self.keeps_rows
-            else dealt(self.rows(), rank=rank, size=size, seed=shuffled, epoch=epoch)
+            else rows_of_rank(self.rows(), rank=rank, size=size, seed=shuffled, epoch=epoch)
         )
         for step in range(start, self.steps(size)):
             yield self._take(mine[step * self.batch_size : (step + 1) * self.batch_size])
@@ -71,19 +81,19 @@ Rows = torch.Tensor | NDArray[np.generic]
 
 
 class TensorData(InMemory):
-    """A data source: the rows of a tensor `x`, with labels from a tensor `y` of the same length; dtypes are kept."""
+    """A data source: the rows of a tensor `x`, and labels `y` of the same length. Their dtypes do not change."""
 
     def __init__(
         self, x: Rows, y: Rows | None = None, *, batch_size: int = 32, shuffle: bool = True, client: GivenClients = None
     ) -> None:
-        self.client = given(client)
+        self.client = checked_client(client)
         self.x = _tensor("x", x)
         self.y = None if y is None else _tensor("y", y)
         self.batch_size = batch_size_of(batch_size)
         self.shuffle = shuffle
 
     def check(self) -> None:
-        """Check the tensors. Raises DataError: there are no rows, lengths differ, or a value is NaN or infinite."""
+        """Check the tensors. Raises DataError if there are no rows, lengths differ, or a value is NaN or infinite."""
         if self.rows() == 0:
             raise DataError("tensors: x has no rows: there is nothing to train on", column="x")
         if self.y is not None and len(self.y) != len(self.x):
@@ -128,7 +138,7 @@ def _not_finite(values: torch.Tensor) -> int | None:
 
 
 class DatasetData(InMemory, Generic[Item]):
-    """A data source that reads a map-style torch Dataset, whose items are pairs (x, y), or x alone."""
+    """A data source that reads a map-style torch Dataset. Its items are pairs (x, y), or x alone."""
 
     def __init__(
         self,
@@ -139,7 +149,7 @@ class DatasetData(InMemory, Generic[Item]):
         collate: Callable[[list[Item]], Nested | Batch] | None = None,
         client: GivenClients = None,
     ) -> None:
-        self.client = given(client)
+        self.client = checked_client(client)
         self.source = source
         self.batch_size = batch_size_of(batch_size)
         self.shuffle = shuffle
@@ -147,10 +157,10 @@ class DatasetData(InMemory, Generic[Item]):
         self._empty: Batch | None = None
 
     def check(self) -> None:
-        """Check the data set. Raises DataError: it has no length or no rows, or its first item cannot be read."""
+        """Raise DataError if the data set has no length or no rows, or its first item cannot be read."""
         if isinstance(self.source, IterableDataset) or not isinstance(self.source, Sized):
             raise DataError(
-                "dataset: it has no length, so its rows cannot be distributed to ranks: give a "
+                "dataset: it has no length, and its rows cannot be distributed to ranks: give a "
                 "map-style Dataset (with __len__ and __getitem__)"
             )
         if self.rows() == 0:
@@ -161,7 +171,7 @@ class DatasetData(InMemory, Generic[Item]):
         """Return the length of the data set."""
         return len(self.source)
 
-    _cheap_labels = False  # if the data set has no `targets`, every item must be read
+    _cheap_labels = False  # to get the labels, every item is read if the data set has no `targets`
 
     def _labels(self) -> Array | None:
         known = getattr(self.source, "targets", None)
@@ -212,15 +222,14 @@ def _no_rows(tensor: torch.Tensor) -> torch.Tensor:
 def tensors(
     x: Rows, y: Rows | None = None, *, batch_size: int = 32, shuffle: bool = True, client: GivenClients = None
 ) -> Data:
-    """Use the rows of a tensor or numpy array `x`, and labels `y` of the same length. Every worker gets all rows.
+    """Use the rows of a tensor or numpy array `x`, and labels `y` of the same length. Every worker has all rows.
 
-    `client` divides the rows for federated strategies: a rule such as `rayps.data.shards(2, clients=20)`, or an id for
-    each row (whole numbers or text).
+    `client` divides the rows into clients for federated strategies. It is a rule such as
+    `rayps.data.shards(2, clients=20)`, or an id for each row (whole numbers or text).
 
     Raises:
         ConfigError: `client` is neither a rule nor ids.
-        DataError: `x` or `y` is not a tensor or array, but e.g. a Ray Data dataset; check() and `clients` find other
-        errors.
+        DataError: `x` or `y` is not a tensor or array. `check()` and `clients` find other errors.
 
     Example:
         rayps.data.tensors(torch.randn(20, 3), torch.randn(20, 1), batch_size=5).rows()  # 20
@@ -239,12 +248,13 @@ def dataset(
 ) -> Data:
     """Use items of any map-style `torch.utils.data.Dataset`, collated as torch's DataLoader does.
 
-    Random transforms inside the data set follow torch's global seed, not the job's. `client` divides the rows as in
-    `tensors`; a rule by label reads the data set's attribute `targets` if there is one, and otherwise every item.
+    Random transforms inside the data set use torch's global seed, not the job's seed. `client` divides the rows as in
+    `tensors`. A rule by label reads the labels from the data set's attribute `targets`, or from every item if there is
+    no such attribute.
 
     Raises:
         ConfigError: `client` is neither a rule nor ids, or `batch_size` is not a whole number above 0.
-        DataError: the data set is a Ray Data dataset; check() and `clients` find other errors.
+        DataError: the data set is a Ray Data dataset. `check()` and `clients` find other errors.
 
     Example:
         pairs = torch.utils.data.TensorDataset(torch.randn(20, 3), torch.randn(20, 1))

@@ -1,4 +1,4 @@
-"""Read the same columns from other files, so that one workload serves clients with different files."""
+"""Read the same columns from other files, because clients of one workload may have different files."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rayps.data.files import Files
 from rayps.data.reader import ParquetData
 
 
-def elsewhere(data: Data, path: str) -> Data:
-    """Return Parquet data with the same columns and options, read from another file or folder.
+def with_other_files(data: Data, path: str) -> Data:
+    """Return data with the same columns and options as `data`, read from another Parquet file or folder.
 
     Raises:
-        DataError: `data` does not consist of Parquet files.
+        DataError: `data` is not read from Parquet files.
     """
     if not isinstance(data, ParquetData):
         raise DataError(

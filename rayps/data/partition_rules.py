@@ -1,7 +1,7 @@
-"""Rules that divide rows among clients. Pure numpy; deterministic for a seed.
+"""Rules that divide rows among clients. Pure numpy; with the same seed a rule returns the same division.
 
 Every rule gives each row to exactly one client, and each client at least one row. `iid` divides at random, `shards`
-and `dirichlet` by label, `by_quantity` into unequal parts. (A column of the data, or an array of ids, needs no rule.)
+and `dirichlet` by label, `by_quantity` into unequal parts. A column of the data or an array of ids needs no rule.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class PartitionRule(ABC):
 
     @abstractmethod
     def owners(self, rows: int, labels: Ints | None) -> Ints:
-        """Return the client's number, from 0 on, of each of `rows` rows.
+        """Return, for each of `rows` rows, the number of its client, counted from 0 [rows].
 
-        `labels`: the class of each row, from 0 on; None for a rule that does not use labels.
+        `labels`: the class of each row, counted from 0 [rows]; None if the rule does not use labels.
 
         Raises:
-            ConfigError: an option of the rule does not fit these rows; names the option.
+            ConfigError: an option of the rule does not fit these rows. The text names the option.
         """
 
 
@@ -49,11 +49,11 @@ class Iid(PartitionRule):
     seed: int = 0
 
     def __str__(self) -> str:
-        return f"iid({self.clients}{_seeded(self.seed)})"
+        return f"iid({self.clients}{_seed_text(self.seed)})"
 
     def owners(self, rows: int, labels: Ints | None) -> Ints:
-        """Assign rows to clients at random; the clients' numbers of rows differ by one at most."""
-        _enough(rows, self.clients)
+        """Assign rows to clients at random. The clients' numbers of rows differ by at most one."""
+        _check_enough_rows(rows, self.clients)
         return np.asarray(random_of(self.seed, _IID).permutation(rows) % self.clients, dtype=np.int64)
 
 
@@ -69,7 +69,7 @@ class ByShards(PartitionRule):
 
     def __str__(self) -> str:
         pure = ", pure=True" if self.pure else ""
-        return f"shards({self.per_client}, clients={self.clients}{pure}{_seeded(self.seed)})"
+        return f"shards({self.per_client}, clients={self.clients}{pure}{_seed_text(self.seed)})"
 
     def owners(self, rows: int, labels: Ints | None) -> Ints:
         """Sort the rows by label, cut them into shards, and assign the shards at random."""
@@ -81,9 +81,9 @@ class ByShards(PartitionRule):
                 field="client",
             )
         ends = _pure_ends(labels, shards, self) if self.pure else rows * np.arange(1, shards + 1) // shards
-        dealt = random_of(self.seed, _SHARDS).permutation(shards) // self.per_client
+        clients = random_of(self.seed, _SHARDS).permutation(shards) // self.per_client
         owners = np.empty(rows, dtype=np.int64)
-        owners[np.argsort(labels, kind="stable")] = np.repeat(dealt, np.diff(ends, prepend=0))
+        owners[np.argsort(labels, kind="stable")] = np.repeat(clients, np.diff(ends, prepend=0))
         return owners
 
 
@@ -99,12 +99,12 @@ class Dirichlet(PartitionRule):
 
     def __str__(self) -> str:
         balanced = "" if self.balanced else ", balanced=False"
-        return f"dirichlet({self.alpha!r}, clients={self.clients}{balanced}{_seeded(self.seed)})"
+        return f"dirichlet({self.alpha!r}, clients={self.clients}{balanced}{_seed_text(self.seed)})"
 
     def owners(self, rows: int, labels: Ints | None) -> Ints:
-        """Draw how many rows of each label each client gets, and then which rows."""
+        """Draw how many rows of each label each client gets. Then draw which rows these are."""
         assert labels is not None
-        _enough(rows, self.clients)
+        _check_enough_rows(rows, self.clients)
         random = random_of(self.seed, _DIRICHLET)
         have = np.bincount(labels)
         counts = self._mixtures(have, random) if self.balanced else self._spread(have, random)
@@ -117,8 +117,8 @@ class Dirichlet(PartitionRule):
     def _mixtures(self, have: Ints, random: np.random.Generator) -> Ints:
         """Return each client's number of rows of each label [clients, labels], for clients of equal size.
 
-        `have`: the number of rows of each label; p: these numbers as shares. Each client draws a mixture q ~
-        Dir(alpha p), and then the labels of its rows by q, without replacement.
+        `have` is the number of rows of each label [labels], and p is the share of each label. Each client draws a
+        mixture q ~ Dir(alpha p). It then draws the labels of its rows by q, without replacement.
         """
         left = have.copy()
         sizes = np.diff(int(have.sum()) * np.arange(self.clients + 1) // self.clients)
@@ -140,16 +140,16 @@ class Dirichlet(PartitionRule):
     def _spread(self, have: Ints, random: np.random.Generator) -> Ints:
         """Return each client's number of rows of each label [clients, labels], for clients of different sizes.
 
-        The rows of each label are spread over the clients by a draw from Dir(alpha); no client stays empty.
+        The rows of each label are spread over the clients by a draw from Dir(alpha). Every client gets a row.
         """
         counts = np.zeros((self.clients, len(have)), dtype=np.int64)
         for label, count in enumerate(have.tolist()):
             if count:
                 counts[:, label] = apportion(count, _dirichlet(random, np.full(self.clients, self.alpha)))
         for k in np.flatnonzero(counts.sum(axis=1) == 0):
-            giver = int(counts.sum(axis=1).argmax())  # the largest client gives up a row of its most frequent label
-            label = int(counts[giver].argmax())
-            counts[giver, label] -= 1
+            largest = int(counts.sum(axis=1).argmax())  # this client loses a row of its most frequent label
+            label = int(counts[largest].argmax())
+            counts[largest, label] -= 1
             counts[k, label] += 1
         return counts
 
@@ -167,11 +167,11 @@ class ByQuantity(PartitionRule):
         if isinstance(self.clients, tuple):
             few = len(self.clients) <= _SIZES
             sizes = f"({', '.join(map(str, self.clients))})" if few else f"{len(self.clients)} sizes"
-            return f"by_quantity({sizes}{_seeded(self.seed)})"
-        return f"by_quantity({self.clients}, law={self.law}, spread={self.spread!r}{_seeded(self.seed)})"
+            return f"by_quantity({sizes}{_seed_text(self.seed)})"
+        return f"by_quantity({self.clients}, law={self.law}, spread={self.spread!r}{_seed_text(self.seed)})"
 
     def owners(self, rows: int, labels: Ints | None) -> Ints:
-        """Assign rows to clients at random; the clients' numbers of rows follow the law."""
+        """Assign rows to clients at random. The clients' numbers of rows follow the law."""
         random = random_of(self.seed, _QUANTITY)
         if isinstance(self.clients, tuple):
             sizes = np.array(self.clients, dtype=np.int64)
@@ -180,7 +180,7 @@ class ByQuantity(PartitionRule):
                     f"{self}: the sizes add up to {sizes.sum()}, and there are {rows} rows", field="client"
                 )
         else:
-            _enough(rows, self.clients)
+            _check_enough_rows(rows, self.clients)
             k = self.clients
             weights = (
                 random.lognormal(0.0, self.spread, k)
@@ -193,16 +193,19 @@ class ByQuantity(PartitionRule):
         return owners
 
 
-_SIZES = 20  # with more sizes, a rule's text has only their number
-_IID, _SHARDS, _DIRICHLET, _QUANTITY = range(1, 5)  # added to the seed: different rules draw different numbers
+_SIZES = 20  # the most sizes that a rule's text lists; if there are more, it has only their number
+_IID, _SHARDS, _DIRICHLET, _QUANTITY = range(1, 5)  # added to the seed, so that rules draw different numbers
 
 
-def _seeded(seed: int) -> str:
+def _seed_text(seed: int) -> str:
     return f", seed={seed}" if seed else ""
 
 
 def apportion(total: int, shares: NDArray[np.float64]) -> Ints:
-    """Divide `total` into whole numbers in proportion to `shares`, whose sum is 1; round up the largest remainders."""
+    """Divide `total` into whole numbers in proportion to `shares` [n], whose sum is 1. Return these numbers [n].
+
+    The numbers with the largest remainders are rounded up.
+    """
     exact = total * shares
     found = np.floor(exact).astype(np.int64)
     most = np.argsort(-(exact - found), kind="stable")
@@ -211,9 +214,10 @@ def apportion(total: int, shares: NDArray[np.float64]) -> Ints:
 
 
 def _dirichlet(random: np.random.Generator, weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Draw shares from Dir(weights); if the weights are so small that this underflows, give one element the share 1.
+    """Draw shares from Dir(weights) [n].
 
-    That element is drawn in proportion to the weights.
+    If the weights are so small that the draw underflows, draw one element in proportion to the weights instead. This
+    element gets the share 1, and the others 0.
     """
     q = random.dirichlet(weights)
     if not np.isfinite(q).all() or q.sum() < 0.5:
@@ -223,7 +227,7 @@ def _dirichlet(random: np.random.Generator, weights: NDArray[np.float64]) -> NDA
 
 
 def _pure_ends(labels: Ints, shards: int, rule: ByShards) -> Ints:
-    """Cut rows sorted by label into `shards` shards with one label each; return the end of each shard.
+    """Cut rows sorted by label into `shards` shards with one label each. Return the end of each shard [shards].
 
     Raises:
         ConfigError: there are more labels than shards, or a label has fewer rows than shards.
@@ -248,7 +252,7 @@ def _pure_ends(labels: Ints, shards: int, rule: ByShards) -> Ints:
     return np.concatenate([first[i] + have[i] * np.arange(1, n + 1) // n for i, n in enumerate(pieces.tolist())])
 
 
-def _enough(rows: int, clients: int) -> None:
+def _check_enough_rows(rows: int, clients: int) -> None:
     if clients > rows:
         raise ConfigError(
             f"{clients} clients cannot share {rows} rows: some would have no samples; give fewer clients",
@@ -260,7 +264,7 @@ def _enough(rows: int, clients: int) -> None:
 
 
 def iid(clients: int, *, seed: int = 0) -> PartitionRule:
-    """Divide rows at random among `clients` clients, in equal numbers (one more or less).
+    """Divide rows at random among `clients` clients. Their numbers of rows differ by at most one.
 
     Example:
         rayps.data.tensors(torch.randn(20, 3), batch_size=5, client=rayps.data.iid(4)).clients.sizes  # [5, 5, 5, 5]
@@ -271,9 +275,9 @@ def iid(clients: int, *, seed: int = 0) -> PartitionRule:
 def shards(per_client: int, *, clients: int, pure: bool = False, seed: int = 0) -> PartitionRule:
     """Sort rows by label, cut them into clients x per_client shards of equal size, and give each client `per_client`.
 
-    McMahan et al. 2017, section 3. Most clients have at most `per_client` labels; a shard that crosses the end of a
-    label gives its client one label more. With `pure=True` each label's rows are cut separately, into a number of
-    shards in proportion to the rows, so that no client has more labels than shards.
+    McMahan et al. 2017, section 3. Most clients have at most `per_client` labels. If a shard has rows of two labels,
+    its client may have one label more. With `pure=True` the rows of each label are cut separately: the number of shards
+    of a label is in proportion to its rows, and no client has more labels than shards.
 
     Example:
         rule = rayps.data.shards(2, clients=4)
@@ -285,13 +289,14 @@ def shards(per_client: int, *, clients: int, pure: bool = False, seed: int = 0) 
 
 
 def dirichlet(alpha: float, *, clients: int, balanced: bool = True, seed: int = 0) -> PartitionRule:
-    """Mix labels differently for each client; the smaller `alpha`, the fewer labels a client has.
+    """Give each client a different mixture of labels. The smaller `alpha` is, the fewer labels a client has.
 
     Hsu et al. 2019: each client draws a mixture of labels q ~ Dir(alpha p), where p are the labels' shares of all rows.
-    It then draws its rows by q, without replacement; the share of an exhausted label goes to the other labels. All
-    clients have equal numbers of rows (one more or less). `balanced=False` instead spreads each label's rows over the
-    clients by Dir(alpha) (Yurochkin et al. 2019): the numbers of rows differ widely, and a client that would be empty
-    gets one row of the largest client.
+    It then draws its rows by q, without replacement. The share of an exhausted label goes to the other labels. The
+    clients' numbers of rows differ by at most one.
+
+    `balanced=False` instead spreads each label's rows over the clients by Dir(alpha) (Yurochkin et al. 2019). The
+    clients' numbers of rows then differ widely. A client that would be empty gets one row of the largest client.
 
     Example:
         rule = rayps.data.dirichlet(0.3, clients=4)
@@ -308,8 +313,8 @@ def by_quantity(
     """Divide rows at random into unequal parts: one row for each client, and the other rows by the law.
 
     `law`: "lognormal" (the logarithm of a client's number of rows has standard deviation `spread`), or "zipf" (the r-th
-    largest number is proportional to r ** -spread). If `clients` is a list, it has each client's number of rows, and
-    the numbers must add up to that of all rows.
+    largest number is proportional to r ** -spread). If `clients` is a list, it has each client's number of rows. The
+    sum of these numbers must be the number of all rows.
 
     Example:
         rule = rayps.data.by_quantity([5, 15])
@@ -394,9 +399,9 @@ def _positive(name: str, value: Json) -> float:
 
 
 def classes(values: NDArray[np.generic] | None, wanted: str) -> tuple[tuple[str, ...], Ints]:
-    """Return the different labels as text, and each row's label as an index into them.
+    """Return the different labels as text, and for each row the index of its label [rows].
 
-    `wanted` is the rule, for the error's text.
+    `wanted` is the name of the rule, for the text of errors.
 
     Raises:
         DataError: the data has no labels, or they are not classes.

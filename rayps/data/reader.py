@@ -1,15 +1,17 @@
-"""Rows of Parquet files, streamed: memory is bounded by `window_mb`, however large the files are.
+"""Stream the rows of Parquet files. `window_mb` bounds the memory, however large the files are.
 
-The method of reading depends on the footers alone, so that every rank uses the same method:
-- if all rows fit into the window, they are read once, and distributed round robin by one permutation of all rows;
-- otherwise row groups are shuffled; every rank reads one contiguous span of this sequence and shuffles the rows again,
-  window by window. A rank decodes only the row groups that its span and starting point need.
+How the rows are read depends on the footers alone, and is therefore the same on every rank:
 
-Values that are NaN, infinite or null: data that fits into the window is checked before training starts. In larger data,
-nulls that the footers' statistics count are found before training, and other invalid values when they are read.
+- If all rows fit into the window, they are read once. A permutation of all rows distributes them round robin.
+- Otherwise the row groups are shuffled. Every rank reads one contiguous span of their sequence, one window at a time,
+  and shuffles the rows of each window. A rank decodes only the row groups that its span and starting point need.
 
-Clients: rows that do not fit into the window are sorted by client at the first access to `clients`, into memory-mapped
-files that all processes of a host share (`rayps.data.client_files`).
+Values that are NaN, infinite or null are invalid. If all rows fit into the window, they are checked before training
+starts. Otherwise, nulls that the footers' statistics count are found before training, and other invalid values when
+they are read.
+
+At the first access to `clients`, rows that do not fit into the window are sorted by client into memory-mapped files,
+which all processes of a host share (`rayps.data.client_files`).
 """
 
 from __future__ import annotations
@@ -26,20 +28,20 @@ import torch
 from numpy.typing import NDArray
 
 from rayps.core.errors import ConfigError, DataError
-from rayps.data.base import Batch, Data, batch_size_of, check_place, dealt, kept, random_of
+from rayps.data.base import Batch, Data, batch_size_of, check_place, fixed_rows_of_rank, random_of, rows_of_rank
 from rayps.data.client_files import RowsByClient
-from rayps.data.clients import Clients, GivenClients, divide, given, owners_by_id
+from rayps.data.clients import Clients, GivenClients, checked_client, divide, owners_by_id
 from rayps.data.columns import Array, BadValue, ColumnLayout, ColumnRows, DType, layout_of, missing
-from rayps.data.files import Files, FileSystem, Index, PathGiven, RowGroup, told
+from rayps.data.files import Files, FileSystem, Index, PathGiven, RowGroup, as_data_error
 from rayps.data.partition_rules import PartitionRule
 
 _log = logging.getLogger(__name__)
-_CHUNK = 2 << 20  # approximate bytes decoded at once
+_CHUNK = 2 << 20  # approximate number of bytes that are decoded at a time
 _LABELS = ("float32", "float64", "int64")
 
 
 class ParquetData(Data):
-    """A data source that reads the rows of Parquet files. Pickling includes only the paths and the options."""
+    """A data source that reads the rows of Parquet files. A pickled object has only the paths and the options."""
 
     def __init__(
         self,
@@ -56,7 +58,7 @@ class ParquetData(Data):
         window_mb: float,
         client: GivenClients = None,
     ) -> None:
-        self.client = given(client, columns=True)
+        self.client = checked_client(client, columns=True)
         self.batch_size = batch_size_of(batch_size)
         self._files = files
         self._features = tuple(features)
@@ -67,32 +69,32 @@ class ParquetData(Data):
         self._scale = scale
         self._drop = _policy(on_invalid) == "drop"
         self._window = int(window_mb * 2**20)
-        self._forget()
+        self._reset()
         if self._window < 1:
             raise ConfigError(f"window_mb is {window_mb}: give a number above 0", field="window_mb")
         if scale is not None and self._dtype.kind != "f":
             raise ConfigError(f"scale={scale} needs float features: leave dtype={dtype!r} out", field="scale")
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._index: Index | None = None
         self._layout: ColumnLayout | None = None
-        self._held: ColumnRows | None = None
+        self._all_rows: ColumnRows | None = None
         self._clients = None
         self._warned: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_index": None, "_layout": None, "_held": None, "_clients": None, "_warned": set()}
+        return {**self.__dict__, "_index": None, "_layout": None, "_all_rows": None, "_clients": None, "_warned": set()}
 
     # ------------------------------------------------------------------------------------ before training
 
     def check(self) -> None:
-        """Check every file's schema, and the values if they fit into the window or the footers count nulls.
+        """Check the schemas of all files. Check the values if all rows fit into the window, or the footers count nulls.
 
         Raises:
-            DataError: a schema or a value is invalid; names file, column and row.
+            DataError: a schema or a value is invalid. The text names the file, the column and the row.
         """
-        self._forget()
-        index, layout = self._known()
+        self._reset()
+        index, layout = self._index_and_layout()
         all_of_them = index.rows * layout.row_bytes <= self._window
         for group in index.groups:
             if all_of_them or self._has_nulls(index, group, layout.columns):
@@ -100,32 +102,32 @@ class ParquetData(Data):
                     continue
 
     def _has_nulls(self, index: Index, group: RowGroup, columns: list[str]) -> bool:
-        """Return whether a row group has nulls at which training would fail.
+        """Return whether a row group has nulls with which training would fail.
 
-        A row of the group is read first, as `Files.nulls` requires.
+        A row of the group is read first, because `Files.nulls` requires this.
         """
         next(self._chunks(index, group, columns, 1), None)
         return self._files.nulls(index, group, columns) and not self._drop
 
     def rows(self) -> int:
-        """Return the number of rows in all files, invalid rows included."""
-        return self._known()[0].rows
+        """Return the number of rows in all files, including invalid rows."""
+        return self._index_and_layout()[0].rows
 
     def share(self, rank: int, size: int) -> int:
         """Return the number of rows that `rank` of `size` ranks gets in an epoch.
 
-        They are every `size`-th row, or a contiguous span if all rows do not fit into the window.
+        They are every `size`-th row of a permutation, or a contiguous span if not all rows fit into the window.
         """
         if self._by_number():
             return super().share(rank, size)
         return self.rows() * (rank + 1) // size - self.rows() * rank // size
 
     def _by_number(self) -> bool:
-        """Return whether rows are accessed by number: all fit into the window, or they are sorted by client."""
-        index, layout = self._known()
+        """Return whether rows are accessed by number: all rows fit into the window, or are sorted by client."""
+        index, layout = self._index_and_layout()
         return index.rows * layout.row_bytes <= self._window or (self.keeps_rows and self.divided)
 
-    def _known(self) -> tuple[Index, ColumnLayout]:
+    def _index_and_layout(self) -> tuple[Index, ColumnLayout]:
         if self._index is None or self._layout is None:
             index = self._files.index(self._used)
             layout = self._layout_of(index.schema, index.files[0])
@@ -152,14 +154,14 @@ class ParquetData(Data):
         )
 
     def _list_length(self, index: Index, column: str) -> int:
-        """Return the length of the first list in a column of lists; all other lists must have this length."""
+        """Return the length of the first list in a column of lists. All other lists must have the same length."""
         for group in index.groups:
             for chunk in self._chunks(index, group, [column], 64):
                 for value in chunk.column(0):
                     if value.is_valid:
                         return len(value)
         raise DataError(
-            f"{index.files[0]}: column {column!r} holds only nulls in all files, so the length of its lists is "
+            f"{index.files[0]}: column {column!r} has only nulls in all files, and the length of its lists is "
             "unknown: leave the column out",
             file=index.files[0],
             column=column,
@@ -169,7 +171,7 @@ class ParquetData(Data):
 
     def _chunks(self, index: Index, group: RowGroup, columns: list[str], rows: int) -> Iterator[pa.RecordBatch]:
         name = index.files[group.file]
-        with self._files.open(name, index.sizes[group.file]) as file, told(name, group.number):
+        with self._files.open(name, index.sizes[group.file]) as file, as_data_error(name, group.number):
             done = 0
             for chunk in file.iter_batches(rows, row_groups=[group.number], columns=columns, use_threads=False):
                 done += chunk.num_rows
@@ -183,8 +185,8 @@ class ParquetData(Data):
                 )
 
     def _read(self, group: RowGroup, low: int, high: int) -> Iterator[ColumnRows]:
-        """Read rows [low, high) of a row group, a chunk at a time."""
-        index, layout = self._known()
+        """Yield the rows low to high - 1 of a row group, one chunk at a time."""
+        index, layout = self._index_and_layout()
         at_once = max(1, min(8192, _CHUNK // layout.row_bytes))
         first = 0
         for chunk in self._chunks(index, group, layout.columns, at_once):
@@ -197,16 +199,16 @@ class ParquetData(Data):
                 return
 
     def _rows(self, chunk: pa.RecordBatch, file: str, first: int) -> ColumnRows:
-        layout = self._known()[1]
+        layout = self._index_and_layout()[1]
         try:
             rows = layout.rows(chunk)
         except pa.ArrowInvalid as error:
             raise DataError(f"{file}: a value from row {first} on does not fit: {error}", file=file) from error
         if rows.bad is not None:
-            self._bad(rows.bad, file, first + rows.bad.row)
+            self._handle_bad(rows.bad, file, first + rows.bad.row)
         return rows
 
-    def _bad(self, bad: BadValue, file: str, row: int) -> None:
+    def _handle_bad(self, bad: BadValue, file: str, row: int) -> None:
         if not self._drop:
             raise DataError(
                 f"{file}: column {bad.column!r} {bad.reason} in row {row}\n"
@@ -229,32 +231,34 @@ class ParquetData(Data):
     # ------------------------------------------------------------------------------------ batches
 
     def batches(self, *, rank: int, size: int, seed: int, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """Return the batches of `rank` from batch `start` on; with on_invalid="drop" without their invalid rows.
+        """Yield the batches of `rank` from batch number `start` on. With on_invalid="drop", invalid rows are left out.
 
         Raises:
-            DataError: a value is invalid; names file, column and row.
+            DataError: a value is invalid. The text names the file, the column and the row.
         """
         check_place(rank, size, start)
-        index, _ = self._known()
+        index, _ = self._index_and_layout()
         if self._by_number():
-            yield from self._numbered(index, rank=rank, size=size, seed=seed, epoch=epoch, start=start)
+            yield from self._batches_by_number(index, rank=rank, size=size, seed=seed, epoch=epoch, start=start)
             return
         low, high = index.rows * rank // size, index.rows * (rank + 1) // size
-        given = start
+        made = start
         for rows, order in self._windows(index, low, high, rank=rank, seed=seed, epoch=epoch, start=start):
             for place in range(0, len(order), self.batch_size):
                 yield self._batch(rows, order[place : place + self.batch_size])
-                given += 1
-        for _ in range(given, self.steps(size)):
-            yield self._batch(self._room(0), np.empty(0, dtype=np.int64))
+                made += 1
+        for _ in range(made, self.steps(size)):
+            yield self._batch(self._empty_rows(0), np.empty(0, dtype=np.int64))
 
-    def _numbered(self, index: Index, *, rank: int, size: int, seed: int, epoch: int, start: int) -> Iterator[Batch]:
+    def _batches_by_number(
+        self, index: Index, *, rank: int, size: int, seed: int, epoch: int, start: int
+    ) -> Iterator[Batch]:
         shuffled = seed if self._shuffle else None
         if self.keeps_rows:
-            mine = kept(self, rank=rank, size=size, seed=shuffled, epoch=epoch)
+            mine = fixed_rows_of_rank(self, rank=rank, size=size, seed=shuffled, epoch=epoch)
         else:
-            mine = dealt(index.rows, rank=rank, size=size, seed=shuffled, epoch=epoch)
-        held = None if self.keeps_rows and self.divided else self._hold(index)
+            mine = rows_of_rank(index.rows, rank=rank, size=size, seed=shuffled, epoch=epoch)
+        held = None if self.keeps_rows and self.divided else self._load_all(index)
         for step in range(start, self.steps(size)):
             which = mine[step * self.batch_size : (step + 1) * self.batch_size]
             yield self.clients.batch(which) if held is None else self._batch(held, which)
@@ -262,18 +266,18 @@ class ParquetData(Data):
     # ------------------------------------------------------------------------------------ clients
 
     def _divide(self) -> Clients:
-        index, layout = self._known()
+        index, layout = self._index_and_layout()
 
-        def divided(labels: Array | None, usable: NDArray[np.int64] | None) -> Clients:
+        def divide_rows(labels: Array | None, usable: NDArray[np.int64] | None) -> Clients:
             column = self.client if isinstance(self.client, str) else None
             client = self.client if column is None else self._column(index, column)
             known = None if layout.label is None else labels
             return divide(client, index.rows, known, self._by_row, usable=usable, column=column)
 
         if index.rows * layout.row_bytes <= self._window:
-            held = self._hold(index)
-            return divided(held.y, None if held.good.all() else np.flatnonzero(held.good))
-        stored = RowsByClient(self._key(index, layout), layout, index.rows, lambda: self._all(index), divided)
+            held = self._load_all(index)
+            return divide_rows(held.y, None if held.good.all() else np.flatnonzero(held.good))
+        stored = RowsByClient(self._key(index, layout), layout, index.rows, lambda: self._read_all(index), divide_rows)
 
         def take(which: NDArray[np.int64]) -> Batch:
             return self._batch(stored.rows, stored.place[which])
@@ -281,13 +285,13 @@ class ParquetData(Data):
         return Clients(stored.names, stored.order, stored.sizes, take, labels=stored.labels, rule=stored.rule)
 
     def _take_clients(self, client: GivenClients) -> None:
-        super()._take_clients(given(client, columns=True))
-        self._index = None  # so that the column is searched for again
+        super()._take_clients(checked_client(client, columns=True))
+        self._index = None  # the column of the new clients must be checked
 
     def _by_row(self, which: NDArray[np.int64]) -> Batch:
-        return self._batch(self._hold(self._known()[0]), which)
+        return self._batch(self._load_all(self._index_and_layout()[0]), which)
 
-    def _all(self, index: Index) -> Iterator[ColumnRows]:
+    def _read_all(self, index: Index) -> Iterator[ColumnRows]:
         for group in index.groups:
             yield from self._read(group, 0, group.rows)
 
@@ -296,7 +300,7 @@ class ParquetData(Data):
         return pa.chunked_array(chunks)
 
     def _key(self, index: Index, layout: ColumnLayout) -> str:
-        """Return a key of the rows and their division: equal keys mean that processes can share the sorted files."""
+        """Return a key of the rows and their division. Processes with equal keys can share the sorted files."""
         found = hashlib.sha256(
             repr(
                 (index.files, index.sizes, self._files.changed(index.files), layout, self._drop, np.__version__)
@@ -317,18 +321,18 @@ class ParquetData(Data):
             x *= self._scale
         return Batch(x, None if rows.y is None else torch.from_numpy(rows.y[which]), len(which))
 
-    def _hold(self, index: Index) -> ColumnRows:
-        """Return all rows, in memory; they are read at the first call."""
-        if self._held is None:
-            held = self._room(index.rows)
+    def _load_all(self, index: Index) -> ColumnRows:
+        """Return all rows in memory. They are read at the first call."""
+        if self._all_rows is None:
+            held = self._empty_rows(index.rows)
             done = 0
-            for rows in self._all(index):
+            for rows in self._read_all(index):
                 done = _copy(rows, 0, held, done, len(rows.good))
-            self._held = held
-        return self._held
+            self._all_rows = held
+        return self._all_rows
 
-    def _room(self, rows: int) -> ColumnRows:
-        layout = self._known()[1]
+    def _empty_rows(self, rows: int) -> ColumnRows:
+        layout = self._index_and_layout()[1]
         return ColumnRows(
             np.empty((rows, layout.width), dtype=layout.store),
             None if layout.label is None else np.empty(rows, dtype=layout.label_dtype),
@@ -339,24 +343,24 @@ class ParquetData(Data):
     def _windows(
         self, index: Index, low: int, high: int, *, rank: int, seed: int, epoch: int, start: int
     ) -> Iterator[tuple[ColumnRows, NDArray[np.int64]]]:
-        """Yield rows [low, high) of the shuffled row groups, a window at a time, each with the order of its rows.
+        """Yield the rows low to high - 1 of the shuffled row groups, one window at a time, with the order of its rows.
 
-        A window is a whole number of batches, so the windows before batch `start` are never decoded.
+        A window is a whole number of batches, and the windows before batch `start` are not decoded.
         """
-        layout = self._known()[1]
+        layout = self._index_and_layout()[1]
         length = max(1, self._window // layout.row_bytes // self.batch_size) * self.batch_size
         number, skip = divmod(start * self.batch_size, length)
         low += number * length
-        window = self._room(min(length, max(high - low, 0)))
-        stream = self._span(index, low, high, seed=seed, epoch=0 if self.keeps_rows else epoch)
-        for count in _filled(stream, window):
+        window = self._empty_rows(min(length, max(high - low, 0)))
+        stream = self._rows_of_span(index, low, high, seed=seed, epoch=0 if self.keeps_rows else epoch)
+        for count in _fill_repeatedly(stream, window):
             order = np.arange(count)
             if self._shuffle:
                 order = random_of(seed, epoch, rank, number).permutation(count)
             yield window, order[skip:]
             number, skip = number + 1, 0
 
-    def _span(self, index: Index, low: int, high: int, *, seed: int, epoch: int) -> Iterator[ColumnRows]:
+    def _rows_of_span(self, index: Index, low: int, high: int, *, seed: int, epoch: int) -> Iterator[ColumnRows]:
         order = np.arange(len(index.groups))
         if self._shuffle:
             order = random_of(seed, epoch).permutation(len(index.groups))
@@ -371,8 +375,8 @@ class ParquetData(Data):
                 return
 
 
-def _filled(stream: Iterator[ColumnRows], window: ColumnRows) -> Iterator[int]:
-    """Fill the window from the stream repeatedly; yield the number of rows in it each time."""
+def _fill_repeatedly(stream: Iterator[ColumnRows], window: ColumnRows) -> Iterator[int]:
+    """Fill the window from the stream repeatedly, and yield the number of its rows each time."""
     room = len(window.good)
     done = 0
     for rows in stream:
@@ -425,22 +429,23 @@ def parquet(
     window_mb: float = 64,
     client: GivenClients = None,
 ) -> Data:
-    """Read rows of a Parquet file, a directory of them, or a list of both; memory is bounded by `window_mb`.
+    """Read rows of a Parquet file, a directory of Parquet files, or a list of both. `window_mb` bounds the memory.
 
-    - `features`: one column of lists of numbers, or several columns of numbers: x is [rows, numbers], as `dtype` and
-      times `scale` (give 1 / 255 for pixels; by default values are not scaled).
-    - `label`: a column of numbers: whole ones become int64, others float32, unless `label_dtype` is given.
-    - `filesystem`: any file system of pyarrow or fsspec; by default it follows from the path ("s3://...", or this
-      machine's).
-    - `on_invalid`: "fail" at a null, NaN or infinite value, or "drop" the row from its batch: the number of batches
-      does not change, and the smaller batch has less weight.
-    - `window_mb`: megabytes of rows that a worker has in memory at a time; it shuffles rows within this window.
+    - `features`: one column of lists of numbers, or several columns of numbers. `Batch.x` is [rows, numbers] of type
+      `dtype`, multiplied by `scale` (1 / 255 for pixels; None means no scaling).
+    - `label`: a column of numbers. Whole numbers become int64 and others float32, unless `label_dtype` is given.
+    - `filesystem`: any file system of pyarrow or fsspec; None means that it follows from the path ("s3://...", or a
+      local path).
+    - `on_invalid`: what to do about a null, NaN or infinite value. "fail" raises an error. "drop" leaves the row out of
+      its batch; the number of batches does not change, and the smaller batch has less weight.
+    - `window_mb`: megabytes (2^20 bytes) of rows that a worker has in memory at a time. Rows are shuffled within this
+      window.
     - `client`: the client of each row, for federated strategies: a column of whole numbers or text (client="writer"), a
-      rule such as rayps.data.shards(2, clients=20), or an id for each row. Rows that on_invalid="drop" drops belong to
-      no client.
+      rule such as rayps.data.shards(2, clients=20), or an id for each row. Rows that on_invalid="drop" leaves out
+      belong to no client.
 
     Raises:
-        DataError: the list of paths is empty; check() finds errors in the files.
+        DataError: the list of paths is empty. `check()` finds errors in the files.
         ConfigError: an option is invalid.
     """
     names = [features] if isinstance(features, str) else list(features)

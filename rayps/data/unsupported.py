@@ -1,4 +1,4 @@
-"""Refuse unsupported sources (Ray Data, formats other than Parquet, patterns), and say how to convert them."""
+"""Refuse unsupported sources (Ray Data, formats other than Parquet, wildcards), with a text on what to do instead."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pyarrow.fs as pafs
 
 from rayps.core.errors import DataError
 
-OTHERWISE = "only Parquet files are read: convert it, or give rayps.data.dataset(...) a torch Dataset that reads it"
+CONVERT = "only Parquet files are read: convert it, or give rayps.data.dataset(...) a torch Dataset that reads it"
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 _TABLES = {  # suffix: the format, and the function that reads it as a table
     ".csv": ("CSV", "pyarrow.csv.read_csv"),
@@ -44,10 +44,12 @@ _OTHERS = {
 
 
 def refuse_ray_data(call: str, *given: Any) -> None:
-    """Refuse Ray Data, whose rows have no numbers by which to distribute them to ranks.
+    """Refuse Ray Data, because its rows cannot be accessed by number and so not be distributed to ranks.
+
+    `given` are the arguments of `rayps.data.<call>`.
 
     Raises:
-        DataError: one of `given`, the arguments of `rayps.data.<call>`, is a Ray Data dataset or iterator.
+        DataError: one of `given` is a Ray Data dataset or iterator.
     """
     for value in given:
         if is_ray_data(value):
@@ -58,7 +60,7 @@ def refuse_ray_data(call: str, *given: Any) -> None:
 
 
 def is_ray_data(value: Any) -> bool:
-    """Return whether a value is a dataset or iterator of Ray Data; do not import ray."""
+    """Return whether a value is a dataset or iterator of Ray Data. Ray is not imported."""
     return any(f"{kind.__module__}.".startswith("ray.data.") for kind in type(value).__mro__)
 
 
@@ -71,7 +73,7 @@ def ray_data_way() -> str:
 
 
 def other_format(path: str) -> str | None:
-    """Return a text that says how to convert a file whose suffix means another format; None for an unknown suffix."""
+    """Return how to convert a file whose suffix means a format other than Parquet, or None if the suffix is unknown."""
     suffixes = [suffix for suffix in PurePosixPath(path).suffixes if suffix not in _PACKED]
     suffix = suffixes[-1].lower() if suffixes else ""
     if suffix in _TABLES:
@@ -80,7 +82,7 @@ def other_format(path: str) -> str | None:
     if suffix in _ARRAYS:
         what, reader = _ARRAYS[suffix]
         return f"files of {what} are not read: give rayps.data.tensors(x, y) the result of {reader}(FILE)"
-    return f"{_OTHERS[suffix]} is not read: {OTHERWISE}" if suffix in _OTHERS else None
+    return f"{_OTHERS[suffix]} is not read: {CONVERT}" if suffix in _OTHERS else None
 
 
 def is_pattern(path: str) -> bool:

@@ -1,4 +1,8 @@
-"""Which worker holds a backup of whose state, and from which round a grid continues after a failure. Pure."""
+"""Which worker holds a backup of whose state, and from which round all workers continue after a failure. Pure.
+
+A worker's *counterpart* is the worker at the same place in another replica: both have the same stage and the same
+tensor rank, so their parameters and moments are equal.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,9 @@ from rayps.core.grid import Grid
 
 @dataclass(frozen=True, slots=True)
 class HeldRounds:
-    """The rounds after which a given worker holds the state of some worker.
+    """The rounds after which one worker holds the state of another worker, or its own.
 
-    `whole`: the states are complete; else they have only the part that the twins of that worker lack.
+    `whole`: the states are complete. If False, they have only the part that the counterparts' states lack.
     """
 
     rounds: tuple[int, ...]
@@ -21,58 +25,64 @@ class HeldRounds:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a replaced worker gets its state from: worker `giver` holds the state of worker `owner`.
+    """Where a replaced worker gets its state from: worker `holder` holds the state of worker `owner`.
 
-    A twin is the worker at the same place in another replica. `rest` is the worker that holds the part of the replaced
-    worker's state that a twin lacks; None = no worker has it.
+    `rest`: the worker that holds the part of the replaced worker's state that a counterpart lacks; None if no worker
+    has this part.
     """
 
-    giver: int
+    holder: int
     owner: int
     rest: int | None = None
 
     @property
-    def twin(self) -> bool:
-        """Whether the giver is a twin that gives its own state, and does not give a stored copy of the lost state."""
-        return self.giver == self.owner
+    def counterpart(self) -> bool:
+        """Whether the holder is a counterpart that sends its own state. If False, it sends a backup."""
+        return self.holder == self.owner
 
 
 @dataclass(frozen=True, slots=True)
-class Mending:
-    """How all workers continue from `round`: survivors from their own states, replaced workers from their sources."""
+class RebuildPlan:
+    """How all workers continue from `round`: survivors from their own states, replaced workers from their sources.
+
+    `sources` is a dict from the rank of each replaced worker to its source.
+    """
 
     round: int
     sources: dict[int, Source]
 
     @property
     def complete(self) -> bool:
-        """Whether the part that a twin's state lacks is available too, for each worker that continues from a twin."""
-        return all(not source.twin or source.rest is not None for source in self.sources.values())
+        """Whether no part of a state is missing.
+
+        False if a worker continues from a counterpart's state and no worker has the part that this state lacks.
+        """
+        return all(not source.counterpart or source.rest is not None for source in self.sources.values())
 
 
 @dataclass(frozen=True, slots=True)
-class Bond:
+class BackupAssignment:
     """How a worker's state is backed up in one generation, so that its death loses no round."""
 
-    line: int  # the sequence of states since one snapshot: see `rayps.recovery.state_slots.StateSlots`
-    addresses: tuple[str, ...]  # by rank: the addresses at which workers receive backups and send them to others
-    keeper: int  # the worker that holds this one's backup
-    twin: bool  # whether this worker has a twin: a worker at the same place in another replica
-    recalls: bool = False  # whether the worker starts from a retained state, not from the snapshot
-    source: Source | None = None  # where the retained state is; None = on this worker
+    base_generation: int  # the newest generation that started from a snapshot: see `state_slots.StateSlots`
+    addresses: tuple[str, ...]  # one for each rank: where that worker receives backups and requests for states
+    holder: int  # the rank of the worker that holds this worker's backup
+    has_counterpart: bool  # whether another replica has a worker at the same place
+    restores_state: bool = False  # whether the worker starts from a committed state, not from the snapshot
+    source: Source | None = None  # the worker that has the committed state; None if this worker has it
 
 
-def keepers(grid: Grid, hosts: Sequence[str]) -> list[int | None]:
-    """Return, for each rank, the worker that holds its backup.
+def backup_holders(grid: Grid, hosts: Sequence[str]) -> list[int | None]:
+    """Return, for each rank, the rank of the worker that holds its backup, or None if the job has one worker.
 
-    The holder is a twin (a worker at the same place in another replica) if there is one, else another worker of the
-    replica: the next one in a circle of ranks on another host, or, if all are on one host, simply the next one. None:
-    the job has one worker.
+    The holder is a counterpart if there is one, otherwise another worker of the same replica. Candidates are tried in
+    the order of ranks after the worker's own rank. The first one on another host is taken, or the first one if all are
+    on one host.
     """
-    return [_keeper(grid, hosts, rank) for rank in range(grid.size)]
+    return [_backup_holder(grid, hosts, rank) for rank in range(grid.size)]
 
 
-def _keeper(grid: Grid, hosts: Sequence[str], rank: int) -> int | None:
+def _backup_holder(grid: Grid, hosts: Sequence[str], rank: int) -> int | None:
     circle = grid.along("data", rank) if grid.data > 1 else grid.replica(grid.at(rank).data)
     at = circle.index(rank)
     others = circle[at + 1 :] + circle[:at]
@@ -80,31 +90,35 @@ def _keeper(grid: Grid, hosts: Sequence[str], rank: int) -> int | None:
     return next(iter(elsewhere or others), None)
 
 
-def mending(grid: Grid, holdings: Mapping[int, Mapping[int, HeldRounds]]) -> Mending | None:
+def plan_rebuild(grid: Grid, held_rounds: Mapping[int, Mapping[int, HeldRounds]]) -> RebuildPlan | None:
     """Return the newest round from which every worker can continue, and the source of each lost worker's state.
 
-    `holdings` has, for each survivor, the rounds of the states that it holds, by the rank whose states they are.
+    `held_rounds[survivor][owner]` are the rounds after which the worker `survivor` holds the state of worker `owner`.
 
-    If only a twin has a lost worker's state of a round, an older round is preferred, because a twin lacks the lost
-    worker's own buffers and random state. None: there is no common round, because a worker, its twins and its backup
-    were lost together.
+    A counterpart's state lacks the lost worker's own buffers and random state. If no worker has these for a round, an
+    older round for which they are available is preferred. Return None if there is no common round, because a worker,
+    its counterparts and its backup were lost together.
     """
-    lost = [rank for rank in range(grid.size) if rank not in holdings]
-    if not holdings:
+    lost = [rank for rank in range(grid.size) if rank not in held_rounds]
+    if not held_rounds:
         return None
-    own = [set(held[rank].rounds) if rank in held else set[int]() for rank, held in holdings.items()]
-    ways: list[Mending] = []
+    own = [set(held[rank].rounds) if rank in held else set[int]() for rank, held in held_rounds.items()]
+    plans: list[RebuildPlan] = []
     for found in sorted(set.intersection(*own), reverse=True):
-        sources = {rank: _source(grid, holdings, rank, found) for rank in lost}
+        sources = {rank: _source(grid, held_rounds, rank, found) for rank in lost}
         if None not in sources.values():
-            ways.append(Mending(found, {rank: source for rank, source in sources.items() if source is not None}))
-    return next((way for way in ways if way.complete), ways[0] if ways else None)
+            plans.append(RebuildPlan(found, {rank: source for rank, source in sources.items() if source is not None}))
+    return next((plan for plan in plans if plan.complete), plans[0] if plans else None)
 
 
-def _source(grid: Grid, holdings: Mapping[int, Mapping[int, HeldRounds]], rank: int, found: int) -> Source | None:
-    having = [giver for giver, held in holdings.items() if rank in held and found in held[rank].rounds]
-    twins = [t for t in grid.along("data", rank) if t in holdings and t != rank and found in holdings[t][t].rounds]
-    if twins:
-        return Source(twins[0], twins[0], next(iter(having), None))
-    mirrors = [giver for giver in having if holdings[giver][rank].whole]
-    return Source(mirrors[0], rank) if mirrors else None
+def _source(grid: Grid, held_rounds: Mapping[int, Mapping[int, HeldRounds]], rank: int, found: int) -> Source | None:
+    holders = [holder for holder, held in held_rounds.items() if rank in held and found in held[rank].rounds]
+    counterparts = [
+        other
+        for other in grid.along("data", rank)
+        if other in held_rounds and other != rank and found in held_rounds[other][other].rounds
+    ]
+    if counterparts:
+        return Source(counterparts[0], counterparts[0], next(iter(holders), None))
+    backups = [holder for holder in holders if held_rounds[holder][rank].whole]
+    return Source(backups[0], rank) if backups else None

@@ -1,12 +1,13 @@
-"""A worker's committed states, in memory that survives the worker's process while another worker holds the descriptor.
+"""A worker's committed states in shared memory, which remains while another process holds its descriptor.
 
 After each step the worker copies its state (parameters, the optimizer's moments, buffers, random state) into one of a
-few slots in turn. The round's number is written last and seals the slot, so a process killed during the copy leaves the
-states of the earlier rounds intact. A slot is one segment of shared memory without a name: for a backup on the same
-host only the segment's descriptor is passed; for a backup on another host its bytes are sent.
+few slots in turn. A slot is one unnamed segment of shared memory. The round's number is written last and seals the
+slot. If the process is killed during the copy, the states of the earlier rounds are intact. For a backup on the same
+host, only the segment's descriptor is passed. For a backup on another host, the segment's bytes are sent.
 
-Workers of a grid differ by at most one round: a worker with the mean gradient of round t steps, a worker without it
-does not. So two slots are enough for all workers to return to a common round.
+The rounds of a grid's workers differ by at most one: a worker that has received the mean gradient of round t has
+stepped, and a worker that has not received it has not. Therefore two slots are enough for all workers to return to a
+common round.
 """
 
 from __future__ import annotations
@@ -33,59 +34,60 @@ from rayps.tensors.optim import Moments, ParamState, by_name, moments_of
 
 SLOTS = 2
 _MAGIC = b"raypsvlt"
-# magic, line, round (-1: not sealed), bytes of the table, offset of the facts, bytes of the facts
+# magic, base generation, round (-1 if not sealed), bytes of the tensors' table, offset of the facts, bytes of the facts
 _HEAD = struct.Struct("<8sqqqqq")
 _ROUND = 16  # offset of the round's number in the header
 _ALIGN = 64
-OWN = ("buffer/", "rng")  # prefixes of the names of tensors that differ between a worker and its twins
+OWN = ("buffer/", "rng")  # prefixes of the names of tensors that differ between a worker and its counterparts
 
 
 class StateFacts(TypedDict, total=False):
-    """The JSON-ready values of a state, which are stored beside its tensors."""
+    """The JSON-ready values of a state, which are stored after its tensors."""
 
-    numbers: dict[str, ParamState]  # numbers in the optimizer's state, by parameter
+    numbers: dict[str, ParamState]  # from a parameter's name to the numbers in its optimizer state
     points: list[Point]  # points that the driver may not have received
 
 
 @dataclass(slots=True)
 class CommittedState:
-    """A worker's state after `round` batches: tensors by name, and JSON-ready facts.
+    """A worker's state after `round` batches: a dict of named tensors, and JSON-ready facts.
 
-    `line` is the sequence of states since one snapshot, to which this state belongs: see `StateSlots`.
+    `base_generation` is the newest generation, at the time of the state, that started from a snapshot: see
+    `StateSlots`.
     """
 
-    line: int
+    base_generation: int
     round: int
     tensors: dict[str, Tensor]
     facts: StateFacts = field(default_factory=StateFacts)
 
     @property
     def whole(self) -> bool:
-        """Whether the state is complete, and not only the part that a twin lacks."""
+        """Whether the state is complete. If False, it is the part that a counterpart lacks."""
         return "params" in self.tensors
 
     @property
     def moments(self) -> Moments:
-        """The optimizer's state by parameter name."""
+        """The optimizer's state: a dict from the name of each parameter."""
         return moments_of(self.tensors, self.facts.get("numbers", {}))
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """The model's buffers by name."""
+        """A dict of the model's buffers, with their names as keys."""
         return {k.removeprefix("buffer/"): v for k, v in self.tensors.items() if k.startswith("buffer/")}
 
     @property
     def rng(self) -> Tensor | None:
-        """The random state; None if this state does not include it."""
+        """The state of the random generator, or None if this state does not include it."""
         return self.tensors.get("rng")
 
 
 def tensors_of(
     params: Tensor, moments: Moments, buffers: Mapping[str, Tensor], rng: Tensor, points: list[Point]
 ) -> tuple[dict[str, Tensor], StateFacts]:
-    """Return the arguments `tensors` and `facts` of `StateSlots.commit`, without a copy.
+    """Return the arguments `tensors` and `facts` of `StateSlots.commit`. No tensor is copied.
 
-    `moments` are by parameter name; `points` are those that the driver may not have received.
+    `moments` is a dict from the name of each parameter. `points` are those that the driver may not have received.
     """
     named, numbers = by_name(moments)
     tensors = {"params": params} | named
@@ -95,75 +97,80 @@ def tensors_of(
 
 
 class StateSlots:
-    """The newest states of one worker. Any thread may read; one writes.
+    """The slots with the newest states of one worker. Any thread may read, and one thread writes.
 
-    A *line* is the sequence of states that follows one snapshot, rebuilds included. It ends when all workers return to
-    a snapshot; its states cannot be used on the next line.
+    Each state has a *base generation*: the newest generation that started from a snapshot. A generation that starts
+    from committed states (a rebuild) keeps the base generation of these states. After all workers have returned to a
+    snapshot, states of earlier base generations cannot be used.
     """
 
     def __init__(self, slots: int = SLOTS) -> None:
-        """Prepare the slots. Raises LinkError: the system has no shared memory."""
+        """Create empty slots. Raises LinkError if the system has no shared memory."""
         self._slots = [_Slot() for _ in range(slots)]
         self._lock = threading.Lock()
-        self._line, self._writer = -1, 0
-        self.bytes = 0  # bytes of the latest state
+        self._base, self._writer = -1, 0
+        self.bytes = 0  # bytes of the newest state
 
     @property
     def descriptors(self) -> list[int]:
         """The descriptors of the slots, for `SharedLink.offer_descriptor`."""
         return [slot.fd for slot in self._slots]
 
-    def open(self, line: int, upto: int, writer: int) -> None:
-        """Allow commits by `writer` only; drop states of another line or above round `upto`."""
+    def open(self, base_generation: int, upto: int, writer: int) -> None:
+        """Allow commits only by generation `writer`. Drop states of another base generation or above round `upto`."""
         with self._lock:
-            self._line, self._writer = line, writer
+            self._base, self._writer = base_generation, writer
             for slot in self._slots:
                 found = slot.sealed()
-                if found is not None and (found[0] != line or found[1] > upto):
+                if found is not None and (found[0] != base_generation or found[1] > upto):
                     slot.unseal()
 
-    def shut(self) -> None:
+    def refuse_commits(self) -> None:
         """Refuse commits until `open`."""
         with self._lock:
             self._writer = 0
 
     def commit(self, writer: int, rounds: int, tensors: dict[str, Tensor], facts: StateFacts) -> bool:
-        """Store a state in place of the oldest one; return False if `writer` is refused (its generation has ended).
+        """Store a state in place of the oldest one, unless a slot has this state already. Return True.
 
-        Raises LinkError (no memory), TypeError (a fact that is not JSON).
+        If generation `writer` has ended, store nothing and return False.
+
+        Raises:
+            LinkError: the system has too little shared memory.
+            TypeError: a fact cannot be written as JSON.
         """
         with self._lock:
             if writer != self._writer:
                 return False
-            if not any(slot.sealed() == (self._line, rounds) for slot in self._slots):
+            if not any(slot.sealed() == (self._base, rounds) for slot in self._slots):
                 oldest = min(self._slots, key=_Slot.age)
-                self.bytes = oldest.write(self._line, rounds, tensors, json.dumps(facts).encode())
+                self.bytes = oldest.write(self._base, rounds, tensors, json.dumps(facts).encode())
         return True
 
     def rounds(self) -> list[int]:
-        """Return the rounds of the states in the slots, in order."""
+        """Return the rounds of the states in the slots, ascending."""
         with self._lock:
             found = [slot.sealed() for slot in self._slots]
-            return sorted(at[1] for at in found if at is not None and at[0] == self._line)
+            return sorted(at[1] for at in found if at is not None and at[0] == self._base)
 
     def blob(self, rounds: int) -> memoryview | None:
-        """Return a view of the bytes of the state after `rounds` rounds, valid until the slot is overwritten.
+        """Return a view of the bytes of the state after `rounds` rounds, or None if no slot has this state.
 
-        None if no slot has that state.
+        The view is valid until the slot is overwritten.
         """
         with self._lock:
             for slot in self._slots:
-                if slot.sealed() == (self._line, rounds):
+                if slot.sealed() == (self._base, rounds):
                     return slot.view
         return None
 
     def read(self, rounds: int) -> CommittedState | None:
-        """Return a copy of the state after `rounds` rounds; None if it is not in a slot."""
+        """Return a copy of the state after `rounds` rounds, or None if no slot has this state."""
         blob = self.blob(rounds)
         return None if blob is None else parse(bytes(blob))
 
     def close(self) -> None:
-        """Release the memory in this process; a worker that holds a descriptor still has it. Safe to call twice."""
+        """Release the memory in this process. A worker with a descriptor can still read it. Safe to call twice."""
         with self._lock:
             self._writer = 0
             for slot in self._slots:
@@ -171,7 +178,7 @@ class StateSlots:
 
 
 class _Slot:
-    """One segment and the position of each tensor in it."""
+    """One segment of shared memory, and the position of each tensor in it."""
 
     def __init__(self) -> None:
         self._memory = Memory.create(mmap.PAGESIZE)
@@ -189,7 +196,7 @@ class _Slot:
         return self._memory.view[: _size(self._memory.view)]
 
     def sealed(self) -> tuple[int, int] | None:
-        """Return line and round of the slot's state; None if the slot is not sealed."""
+        """Return the base generation and round of the slot's state, or None if the slot is not sealed."""
         return _sealed(self._memory.view)
 
     def age(self) -> int:
@@ -199,7 +206,7 @@ class _Slot:
     def unseal(self) -> None:
         struct.pack_into("<q", self._memory.view, _ROUND, -1)
 
-    def write(self, line: int, rounds: int, tensors: dict[str, Tensor], facts: bytes) -> int:
+    def write(self, base_generation: int, rounds: int, tensors: dict[str, Tensor], facts: bytes) -> int:
         self.unseal()
         shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
         if shapes != self._shapes or self._end + len(facts) > self._memory.size:
@@ -212,9 +219,9 @@ class _Slot:
             else:
                 for place, tensor in zip(self._places, given, strict=True):
                     place.copy_(tensor)
-        failpoint.passing("vault: half a commit")
+        failpoint.passing("state slots: half a commit")
         view[self._end : self._end + len(facts)] = facts
-        _HEAD.pack_into(view, 0, _MAGIC, line, -1, len(self._table), self._end, len(facts))
+        _HEAD.pack_into(view, 0, _MAGIC, base_generation, -1, len(self._table), self._end, len(facts))
         struct.pack_into("<q", view, _ROUND, rounds)
         return self._end + len(facts)
 
@@ -256,9 +263,9 @@ class _Slot:
 
 
 def parse(blob: Buffer) -> CommittedState | None:
-    """Return the state in a slot's bytes, as views of the bytes; None if the slot is not sealed.
+    """Return the state in a slot's bytes, or None if the slot is not sealed. Its tensors are views of the bytes.
 
-    Raises LinkError: the bytes are damaged.
+    Raises LinkError if the bytes are damaged.
     """
     view = memoryview(blob)
     if view.readonly:  # torch needs writable memory
@@ -280,10 +287,10 @@ def parse(blob: Buffer) -> CommittedState | None:
     return CommittedState(*found, tensors, facts)
 
 
-def look(fd: int) -> CommittedState | None:
-    """Return a copy of the state in another worker's segment.
+def read_state(fd: int) -> CommittedState | None:
+    """Return a copy of the state in another worker's segment, given the segment's descriptor.
 
-    None if the segment is not sealed, or if its owner wrote to it during the copy.
+    Return None if the segment is not sealed, or if its owner wrote to it during the copy.
     """
     size = os.fstat(fd).st_size
     memory = Memory(os.dup(fd), size, read_only=True)
@@ -297,18 +304,21 @@ def look(fd: int) -> CommittedState | None:
         memory.close()
 
 
-def glance(fd: int) -> tuple[int, int] | None:
-    """Return line and round of the state in another worker's segment; None if the segment is not sealed."""
+def read_position(fd: int) -> tuple[int, int] | None:
+    """Return the base generation and round of the state in another worker's segment, or None if it is not sealed."""
     return _sealed(memoryview(os.pread(fd, _HEAD.size, 0)))
 
 
 def pack(state: CommittedState, only: tuple[str, ...] | None = None) -> bytearray:
-    """Return a state as a slot's bytes. `only`: prefixes of the names of the tensors to include; None = all tensors."""
+    """Return a state as a slot's bytes.
+
+    `only`: prefixes of the names of the tensors to include; None means all tensors.
+    """
     chosen = {k: v for k, v in state.tensors.items() if only is None or k.startswith(only)}
     facts = state.facts if only is None else {"points": state.facts.get("points", [])}
     slot = _Slot()
     try:
-        size = slot.write(state.line, state.round, chosen, json.dumps(facts).encode())
+        size = slot.write(state.base_generation, state.round, chosen, json.dumps(facts).encode())
         return bytearray(slot.view[:size])
     finally:
         slot.close()
@@ -317,8 +327,8 @@ def pack(state: CommittedState, only: tuple[str, ...] | None = None) -> bytearra
 def _sealed(view: memoryview) -> tuple[int, int] | None:
     if len(view) < _HEAD.size:
         return None
-    magic, line, rounds, *_ = _HEAD.unpack_from(view)
-    return (line, rounds) if magic == _MAGIC and rounds >= 0 else None
+    magic, base_generation, rounds, *_ = _HEAD.unpack_from(view)
+    return (base_generation, rounds) if magic == _MAGIC and rounds >= 0 else None
 
 
 def _size(view: memoryview) -> int:

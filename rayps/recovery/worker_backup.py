@@ -1,4 +1,4 @@
-"""One worker's part of recovery: commits, backups of other workers, and the state to continue from.
+"""Commit a worker's state, hold the backups of other workers, and restore a state after a failure.
 
 `Committer` commits the worker's state after each step and measures the cost. `WorkerBackup` holds the states of other
 workers, and finds the state from which the worker continues after a failure.
@@ -23,8 +23,8 @@ from rayps.core.costs import amount
 from rayps.core.errors import LinkError, PeerLost
 from rayps.core.records import Point
 from rayps.core.values import JsonObject
-from rayps.recovery.backup_assignment import Bond, HeldRounds
-from rayps.recovery.peer_replication import Mirror, PeerReplication, fetch, fetch_rest
+from rayps.recovery.backup_assignment import BackupAssignment, HeldRounds
+from rayps.recovery.peer_replication import BackupConnection, PeerReplication, fetch_missing_part, fetch_state
 from rayps.recovery.state_slots import CommittedState, StateFacts, tensors_of
 from rayps.tensors.flat import FlatModel
 from rayps.tensors.optim import with_edits
@@ -51,12 +51,15 @@ class CommittedWorker(Protocol):
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """The optimizer with its moments; None if only servers step."""
+        """The optimizer with its moments, or None if only servers step."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommitCost:
-    """Cost of one worker's backup: bytes and seconds per round, and the share of the round that this takes."""
+    """Cost of one worker's backup: bytes and seconds per round.
+
+    `share`: those seconds divided by the seconds of a round.
+    """
 
     kept: int = 0  # bytes copied into shared memory of this host
     sent: int = 0  # bytes sent to another host
@@ -65,7 +68,7 @@ class CommitCost:
 
     @classmethod
     def most(cls, costs: Iterable[CommitCost]) -> CommitCost | None:
-        """Return the cost with the largest share of a round; None if there are no costs."""
+        """Return the cost with the largest share of a round, or None if there are no costs."""
         return max(costs, key=lambda cost: (cost.share, cost.kept), default=None)
 
     def __str__(self) -> str:
@@ -81,34 +84,37 @@ class CommitCost:
 class Committer:
     """Commits one worker's state after each round of one generation, and measures the cost."""
 
-    def __init__(self, mirror: Mirror, writer: int, points: Callable[[], list[Point]]) -> None:
-        """Prepare the commits of generation `writer`; `points` returns the points to be stored with each state."""
-        self._mirror, self._writer, self._points = mirror, writer, points
+    def __init__(self, connection: BackupConnection, writer: int, points: Callable[[], list[Point]]) -> None:
+        """Prepare the commits of generation `writer`.
+
+        `points()` returns the points to be stored with each state: those that the driver may not have received.
+        """
+        self._connection, self._writer, self._points = connection, writer, points
         self._frozen: set[str] | None = None  # names of the parameters that need no gradient: they never change
         self._rounds = 0
-        self._seconds, self._began = 0.0, 0.0
-        self._over = False
+        self._seconds, self._began = 0.0, 0.0  # seconds of all commits but the first; when the first one ended
+        self._failed = False
 
     def commit(self, worker: CommittedWorker) -> None:
-        """Commit the worker's current state. If the commit fails, the run continues without a backup."""
-        if self._over:
+        """Commit the worker's current state. If a commit fails, the run continues without a backup."""
+        if self._failed:
             return
         began = time.perf_counter()
-        failpoint.passing("vault: before a commit")
+        failpoint.passing("state slots: before a commit")
         try:
             kept = self._state_of(worker)
-            if self._mirror.vault.commit(self._writer, worker.position, *kept):
-                self._mirror.committed(worker.position)
+            if self._connection.slots.commit(self._writer, worker.position, *kept):
+                self._connection.send_committed(worker.position)
         except (LinkError, TypeError, ValueError) as error:
-            self._over = True
-            self._mirror.vault.shut()
+            self._failed = True
+            self._connection.slots.refuse_commits()
             log.warning(
-                "this worker has no backup any more, so a failure returns all workers to the snapshot: %s", error
+                "this worker has no backup any more (%s): after its death all workers return to the snapshot", error
             )
-        failpoint.passing("vault: after a commit")
+        failpoint.passing("state slots: after a commit")
         ended = time.perf_counter()
         if self._rounds == 0:
-            self._began = ended  # the first commit allocates the memory, so it is not counted as part of a round
+            self._began = ended  # the first commit allocates the memory and is not counted
         else:
             self._seconds += ended - began
         self._rounds += 1
@@ -127,24 +133,27 @@ class Committer:
 
     @property
     def cost(self) -> CommitCost | None:
-        """The cost so far; None before the first round has ended."""
+        """The cost so far, or None before the first round has ended."""
         rounds = self._rounds - 1
         if rounds < 1:
             return None
         lasted = max(time.perf_counter() - self._began, 1e-9)
         return CommitCost(
-            self._mirror.vault.bytes, self._mirror.bytes, self._seconds / rounds, min(1.0, self._seconds / lasted)
+            self._connection.slots.bytes,
+            self._connection.bytes,
+            self._seconds / rounds,
+            min(1.0, self._seconds / lasted),
         )
 
     def close(self) -> None:
-        """Close the connection to the worker that holds the backup; that worker keeps the states it has received."""
-        self._mirror.close()
+        """Close the connection to the holder of the backup. The holder keeps the states that it has received."""
+        self._connection.close()
 
 
-def overlaid(snapshot: Snapshot, rank: int, state: CommittedState, rest: CommittedState | None = None) -> Snapshot:
+def with_state(snapshot: Snapshot, rank: int, state: CommittedState, rest: CommittedState | None = None) -> Snapshot:
     """Return a column's snapshot in which the state of worker `rank` is replaced by its newer `state`.
 
-    If `state` is that of a twin, `rest` is the part of the worker's own state that the twin lacks.
+    If `state` is that of a counterpart, `rest` is the part of the worker's own state that the counterpart lacks.
     """
     rng = rest.rng if rest is not None else state.rng
     return replace(
@@ -157,12 +166,12 @@ def overlaid(snapshot: Snapshot, rank: int, state: CommittedState, rest: Committ
     )
 
 
-MOST_SAID = 200  # most points that are stored with a worker's state because the driver may not have received them
-_HEARD_LATE = ("round", "evaluation")  # kinds of points that are stored
+MOST_UNCONFIRMED = 200  # the largest number of points, not known to have reached the driver, stored with a state
+_STORED_KINDS = ("round", "evaluation")  # the kinds of points that are stored
 
 
 class BackedPlan(Protocol):
-    """A worker's plan, as far as its backup uses it."""
+    """The part of a worker's plan that its backup uses."""
 
     @property
     def generation(self) -> int:
@@ -181,116 +190,132 @@ class BackedPlan(Protocol):
         """Seconds to wait for a peer."""
 
     @property
-    def bond(self) -> Bond | None:
-        """How the worker's state is backed up; None = not at all."""
+    def backup_assignment(self) -> BackupAssignment | None:
+        """How the worker's state is backed up, or None if it is not backed up."""
 
 
 class WorkerBackup:
-    """One worker's part of recovery, through all generations: its backup, and the backups of others that it holds."""
+    """One worker's part of recovery, in all generations: its own backup, and the backups that it holds of others."""
 
     def __init__(self, rank: int, secret: bytes, host: str) -> None:
         self._rank, self._secret, self._host = rank, secret, host
-        self._keeper: PeerReplication | None = None
-        self._upkeep: Committer | None = None
+        self._replication: PeerReplication | None = None
+        self._committer: Committer | None = None
         self._lock = threading.Lock()
         self._closed = False
-        self._said: list[Point] = []  # the newest points, which the driver may not have received
-        self._given = 0  # how many of these were in the answer to the driver's latest poll
+        self._unconfirmed: list[Point] = []  # the newest points, which the driver may not have received
+        self._in_last_answer = 0  # how many of these were in the answer to the driver's latest poll
 
     def backup_address(self) -> str:
-        """Return the address at which other workers store and request states; "" if there is no shared memory."""
+        """Return the address at which other workers store and request states, or "" without shared memory."""
         with self._lock:
-            if self._keeper is None and memory.AVAILABLE and not self._closed:
-                self._keeper = PeerReplication(self._rank, self._secret, self._host)
-            return "" if self._keeper is None else self._keeper.address
+            if self._replication is None and memory.AVAILABLE and not self._closed:
+                self._replication = PeerReplication(self._rank, self._secret, self._host)
+            return "" if self._replication is None else self._replication.address
 
-    def said(self, point: Point) -> None:
-        """Record a point for the driver, until it is known that the driver has received it."""
-        if point["kind"] in _HEARD_LATE:
-            dropped = max(0, len(self._said) + 1 - MOST_SAID)
-            self._said = [*self._said[dropped:], point]
-            self._given = max(0, self._given - dropped)
+    def add_point(self, point: Point) -> None:
+        """Record a point that is reported to the driver, until it is known that the driver has received the point."""
+        if point["kind"] in _STORED_KINDS:
+            dropped = max(0, len(self._unconfirmed) + 1 - MOST_UNCONFIRMED)
+            self._unconfirmed = [*self._unconfirmed[dropped:], point]
+            self._in_last_answer = max(0, self._in_last_answer - dropped)
 
-    def asked(self) -> None:
-        """Record a poll, which shows that the driver has received the answer to the previous poll."""
-        self._said = self._said[self._given :]
-        self._given = len(self._said)
+    def confirm_points(self) -> None:
+        """Drop the points of the previous poll's answer: a new poll shows that the driver has received that answer."""
+        self._unconfirmed = self._unconfirmed[self._in_last_answer :]
+        self._in_last_answer = len(self._unconfirmed)
 
-    def unheard(self, before: int) -> list[Point]:
+    def unconfirmed_points(self, before: int) -> list[Point]:
         """Return the points that the driver may not have received, to be sent again.
 
-        A generation continues from round `before`: points of that round and later ones are dropped.
+        The new generation continues from round `before`. Points of this round and of later rounds are dropped.
         """
-        self._said = [point for point in self._said if point["round"] < before]
-        self._given = 0
-        return [point | {"again": True} for point in self._said]
+        self._unconfirmed = [point for point in self._unconfirmed if point["round"] < before]
+        self._in_last_answer = 0
+        return [point | {"again": True} for point in self._unconfirmed]
 
-    def inherit(self, points: list[Point], before: int) -> list[Point]:
+    def take_over_points(self, points: list[Point], before: int) -> list[Point]:
         """Take over the points of the worker that this one replaces; return those that the next poll must receive.
 
-        No poll may be answered between this call and that answer: the points would count as received without having
-        been sent.
+        No other poll may be answered before that one: the points would count as received although they were not sent.
         """
-        self._said = points
-        return self.unheard(before)
+        self._unconfirmed = points
+        return self.unconfirmed_points(before)
 
-    def shut(self) -> None:
+    def refuse_commits(self) -> None:
         """Refuse further commits of this worker's state."""
-        if self._keeper is not None:
-            self._keeper.shut()
+        if self._replication is not None:
+            self._replication.refuse_commits()
 
-    def holdings(self, line: int) -> dict[int, HeldRounds]:
-        """Return the rounds of each worker's states on `line` that this worker holds, its own states included."""
-        return {} if self._keeper is None else self._keeper.holdings(line)
+    def held_rounds(self, base_generation: int) -> dict[int, HeldRounds]:
+        """Return a dict from rank to the rounds of that worker's states held here, including this worker's own states.
 
-    def recall(self, plan: BackedPlan, snapshot: Snapshot) -> tuple[Snapshot, list[Point] | None]:
+        Only states with `base_generation` count.
+        """
+        return {} if self._replication is None else self._replication.held_rounds(base_generation)
+
+    def restore(self, plan: BackedPlan, snapshot: Snapshot) -> tuple[Snapshot, list[Point] | None]:
         """Return the snapshot from which this worker continues, updated with the newer state of its rank.
 
-        That state is this worker's own, or that of the worker that it replaces. The second value is the points that the
-        replaced worker had reported, for `inherit`; None if the state is this worker's own. Raises LinkError: no worker
-        holds the state any more.
+        The state is this worker's own, or that of the worker that it replaces. The second value is for
+        `take_over_points`: the points that the replaced worker had reported, or None if the state is this worker's own.
+
+        Raises LinkError if no worker has the state any more.
         """
-        bond, rest, missed = plan.bond, None, None
-        if bond is None or not bond.recalls:
+        assignment, rest, missed = plan.backup_assignment, None, None
+        if assignment is None or not assignment.restores_state:
             return snapshot, missed
-        if bond.source is None:
-            state = None if self._keeper is None else self._keeper.state(plan.rank, bond.line, plan.start)
+        if assignment.source is None:
+            state = (
+                None
+                if self._replication is None
+                else self._replication.state(plan.rank, assignment.base_generation, plan.start)
+            )
             if state is None:
                 raise PeerLost(f"worker-{plan.rank} no longer has its state after round {plan.start}", peer="")
         else:
-            where = list(bond.addresses), self._secret, bond.line, plan.start, plan.timeout
-            state = fetch(bond.source, *where)
-            rest = fetch_rest(bond.source, plan.rank, *where) if bond.source.twin else None
-            own = rest if bond.source.twin else state
+            where = list(assignment.addresses), self._secret, assignment.base_generation, plan.start, plan.timeout
+            state = fetch_state(assignment.source, *where)
+            rest = fetch_missing_part(assignment.source, plan.rank, *where) if assignment.source.counterpart else None
+            own = rest if assignment.source.counterpart else state
             missed = [] if own is None else list(own.facts.get("points", []))
-        return overlaid(snapshot, plan.rank, state, rest), missed
+        return with_state(snapshot, plan.rank, state, rest), missed
 
-    def begin(self, plan: BackedPlan) -> Committer | None:
-        """Return the committer of the worker's state; None if the plan asks for no backups. Raises LinkError."""
-        bond = plan.bond
-        if bond is None or self._keeper is None:
+    def begin_commits(self, plan: BackedPlan) -> Committer | None:
+        """Return the committer of the worker's state, or None if the plan has no backups.
+
+        Raises LinkError if the holder of the backup does not answer, or there is no shared memory.
+        """
+        assignment = plan.backup_assignment
+        if assignment is None or self._replication is None:
             return None
-        self._keeper.forget(bond.line, plan.start)
-        mirror = Mirror(self._keeper, bond.addresses[bond.keeper], self._secret, timeout=plan.timeout, twin=bond.twin)
-        mirror.vault.open(bond.line, plan.start, plan.generation)
-        self._upkeep = Committer(mirror, plan.generation, lambda: self._said)
-        return self._upkeep
+        self._replication.drop_states(assignment.base_generation, plan.start)
+        connection = BackupConnection(
+            self._replication,
+            assignment.addresses[assignment.holder],
+            self._secret,
+            timeout=plan.timeout,
+            has_counterpart=assignment.has_counterpart,
+        )
+        connection.slots.open(assignment.base_generation, plan.start, plan.generation)
+        self._committer = Committer(connection, plan.generation, lambda: self._unconfirmed)
+        return self._committer
 
     @property
     def cost(self) -> CommitCost | None:
-        """The cost of this worker's commits in the current generation so far; None if there are none."""
-        return None if self._upkeep is None else self._upkeep.cost
+        """The cost of this worker's commits in the current generation so far, or None if there are none."""
+        return None if self._committer is None else self._committer.cost
 
-    def part(self) -> None:
+    def end_commits(self) -> None:
         """End the generation's commits. Any thread may call it."""
-        upkeep, self._upkeep = self._upkeep, None
-        if upkeep is not None:
-            upkeep.close()
+        committer, self._committer = self._committer, None
+        if committer is not None:
+            committer.close()
 
     def close(self) -> None:
-        """Release all backups, of this worker and of others."""
+        """Release this worker's own backup and the backups that it holds of others."""
         with self._lock:
             self._closed = True
-        self.part()
-        if self._keeper is not None:
-            self._keeper.close()
+        self.end_commits()
+        if self._replication is not None:
+            self._replication.close()

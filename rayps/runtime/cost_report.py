@@ -1,7 +1,7 @@
 """Report what a step costs, by formula and as measured.
 
-The costs by formula are computed from one small batch. The measured costs are computed from a phase's points, and
-reported as one event at the end of the phase, beside those by formula.
+The costs by formula are computed from one small batch. The measured costs are computed from a phase's points. At the
+end of the phase, one event reports both.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from rayps.tensors.flat import Layout
 from rayps.workload.base import Workload
 from rayps.workload.model import apart, model_of
 
-_KEPT = 1_000  # the newest rounds of each worker that are used
-_WARM = 1  # first rounds of each worker, not used: memory is being allocated and rings formed
+_KEPT = 1_000  # the number of newest rounds of each worker that are used
+_WARM = 1  # the number of first rounds of each worker that are not used: they allocate memory and form rings
 
 Span: TypeAlias = tuple[str, float, float]  # an action of a stage, its start and its end in seconds
 DrawnSpan: TypeAlias = list[str | float]  # a `Span` as the event's JSON holds it
@@ -50,7 +50,7 @@ _Cost = TypeVar("_Cost", float, Fraction)
 
 
 class MeasuredCosts(TypedDict, total=False):
-    """The measured costs of a step; see `measured`. A value that is not known is left out."""
+    """The measured costs of a step, with the fields that `measured` describes. A value that is not known is missing."""
 
     rounds: int
     bytes: float
@@ -67,19 +67,19 @@ class MeasuredCosts(TypedDict, total=False):
 
 
 class CostReport:
-    """Collects a phase's points of single workers; `event()` reports the costs of the phase's steps."""
+    """Collects the points of single workers in one phase. `event()` reports the costs of the phase's steps."""
 
     def __init__(self, strategy: StrategyView, workers: int, formula: Callable[[], Costs]) -> None:
-        """Prepare the report; `formula` returns the costs by formula, and is called once, at the end of the phase."""
+        """Prepare the report. `formula()` returns the costs by formula; it is called at the end of the phase only."""
         self._strategy, self._grid, self._formula = strategy.name, strategy.grid(workers), formula
         self._turn = "round" if learns_by_client(strategy) else "step"
         self._replica = pipeline_of(replica_of(strategy))
-        self._spans: dict[int, list[Span]] = {}  # by rank: the timeline of one step of the pipeline
-        self._points: dict[int, list[Point]] = defaultdict(list)
-        self._seen: dict[int, int] = defaultdict(int)
+        self._spans: dict[int, list[Span]] = {}  # from a rank to its timeline of one step of the pipeline
+        self._points: dict[int, list[Point]] = defaultdict(list)  # from a rank to its newest points
+        self._seen: dict[int, int] = defaultdict(int)  # from a rank to its number of points so far
 
-    def hear(self, points: list[Point]) -> list[Event]:
-        """Add points of single ranks, before they are merged; return the events that the journal must write."""
+    def add_points(self, points: list[Point]) -> list[Event]:
+        """Add points of single ranks, which are not merged yet. Return the events that the journal must write."""
         for point in points:
             if point["kind"] == "round":
                 if point.get("spans"):
@@ -91,12 +91,12 @@ class CostReport:
                     kept.clear()
                 kept.append({key: value for key, value in point.items() if isinstance(value, (int, float))})
                 del kept[:-_KEPT]
-        return self._drawn()
+        return self._schedule_event()
 
-    def _drawn(self) -> list[Event]:
-        """Return one event with the measured timeline of a step of the first replica, beside that of the schedule.
+    def _schedule_event(self) -> list[Event]:
+        """Return one event with the timeline of a step of the first replica, as measured and by the schedule's table.
 
-        Empty before a timeline was measured, and after the event was returned.
+        Return an empty list if no timeline was measured yet, or if the event was returned already.
         """
         grid, replica = self._grid, self._replica
         ranks = [grid.rank(0, stage) for stage in range(grid.stage)]
@@ -114,7 +114,7 @@ class CostReport:
         return [{"kind": "schedule", "message": message, "theory": drawn, "measured": rows}]
 
     def event(self) -> Event | None:
-        """Return an event with the phase's costs per step, measured and by formula; None if no step was reported."""
+        """Return an event with the phase's costs per step, measured and by formula, or None if no step was reported."""
         found = measured(self._points, self._grid)
         if not found:
             return None
@@ -129,14 +129,17 @@ class CostReport:
 
 
 def measured(points: dict[int, list[Point]], grid: Grid) -> MeasuredCosts:
-    """Return the measured costs of a step, from the points of each rank.
+    """Return the measured costs of a step, from the points of each rank. A value that is not known is left out.
 
-    bytes: sent by all workers; stage_bytes, messages: sent between stages. idle, idles: the share of the stages' time
-    spent waiting, in total and by stage. activations: the most held at once, by stage. compute: each worker's seconds;
-    imbalance: by how much the longest compute exceeds the mean, and `slowest` is its rank. exposed: the share of the
-    workers' time in which they do not compute, but communicate or wait. hidden: the share of the seconds of
-    communication, waiting included, during which the worker computed; not known for stages. A value that is not known
-    is left out.
+    - bytes: the bytes that all workers send.
+    - stage_bytes, messages: the bytes and the number of messages that are sent between stages.
+    - idle, idles: the share of the stages' time that is spent waiting, for all stages together and for each stage.
+    - activations: the largest number of activations that are held at once, one for each stage.
+    - compute: the seconds that a worker computes, one for each worker.
+    - imbalance, slowest: by what share the longest `compute` exceeds the mean, and the rank of that worker.
+    - exposed: the share of the workers' time in which they communicate or wait and do not compute.
+    - hidden: the share of the time for communication (including waiting) in which the worker also computes. It is not
+      known for stages.
     """
     ranks = sorted(rank for rank in points if points[rank])
     if not ranks:
@@ -180,10 +183,10 @@ def measured(points: dict[int, list[Point]], grid: Grid) -> MeasuredCosts:
 
 
 def aligned(stages: list[list[Span]]) -> list[list[DrawnSpan]]:
-    """Return each stage's actions in a step, (action, start, end), on the clock of the first stage.
+    """Return each stage's actions in a step, (action, start, end) in seconds, on the clock of the first stage.
 
-    Clocks of different hosts cannot be compared: a stage's first forward pass is assumed to start when that of the
-    previous stage ended, since a stage waits for nothing else then.
+    The clocks of different hosts cannot be compared. A stage's first forward pass is therefore assumed to start when
+    the first forward pass of the previous stage ended, because the stage waits only for that pass.
     """
     rows: list[list[DrawnSpan]] = []
     shift = 0.0
@@ -202,38 +205,38 @@ def aligned(stages: list[list[Span]]) -> list[list[DrawnSpan]]:
 
 
 def words(costs: Costs, found: MeasuredCosts, turn: str = "step") -> str:
-    """Return one sentence with each measured cost, and in parentheses its value by formula."""
-    said = []
+    """Return one sentence with each measured cost, followed by its value by formula in parentheses."""
+    sentences = []
     if "bytes" in found:
-        heads = ", headers of messages included" if costs.grid.columns > 1 else ""
-        said.append(f"a {turn} sends {amount(found['bytes'])}{heads}{_beside(costs.bytes, amount)}")
+        heads = " including message headers" if costs.grid.columns > 1 else ""
+        sentences.append(f"a {turn} sends {amount(found['bytes'])}{heads}{_by_formula(costs.bytes, amount)}")
     if "messages" in found and "stage_bytes" in found:
         between = next((cost for cost in costs.traffic if cost.axis == "stage"), None)
-        sent = _beside(None if between is None else between.bytes, amount)
-        often = _beside(None if between is None else between.messages, "{:.4g}".format)
-        said.append(
-            f"{amount(found['stage_bytes'])}{sent} of it in {found['messages']:.4g} messages{often} between stages"
+        sent = _by_formula(None if between is None else between.bytes, amount)
+        often = _by_formula(None if between is None else between.messages, "{:.4g}".format)
+        sentences.append(
+            f"stages exchange {amount(found['stage_bytes'])}{sent} of this in {found['messages']:.4g} messages{often}"
         )
     if "idle" in found:
-        said.append(
-            f"stages are idle {found['idle']:.1%} of the time{_beside(costs.idle, lambda x: f'{float(x):.1%}')}"
+        sentences.append(
+            f"stages are idle {found['idle']:.1%} of the time{_by_formula(costs.idle, lambda x: f'{float(x):.1%}')}"
         )
     if "activations" in found:
         wanted = f" ({'/'.join(map(str, costs.peaks))} by formula)" if costs.peaks else ""
-        said.append(f"stages hold {'/'.join(map(str, found['activations']))} activations at most{wanted}")
+        sentences.append(f"stages hold at most {'/'.join(map(str, found['activations']))} activations{wanted}")
     if len(found.get("compute", ())) > 1:
-        said.append(f"worker-{found['slowest']} computes {found['imbalance']:.0%} longer than the mean")
+        sentences.append(f"worker-{found['slowest']} computes {found['imbalance']:.0%} longer than the mean")
     if "hidden" in found:
-        said.append(f"{found['hidden']:.0%} of the communication overlaps with compute")
-    return "; ".join(said) or f"no {turn} was measured"
+        sentences.append(f"{found['hidden']:.0%} of the communication overlaps with compute")
+    return "; ".join(sentences) or f"no {turn} was measured"
 
 
-def _beside(formula: _Cost | None, write: Callable[[_Cost], str]) -> str:
+def _by_formula(formula: _Cost | None, write: Callable[[_Cost], str]) -> str:
     return "" if formula is None else f" ({write(formula)} by formula)"
 
 
 def _total(heard: list[list[Point]], key: str) -> float | None:
-    """Return the sum over ranks of each rank's mean of `key` per step; None if a point lacks `key`."""
+    """Return the sum over ranks of each rank's mean of `key` per step, or None if a point lacks `key`."""
     if not all(key in point for points in heard for point in points):
         return None
     return sum(fmean(point[key] for point in points) for points in heard)
@@ -250,7 +253,7 @@ def _share(pairs: list[tuple[float, float]]) -> float:
 
 
 log = logging.getLogger(__name__)
-_SMALL = 3  # elements along each dimension of the small tensors on which an optimizer is tried
+_SMALL = 3  # the most elements along each dimension of the small tensors on which an optimizer is tried
 
 
 def expected(
@@ -264,9 +267,9 @@ def expected(
 ) -> Costs:
     """Return the costs of a step by formula.
 
-    `batch` is the number of rows of a replica's batch; by default the workload's batch size. `activations`: include the
-    activations of a model on one worker, which takes a forward pass. If the user's code fails on a few rows, the values
-    that depend on it are left out, and no error is raised.
+    `batch` is the number of rows of a replica's batch; None means the workload's batch size. `activations`: also count
+    the activations of a model on one worker, which needs a forward pass. If the user's code fails on a few rows, the
+    values that depend on this code are left out, and no error is raised.
     """
     found = sizes(workload, strategy, workers, division, batch)
     if activations and division is None and not tables_of(blank(workload)):
@@ -275,10 +278,10 @@ def expected(
     return costs(strategy, workers, found)
 
 
-def tally_of(
+def cost_report_of(
     workload: Workload, strategy: StrategyView, workers: int, division: Division | None, layout: Layout
 ) -> CostReport:
-    """Return the CostReport of a phase. For the formula, the model is run once more only if it is divided."""
+    """Return the CostReport of a phase. The model is run once more for the formula, but only if it is divided."""
 
     def formula() -> Costs:
         if division is not None:
@@ -292,9 +295,9 @@ def tally_of(
 
 
 def seconds(workload: Workload, division: Division, replicas: int, micro_batches: int) -> list[float]:
-    """Return the seconds that each chunk's forward and backward of a micro-batch take, measured in this process.
+    """Return, for each chunk, the seconds that its forward and backward pass of one micro-batch take in this process.
 
-    Raises DataError, WorkloadError.
+    Raises DataError or WorkloadError if the user's code fails.
     """
     found = layers(model_of(workload))
     micro = loss_proxy.parts(first(workload, replicas), micro_batches)[0]
@@ -306,9 +309,9 @@ def seconds(workload: Workload, division: Division, replicas: int, micro_batches
 def sizes(
     workload: Workload, strategy: StrategyView, workers: int, division: Division | None = None, batch: int | None = None
 ) -> Sizes:
-    """Return the sizes of the model and of a replica's batch on which costs depend. The arguments are as in `expected`.
+    """Return the sizes of the model and of a replica's batch, on which costs depend. Arguments: see `expected`.
 
-    Sizes that need the user's code are left out if it fails.
+    If the user's code fails, the sizes that depend on it are left out.
     """
     with apart():
         model = blank(workload)
@@ -321,21 +324,21 @@ def sizes(
             found = Sizes(found.parameters, found.width, states=found.states, batch=rows)
             if division is not None:
                 return probe(workload, division, found, sample_of(sample))
-        except (
-            Exception
-        ) as error:  # the user's code failed on a few rows, or for lack of memory: its sizes are left out
+        except Exception as error:  # the user's code failed on a few rows, or there was too little memory
             log.info("the tensors between the parts of the model are not known: %s", error)
     return found if division is None else plain(division, found)
 
 
 def first(workload: Workload, replicas: int) -> Batch:
-    """Return the first batch of the first replica. Raises DataError, WorkloadError."""
+    """Return the first batch of the first replica. Raises DataError or WorkloadError if the user's code fails."""
     with user_code("data"):
         return next(iter(workload.data().batches(rank=0, size=replicas, seed=0, epoch=0)))
 
 
 def states(workload: Workload, layout: Layout) -> float:
-    """Return how many numbers the workload's optimizer stores per parameter element, from a step on small parameters.
+    """Return how many numbers the workload's optimizer stores for each element of the parameters.
+
+    They are counted after one step on small parameters.
 
     Raises:
         WorkloadError: the optimizer's step failed.

@@ -4,8 +4,8 @@
 (replace the lost member, rebuild its state, or restart all from the snapshot). The order of its rules matters: a stop
 request first, then errors that no retry can fix, then deaths, then lost connections, then the end.
 
-`next_state` maps a state of the run, and the result of its effect, to the next state. The driver carries out the
-effects.
+Each state of the run has an effect, which the driver carries out. `next_state` maps a state and the result of its
+effect to the next state.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from typing import ClassVar
 from rayps.core.errors import LinkError, PeerTimeout, RaypsError, TrainingError
 from rayps.core.job_status import Status
 from rayps.core.strategy_families import Rebuild, Recovery, ReplaceOne, RestartAll
-from rayps.recovery.backup_assignment import Mending
+from rayps.recovery.backup_assignment import RebuildPlan
 
 MOST_LETTERS = 400  # longest reason in an event, in characters
-GRACE_SECONDS = 3.0  # seconds after the first lost connection, to detect the death that caused it
+GRACE_SECONDS = 3.0  # seconds after the first lost connection in which the death that caused it is detected
 
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """The driver's facts after a poll. Members are named `worker-<rank>` and `shard-<index>`."""
+    """What the driver knows after a poll. Members are named `worker-<rank>` and `shard-<index>`."""
 
-    size: int
+    size: int  # number of workers
     finished: frozenset[str] = frozenset()  # workers that reached the end
     errors: tuple[tuple[str, Exception], ...] = ()  # (member, error) of workers that failed
     dead: tuple[tuple[str, str], ...] = ()  # (member, reason) of members whose process has ended or does not answer
-    broken_for: float = 0.0  # seconds since the first of the errors was seen
-    failures: int = 0
+    error_age: float = 0.0  # seconds since the driver received the first of the errors
+    failures: int = 0  # failures of the job so far
     max_failures: int = 3
     recovery: Recovery = field(default_factory=RestartAll)  # how the run recovers now, by `recovery_now`
-    stop: bool = False
-    at: Mapping[str, int] = field(default_factory=dict)  # the last round that a dead worker reported
+    stop: bool = False  # whether the user has requested a stop
+    positions: Mapping[str, int] = field(default_factory=dict)  # from a worker's name to the last round it reported
 
 
 @dataclass(frozen=True, slots=True)
 class Continue:
-    """Keep training: nothing is to be done."""
+    """Keep training."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Every worker reached the end."""
+    """Every worker has reached the end of the phase."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +56,18 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """Start a new generation of all members from the last snapshot; `lost` are replaced by new processes."""
+    """Start a new generation of all members from the last snapshot. New processes replace the members `lost`."""
 
     lost: tuple[str, ...]
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Mend:
-    """Start new processes for `lost`; all workers continue from the newest round whose state each can have.
+class RebuildLost:
+    """Start new processes for the workers `lost`, and rebuild their states from copies on other workers.
 
-    A new process gets its state from a peer. See `rayps.recovery.backup_assignment.mending`.
+    All workers continue from the newest round whose state is available for every worker: see
+    `rayps.recovery.backup_assignment.plan_rebuild`.
     """
 
     lost: tuple[str, ...]
@@ -75,7 +76,7 @@ class Mend:
 
 @dataclass(frozen=True, slots=True)
 class Replace:
-    """Start the members `lost` again, in new processes if theirs have ended, while the others continue."""
+    """Start the members `lost` again while the others continue. A member whose process has ended gets a new one."""
 
     lost: tuple[str, ...]
     reason: str
@@ -89,7 +90,7 @@ class Fail:
     reason: str
 
 
-Decision = Continue | Finish | Stop | Restart | Mend | Replace | Fail
+Decision = Continue | Finish | Stop | Restart | RebuildLost | Replace | Fail
 
 
 def decide(facts: RunFacts) -> Decision:
@@ -103,9 +104,8 @@ def decide(facts: RunFacts) -> Decision:
         lost = tuple(member for member, _ in facts.dead)
         reason = "; ".join(f"{member} died{_at(facts, member)} ({_short(why)})" for member, why in facts.dead)
         return _recover(facts, lost, reason)
-    if (
-        facts.errors and facts.broken_for >= GRACE_SECONDS
-    ):  # after the grace time all workers that lost the same peer have reported it
+    # after the grace time, all workers that lost the same peer have reported the loss
+    if facts.errors and facts.error_age >= GRACE_SECONDS:
         return _reconnect(facts)
     if len(facts.finished) == facts.size:
         return Finish()
@@ -115,9 +115,9 @@ def decide(facts: RunFacts) -> Decision:
 def recovery_now(declared: Recovery, *, holds_tables: bool, rejoins: bool) -> Recovery:
     """Return how a run recovers from a death now, if its strategy declares `declared`.
 
-    If the parameters are in one space with tables (`holds_tables`), they are too large for a snapshot, so the dead
-    worker or server is replaced. `rejoins`: a replica can start again from the servers' parameters; if it cannot, all
-    workers restart.
+    `holds_tables`: the parameters are in one space with sparse tables. They are too large for a snapshot, and therefore
+    the dead worker or server is replaced. `rejoins`: a replica can start again from the servers' parameters. If False,
+    all workers restart.
     """
     if isinstance(declared, Rebuild):
         if not declared.from_servers:
@@ -127,7 +127,11 @@ def recovery_now(declared: Recovery, *, holds_tables: bool, rejoins: bool) -> Re
 
 
 def _reconnect(facts: RunFacts) -> Decision:
-    """Decide about lost connections if every process answers polls: the peer that timed out counts as lost."""
+    """Decide about lost connections if every process answers polls.
+
+    If the run recovers by replacing members, the members that reported errors count as lost. Otherwise the first peer
+    that timed out counts as lost.
+    """
     blamed = [_member(str(error.data.get("peer"))) for _, error in facts.errors if isinstance(error, PeerTimeout)]
     blamed = [name for name in blamed if name.startswith(("worker-", "shard-"))]
     reason = "; ".join(f"{member}: {_short(str(error))}" for member, error in facts.errors[:2])
@@ -142,19 +146,19 @@ def _recover(facts: RunFacts, lost: tuple[str, ...], reason: str) -> Decision:
         return Fail(
             None,
             f"{reason}\nthat was failure {failures}, and max_failures is {facts.max_failures}: raise max_failures, "
-            "or find out why the process dies (its log, memory, `rayps doctor`)",
+            "or find out why the process dies (see its log, its memory, `rayps doctor`)",
         )
     if isinstance(facts.recovery, Rebuild):
-        return Mend(lost, reason)
+        return RebuildLost(lost, reason)
     return Replace(lost, reason) if isinstance(facts.recovery, ReplaceOne) else Restart(lost, reason)
 
 
 def _member(peer: str) -> str:
-    return peer.replace(":", "-")  # a ring names its ranks worker:2
+    return peer.replace(":", "-")  # a ring calls rank 2 "worker:2"
 
 
 def _at(facts: RunFacts, member: str) -> str:
-    return f" after it had reported round {facts.at[member]}" if member in facts.at else ""
+    return f" after it had reported round {facts.positions[member]}" if member in facts.positions else ""
 
 
 def _short(text: str) -> str:
@@ -179,7 +183,7 @@ class StartWorkers(_Step):
 
 @dataclass(frozen=True, slots=True)
 class EnterPhase(_Step):
-    """Enter the phase with this number, or skip it if the newest snapshot is at or after its end."""
+    """Enter the phase with this number. Skip the phase if the newest snapshot is at or after the phase's end."""
 
     phase: int
 
@@ -188,11 +192,11 @@ class EnterPhase(_Step):
 class BeginGeneration(_Step):
     """Start a generation on every member.
 
-    With `mending`, workers start from their own states and those that peers hold; without, from the snapshot.
+    `rebuild`: workers start from their own states and from backups; None means that they start from the snapshot.
     """
 
     phase: int
-    mending: Mending | None = None
+    rebuild: RebuildPlan | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,17 +210,17 @@ class Train(_Step):
 class Recover(_Step):
     """End the generation after a failure, and find the round from which workers continue.
 
-    `evaluating`: the failure was in the evaluation at the phase's end.
+    `evaluating`: the failure happened in the evaluation at the end of the phase.
     """
 
     phase: int
-    decision: Restart | Mend
+    decision: Restart | RebuildLost
     evaluating: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ReplaceMembers(_Step):
-    """Start new processes for lost members while the others keep training."""
+    """Start new processes for the lost members while the others keep training."""
 
     phase: int
     decision: Replace
@@ -224,7 +228,7 @@ class ReplaceMembers(_Step):
 
 @dataclass(frozen=True, slots=True)
 class Evaluate(_Step):
-    """Evaluate the state at the end of a phase on all workers."""
+    """Evaluate, on all workers, the state at the end of a phase."""
 
     phase: int
 
@@ -269,19 +273,19 @@ State = (
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """The result of a state's effect. Each field belongs to the states that its comment names."""
+    """The result of a state's effect. The comment of a field names the states that set it."""
 
     stopped: bool = False  # StartWorkers: a stop was requested before the workers had started
-    phases: int = 1  # EnterPhase: number of phases of the run
-    work: bool = True  # EnterPhase: rounds or an evaluation of this phase remain
-    decision: Decision | None = None  # Train; Evaluate: None = the metrics are known
-    complete: bool = False  # Train: the newest snapshot is the last one of the phase
-    mending: Mending | None = None  # Recover: the round from which workers continue without the snapshot
-    saving: bool = False  # RequestCheckpoint, AwaitCheckpoint: the last snapshot is not saved yet
+    phases: int = 1  # EnterPhase: the number of phases of the run
+    work: bool = True  # EnterPhase: whether rounds or an evaluation of this phase remain
+    decision: Decision | None = None  # Train, Evaluate: what to do next; None in Evaluate if the metrics are known
+    complete: bool = False  # Train: whether the newest snapshot is the last one of the phase
+    rebuild: RebuildPlan | None = None  # Recover: how workers continue without the snapshot; None if they cannot
+    saving: bool = False  # RequestCheckpoint, AwaitCheckpoint: whether the last snapshot is still to be saved
 
 
 def next_state(state: State, found: Findings) -> State:
-    """Return the state after `state`, whose effect returned `found`."""
+    """Return the state that follows `state`. `found` is the result of the effect of `state`."""
     match state:
         case StartWorkers():
             return RunEnded(Status.STOPPED) if found.stopped else EnterPhase(0)
@@ -294,7 +298,7 @@ def next_state(state: State, found: Findings) -> State:
         case Train(phase):
             return _after_poll(phase, found)
         case Recover(phase):
-            return BeginGeneration(phase, found.mending)
+            return BeginGeneration(phase, found.rebuild)
         case Evaluate(phase):
             return _after_evaluation(phase, found.decision)
         case RequestCheckpoint(phase) | AwaitCheckpoint(phase):
@@ -309,7 +313,7 @@ def _after_poll(phase: int, found: Findings) -> State:
             return RequestCheckpoint(phase)
         case Fail() as decision:
             return _failed(decision)
-        case Restart() | Mend() as decision:
+        case Restart() | RebuildLost() as decision:
             return Recover(phase, decision)
         case Replace() as decision:
             return ReplaceMembers(phase, decision)
@@ -326,7 +330,7 @@ def _after_evaluation(phase: int, decision: Decision | None) -> State:
     match decision:
         case None:
             return EnterPhase(phase + 1)
-        case Restart() | Mend() | Replace():
+        case Restart() | RebuildLost() | Replace():
             return Recover(phase, Restart(decision.lost, decision.reason), evaluating=True)
         case Fail() as decision:
             return _failed(decision)

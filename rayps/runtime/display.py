@@ -12,14 +12,14 @@ from rich.progress import Progress as Bar
 
 from rayps.core.records import Event, ProgressRecord
 
-LINE_SECONDS = 5.0
+LINE_SECONDS = 5.0  # seconds between two lines of progress, if there is no bar
 
 
 class Display:
-    """Shows progress and events on a stream; by default on stderr, so that stdout can be piped."""
+    """Shows progress and events on a stream. The default is stderr, so that stdout can be piped."""
 
     def __init__(self, stream: TextIO | None = None, *, bar: bool = True) -> None:
-        """Prepare the display; `bar`: on a terminal, show the progress as a bar."""
+        """Prepare the display. `bar`: whether to show the progress as a bar if the stream is a terminal."""
         self._console = Console(file=stream or sys.stderr, highlight=False, soft_wrap=True)
         self._bar: Bar | None = None
         self._task = TaskID(0)
@@ -36,7 +36,7 @@ class Display:
             self._bar.start()
 
     def progress(self, progress: ProgressRecord) -> None:
-        """Show the progress, as a bar or as a line."""
+        """Show the progress as a bar or as a line."""
         if self._bar is not None:
             self._bar.update(
                 self._task,
@@ -52,9 +52,9 @@ class Display:
             )
 
     def event(self, event: Event) -> None:
-        """Show an event."""
+        """Show an event, unless the result or the error of the run shows it."""
         if event["kind"] in ("checkpoint", "finished", "failed", "stopped"):
-            return  # the result or the error shows the end of the run
+            return
         style = "yellow" if event["kind"] in ("warning", "restarted", "replaced") else "dim"
         self._console.print(f"{event['kind']}: {event['message']}", style=style, markup=False)
 

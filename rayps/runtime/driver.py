@@ -3,8 +3,8 @@
     while not state.terminal:
         state = next_state(state, <result of the state's effect>)
 
-Each state has one method here, which carries out its effect. The pure functions `next_state` and `decide` choose the
-next state, and what to do about a failure.
+Each state has one method here, which carries out its effect. The pure function `next_state` chooses the next state, and
+the pure function `decide` chooses what to do about a failure.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from rayps.runtime.decide_recovery import (
     Fail,
     Findings,
     Finish,
-    Mend,
+    RebuildLost,
     Replace,
     Restart,
     RunFacts,
@@ -46,9 +46,9 @@ from rayps.runtime.decide_recovery import (
 )
 from rayps.runtime.job_servers import space_of
 from rayps.runtime.journal import Journal
-from rayps.runtime.mending import Mender
 from rayps.runtime.phases import PhaseRun, RunPlan
 from rayps.runtime.preflight import PreflightFindings, Trial, TrialFacts, TrialRequest, preflight
+from rayps.runtime.recover import RecoveryExecutor
 from rayps.runtime.snapshots import Checkpointer
 from rayps.runtime.status import Outcome, RunRecord
 from rayps.runtime.worker_group import WorkerGroup
@@ -61,12 +61,12 @@ from rayps.workload.base import Workload
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
-LEAVE_SECONDS = 20.0  # seconds for a last checkpoint after a stop request; the service waits longer
-EVALUATE_SECONDS = 600.0  # least seconds for an evaluation at the end of a phase
+LEAVE_SECONDS = 20.0  # seconds for a last checkpoint after a stop request; the service waits longer than this
+EVALUATE_SECONDS = 600.0  # the smallest time limit, in seconds, of an evaluation at the end of a phase
 
 
 class Driver:
-    """One job from start to end. `run()` blocks; `stop()` may be called from another thread."""
+    """Runs one job from start to end. `run()` blocks; `stop()` may be called from another thread."""
 
     def __init__(
         self,
@@ -85,8 +85,10 @@ class Driver:
     ) -> None:
         """Prepare a driver; `name` is the name of the job, and of its space on a server group.
 
-        `again`: whether an earlier driver of the job has died. `tries`: whether to try one batch in a child process
-        while workers start (see `rayps.runtime.preflight`).
+        `checkpoints` is the folder for checkpoints, and `resume` the checkpoint to start from. `capture`: whether the
+        workers' output becomes log lines. `failures`: the failures under earlier drivers of the job. `again`: whether
+        an earlier driver of the job has died. `tries`: whether to try one batch in a child process while workers start
+        (see `rayps.runtime.preflight`).
         """
         self.workload, self.spec, self.journal = workload, spec.check(), journal
         self.trial = Trial()
@@ -95,16 +97,17 @@ class Driver:
         self._capture, self._tries = capture, tries
         self._stop = threading.Event()
         self._checkpoints = Checkpointer(spec, journal, checkpoints, resume)
-        self._mender = Mender(journal, failures)
-        self._record = RunRecord(journal, spec.workers, self._where)
+        self._recoveries = RecoveryExecutor(journal, failures)
+        self._record = RunRecord(journal, spec.workers, self._round_and_facts)
         self._known: RunPlan | None = None  # set by the preflight
         self._started: WorkerGroup | None = None
         self._generation = 0
         self._metrics: dict[str, float] = {}  # metrics of the last evaluation
-        self._requested = (0, 0.0)  # the last checkpoint after a stop: it must be newer than this round; its deadline
+        # after a stop request: the round of the newest checkpoint then, and the deadline for a newer one
+        self._requested = (0, 0.0)
 
     def stop(self) -> None:
-        """Request the end of the run; a last checkpoint is saved first if there is a folder for it."""
+        """Request the end of the run. If there is a folder for checkpoints, a last one is saved first."""
         self._stop.set()
 
     @property
@@ -118,7 +121,7 @@ class Driver:
         return self._record.status
 
     def preflight(self) -> bool:
-        """Check data, model and optimizer before any worker starts; return False if a stop was requested meanwhile.
+        """Check data, model and optimizer before any worker starts. Return False if a stop is requested before the end.
 
         Raises:
             DataError, WorkloadError, ConfigError: the user's code or an option is wrong; the text says how to fix it.
@@ -136,17 +139,17 @@ class Driver:
         )
         schedule = ScheduleRecord(recipe_of(self.workload))
         self._known = RunPlan(self._phases, calendar, found.divisions, found.tables, schedule, mailbox)
-        self._record.begin(calendar)
+        self._record.set_calendar(calendar)
         if self._tries:
             self._try_a_batch(found)
         return True
 
     def close(self) -> None:
-        """End the child process that the preflight may have started; `run` calls this too."""
+        """End the child process that the preflight may have started. `run` calls this method too."""
         self.trial.close()
 
     def run(self, cluster: Cluster) -> Outcome:
-        """Run the job to its end. Errors of the run are not raised: they are in the outcome."""
+        """Run the job to its end and return the outcome, which also contains an error of the run. Nothing is raised."""
         state: states.State = states.StartWorkers()
         try:
             while not state.terminal:
@@ -154,10 +157,10 @@ class Driver:
         finally:
             self.close()
             self._end_workers()
-        return self._sealed(state)
+        return self._write_outcome(state)
 
     def _step(self, state: states.State, cluster: Cluster) -> states.State:
-        """Carry out a state's effect and return the next state; an error ends the run."""
+        """Carry out a state's effect and return the next state. If the effect raises an error, the run has ended."""
         try:
             return next_state(state, self._carry_out(state, cluster))
         except RaypsError as error:
@@ -205,7 +208,7 @@ class Driver:
     def _start_workers(self, cluster: Cluster) -> Findings:
         if self._known is None and not self.preflight():
             return Findings(stopped=True)
-        self._record.say(Status.STARTING, "starting workers")
+        self._record.set_status(Status.STARTING, "starting workers")
         self.trial.check()
         plan, spec = self._plan, self.spec
         strategies = [phase.strategy for phase in self._phases]
@@ -224,10 +227,9 @@ class Driver:
         self.trial.end(self.journal)
         first = self._checkpoints.first(group, self.workload, plan)
         if self._checkpoints.resume is not None:
-            # an earlier driver of this run may have died after it saved the checkpoint and before it evaluated the
-            # state
-            filed = self.journal.evaluated
-            self._record.evaluated = first.round if filed is None else filed
+            # an earlier driver may have died after it saved this checkpoint and before it evaluated the state
+            known = self.journal.evaluated
+            self._record.evaluated = first.round if known is None else known
         return Findings()
 
     def _enter_phase(self, number: int) -> Findings:
@@ -241,8 +243,8 @@ class Driver:
         if snapshot.round >= phase.end and not only_evaluate:
             return Findings(phases=count, work=False)
         phase.enter(snapshot, self.spec.workers)
-        phase.tell(self.journal, snapshot.round)
-        self.journal.tally = phase.tally(self.workload, self.spec.workers, snapshot.layout)
+        phase.report_start(self.journal, snapshot.round)
+        self.journal.cost_report = phase.cost_report(self.workload, self.spec.workers, snapshot.layout)
         if runs_in_step(phase.phase.strategy):  # workers in step start from one position
             snapshot.align()
         return Findings(phases=count)
@@ -250,11 +252,11 @@ class Driver:
     def _begin_generation(self, state: states.BeginGeneration) -> Findings:
         phase = self._plan.phase(state.phase)
         self._generation += 1
-        self._mender.begin()
-        self._record.generation(self._generation, phase.name, mended=state.mending is not None)
+        self._recoveries.clear_error()
+        self._record.begin_generation(self._generation, phase.name, continues=state.rebuild is not None)
         orders = phase.orders(self.spec, self._generation, self._record.evaluated, self._plan.mailbox)
-        self._group.begin(orders, self._checkpoints.snapshot, state.mending)
-        self._record.say(Status.RUNNING, "")
+        self._group.begin(orders, self._checkpoints.snapshot, state.rebuild)
+        self._record.set_status(Status.RUNNING, "")
         return Findings()
 
     def _train(self, phase: PhaseRun) -> Findings:
@@ -275,39 +277,39 @@ class Driver:
         return Findings(decision=decision, complete=complete)
 
     def _meets_its_stop_rule(self) -> bool:
-        """Return whether the newest state is the one at which the strategy's stop rule was met."""
+        """Return whether the strategy's stop rule was met at the newest state."""
         at, group = self._checkpoints.round, self._group
         return group.met is not None and all(worker.facts.position == at for worker in group.workers)
 
     def _end_generation(self, phase: PhaseRun) -> None:
-        """End the generation after the phase's last state, and write the remaining points of its rounds."""
+        """End the generation after the last state of the phase, and write the remaining points of its rounds."""
         self._poll()
         self._record.end_generation()
         self._record.flush()
-        self._mender.tell_cost()
+        self._recoveries.report_backup_cost()
         at, reason = self._checkpoints.round, self._group.met
         if reason is not None and at < phase.end:
-            phase.met(self.journal, self._plan.calendar, at, reason)
+            phase.end_by_stop_rule(self.journal, self._plan.calendar, at, reason)
 
     def _recover(self, state: states.Recover) -> Findings:
         decision, generation = state.decision, self._generation + 1
         self._record.end_generation()
-        self._record.say(Status.RECOVERING, decision.reason)
-        mending = self._mender.mend(self._group, decision, generation)
-        if mending is not None:
-            self._record.again(generation, mending.round)
-            return Findings(mending=mending)
+        self._record.set_status(Status.RECOVERING, decision.reason)
+        rebuild = self._recoveries.end_generation(self._group, decision, generation)
+        if rebuild is not None:
+            self._record.repeat_from(generation, rebuild.round)
+            return Findings(rebuild=rebuild)
         self._record.flush()
         at = self._checkpoints.round
         what = "evaluate again" if state.evaluating else f"continue from round {at}"
-        self._mender.restarted(decision, what, at, generation)
+        self._recoveries.report_restart(decision, what, at, generation)
         return Findings()
 
     def _replace_members(self, decision: Replace) -> Findings:
-        self._record.say(Status.RECOVERING, decision.reason)
-        self._mender.begin()
-        self._mender.replace(self._group, decision, self._checkpoints.snapshot)
-        self._record.say(Status.RUNNING, "")
+        self._record.set_status(Status.RECOVERING, decision.reason)
+        self._recoveries.clear_error()
+        self._recoveries.replace(self._group, decision, self._checkpoints.snapshot)
+        self._record.set_status(Status.RUNNING, "")
         return Findings()
 
     def _evaluate(self, phase: PhaseRun) -> Findings:
@@ -317,21 +319,21 @@ class Driver:
             facts = replace(self._facts(phase), recovery=RestartAll())
             return Findings(decision=self._decided(facts))
         point = {"kind": "evaluation", "round": snapshot.round, "time": time.time(), "metrics": metrics}
-        self._record.file([point])
-        self.journal.reckon()
+        self._record.add_points([point])
+        self.journal.add_costs()
         self._metrics = metrics
         return Findings()
 
     def _request_checkpoint(self, phase: PhaseRun) -> Findings:
         if not self.saves or has_remote_clients(phase.phase.strategy):  # a round of real clients may take hours
             return Findings()
-        self._record.say(Status.STOPPING, "saving a checkpoint")
-        self._group.hurry()
+        self._record.set_status(Status.STOPPING, "saving a checkpoint")
+        self._group.snapshot_soon()
         self._requested = self._checkpoints.round, time.monotonic() + LEAVE_SECONDS
         return Findings(saving=True)
 
     def _await_checkpoint(self, phase: PhaseRun) -> Findings:
-        """Check once for the requested checkpoint; after the deadline the run ends with the previous checkpoint."""
+        """Check once for the requested checkpoint. After the deadline the run ends with the previous checkpoint."""
         before, deadline = self._requested
         self._poll()
         facts = self._facts(phase)
@@ -349,45 +351,45 @@ class Driver:
         group = self._group
         points = group.poll()
         for point in points:
-            self._checkpoints.snapshot.hear(point)  # for the generations and the runs that continue from this snapshot
-        self._record.take_in(group, points)
-        self._mender.look(group, self._generation)
-        self._record.show()
+            self._checkpoints.snapshot.hear(point)  # for later generations, and for runs that resume from this state
+        self._record.add_poll(group, points)
+        self._recoveries.check_progress(group, self._generation)
+        self._record.show_progress()
 
     def _collect(self) -> None:
         self._checkpoints.collect(self._group, self._plan, self._generation)
 
     def _decided(self, facts: RunFacts) -> states.Decision:
         decision = decide(facts)
-        if isinstance(decision, (Restart, Mend, Replace)):
-            self._mender.failures += 1
+        if isinstance(decision, (Restart, RebuildLost, Replace)):
+            self._recoveries.failures += 1
         return decision
 
     def _facts(self, phase: PhaseRun) -> RunFacts:
         """Return the facts of the last poll."""
-        group, mender = self._group, self._mender
+        group, recoveries = self._group, self._recoveries
         workers = [(w.name, w.facts) for w in group.workers if isinstance(w.facts, WorkerFacts)]
         current = [(name, f) for name, f in workers if f.generation == self._generation]
         errors = tuple((name, f.error) for name, f in current if f.status == "failed" and f.error is not None)
         dead = tuple((m.name, m.dead) for m in group.members if m.dead)
-        mender.saw(errors=bool(errors), dead=bool(dead))
+        recoveries.record_failures(errors=bool(errors), dead=bool(dead))
         return RunFacts(
             size=self.spec.workers,
             finished=frozenset(name for name, f in current if f.status == "finished"),
             errors=errors,
             dead=dead,
-            failures=mender.failures,
+            failures=recoveries.failures,
             max_failures=self.spec.max_failures,
-            broken_for=mender.broken_for,
+            error_age=recoveries.error_age,
             recovery=recovery_now(
-                phase.phase.strategy.recovery, holds_tables=group.holds_tables, rejoins=mender.may_replace(group)
+                phase.phase.strategy.recovery, holds_tables=group.holds_tables, rejoins=recoveries.may_replace(group)
             ),
             stop=self._stop.is_set(),
-            at={name: f.position for name, f in current},
+            positions={name: f.position for name, f in current},
         )
 
-    def _where(self) -> tuple[int, ProgressRecord]:
-        facts: ProgressRecord = {"generation": self._generation, "failures": self._mender.failures}
+    def _round_and_facts(self) -> tuple[int, ProgressRecord]:
+        facts: ProgressRecord = {"generation": self._generation, "failures": self._recoveries.failures}
         return self._checkpoints.round, facts
 
     def _try_a_batch(self, found: PreflightFindings) -> None:
@@ -412,11 +414,11 @@ class Driver:
     def _end_workers(self) -> None:
         if self._started is not None:
             self.journal.lines(self._started.lines())
-            self._record.tell(self._started, over=True)
+            self._record.add_server_events(self._started, over=True)
             self._started.close()
 
-    def _sealed(self, state: states.State) -> Outcome:
-        """Write the outcome, once."""
+    def _write_outcome(self, state: states.State) -> Outcome:
+        """Write the outcome to the journal, once."""
         assert isinstance(state, states.RunEnded)
         outcome = Outcome(state.status, state.reason, snapshot=self._checkpoints.newest)
         if state.status is Status.SUCCEEDED:
@@ -428,8 +430,8 @@ class Driver:
         outcome.checkpoint = self._checkpoints.saved
         kind = {Status.SUCCEEDED: "finished", Status.STOPPED: "stopped"}.get(outcome.status, "failed")
         self.journal.event(kind, outcome.message, metrics=outcome.metrics)
-        self._record.say(outcome.status, outcome.message)
-        self.journal.seal(outcome.to_dict())
+        self._record.set_status(outcome.status, outcome.message)
+        self.journal.write_outcome(outcome.to_dict())
         return outcome
 
     def _stopped(self) -> str:
@@ -437,4 +439,6 @@ class Driver:
         if self._known is None:
             return f"stopped on request before it started: {f'{saved} is kept' if saved else 'nothing was saved'}"
         at = self._record.reached(self._checkpoints.round)
-        return f"stopped on request at round {at} of {self._known.calendar.rounds}: {self._checkpoints.kept(at)}"
+        return (
+            f"stopped on request at round {at} of {self._known.calendar.rounds}: {self._checkpoints.describe_saved(at)}"
+        )

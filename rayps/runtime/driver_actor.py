@@ -1,8 +1,7 @@
-"""A job's driver as an actor of its own, which the service starts, stops, and finds again after a restart.
+"""A job's driver as a separate actor, which the service starts and stops, and finds again after the service's restart.
 
-The actor's constructor starts the job in a thread, so the service may die at any moment after that. `driver.json` in
-the job's folder holds the number of the attempt that has started, and its process. The actor ends itself when the run
-has ended, so that no service is needed for that either.
+The actor's constructor starts the job in a thread. After that, the job needs no service: the actor ends itself when the
+run has ended. `driver.json` in the job's folder has the number of the attempt that has started, and its process.
 """
 
 from __future__ import annotations
@@ -27,12 +26,13 @@ from rayps.workload.base import load
 
 log = logging.getLogger(__name__)
 
-# {"attempt", "pid", "started" (ticks since boot), "protocol", "crash" (the error, if the driver wrote no outcome)}
-BEGUN = "driver.json"
+# the file with {"attempt", "pid", "started" (clock ticks since boot), "protocol", "crash"}; "crash" is the error if the
+# driver wrote no outcome
+DRIVER_FILE = "driver.json"
 
 
 class DriverActor:
-    """A job's driver as an actor of its own: it survives the service, and writes the job's folder."""
+    """A job's driver as an actor that continues after the service's death, and writes the job's folder."""
 
     def __init__(self, spec: Keywords, folder: str, attempt: int, failures: int = 0) -> None:
         self._spec, self._folder, self._attempt = JobSpec.from_dict(spec), Path(folder), attempt
@@ -41,11 +41,11 @@ class DriverActor:
         self._stopped = threading.Event()
         self._status = Status.FAILED
         self._crash: BaseException | None = None
-        self._thread = threading.Thread(target=self._live, name="rayps-driver", daemon=True)
+        self._thread = threading.Thread(target=self._run_and_end, name="rayps-driver", daemon=True)
         self._thread.start()
 
     def ping(self) -> int:
-        """Return the process id, as a sign of life."""
+        """Return the process id. The answer shows that the actor is alive."""
         return os.getpid()
 
     def stop(self) -> None:
@@ -55,16 +55,16 @@ class DriverActor:
             self._driver.stop()
 
     def run(self) -> str:
-        """Wait until the run, which the constructor has started, ends; return its status.
+        """Wait until the run that the constructor started has ended, and return its status.
 
-        Raises the error with which the driver ended, if it wrote no outcome.
+        Raises the error with which the driver ended if the driver wrote no outcome.
         """
         self._thread.join()
         if self._crash is not None:
             raise self._crash
         return self._status
 
-    def _live(self) -> None:
+    def _run_and_end(self) -> None:
         try:
             self._begin()
             self._status = self._run()
@@ -72,27 +72,27 @@ class DriverActor:
         except BaseException as error:  # also SystemExit of the user's code: the next attempt reports it
             log.exception("the driver of %s crashed", self._folder.name)
             self._crash = error
-            self._note(crash=f"{type(error).__name__}: {error}".splitlines()[0])
+            self._write_driver_file(crash=f"{type(error).__name__}: {error}".splitlines()[0])
         finally:
-            self._leave()
+            self._end_actor()
 
     def _begin(self) -> None:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self._attempt > 1:
             (self._folder / "progress.json").unlink(missing_ok=True)  # of the previous attempt
-        self._note()
+        self._write_driver_file()
         passing("driver: begun, nothing done")
 
-    def _note(self, **facts: str) -> None:
+    def _write_driver_file(self, **facts: str) -> None:
         pid = os.getpid()
         known = {"attempt": self._attempt, "pid": pid, "started": _started(), "protocol": PROTOCOL}
         text = json.dumps(known | facts)
-        part = self._folder / f".{BEGUN}.{pid}"
+        part = self._folder / f".{DRIVER_FILE}.{pid}"
         part.write_text(text, encoding="utf-8")
-        part.replace(self._folder / BEGUN)
+        part.replace(self._folder / DRIVER_FILE)
 
     def _run(self) -> Status:
-        """Run the job until its outcome is written."""
+        """Run the job until its outcome is written, and return its status."""
         spec, journal = self._spec, Journal(self._folder)
         checkpoints = self._folder / "checkpoints"
         try:
@@ -104,7 +104,7 @@ class DriverActor:
             resume = newest or (Path(spec.resume) if spec.resume else None)
             if self._attempt > 1 and resume is None:
                 journal.event(
-                    "began_again", f"attempt {self._attempt} has no checkpoint to continue from: it starts at round 0"
+                    "began_again", f"attempt {self._attempt} has no checkpoint to continue from and starts at round 0"
                 )
             workload, cluster = load(spec.workload, spec.working_dir), surrounding()
             self._driver = Driver(
@@ -116,19 +116,19 @@ class DriverActor:
                 failures=self._failures,
                 name=self._folder.name,
                 again=self._attempt > 1,
-                tries=not isinstance(cluster, LocalCluster),  # threads start at once
+                tries=not isinstance(cluster, LocalCluster),  # workers that are threads start at once
             )
             if self._stopped.is_set():
                 self._driver.stop()
             return self._driver.run(cluster).status
         except (RaypsError, OSError) as error:  # the job cannot start: its folder must have the reason
             journal.event("failed", str(error))
-            journal.seal(Outcome(Status.FAILED, str(error), error=error).to_dict())
+            journal.write_outcome(Outcome(Status.FAILED, str(error), error=error).to_dict())
             return Status.FAILED
         finally:
             journal.close()
 
-    def _leave(self) -> None:
+    def _end_actor(self) -> None:
         """End this actor, because an idle actor would occupy a process."""
         try:
             cluster = surrounding()
@@ -140,7 +140,7 @@ class DriverActor:
 
 
 def _started() -> int | None:
-    """Return when this process started, in clock ticks since boot; None where the system does not report it."""
+    """Return when this process started, in clock ticks since boot, or None if the system does not report it."""
     try:
         return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):

@@ -1,4 +1,4 @@
-"""The servers of a generation, as the driver uses them: fixed shards of the job, or a space of a server group."""
+"""The servers of a generation as the driver uses them: the job's own shards, or a space on a server group."""
 
 from __future__ import annotations
 
@@ -28,54 +28,56 @@ from rayps.worker.plan import Orders
 
 
 class JobServers(Protocol):
-    """The servers that hold all or a part of a generation's parameters."""
+    """The servers that hold all parameters of a generation, or a part of them."""
 
     def serves(self, strategy: StrategyView) -> bool:
-        """Return whether a generation under this strategy needs the servers."""
+        """Return whether a generation under this strategy needs these servers."""
 
     def poll(self, orders: Orders, wanted: int) -> None:
-        """Poll all servers, without waiting; each server retains its part of round `wanted`."""
+        """Poll all servers without waiting for answers. Each server will retain its part of round `wanted`."""
 
     def held(self, slowest: int) -> list[tuple[int, list[int]]] | None:
-        """Return each server's progress and the rounds whose parts it retains; None until all servers have reported.
+        """Return, for each server, its progress and the list of the rounds whose parts it retains.
 
-        `slowest` is the position of the slowest worker.
+        Return None until all servers have reported. `slowest` is the position of the slowest worker.
         """
 
     def parts(self, rounds: int) -> Callable[[float], list[ShardPart | None]]:
-        """Request all servers' parts after `rounds`; return a function that waits for the parts, for the given seconds.
+        """Request all servers' parts after `rounds` rounds, and return a function that waits for the parts.
 
-        The function raises ClusterError, TimeoutError: a server died or did not answer.
+        The function's argument is the largest number of seconds to wait. It raises ClusterError if a server has died,
+        and TimeoutError if a server does not answer.
         """
 
     def of(self, column: int) -> range:
-        """Return the indices of a column's parts in the list of `parts`."""
+        """Return the indices of a column's parts in the list that `parts` provides."""
 
     def saved(self, snapshot: Snapshot) -> None:
-        """Tell the servers that the driver has saved this state, so that its pushes need not be retained."""
+        """Tell the servers that the driver has this state, and that its pushes need not be retained any more."""
 
     def close(self) -> None:
         """End the servers if they belong to the job."""
 
 
 class FixedServers:
-    """The job's own servers with a static map: one actor for each segment of the vector.
+    """The job's own servers (shards): one actor for each segment of the parameter vector, with a static map.
 
-    The driver publishes the map of each column of the model, and publishes it again after it has replaced a server.
+    The driver publishes one map for each column of the model, and publishes it again after it has replaced a shard.
     """
 
     def __init__(self, cluster: Cluster, packed: bytes, secret: bytes, working_dir: str | None) -> None:
         self.members: list[GroupMember] = []
         self._cluster, self._packed, self._secret, self._working_dir = cluster, packed, secret, working_dir
         self._orders: Orders | None = None
-        self._spaces: list[Space] = []  # the space of each column
-        self._maps: list[StaticMap] = []
-        self._incarnations: Counter[tuple[int, int]] = Counter()  # starts of each worker, by column and data rank
+        self._spaces: list[Space] = []  # one for each column
+        self._maps: list[StaticMap] = []  # one for each column
+        # from a worker's (column, data rank) to the number of its starts
+        self._incarnations: Counter[tuple[int, int]] = Counter()
 
     def prepare(self, wanted: int) -> list[GroupMember]:
-        """Start shards until `wanted` shards are alive, and end surplus ones.
+        """Start shards until `wanted` shards are alive, and end the surplus ones.
 
-        Return the new shards, which have not reported an address yet.
+        Return the new shards, which have not reported their addresses yet.
         """
         kept = self.members[:wanted]
         for member in [*self.members[wanted:], *(m for m in kept if m.dead)]:
@@ -84,9 +86,10 @@ class FixedServers:
         return [member for member in self.members if member.place is None]
 
     def begin(self, orders: Orders, parts: Sequence[Snapshot], shared: Sequence[Snapshot]) -> None:
-        """Start a generation with a state; call `prepare` before.
+        """Start a generation from a state. Call `prepare` first.
 
-        `parts` are the state's parts by column; `shared` are the same parts as `Cluster.share` returned them.
+        `parts` are the state's parts, one for each column. `shared` are the same parts as `Cluster.share` returned
+        them.
         """
         self._orders = orders
         counts = shares(len(self.members), [part.layout.size for part in parts]) if self.members else []
@@ -130,14 +133,17 @@ class FixedServers:
         return servers_of(strategy) is not None
 
     def seat(self, column: int, rank: int) -> SpaceRank | None:
-        """Return a worker's new place with the servers of a column; None without servers. `rank` is its data rank."""
+        """Return a worker's new place with the shards of its column, or None if there are no shards.
+
+        `rank` is the worker's data rank.
+        """
         if not self._spaces:
             return None
         self._incarnations[column, rank] += 1
         return SpaceRank(self._maps[column], self._spaces[column], self._incarnations[column, rank])
 
     def replace(self, index: int, snapshot: Snapshot) -> SpaceMap | None:
-        """Restore a shard from a snapshot; return its column's new map, or None if the shard has died again."""
+        """Restore a shard from a snapshot. Return its column's new map, or None if the new shard has died too."""
         self._cluster.kill(self.members[index].handle)
         self.members[index] = shard = self._spawn(index)
         place([shard])
@@ -154,23 +160,23 @@ class FixedServers:
         return found
 
     def poll(self, orders: Orders, wanted: int) -> None:
-        """Poll all shards, without waiting; each retains its part of round `wanted`."""
+        """Poll all shards without waiting for answers. Each shard will retain its part of round `wanted`."""
         for member in self.members:
             member.ask(wanted, orders.timeout)
 
     def held(self, slowest: int) -> list[tuple[int, list[int]]] | None:
-        """Return each shard's progress and the rounds whose parts it retains; None until all shards have reported."""
+        """Return each shard's progress and the rounds whose parts it retains, or None until all have reported."""
         facts = [member.facts for member in self.members]
         return [(f.reached, f.snapshots) for f in facts] if all(isinstance(f, ShardFacts) for f in facts) else None
 
     def parts(self, rounds: int) -> Callable[[float], list[ShardPart | None]]:
-        """Request all shards' parts after `rounds`; return a function that waits for them, for the given seconds."""
+        """Request all shards' parts after `rounds` rounds; return a function that waits for them: see `JobServers`."""
         return _waiting([member.handle.call("part", rounds) for member in self.members])
 
     def saved(self, snapshot: Snapshot) -> None:
         """Tell the shards that the driver has saved this state."""
         for member in [member for member in self.members if not member.dead]:
-            member.handle.call("saved", snapshot.round)  # if this call is lost, workers retain their pushes for longer
+            member.handle.call("saved", snapshot.round)  # if this call is lost, workers retain their pushes longer
 
     def close(self) -> None:
         """End all shards."""
@@ -209,7 +215,7 @@ def space_of(
     factory: Callable[[], Factory],
     tables: tuple[SparseTable, ...],
 ) -> JobSpace | None:
-    """Return the job's space, on the group that the job names or on a group of its own; None = the job needs none.
+    """Return the job's space on the group that the job names, or on a new group for the job, or None if it needs none.
 
     Raises:
         ConfigError: there is no group of the given name.

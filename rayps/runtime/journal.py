@@ -1,7 +1,7 @@
-"""The record of a run: events, metric points, log lines, progress, and at the end a sealed outcome.
+"""The record of a run: events, metric points, log lines, progress, and at the end the outcome.
 
-With a folder, everything is written there, by the driver only; points and events are also stored in memory, for
-`Result`. Only complete lines are appended to a file, and the outcome is written once, by rename.
+If the run has a folder, the driver writes everything there, and no other process does. Points and events are also
+stored in memory, for `Result`. Only complete lines are appended to a file. The outcome is written once, by a rename.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ Record: TypeAlias = Point | Event | ProgressRecord | OutcomeRecord
 class Journal:
     """A run's record on disk and in memory.
 
-    `on_progress` is called with new progress, at most twice a second, and `on_event` with every event.
+    `on_progress` is called with new progress, usually at most twice a second. `on_event` is called with every event,
+    and `on_lines` with new log lines (time, source, text).
     """
 
     def __init__(
@@ -39,12 +40,14 @@ class Journal:
         self.folder = folder
         self.points: list[Point] = []
         self.events: list[Event] = []
-        self.tally: CostReport | None = None  # the costs of the current phase
+        self.cost_report: CostReport | None = None  # collects the costs of the current phase
         self._on_progress, self._on_event = on_progress, on_event
         self._files: dict[str, IO[str]] = {}
         self._progress_at = 0.0
-        self._seq = 0
-        self.evaluated: int | None = None  # the last round that an earlier driver of this run evaluated (0: none)
+        self._seq = 0  # the number of the next event
+        # the last round that an earlier driver of this run evaluated, 0 if it evaluated none; None if there is no
+        # earlier driver
+        self.evaluated: int | None = None
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             self._seq = _count_lines(folder / "events.jsonl")
@@ -62,38 +65,41 @@ class Journal:
         if self._on_event is not None:
             self._on_event(event)
 
-    def choices(self, points: list[Point]) -> list[Point]:
-        """Write workers' choices, with their reasons, and strategies' reports as events; return the other points."""
+    def add_reported_events(self, points: list[Point]) -> list[Point]:
+        """Write as events what workers and strategies have reported as events; return the other points.
+
+        These reports are the workers' choices with their reasons, and the strategies' own events.
+        """
         for point in points:
             if point["kind"] == "choice":
                 self.event(**point)
             elif point["kind"] == "event":
                 self.event(**point["event"])
-        left = [point for point in points if point["kind"] not in ("choice", "rings", "event")]
-        for event in self.tally.hear(left) if self.tally is not None else ():
+        others = [point for point in points if point["kind"] not in ("choice", "rings", "event")]
+        for event in self.cost_report.add_points(others) if self.cost_report is not None else ():
             self.event(**event)
-        return left
+        return others
 
-    def reckon(self) -> None:
-        """Write the costs of the current phase as an event, if a worker has reported a step."""
-        event = self.tally.event() if self.tally is not None else None
+    def add_costs(self) -> None:
+        """Write the costs of the current phase as an event if a worker has reported a step, and end the collection."""
+        event = self.cost_report.event() if self.cost_report is not None else None
         if event is not None:
             self.event(**event)
-        self.tally = None
+        self.cost_report = None
 
-    def add(self, points: list[Point]) -> None:
-        """Write new metric points of the group."""
+    def add_points(self, points: list[Point]) -> None:
+        """Write new metric points of the whole group."""
         self.points += points
         self._append("metrics.jsonl", [_text(point) for point in points])
 
     def lines(self, lines: list[tuple[float, str, str]]) -> None:
-        """Write new log lines: time, source, text."""
+        """Write new log lines (time, source, text)."""
         self._append("log.txt", [f"{_stamp(at)} {who} {text}" for at, who, text in lines])
         if self._on_lines is not None and lines:
             self._on_lines(lines)
 
     def progress(self, progress: ProgressRecord, *, now: bool = False) -> None:
-        """Write the progress, at most twice a second unless `now`."""
+        """Write the progress: at most twice a second, or at once if `now`."""
         if not now and time.monotonic() - self._progress_at < PROGRESS_SECONDS:
             return
         self._progress_at = time.monotonic()
@@ -102,8 +108,8 @@ class Journal:
         if self._on_progress is not None:
             self._on_progress(progress)
 
-    def seal(self, outcome: OutcomeRecord) -> None:
-        """Write the outcome of the run, unless it is written already."""
+    def write_outcome(self, outcome: OutcomeRecord) -> None:
+        """Write the outcome of the run, unless an outcome is written already."""
         self.flush()
         if self.folder is not None and not (self.folder / "outcome.json").exists():
             _replace(self.folder / "outcome.json", outcome)
@@ -130,7 +136,7 @@ class Journal:
 def _text(value: Record) -> str:
     try:
         return json.dumps(value, allow_nan=False)
-    except ValueError:  # JSON has no NaN and no infinity; a metric may be one, and readers are strict
+    except ValueError:  # a metric is NaN or infinite, which JSON does not allow
         return json.dumps(_finite(value))
 
 
@@ -152,7 +158,7 @@ def _replace(path: Path, value: Record) -> None:
 
 
 def _end_last_line(path: Path) -> None:
-    # a killed driver may have left half a line: start a new one
+    # a killed driver may have left half a line: end that line
     if path.exists() and path.stat().st_size:
         with path.open("rb+") as file:
             file.seek(-1, os.SEEK_END)

@@ -1,7 +1,7 @@
 """A user's own training loop: `run` starts it on several workers, `wrap` gives it a strategy.
 
-A strategy's `round` calls for a batch and a gradient; a user's loop provides them. `wrap` runs the round in a thread of
-its own and passes control back and forth: exactly one of the two runs at any time.
+A strategy's `round` requests a batch and a gradient, and the user's loop provides them. `wrap` runs the strategy's
+rounds in a separate thread. The loop and that thread take turns, and exactly one of them runs at any time.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from rayps.tensors.learning_rate import Maker, Pace, Recipe, Ticks, pace_of
 from rayps.tensors.optim import Group, plain_values
 from rayps.workload.model import has_tables
 
-WAIT_SECONDS = 1.0  # most seconds that a call waits in a worker for a line
-END_SECONDS = 10.0  # seconds for the last lines of workers whose function has returned
+WAIT_SECONDS = 1.0  # the longest time, in seconds, that a call waits in a worker for a line
+END_SECONDS = 10.0  # seconds to wait for the last lines of workers whose function has returned
 
 Line = tuple[float, str, str]  # time, source, text
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """The lines that a worker printed since the last call, and its progress."""
+class LoopOutput:
+    """The lines (time, text) that a worker printed since the last call, and its progress."""
 
     lines: list[tuple[float, str]]
     steps: int  # optimizer steps that the worker has taken
@@ -61,16 +61,16 @@ class Said:
 
 
 class LoopWatch:
-    """Collects the lines that the workers of a `run` print, and the reason why a worker died.
+    """Collects the lines that the workers of a `run` print, and describes the death of a worker.
 
-    For each worker one thread calls `said`, which waits in the worker until there is a line. So a line arrives before
-    the process can end, except lines that are printed in the last moment before a kill. `show` receives the lines, from
-    one thread at a time.
+    For each worker, one thread calls the worker's `output`, which waits until there is a line. A line therefore arrives
+    before the process ends, unless it is printed immediately before a kill. `show` is called with the lines, by one
+    thread at a time.
     """
 
     def __init__(self, handles: Sequence[ActorHandle], show: Callable[[list[Line]], None]) -> None:
         self._show, self._showing = show, threading.Lock()
-        self._said: dict[int, Said] = {}
+        self._latest: dict[int, LoopOutput] = {}
         self._threads = [
             threading.Thread(target=self._follow, args=(rank, handle), daemon=True, name=f"rayps-watch-{rank}")
             for rank, handle in enumerate(handles)
@@ -79,15 +79,15 @@ class LoopWatch:
             thread.start()
 
     def finish(self, ranks: Sequence[int]) -> None:
-        """Wait for the last lines of workers whose function has returned, or that have died."""
+        """Wait for the last lines of the workers `ranks`, whose function has returned or which have died."""
         deadline = time.monotonic() + END_SECONDS
         for rank in ranks:
             self._threads[rank].join(max(0.0, deadline - time.monotonic()))
 
-    def died(self, rank: int, error: ActorDied) -> ActorDied:
-        """Return the error of a run whose worker died, with the worker, its last step, the reason and what to do."""
+    def death_error(self, rank: int, error: ActorDied) -> ActorDied:
+        """Return the error of a run whose worker died: the worker, its last step, the reason and what to do."""
         reason = str(error.data.get("reason", error))
-        steps = self._said[rank].steps if rank in self._said else None
+        steps = self._latest[rank].steps if rank in self._latest else None
         at = " before it reported its first optimizer step"
         if steps:
             at = f" after {steps} optimizer step{'s'[: steps != 1]}"
@@ -100,13 +100,13 @@ class LoopWatch:
             **error.data | {"rank": rank, "steps": steps},
         )
 
-    def uneven(self) -> WorkloadError | None:
-        """Return the error of a run in which one worker's function returned while another worker takes more steps.
+    def uneven_steps_error(self) -> WorkloadError | None:
+        """Return the error of a run in which one worker's function returned and another worker takes more steps.
 
-        None if no worker takes more steps than a worker that has returned.
+        Return None if no worker takes more steps than a worker that has returned.
         """
-        left = [(rank, said.steps) for rank, said in sorted(self._said.items()) if said.returned]
-        on = [(rank, said.steps) for rank, said in sorted(self._said.items()) if not said.returned]
+        left = [(rank, output.steps) for rank, output in sorted(self._latest.items()) if output.returned]
+        on = [(rank, output.steps) for rank, output in sorted(self._latest.items()) if not output.returned]
         if not left or not on or left[0][1] > on[0][1]:
             return None
         (rank, steps), (other, done) = left[0], on[0]
@@ -121,25 +121,27 @@ class LoopWatch:
     def _follow(self, rank: int, handle: ActorHandle) -> None:
         while True:
             try:
-                said: Said = handle.call("said", WAIT_SECONDS).result()  # a worker answers late while it starts
+                output: LoopOutput = handle.call(
+                    "output", WAIT_SECONDS
+                ).result()  # a worker answers late while it starts
             except ClusterError:  # the worker has ended; the wait for its result raises the reason
                 return
-            self._said[rank] = said
-            if said.lines:
+            self._latest[rank] = output
+            if output.lines:
                 with self._showing:
-                    self._show([(at, f"worker-{rank}", text) for at, text in said.lines])
-            if said.over:
+                    self._show([(at, f"worker-{rank}", text) for at, text in output.lines])
+            if output.over:
                 return
 
 
 log = logging.getLogger(__name__)
 
-TOLD_SECONDS = 0.1  # least seconds between two reports of a step
-REASON_SECONDS = 3.0  # seconds after the first failure in which its cause may be reported
+REPORT_SECONDS = 0.1  # the shortest time, in seconds, between two reports of a step
+REASON_SECONDS = 3.0  # seconds after the first failure in which another worker may report the cause of that failure
 
 
 def _nothing() -> None:
-    """Do nothing after a step: no caller watches the loop."""
+    """Do nothing after a step, because no caller watches the loop."""
 
 
 @dataclass(slots=True)
@@ -150,7 +152,7 @@ class World:
     size: int
     name: str
     timeout: float
-    # functions that are called at the end with True if the loop failed
+    # functions that are called at the end; the argument is whether the loop failed
     closing: list[Callable[[bool], None]] = field(default_factory=list)
     steps: int = 0  # steps of wrapped optimizers so far
     stepped: Callable[[], None] = _nothing  # called after each of these steps
@@ -188,16 +190,16 @@ def run(
     timeout: float = 60.0,
     cluster: Cluster | None = None,
 ) -> list[_Result]:
-    """Call `train_fn()` on `workers` Ray actors at once, and return their results, by rank.
+    """Call `train_fn()` on `workers` Ray actors in parallel, and return a list of their results, one for each rank.
 
     Inside `train_fn`, `rayps.world()` returns rank and size, and `rayps.wrap` gives model and optimizer a strategy.
-    Lines that workers print are shown on stderr at once, each after the worker's name. A worker that dies is not
-    replaced: the run ends. `address` is the Ray cluster to join, as for `rayps.train`.
+    Lines that workers print are shown on stderr at once, each after the worker's name. If a worker dies, it is not
+    replaced, and the run ends. `address` is the Ray cluster to join, as for `rayps.train`. `timeout` is in seconds.
 
     Raises:
         ConfigError, ClusterError, NoResources: the workers cannot be started.
         ActorDied: a worker's process died; names the worker, its number of optimizer steps and the reason.
-        WorkloadError: `train_fn` returned on one worker while another worker takes more steps, which need all workers.
+        WorkloadError: `train_fn` raised an exception, or it returned on one worker while another takes more steps.
         RaypsError: the error that the first failing worker raised.
 
     Example:
@@ -240,17 +242,17 @@ def run(
 
 
 def _results(handles: list[ActorHandle], watch: LoopWatch) -> list[Any]:
-    """Return all results. The first failure ends the wait for the other workers, which lack a peer."""
+    """Return all results. After the first failure, stop waiting for the other workers, which have lost a peer."""
     replies = [handle.call("run") for handle in handles]
     until(lambda: all(reply.done() for reply in replies) or bool(_failures(replies)), math.inf)
-    # the peers of a failed rank fail at once: their errors are not the cause
+    # the peers of a failed rank fail soon after it, with errors that are not the cause
     until(lambda: all(reply.done() for reply in replies) or bool(_reasons(replies)), REASON_SECONDS)
     watch.finish([rank for rank, reply in enumerate(replies) if reply.done()])
-    uneven = None if _reasons(replies) or not _failures(replies) else watch.uneven()
+    uneven = None if _reasons(replies) or not _failures(replies) else watch.uneven_steps_error()
     if uneven is not None:
         raise uneven
     for rank, error in [*_reasons(replies), *_failures(replies)]:
-        raise watch.died(rank, error) if isinstance(error, ActorDied) else error
+        raise watch.death_error(rank, error) if isinstance(error, ActorDied) else error
     return [reply.result(0) for reply in replies]
 
 
@@ -277,17 +279,17 @@ def _open(address: str | None, workers: int, wanted: dict[str, float]) -> Cluste
     return RayCluster.local(max(1, math.ceil(workers * wanted["cpu"])), None if wanted.get("gpu") else 0)
 
 
-class _Nowhere:
-    """A file that discards what is written to it."""
+class _Discard:
+    """A file that drops what is written to it."""
 
     def write(self, data: Buffer) -> int:
         return len(data)
 
 
-def _sendable(result: Any) -> None:
+def _check_sendable(result: Any) -> None:
     """Raise WorkloadError if the result of `train_fn` cannot be sent to the caller's process."""
     try:
-        cloudpickle.Pickler(_Nowhere()).dump(result)
+        cloudpickle.Pickler(_Discard()).dump(result)
     except Exception as error:  # the user's objects may raise anything
         raise WorkloadError(
             f"train_fn() returned {type(result).__name__}, which cannot be sent to the caller:\n"
@@ -302,7 +304,7 @@ class LoopActor:
         self._packed, self._place = packed, place
         self._logs, self._returned, self._over = LogBuffer(), False, False
         self._sends = capture  # whether lines are sent to another process
-        self._told = 0.0  # the time of the last report of a step
+        self._reported_at = 0.0  # the time of the last report of a step
         place.stepped = self._stepped
         if capture:  # log records reach stderr by the user's own handlers, as in a plain process
             self._logs.capture(records=False)
@@ -316,7 +318,7 @@ class LoopActor:
             with user_code("train_fn"):
                 result = unpack(self._packed)()
             if self._sends:
-                _sendable(result)
+                _check_sendable(result)
             self._returned, failed = True, False
         except WorkloadError as error:
             place = self._place
@@ -328,49 +330,53 @@ class LoopActor:
                     close(failed)
             finally:
                 self._logs.release()
-                self._over = True  # no line follows
+                self._over = True  # no more lines follow
                 self._logs.release()
         return result
 
     def _stepped(self) -> None:
         """Report the step to the caller, at most every tenth of a second, for the error of a worker's death."""
         now = time.monotonic()
-        if now - self._told >= TOLD_SECONDS:
-            self._told = now
+        if now - self._reported_at >= REPORT_SECONDS:
+            self._reported_at = now
             self._logs.wake()
 
-    def said(self, seconds: float) -> Said:
-        """Return the lines printed since the last call; if there is none, wait up to `seconds` for a line or a step."""
+    def output(self, seconds: float) -> LoopOutput:
+        """Return the output since the last call. If there is none, wait for a line or a step, at most `seconds`."""
         if not self._over:
             self._logs.wait(seconds)
         over = self._over
-        return Said(self._logs.drain(), self._place.steps, self._returned, over)
+        return LoopOutput(self._logs.drain(), self._place.steps, self._returned, over)
 
 
 def wrap(
     model: nn.Module, optimizer: Optimizer, strategy: StrategySpec = "all_reduce", *, schedule: Maker | None = None
 ) -> tuple[nn.Module, Optimizer]:
-    """Make `optimizer.step()` one round of a strategy; all workers start with rank 0's parameters.
+    """Make `optimizer.step()` one round of a strategy. All workers start with rank 0's parameters.
 
     The loop is written as in plain torch: zero_grad, loss, backward, step. Nothing is sent before `step`, so that
-    several backward passes may add up first. Set `optimizer.samples` to the number of samples in the batch (default 1):
-    it is this worker's weight in means over the workers.
+    several backward passes can be accumulated. Set `optimizer.samples` to the number of samples in the batch (default
+    1). This number is the worker's weight in means over the workers.
 
-    `schedule` is a function such as `Workload.schedule`, and its result is stepped once a step, under every strategy:
-    `rayps.wrap(model, optimizer, schedule=lambda optimizer: CosineAnnealingLR(optimizer, T_max=1000))`. A scheduler in
-    the loop works too if the worker's optimizer takes the steps. Under a parameter server the shards take them: a
-    change of the optimizer's groups on the worker is then an error at the next step.
+    `schedule` is a function such as `Workload.schedule`, which returns a scheduler, for example
+    `rayps.wrap(model, optimizer, schedule=lambda optimizer: CosineAnnealingLR(optimizer, T_max=1000))`. This scheduler
+    is stepped once per step, under every strategy. A scheduler in the loop also works if the worker's optimizer takes
+    the steps. Under a parameter server the shards take the steps, and a change of the optimizer's groups on the worker
+    is an error at the next step.
 
-    `optimizer.clip_grad_norm_(max_norm)`, between the last backward and `step`, is
-    `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)` of the mean gradient over all workers. It computes
-    this mean, and `step` does not compute it again. All workers must call it with the same arguments; it returns the
-    norm, equal on all. If gradients are pushed to servers, it clips this worker's push, and returns the push's norm.
-    torch's own function would see one worker's gradient, so a `.grad` that was changed between backward and `step` is
-    an error; zero_grad, several backward passes, and gradients that no backward computed are as in plain torch.
+    Call `optimizer.clip_grad_norm_(max_norm)` between the last backward and `step` to clip the mean gradient over all
+    workers, as `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)` clips one gradient. The method computes
+    this mean, and `step` does not compute it again. All workers must call it with the same arguments. It returns the
+    norm, which is equal on all workers. If gradients are pushed to servers, the method clips this worker's push, and
+    returns the norm of the push.
+
+    torch's own function would clip one worker's gradient only. Therefore a change of `.grad` between backward and
+    `step` is an error. In all other respects gradients are as in plain torch: zero_grad, several backward passes,
+    parameters without a gradient.
 
     Raises:
-        ConfigError: it is called outside a `run`, the strategy changes during the run or works only in `train`, or the
-            model has sparse tables.
+        ConfigError: `wrap` is called outside a `run`, the strategy is a list of phases or works only in `train`, or
+            the model has sparse tables.
 
     Example:
         def train_fn():
@@ -396,14 +402,14 @@ def wrap(
         log.info(ring.choice)
     for value in [flat.vector, *beside(model).values()]:
         ring.broadcast(value)
-    factory = _same_kind(optimizer, flat)
+    factory = _optimizer_factory(optimizer, flat)
     if schedule is not None:
         factory = Recipe(factory, schedule)
     servers = servers_of(chosen)
     pace = None if servers is not None else pace_of(factory, flat.layout, optimizer, Ticks())
     group, server = None, None
     if servers is not None:
-        group = _share(
+        group = _shared_group(
             name,
             here,
             lambda: ServerGroup(
@@ -423,40 +429,42 @@ def wrap(
     if compression is not None and server is None:
         collective, choice = compressed(ring, compression, Gradient(flat.packed, 0))
         log.info(choice["message"])
-    turns = _Turns(chosen, flat, _Stepper(optimizer, pace, servers is not None), here, collective, server)
-    here.closing.append(lambda failed: _leave(turns, ring, server, group, failed))
+    rounds = _RoundThread(chosen, flat, _Stepper(optimizer, pace, servers is not None), here, collective, server)
+    here.closing.append(lambda failed: _disconnect(rounds, ring, server, group, failed))
     optimizer.samples = 1  # type: ignore[attr-defined]
 
     def step(self: _Wrapped, closure: Callable[[], float] | None = None) -> float | None:
-        loss = turns.step(closure, self.samples)
+        loss = rounds.step(closure, self.samples)
         here.steps += 1
         here.stepped()
         return loss
 
     def clip_grad_norm_(self: _Wrapped, max_norm: float) -> Tensor:
-        return turns.clip(_norm(max_norm), self.samples, [p for group in self.param_groups for p in group["params"]])
+        return rounds.clip(_norm(max_norm), self.samples, [p for group in self.param_groups for p in group["params"]])
 
     # a bound method, as torch's learning-rate schedulers expect
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
     optimizer.clip_grad_norm_ = MethodType(clip_grad_norm_, optimizer)  # type: ignore[attr-defined]
-    turns.start()
+    rounds.start()
     return model, optimizer
 
 
-def _leave(turns: _Turns, ring: Ring, server: GroupServer | None, group: ServerGroup | None, failed: bool) -> None:
+def _disconnect(
+    rounds: _RoundThread, ring: Ring, server: GroupServer | None, group: ServerGroup | None, failed: bool
+) -> None:
     if failed:
         ring.abort()  # the other ranks must not wait for this one
-    turns.close()
+    rounds.close()
     if server is not None:
         server.close()
     if not failed:
-        ring.barrier()  # end the shards after all workers have disconnected
+        ring.barrier()  # the shards must not end before all workers have disconnected
     ring.close()
     if group is not None:
         group.close()
 
 
-def _share(name: str, here: World, make: Callable[[], ServerGroup]) -> ServerGroup:
+def _shared_group(name: str, here: World, make: Callable[[], ServerGroup]) -> ServerGroup:
     """Create the server group on rank 0; on the other ranks, wait until rank 0 has created it. Return the group."""
     values, key = rendezvous(), f"rayps/group/{name}"
     if here.rank == 0:
@@ -473,8 +481,8 @@ def _share(name: str, here: World, make: Callable[[], ServerGroup]) -> ServerGro
     return shared
 
 
-def _same_kind(optimizer: Optimizer, flat: FlatModel) -> Callable[[list[nn.Parameter]], Optimizer]:
-    """Return a factory of optimizers like `optimizer`, with its parameter groups, for slices of the same parameters."""
+def _optimizer_factory(optimizer: Optimizer, flat: FlatModel) -> Callable[[list[nn.Parameter]], Optimizer]:
+    """Return a function that makes an optimizer like `optimizer`, with its groups, for slices of the parameters."""
     order = {id(p): i for i, p in enumerate(flat.parameters)}
     kind = type(optimizer)
     # not every default is an argument: AdamW has decoupled_weight_decay, and its groups carry it
@@ -494,10 +502,10 @@ def _same_kind(optimizer: Optimizer, flat: FlatModel) -> Callable[[list[nn.Param
 
 
 def _norm(given: Json) -> float:
-    """Check a norm to clip to. Raises ConfigError."""
+    """Return `max_norm` as a number. Raises ConfigError if it is not a number above 0."""
     if isinstance(given, bool) or not isinstance(given, (int, float)) or not given > 0:
         raise ConfigError(
-            f"max_norm is {given!r}: give a number above 0 (inf = only measure, do not clip)", field="max_norm"
+            f"max_norm is {given!r}: give a number above 0 (inf only measures the norm)", field="max_norm"
         )
     return float(given)
 
@@ -514,14 +522,14 @@ class _Ended(Exception):
 
 
 class _Stepper:
-    """Takes the steps of the user's optimizer, with its schedule.
+    """Takes the steps of the user's optimizer, and sets the rates of its schedule.
 
-    If servers take the steps (`remote`), it only checks that the optimizer's groups have not changed.
+    If servers take the steps (`remote`), `check` raises an error after a change of the optimizer's groups.
     """
 
     def __init__(self, optimizer: Optimizer, pace: Pace | None, remote: bool) -> None:
         self._step, self._pace, self._optimizer, self._number = optimizer.step, pace, optimizer, 0
-        self._begun = [plain_values(group) for group in optimizer.param_groups] if remote else []
+        self._groups_at_wrap = [plain_values(group) for group in optimizer.param_groups] if remote else []
 
     def __call__(self) -> None:
         """Take a step with the current gradients."""
@@ -531,10 +539,10 @@ class _Stepper:
         self._step()
 
     def check(self) -> None:
-        """Raise ConfigError if servers take the steps and the optimizer's groups were changed on this worker."""
-        for begun, group in zip(self._begun, self._optimizer.param_groups, strict=False):
+        """Raise ConfigError if servers take the steps and this worker has changed the optimizer's groups."""
+        for at_wrap, group in zip(self._groups_at_wrap, self._optimizer.param_groups, strict=False):
             now = plain_values(group)
-            for key, value in begun.items():
+            for key, value in at_wrap.items():
                 if now.get(key) != value:
                     raise ConfigError(
                         f"{key} of the optimizer was changed from {value!r} to {now.get(key)!r}, but under a parameter "
@@ -545,10 +553,10 @@ class _Stepper:
                     )
 
 
-class _Turns:
-    """A worker for a strategy's rounds, whose batches and gradients come from the user's loop.
+class _RoundThread:
+    """Runs a strategy's rounds in a thread, with batches and gradients from the user's loop.
 
-    The rounds run in a thread, in turn with the user's thread.
+    This thread and the user's thread take turns.
     """
 
     def __init__(
@@ -565,29 +573,29 @@ class _Turns:
         self._gradient: Gradient | None = None
         self._used: list[bool] = []  # which parameters have a gradient
         self._unused: list[int] = []  # parameters that no rank has used
-        self._users = threading.Semaphore(0)  # the user's turn
-        self._rounds = threading.Semaphore(0)  # the round's turn
+        self._user_may_run = threading.Semaphore(0)  # the user's turn
+        self._round_may_run = threading.Semaphore(0)  # the round's turn
         self._error: BaseException | None = None
         self._ending = False
         self._watch = GradWatch(flat)
-        # clip_grad_norm_ in the current step: "" = not called, "asked" = waits for the mean gradient, "held" = the mean
-        # is in `.grad`, "dropped" = the loop did not step and has computed another gradient
+        # the state of clip_grad_norm_ in the current step. "": not called. "asked": it waits for the mean gradient.
+        # "held": the mean is in `.grad`. "dropped": the loop did not step, and has computed another gradient.
         self._clip = ""
         self._thread = threading.Thread(target=self._run, name="rayps-round", daemon=True)
 
     # ---- the user's side
 
     def start(self) -> None:
-        """Start the strategy's first round; return when the round asks for a batch."""
+        """Start the strategy's first round, and return when the round requests a batch."""
         self._thread.start()
         self._wait()
 
     def step(self, closure: Callable[[], float] | None, samples: int) -> float | None:
-        """Pass the gradient in `.grad` to the strategy's round; return when the next round asks for a batch."""
+        """Pass the gradient in `.grad` to the strategy's round, and return when the next round requests a batch."""
         self._own_step.check()
         loss = closure() if closure is not None else None
-        if self._holds():
-            self._rounds.release()
+        if self._mean_is_held():
+            self._round_may_run.release()
         else:
             self._offer(samples)
         self._wait()
@@ -600,9 +608,9 @@ class _Turns:
         The mean gradient is computed first, unless this step has done so already.
         """
         if self.server is not None:
-            self._must_be_unchanged()
+            self._check_unchanged()
             self._flat.collect_used()
-        elif not self._holds():
+        elif not self._mean_is_held():
             self._clip = "asked"
             self._offer(samples)
             self._wait()
@@ -617,17 +625,17 @@ class _Turns:
         self._watch.keep()
         return norm
 
-    def _holds(self) -> bool:
-        """Return whether the mean of this step is in `.grad`. Raises ConfigError: `.grad` was changed."""
+    def _mean_is_held(self) -> bool:
+        """Return whether the mean gradient of this step is in `.grad`. Raises ConfigError if `.grad` was changed."""
         held = self._clip == "held" and not self._watch.replaced()
-        self._must_be_unchanged(held)
+        self._check_unchanged(held)
         if self._clip == "held" and not held:  # the step was skipped, and there is a new gradient
             self._clip = "dropped"
-            self._rounds.release()
+            self._round_may_run.release()
             self._wait()
         return held
 
-    def _must_be_unchanged(self, held: bool = False) -> None:
+    def _check_unchanged(self, held: bool = False) -> None:
         name = self._watch.changed_since_keep() if held else self._watch.changed()
         if name is not None:
             raise ConfigError(
@@ -639,20 +647,20 @@ class _Turns:
             )
 
     def _offer(self, samples: int) -> None:
-        """Pass the gradient in `.grad` to the strategy's round, and let the round run."""
+        """Pass the gradient in `.grad` to the strategy's round, and let the round continue."""
         self._used, self._unused = [p.grad is not None for p in self._flat.parameters], []
         self._gradient = Gradient(self._flat.collect_grad(), samples)
-        self._rounds.release()
+        self._round_may_run.release()
 
     def close(self) -> None:
-        """End the thread of the rounds, whose round is waiting for a batch."""
+        """End the thread, in which a round is waiting for a batch."""
         self._ending = True
         self._watch.close()
-        self._rounds.release()
+        self._round_may_run.release()
         self._thread.join()
 
     def _wait(self) -> None:
-        self._users.acquire()  # the round's own waits have deadlines
+        self._user_may_run.acquire()  # the round's own waits have deadlines
         if self._error is not None:
             raise self._error
 
@@ -669,19 +677,19 @@ class _Turns:
             self._flat.vector.copy_(vector)
 
     def batch(self) -> None:
-        """Run the user's loop until it provides a gradient."""
-        self._users.release()
-        self._rounds.acquire()
+        """Let the user's loop run until it provides a gradient."""
+        self._user_may_run.release()
+        self._round_may_run.acquire()
         if self._ending:
             raise _Ended
 
     def grad(self, batch: None) -> Gradient:
-        """Return the gradient of the user's loop."""
+        """Return the gradient that the user's loop has computed."""
         assert self._gradient is not None
         return self._gradient
 
     def mean_grad(self, batch: None) -> Tensor:
-        """Return the mean of all workers' gradients; a parameter that no rank used has no gradient in the next step."""
+        """Return the mean of all workers' gradients. The next step skips the parameters that no rank used."""
         mean: Tensor = self.ring.mean(self.grad(batch))
         used = self.ring.max(torch.tensor(self._used, dtype=torch.uint8))
         self._unused = [i for i, some in enumerate(used.tolist()) if not some]
@@ -709,24 +717,24 @@ class _Turns:
             return
         except BaseException as error:  # any exception is raised again in the user's thread
             self._error = error
-            self._users.release()
+            self._user_may_run.release()
 
 
 class _RoundView:
-    """A view of `_Turns` with the names that a strategy uses."""
+    """A view of `_RoundThread` with the names that a strategy uses."""
 
-    def __init__(self, turns: _Turns) -> None:
-        self.rank, self.size, self.ring, self.server = turns.rank, turns.size, turns.ring, turns.server
-        self.batch, self.grad, self.mean_grad, self.step = turns.batch, turns.grad, turns.mean_grad, turns.step_own
-        self._turns = turns
+    def __init__(self, rounds: _RoundThread) -> None:
+        self.rank, self.size, self.ring, self.server = rounds.rank, rounds.size, rounds.ring, rounds.server
+        self.batch, self.grad, self.mean_grad, self.step = rounds.batch, rounds.grad, rounds.mean_grad, rounds.step_own
+        self._rounds = rounds
 
     @property
     def params(self) -> Tensor:
-        return self._turns.params
+        return self._rounds.params
 
     @params.setter
     def params(self, vector: Tensor) -> None:
-        self._turns.params = vector
+        self._rounds.params = vector
 
 
 __all__ = ["LoopActor", "World", "run", "world", "wrap"]

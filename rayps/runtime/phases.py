@@ -1,4 +1,4 @@
-"""The phases of a run: their rounds, the division of the model in each phase, and the orders to the members."""
+"""The phases of a run: their rounds, the division of the model in each phase, and the orders for the members."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rayps.core.strategy_families import has_remote_clients, learns_by_client
 from rayps.parallel.division.divide import words
 from rayps.parallel.division.division import Division
 from rayps.ps.protocol.space import SparseTable
-from rayps.runtime.cost_report import CostReport, tally_of
+from rayps.runtime.cost_report import CostReport, cost_report_of
 from rayps.runtime.journal import Journal
 from rayps.strategies.job import JobSpec
 from rayps.tensors.flat import Layout
@@ -21,22 +21,22 @@ from rayps.tensors.snapshot import Snapshot
 from rayps.worker.plan import Orders
 from rayps.workload.base import Workload
 
-FEDERATED_EPOCHS = 10  # default epochs between snapshots of federated strategies, whose epoch is only one round
+FEDERATED_EPOCHS = 10  # default epochs between two snapshots of a federated strategy, whose epoch is only one round
 
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """The facts of a run that are known after its workload was checked."""
+    """What is known of a run after its workload was checked."""
 
     phases: Sequence[Phase]
     calendar: Calendar
-    divisions: Sequence[Division | None]  # by phase; None: a replica is one worker
+    divisions: Sequence[Division | None]  # one for each phase; None if a replica is one worker
     tables: tuple[SparseTable, ...]  # the model's tables
     schedule: ScheduleRecord  # the schedule of the learning rate
-    mailbox: str | None = None  # the folder through which real clients send and receive
+    mailbox: str | None = None  # the folder through which real clients send and receive; None if there are none
 
     def phase(self, number: int) -> PhaseRun:
-        """Return a phase with its current rounds, which change if earlier phases end early."""
+        """Return the phase with this number, and its current rounds, which change if earlier phases end early."""
         return PhaseRun(self.phases[number], self.calendar.spans[number], self.divisions[number])
 
     def widest(self, workers: int) -> Grid:
@@ -46,7 +46,10 @@ class RunPlan:
 
 @dataclass(frozen=True, slots=True)
 class PhaseRun:
-    """A phase, its rounds, and how the model is divided in it (None = a replica is one worker)."""
+    """A phase, its rounds, and how the model is divided in the phase.
+
+    `division` is None if a replica is one worker.
+    """
 
     phase: Phase
     span: PhaseSpan
@@ -63,27 +66,27 @@ class PhaseRun:
         return self.phase.name
 
     def enter(self, snapshot: Snapshot, workers: int) -> None:
-        """Adapt a snapshot to this phase's layout of workers and strategy."""
+        """Adapt a snapshot to the number of workers and the strategy of this phase."""
         snapshot.enter(self.span)
         snapshot.under(self.name, workers)
 
-    def met(self, journal: Journal, calendar: Calendar, at: int, reason: str) -> None:
-        """Report that the strategy's stop rule was met after round `at`, and end the phase there."""
+    def end_by_stop_rule(self, journal: Journal, calendar: Calendar, at: int, reason: str) -> None:
+        """End the phase after round `at`, because the strategy's stop rule is met, and report this as an event."""
         journal.event("met", f"{self.name} ends after round {at} of {self.end}: {reason}", round=at, end=self.end)
         calendar.cut(self.end, at)
 
-    def tell(self, journal: Journal, now: int) -> None:
+    def report_start(self, journal: Journal, now: int) -> None:
         """Report that the phase starts after round `now`."""
         message = f"training with {self.name} until round {self.end}"
         journal.event("phase", message, round=now, end=self.end, strategy=self.name)
         if self.division is not None:
             journal.event("divided", words(self.division), columns=self.division.facts())
 
-    def tally(self, workload: Workload, workers: int, layout: Layout) -> CostReport | None:
-        """Return the CostReport of the phase's rounds; None if its clients are real processes."""
+    def cost_report(self, workload: Workload, workers: int, layout: Layout) -> CostReport | None:
+        """Return the CostReport of the phase's rounds, or None if its clients are real processes."""
         if has_remote_clients(self.phase.strategy):
             return None
-        return tally_of(workload, self.phase.strategy, workers, self.division, layout)
+        return cost_report_of(workload, self.phase.strategy, workers, self.division, layout)
 
     def orders(self, spec: JobSpec, generation: int, evaluated: int, mailbox: str | None = None) -> Orders:
         """Return the orders of a generation; `evaluated` is the last round whose evaluation is in the journal."""

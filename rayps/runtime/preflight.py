@@ -1,10 +1,9 @@
 """Check a workload before any worker trains.
 
 `preflight` checks data, model, optimizer and strategy in the driver's process. `Trial` trains and evaluates one small
-batch in a child process while the workers start, so that a mistake in shapes, labels or dtypes is reported before the
-first worker has started. The child has its own random numbers, and its results are dropped: the job's numbers are the
-same with and without a child. A failure of the child alone (it exits, hangs, lacks memory or a file) does not end the
-job.
+batch in a child process while the workers start, so that a mistake in shapes, labels or dtypes is reported early. The
+child has its own random numbers, and its results are dropped. Therefore the job's results are the same with and without
+a child. A failure of the child alone (it exits, hangs, lacks memory or a file) does not end the job.
 """
 
 from __future__ import annotations
@@ -60,16 +59,12 @@ from rayps.workload.model_part import Whole, number
 
 
 class PreflightFindings(NamedTuple):
-    """The result of `preflight`.
+    """The result of `preflight`."""
 
-    It has the rounds per epoch in each phase, warnings for the user, the model's sparse tables, and how the model is
-    divided in each phase (None = a replica is one worker).
-    """
-
-    steps: list[int]
-    warnings: list[str]
-    tables: tuple[SparseTable, ...]
-    divisions: list[Division | None]
+    steps: list[int]  # one for each phase: the rounds of an epoch
+    warnings: list[str]  # for the user
+    tables: tuple[SparseTable, ...]  # the model's sparse tables
+    divisions: list[Division | None]  # one for each phase: how the model is divided; None if a replica is one worker
     sizes: tuple[int, int]  # bytes of the model's parameters and buffers, bytes of the data's tensors
 
 
@@ -77,7 +72,7 @@ def preflight(workload: Workload, phases: list[Phase], spec: JobSpec) -> Preflig
     """Check a workload's data, model, optimizer and schedule with the job's strategies, without training.
 
     Raises:
-        DataError, WorkloadError, ConfigError: the user's code or an option is wrong; the text says how to fix it.
+        DataError, WorkloadError, ConfigError: the user's code or an option is wrong. The text says how to fix it.
     """
     check_clip_norm(workload)
     data = _data(workload, all(has_remote_clients(phase.strategy) for phase in phases))
@@ -93,26 +88,33 @@ def preflight(workload: Workload, phases: list[Phase], spec: JobSpec) -> Preflig
     _try_schedule(workload, phases, layout, tables)
     both = list(zip([phase.strategy for phase in phases], grids, strict=True))
     divisions = [_division(workload, strategy, grid, model, data) for strategy, grid in both]
-    asked = [strategy for strategy, _ in both if isinstance(strategy, FederatedView)]
+    federated_strategies = [strategy for strategy, _ in both if isinstance(strategy, FederatedView)]
     warnings = misspelt(workload)
-    warnings += [said for strategy in asked for said in federated(strategy, workload, data, spec.seed)]
+    warnings += [
+        warning for strategy in federated_strategies for warning in federated(strategy, workload, data, spec.seed)
+    ]
     if any(servers_of(strategy) for strategy, _ in both) or any(grid.tensor > 1 for grid in grids):
         optim.check_elementwise(workload.optimizer, layout)
-        said = dict.fromkeys(strategy.scale_warning(grid.data) for strategy, grid in both)
-        if any(said) and optim.ignores_scale(workload.optimizer, layout):
-            warnings += [each for each in said if each]
+        scale_warnings = dict.fromkeys(strategy.scale_warning(grid.data) for strategy, grid in both)
+        if any(scale_warnings) and optim.ignores_scale(workload.optimizer, layout):
+            warnings += [each for each in scale_warnings if each]
     steps = [_steps(data, strategy, grid) for strategy, grid in both]
     return PreflightFindings(steps, warnings, tables, divisions, (bytes_of(model), bytes_of(data)))
 
 
 def _steps(data: Data, strategy: StrategyView, grid: Grid) -> int:
-    """Return the rounds of an epoch. Raises DataError, ConfigError: the rows cannot be distributed to workers."""
+    """Return the rounds of an epoch. Raises DataError or ConfigError if workers cannot be given their rows."""
     rows = strategy.rows
     return rows.rounds(data, grid.data)
 
 
 def _division(workload: Workload, strategy: StrategyView, grid: Grid, model: nn.Module, data: Data) -> Division | None:
-    """Return how the model is divided under a strategy. Raises ConfigError, WorkloadError."""
+    """Return how the model is divided under a strategy, or None if a replica is one worker.
+
+    Raises:
+        ConfigError: a batch has fewer samples than micro-batches.
+        ConfigError, WorkloadError: the model cannot be divided.
+    """
     replica = replica_of(strategy)
     if replica is None or grid.columns == 1:
         return None
@@ -131,12 +133,12 @@ def _division(workload: Workload, strategy: StrategyView, grid: Grid, model: nn.
 def _check_topologies(
     phases: list[Phase], spec: JobSpec, tables: tuple[SparseTable, ...], clip_norm: float | None
 ) -> None:
-    """Refuse strategies that cannot be combined with this job. Raises ConfigError."""
+    """Raise ConfigError if a strategy cannot be combined with the job's tables, branch, clip_norm or server group."""
     names = [phase.name for phase in phases]
     topologies = [phase.strategy.topology for phase in phases]
     facts = JobFacts(tables=tuple(table.name for table in tables), clip_norm=clip_norm)
     for at, (name, topology) in enumerate(zip(names, topologies, strict=True)):
-        # the job starts from its branch, so the branch does not concern later phases
+        # the branch concerns the first phase only, because the job starts from it
         topology.check(name, facts if at else replace(facts, branch=spec.branch))
     if spec.server_group is not None and not tables and not any(servers_of(phase.strategy) for phase in phases):
         raise ConfigError(
@@ -180,7 +182,7 @@ def _refuse_closure(optimizer: Optimizer) -> None:
 
 
 def _try_schedule(workload: Workload, phases: list[Phase], layout: Layout, tables: tuple[SparseTable, ...]) -> None:
-    """Evaluate the schedule of every optimizer of the job at its first two steps. Raises WorkloadError."""
+    """Evaluate the schedule of every optimizer of the job at its first steps. Raises WorkloadError if that fails."""
     recipe = recipe_of(workload)
     if not isinstance(recipe, Recipe):
         return
@@ -194,10 +196,10 @@ def _try_schedule(workload: Workload, phases: list[Phase], layout: Layout, table
         Scheduled(recipe, Ticks()).pace(table, table_rule(table)).at(1)
 
 
-FEW_ROWS = 8  # rows of a batch, at first
-# errors of the child process that need not occur in a worker
-_NO_VERDICT = (OSError, ImportError, MemoryError, KeyboardInterrupt)
-_DEVICES = ("CUDA", "NVIDIA", "cuda")  # parts of messages of device errors
+FEW_ROWS = 8  # the number of rows with which a batch is tried first
+# causes of errors in the child process that need not occur in a worker
+_NOT_OF_THE_JOB = (OSError, ImportError, MemoryError, KeyboardInterrupt)
+_DEVICES = ("CUDA", "NVIDIA", "cuda")  # words in the messages of device errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +216,7 @@ class TrialRequest:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of the child process: the `error` with which the job fails, or why no batch was tried (`skipped`).
+    """The result of the child process: the `error` with which the job fails, or why the trial says nothing (`skipped`).
 
     Both are None if the batch was tried without an error.
     """
@@ -226,46 +228,46 @@ class Verdict:
 def main() -> None:
     """Read a TrialRequest from stdin, write a Verdict to stdout, and exit."""
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # drop the output of the user's code, which the workers print too
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # drop what the user's code prints, because the workers print it too
     request: TrialRequest = pickle.load(sys.stdin.buffer)
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     with contextlib.suppress(OSError):  # if memory runs out, the kernel should end this process
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     sys.path[:] = request.path
     torch.set_num_threads(1)
-    verdict = judged(request)
+    verdict = try_batch(request)
     try:
         text = pickle.dumps(verdict)
-    except Exception as error:  # the user's objects in an error's data may raise anything
+    except Exception as error:  # an error's data may have objects of the user, which may raise any exception
         text = pickle.dumps(Verdict(skipped=f"its result cannot be sent: {type(error).__name__}: {error}"))
     answers.write(text)
     answers.flush()
     os._exit(0)  # do not wait for the user's threads
 
 
-def _leave_with_parent() -> None:
+def _exit_with_parent() -> None:
     sys.stdin.buffer.read()
     os._exit(1)
 
 
-def judged(request: TrialRequest) -> Verdict:
-    """Try the request's first batch and return the verdict. Never raises."""
+def try_batch(request: TrialRequest) -> Verdict:
+    """Try the first batch that the request selects, and return the verdict. No exception is raised."""
     try:
-        return Verdict(skipped=_tried(unpack(request.packed), request))
+        return Verdict(skipped=_train_and_evaluate(unpack(request.packed), request))
     except RaypsError as error:
         cause = error.__cause__
-        said = error.message.splitlines()[0]
-        if isinstance(cause, _NO_VERDICT) or _of_ray(cause):
-            return Verdict(skipped=said)
-        if error.data.get("memory") or any(word in said for word in _DEVICES):
-            return Verdict(skipped=said)
+        first_line = error.message.splitlines()[0]
+        if isinstance(cause, _NOT_OF_THE_JOB) or _of_ray(cause):
+            return Verdict(skipped=first_line)
+        if error.data.get("memory") or any(word in first_line for word in _DEVICES):
+            return Verdict(skipped=first_line)
         return Verdict(error=error)
     except BaseException as error:  # such an error says nothing about the job
         return Verdict(skipped=f"{type(error).__name__}: {error}")
 
 
 def _of_ray(error: BaseException | None) -> bool:
-    """Return whether an error was raised inside Ray: the user's code calls Ray, which only the workers have joined."""
+    """Return whether an error was raised inside Ray. The user's code may call Ray, which only workers have joined."""
     file = getattr(sys.modules.get("ray"), "__file__", None)
     if error is None or file is None:
         return False
@@ -273,12 +275,11 @@ def _of_ray(error: BaseException | None) -> bool:
     return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(file).parent)
 
 
-def _tried(workload: Workload, request: TrialRequest) -> str | None:
+def _train_and_evaluate(workload: Workload, request: TrialRequest) -> str | None:
     """Call the user's methods with one batch, in the order in which a worker calls them.
 
-    Return why no batch could be tried; None if one was tried.
-
-    Raises WorkloadError, DataError.
+    Return why no batch could be tried, or None if one was tried. Raises WorkloadError or DataError if the user's code
+    fails.
     """
     try:
         with user_code("data"):
@@ -288,21 +289,23 @@ def _tried(workload: Workload, request: TrialRequest) -> str | None:
         made(workload.optimizer, held.parameters)
         with user_code("evaluation_data"):
             evaluation = workload.evaluation_data()
-    except RaypsError as error:  # not an error of the job: the driver's process could create the model and the data
+    except RaypsError as error:  # not an error of the job, because the driver's process could call these methods
         return error.message.splitlines()[0]
     batch = _first(data, request)
     if batch is None:
         return "worker-0 has no row"
-    _with_few(batch, lambda some: _learn(held, some))
+    _with_few(batch, lambda some: _train(held, some))
     with user_code("evaluation_data"):
-        judged_on = next(iter(evaluation.batches(rank=0, size=request.workers, seed=request.seed, epoch=0)), None)
-    if judged_on is not None and judged_on.size:
-        _with_few(judged_on, lambda some: _evaluate(held, some))
+        evaluation_batch = next(
+            iter(evaluation.batches(rank=0, size=request.workers, seed=request.seed, epoch=0)), None
+        )
+    if evaluation_batch is not None and evaluation_batch.size:
+        _with_few(evaluation_batch, lambda some: _evaluate(held, some))
     return None
 
 
 def _first(data: Data, request: TrialRequest) -> Batch | None:
-    """Return the first batch of worker 0, or of the first client."""
+    """Return the first batch of worker 0, or of the first client that has rows; None if there are no rows."""
     with user_code("data"):
         if request.federated:
             clients = data.clients
@@ -313,7 +316,7 @@ def _first(data: Data, request: TrialRequest) -> Batch | None:
 
 
 def _with_few(batch: Batch, run: Callable[[Batch], None]) -> None:
-    """Call `run` with a few rows of the batch; if that fails, with the whole batch, whose error is raised."""
+    """Call `run` with a few rows of the batch. If that fails, call it with the whole batch."""
     few = batch
     if batch.size > FEW_ROWS:
         with contextlib.suppress(WorkloadError):  # the batch cannot be cut
@@ -326,32 +329,32 @@ def _with_few(batch: Batch, run: Callable[[Batch], None]) -> None:
         run(batch)
 
 
-def _learn(held: Whole, batch: Batch) -> None:
+def _train(held: Whole, batch: Batch) -> None:
     held.module.train()
-    with _given(batch):
+    with _batch_in_errors(batch):
         held.backward(batch, 0, scalar)
 
 
 def _evaluate(held: Whole, batch: Batch) -> None:
     held.module.eval()
-    with _given(batch), torch.no_grad(), user_code("evaluate"):
+    with _batch_in_errors(batch), torch.no_grad(), user_code("evaluate"):
         for name, mean in held.evaluate(batch).items():
             number(name, mean)
 
 
 def scalar(loss: Nested) -> float:
-    """Return a training loss as a number. Raises WorkloadError: as `checked_loss`."""
+    """Return a training loss as a number. Raises WorkloadError if `checked_loss` refuses it."""
     return float(checked_loss(loss).item())
 
 
 @contextlib.contextmanager
-def _given(batch: Batch) -> Iterator[None]:
+def _batch_in_errors(batch: Batch) -> Iterator[None]:
     """Add a description of the batch to errors that are raised inside the block."""
     try:
         yield
     except WorkloadError as error:
-        told = WorkloadError(f"{error.message}\ngiven a batch with {words(batch)}", **error.data)
-        raise told from error.__cause__
+        described = WorkloadError(f"{error.message}\ngiven a batch with {words(batch)}", **error.data)
+        raise described from error.__cause__
 
 
 def words(batch: Batch) -> str:
@@ -369,7 +372,7 @@ def _words(value: Nested) -> str:
     return type(value).__name__
 
 
-# most bytes of parameters, of a packed workload, and of data in memory, as the child holds another copy
+# the most bytes of parameters, of a packed workload, or of data in memory, because the child has a copy of each
 MOST_BYTES = 256 << 20
 _MAIN = "from rayps.runtime.preflight import main; main()"
 
@@ -385,10 +388,10 @@ class TrialFacts(NamedTuple):
     data: int = 0  # bytes of the data's tensors
 
 
-def untried(facts: TrialFacts) -> str | None:
-    """Return why no batch is tried before the workers start; None if a batch is tried."""
+def reason_not_to_try(facts: TrialFacts) -> str | None:
+    """Return why no batch is tried before the workers start, or None if a batch is tried."""
     if facts.remote:
-        return "the clients have the data"
+        return "real clients have the data, and the driver has none"
     if facts.divided:
         return "the model is divided among workers"
     if facts.gpus:
@@ -401,7 +404,7 @@ def untried(facts: TrialFacts) -> str | None:
 
 
 def bytes_of(value: nn.Module | Data | Nested) -> int:
-    """Return the bytes of the tensors in a module, a data set or nested values."""
+    """Return the number of bytes of all tensors in a module, a data set or nested values."""
     if isinstance(value, nn.Module):
         return sum(tensor.nbytes for tensor in [*value.parameters(), *value.buffers()])
     found: list[int] = []
@@ -415,16 +418,16 @@ def bytes_of(value: nn.Module | Data | Nested) -> int:
 
 
 class Trial:
-    """The child process that tries a batch, as the driver uses it; `begin` starts it."""
+    """The driver's handle of the child process that tries a batch. `begin` starts the process."""
 
     def __init__(self) -> None:
-        self.verdict: Verdict | None = None  # set once it is known
+        self.verdict: Verdict | None = None  # None until it is known
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
 
     def begin(self, facts: TrialFacts, request: TrialRequest) -> None:
-        """Start the process, if a batch can be tried; return at once."""
-        reason = untried(facts)
+        """Start the process if a batch can be tried, and return at once."""
+        reason = reason_not_to_try(facts)
         if reason is not None:
             self.verdict = Verdict(skipped=reason)
             return
@@ -454,19 +457,19 @@ class Trial:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise the WorkloadError or DataError that the process found, if it has found one yet."""
+        """Raise the WorkloadError or DataError that the process has found, if any so far."""
         if self.verdict is not None and self.verdict.error is not None:
             raise self.verdict.error
 
     def wait(self, seconds: float) -> None:
-        """Wait until there is a verdict, at most `seconds`."""
+        """Wait until there is a verdict, but at most `seconds`."""
         if self._thread is not None:
             self._thread.join(seconds)
 
     def end(self, journal: Journal) -> None:
-        """End the child process, because the workers have started; if no batch was tried, write the reason as an event.
+        """End the child process, because the workers have started. If no batch was tried, write the reason as an event.
 
-        Raises the WorkloadError or DataError that the process found.
+        Raises the WorkloadError or DataError that the process has found.
         """
         self.check()
         verdict, begun = self.verdict, self._process is not None
@@ -480,7 +483,7 @@ class Trial:
         """End the process."""
         process, self._process = self._process, None
         if process is not None and self._thread is not None:
-            if process.returncode is None:  # end the processes that the user's code started, too
+            if process.returncode is None:  # also end the processes that the user's code started
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
             self._thread.join()
@@ -494,7 +497,7 @@ class Trial:
 
 
 def _answer(process: subprocess.Popen[bytes], given: IO[bytes], taken: IO[bytes], request: TrialRequest) -> Verdict:
-    """Send the request to the child process and return its verdict.
+    """Send the request to the child process, and return the verdict that it sends.
 
     The child's stdin stays open until then, because the child ends itself when its stdin is closed.
     """

@@ -1,8 +1,8 @@
-"""The states of a run: the first state, the round of the next one, how its parts are assembled, where it is saved.
+"""Collect, assemble and save the states of a run.
 
-A round may take one millisecond and the time between polls a hundred, so members that retain only their newest parts
-would seldom have parts of the same round. Therefore the driver chooses a round that no member has reached yet, and
-doubles the distance to that round if a member had passed it before the request arrived.
+A round may take one millisecond, and the time between polls 100 ms. If members retained only their newest parts, they
+would seldom have parts of the same round. Therefore the driver chooses a round that no member has reached yet. If a
+member has passed that round before the request arrives, the driver doubles the distance to the next chosen round.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ if TYPE_CHECKING:
 
 
 class Checkpointer:
-    """The newest state of a run, in memory, and on disk if the run has a folder."""
+    """Holds the newest state of a run in memory, and saves it on disk if the run has a folder."""
 
     def __init__(self, spec: JobSpec, journal: Journal, folder: Path | None, resume: Path | None) -> None:
-        """Set the folders: `folder` for checkpoints; `resume` is the checkpoint to start from."""
+        """Prepare: `folder` is for new checkpoints, `resume` is the checkpoint to start from; None if there is none."""
         self.folder, self.resume, self.saved = folder, resume, resume
         self.newest: Snapshot | None = None
-        self.tables: dict[str, list[bytes]] = {}  # states of sparse tables at the end, if no checkpoint has them
+        # the states of sparse tables at the end of the run, if no checkpoint has them
+        self.tables: dict[str, list[bytes]] = {}
         self._spec, self._journal = spec, journal
 
     @property
@@ -55,7 +56,7 @@ class Checkpointer:
         return 0 if self.newest is None else self.newest.round
 
     def first(self, group: WorkerGroup, workload: Workload, plan: RunPlan) -> Snapshot:
-        """Return the first state: drawn from the seed, read from a checkpoint, or taken from the space to branch from.
+        """Return the first state: drawn from the seed, read from a checkpoint, or copied from the space to branch from.
 
         Raises:
             CheckpointError: the checkpoint cannot be used, or belongs to another model.
@@ -89,7 +90,7 @@ class Checkpointer:
             self._journal.event(
                 "warning",
                 f"{path} was saved with the schedule {was}, and this run has the schedule {now}: the run continues "
-                "with its own",
+                "with its own schedule",
             )
         before = len(saved.positions)
         saved.resume(plan.calendar)
@@ -103,12 +104,12 @@ class Checkpointer:
             self._journal.event(
                 "warning",
                 f"the checkpoint is of round {saved.round} and the run ends at round {plan.calendar.rounds}: "
-                "it is only evaluated, as no training is left; give more epochs or steps to train further",
+                "no training is left, and the checkpoint is only evaluated; give more epochs or steps to train further",
             )
         return saved
 
     def collect(self, group: WorkerGroup, plan: RunPlan, generation: int) -> None:
-        """Fetch a newer state of which every member retains its part, and save it; do nothing if there is none.
+        """Fetch a newer state of which every member retains its part, and save it. Do nothing if there is none.
 
         Raises:
             TrainingError: the state is not finite.
@@ -131,15 +132,15 @@ class Checkpointer:
             self._journal.event("checkpoint", message, round=newer.round, path=str(self.saved))
         group.saved(newer)
 
-    def kept(self, at: int) -> str:
-        """Describe which checkpoint remains of a run that was stopped at round `at`."""
+    def describe_saved(self, at: int) -> str:
+        """Return a text on which checkpoint remains of a run that was stopped at round `at`."""
         if self.folder is None or self.saved is None:
             return "nothing was kept"
         return f"{self.saved} is kept" + (f", of round {self.round}" if self.round < at else "")
 
 
 def of_another(meta: Meta, spec: JobSpec) -> list[str]:
-    """Return warnings if a checkpoint was saved by another workload or with another seed than `spec`'s; [] if not."""
+    """Return a warning for each difference between a checkpoint's workload or seed and those of `spec`."""
     was, now = (str(name).rpartition(":")[2] for name in (meta.get("workload", spec.workload), spec.workload))
     found = [] if was == now else [f"was saved by workload {was}, and this run trains {now}"]
     seed = meta.get("seed", spec.seed)
@@ -149,44 +150,45 @@ def of_another(meta: Meta, spec: JobSpec) -> list[str]:
 
 
 class SnapshotSchedule:
-    """Chooses the round of the next snapshot: at the generation's boundaries or, after `hurry`, as soon as possible."""
+    """Chooses the round of the next snapshot: a boundary of the generation or, after `snapshot_soon`, any round."""
 
     def __init__(self, boundary: Boundary) -> None:
-        self.round = 0  # 0 = no round was chosen yet
+        self.round = 0  # the chosen round; 0 if no round was chosen yet
         self._boundary = boundary
         self._lead = 1  # rounds between the fastest member and the chosen round
-        self._hurry = False
+        self._soon = False
 
-    def hurry(self) -> None:
-        """Take the next snapshot at any round from now on."""
-        self._hurry, self.round = True, 0
+    def snapshot_soon(self) -> None:
+        """Take the next snapshot as soon as possible, also at a round that is not a boundary."""
+        self._soon, self.round = True, 0
 
-    def look(self, members: list[tuple[int, list[int]]], collected: int) -> int:
-        """Choose the round whose parts all members must retain, and return it.
+    def choose_round(self, members: list[tuple[int, list[int]]], collected: int) -> int:
+        """Choose the round whose parts all members must retain, and return this round.
 
-        `members` are (progress, retained rounds) of these members. `collected` is the round of the newest state that
-        the driver has.
+        `members` has (progress, retained rounds) of each of these members. `collected` is the round of the newest state
+        that the driver has.
         """
         if self.round > collected:
             if not any(reached > self.round and self.round not in held for reached, held in members):
                 return self.round
             self._lead *= 2  # a member had passed the round before it received the request
         soonest = max(reached for reached, _ in members) + self._lead
-        self.round = min(soonest, self._boundary.end) if self._hurry else self._boundary.following(soonest)
+        self.round = min(soonest, self._boundary.end) if self._soon else self._boundary.following(soonest)
         return self.round
 
 
 def columns_of(snapshot: Snapshot, division: Division | None) -> list[Snapshot]:
-    """Return the parts of a state by column; the state itself if a replica is one worker."""
+    """Return the parts of a state, one for each column. If a replica is one worker, return a list of the state only."""
     if division is None:
         return [snapshot]
     return [division.cut(snapshot, column) for column in range(len(division.columns))]
 
 
 def assemble(base: Snapshot, workers: dict[int, WorkerPart | None], shards: list[ShardPart]) -> Snapshot:
-    """Return one snapshot from all members' parts of the same round; `workers` are the workers' parts by rank.
+    """Return one snapshot from all members' parts of the same round.
 
-    If workers do not run in step, a worker may have no part yet (None).
+    `workers` is a dict from each rank to that worker's part, which is None if the worker has no part yet. If workers
+    run in step, every worker has a part.
     """
     from_shards, lead = bool(shards), next(iter(workers.values()))
     there = [part for part in workers.values() if part is not None]
@@ -196,7 +198,7 @@ def assemble(base: Snapshot, workers: dict[int, WorkerPart | None], shards: list
     else:
         assert lead is not None, "workers in step all have their part"
         params, moments = _agreed(there), lead.moments
-    # shards at a round boundary have each worker's position; the slowest shard counts
+    # at the boundary of a round, each shard has a position of each worker; the smallest one counts
     positions = (
         [min(marks) for marks in zip(*(part.ledger.marks.values() for part in shards), strict=True)]
         if from_shards
@@ -229,8 +231,8 @@ def in_columns(
 ) -> Snapshot:
     """Return one snapshot as `assemble` does, for replicas of several workers.
 
-    `given` are the workers' parts and `columns` their columns, by rank; `held` are the shards' parts, and `of` has the
-    indices of each column's shards in `held`.
+    `given` has the part and `columns` the column of each worker. `held` has the shards' parts, and `of` the indices in
+    `held` of each column's shards.
     """
     parts = []
     for i, column in enumerate(division.columns):
@@ -241,9 +243,9 @@ def in_columns(
 
 
 def _agreed(parts: list[WorkerPart]) -> Tensor:
-    """Return the parameters that workers in step share; the mean of the workers' parameters if these differ.
+    """Return the parameters that all workers share, or the mean of the workers' own parameters if these differ.
 
-    They differ if the parts were not taken at one round, as for the checkpoint at a stop.
+    They may differ if the parts were not taken at a boundary of the generation, as for the checkpoint at a stop.
     """
     found: Tensor | None = parts[0].params
     if found is not None:

@@ -1,4 +1,4 @@
-"""The status of a run: its record, its progress as JSON-ready data, and its outcome."""
+"""The status of a run: its record in the journal, its progress as JSON-ready data, and its outcome."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from rayps.runtime.worker_group import WorkerGroup
 from rayps.tensors.snapshot import Snapshot
 from rayps.worker.plan import WorkerFacts
 
-POINTS_PER_RANK = 50  # newest points of each rank from which rates are computed
-AFTER_SECONDS = 3.0  # seconds from the report of a server's death until no worker waits for the server any more
-BEFORE_SECONDS = 2.0  # most seconds between a death and its report
+POINTS_PER_RANK = 50  # the number of newest points of each rank from which rates are computed
+AFTER_SECONDS = 3.0  # seconds after the report of a server's death in which workers may still wait for that server
+BEFORE_SECONDS = 2.0  # the longest time, in seconds, between a server's death and its report
 
 
 @dataclass(slots=True)
 class Outcome:
-    """The end of a run, with its status and results."""
+    """The final status and the results of a run."""
 
     status: Status
     message: str
@@ -50,76 +50,82 @@ class Outcome:
 
 
 class RunRecord:
-    """The run's status and progress; it writes the results of polls (points, events, log lines) to the journal."""
+    """The run's status and progress. It writes the results of polls (points, events, log lines) to the journal."""
 
-    def __init__(self, journal: Journal, workers: int, where: Callable[[], tuple[int, ProgressRecord]]) -> None:
-        """Prepare the record; `where` returns the round of the newest snapshot, and further facts of the progress."""
+    def __init__(
+        self, journal: Journal, workers: int, round_and_facts: Callable[[], tuple[int, ProgressRecord]]
+    ) -> None:
+        """Prepare the record.
+
+        `round_and_facts()` returns the round of the newest snapshot, and facts to add to the progress.
+        """
         self.status = Status.STARTING
         self.evaluated = 0  # the last round whose evaluation is in the journal
         self._message = ""
-        self._journal, self._where, self._workers = journal, where, workers
+        self._journal, self._round_and_facts, self._workers = journal, round_and_facts, workers
         self._rounds = Rounds(workers, 0, "")
         self._report, self._server_events = ProgressReport(), ServerEvents()
 
-    def begin(self, calendar: Calendar) -> None:
-        """Count epochs by this calendar from now on."""
+    def set_calendar(self, calendar: Calendar) -> None:
+        """Set the calendar, from which epochs are computed."""
         self._report.calendar = calendar
 
-    def say(self, status: Status, message: str) -> None:
-        """Change the status and its message, and show them at once."""
+    def set_status(self, status: Status, message: str) -> None:
+        """Change the status and its message, and show the progress at once."""
         self.status, self._message = status, message
-        self.show(now=True)
+        self.show_progress(now=True)
 
-    def show(self, *, now: bool = False) -> None:
-        """Show the progress; at most a few times a second unless `now`."""
-        done, more = self._where()
+    def show_progress(self, *, now: bool = False) -> None:
+        """Write the progress to the journal: at most twice a second, or at once if `now`."""
+        done, more = self._round_and_facts()
         progress = self._report.progress(done, {"status": self.status, "message": self._message, **more})
         self._journal.progress(progress, now=now)
 
-    def generation(self, number: int, strategy: str, *, mended: bool) -> None:
+    def begin_generation(self, number: int, strategy: str, *, continues: bool) -> None:
         """Start the generation with this number.
 
-        `mended`: it continues the rounds of the last generation, whose points are retained; else they are dropped.
+        `continues`: the generation continues the rounds of the previous one, whose points are retained. If False, those
+        points are dropped.
         """
-        if not mended:
+        if not continues:
             self._rounds = Rounds(self._workers, number, strategy)
         self._rounds.generation = number
 
-    def again(self, generation: int, begin: int) -> None:
-        """Drop points of round `begin` and later: the next generation repeats these rounds."""
+    def repeat_from(self, generation: int, begin: int) -> None:
+        """Drop the points of round `begin` and of later rounds, because the next generation repeats these rounds."""
         self._rounds.again(generation, begin)
 
     def end_generation(self) -> None:
-        """End a generation: reset the measured rates."""
-        self._report.begin_again()
+        """Reset the measured rates at the end of a generation."""
+        self._report.reset_rates()
 
     def flush(self) -> None:
-        """Write the points of the rounds that not all ranks have reported."""
-        self.file(self._rounds.flush())
+        """Write the points of rounds that not all ranks have reported."""
+        self.add_points(self._rounds.flush())
 
-    def take_in(self, group: WorkerGroup, found: list[Point]) -> None:
-        """Write the result of a poll of the group: points `found` of single ranks, events, log lines."""
-        points = self._journal.choices(found)
-        self._report.hear(points)
-        self._server_events.hear(points)
-        self.tell(group)
-        self.file(self._rounds.add(points))
+    def add_poll(self, group: WorkerGroup, found: list[Point]) -> None:
+        """Write the result of a poll of the group: the points `found` of single ranks, events and log lines."""
+        points = self._journal.add_reported_events(found)
+        self._report.add_worker_points(points)
+        self._server_events.add_rounds(points)
+        self.add_server_events(group)
+        self.add_points(self._rounds.add(points))
         self._journal.lines(group.lines())
-        self._report.look(group, self._rounds.strategy)
+        self._report.update_members(group, self._rounds.strategy)
         for name, count in self._report.newly_lost(group):
-            message = f"{name} lost {count} pushes: evicted from the workers' replay buffers (replay_mb)"
+            message = f"{name} lost {count} pushes that were evicted from the workers' replay buffers: raise replay_mb"
             self._journal.event("lost", message, pushes=count)
 
-    def tell(self, group: WorkerGroup, *, over: bool = False) -> None:
-        """Write the events of the job's server group; `over`: the run has ended, so no event is delayed."""
+    def add_server_events(self, group: WorkerGroup, *, over: bool = False) -> None:
+        """Write the events of the job's server group. `over`: the run has ended, and no event may be delayed."""
         if group.space is not None:
             if over:
                 group.space.look()
-            for event in self._server_events.tell(group.space.news(), over):
+            for event in self._server_events.take_ready(group.space.news(), over):
                 self._journal.event(**event)
 
-    def file(self, merged: list[Point]) -> None:
-        """Write merged points of the whole group to the journal."""
+    def add_points(self, merged: list[Point]) -> None:
+        """Write points of the whole group, merged from those of its ranks, to the journal."""
         calendar = self._report.calendar
         for point in merged:
             if calendar is not None:
@@ -130,11 +136,11 @@ class RunRecord:
                 lost = ", ".join(f"worker-{rank}" for rank in point["missing"])
                 which = f"the evaluation after round {point['round']}"
                 self._journal.event("warning", f"{which} lacks the rows of {lost}, which died before reporting them")
-        self._report.file(merged)
-        self._journal.add(merged)
+        self._report.add_group_points(merged)
+        self._journal.add_points(merged)
 
     def reached(self, done: int) -> int:
-        """Return the round that all workers have reached; `done` is that of the newest snapshot."""
+        """Return the round that all workers have reached; `done` is the round of the newest snapshot."""
         return self._report.reached(done)
 
 
@@ -142,21 +148,21 @@ class ProgressReport:
     """A run's points and members, from which `progress()` makes the content of `progress.json`."""
 
     def __init__(self) -> None:
-        self.calendar: Calendar | None = None  # once it is known
-        self._throughput = Throughput()
+        self.calendar: Calendar | None = None  # None until it is known
+        self._throughput = Throughput()  # samples per second
         self._pace = Throughput()  # rounds per second
-        self._lost: dict[str, int] = {}  # pushes that each shard has lost
-        self._latest: dict[int, deque[Point]] = {}
+        self._lost: dict[str, int] = {}  # from a shard's name to the number of pushes it has lost
+        self._latest: dict[int, deque[Point]] = {}  # the newest points of each rank
         self._facts: ProgressRecord = {"loss": None, "staleness": {}, "workers": [], "shards": []}
 
-    def hear(self, points: list[Point]) -> None:
+    def add_worker_points(self, points: list[Point]) -> None:
         """Add points of single ranks."""
         for point in points:
             if point["kind"] == "round":
                 self._latest.setdefault(point["rank"], deque(maxlen=POINTS_PER_RANK)).append(point)
 
-    def file(self, merged: list[Point]) -> None:
-        """Add points of the group."""
+    def add_group_points(self, merged: list[Point]) -> None:
+        """Add points of the whole group."""
         now = time.monotonic()
         for point in merged:
             if point["kind"] == "evaluation":
@@ -169,8 +175,8 @@ class ProgressReport:
             for lead, count in point["staleness"].items():
                 histogram[lead] = histogram.get(lead, 0) + count
 
-    def look(self, group: WorkerGroup, strategy: str) -> None:
-        """Record the members' current facts (status, round, rates, servers) for the progress."""
+    def update_members(self, group: WorkerGroup, strategy: str) -> None:
+        """Take over the members' current facts (status, round, rates, servers) into the progress."""
         self._facts["strategy"] = strategy
         workers = [self._worker(rank, member) for rank, member in enumerate(group.workers)]
         self._facts["workers"] = in_replicas(workers, group.grid)
@@ -179,7 +185,7 @@ class ProgressReport:
             self._facts["server_group"] = group.space.facts()
 
     def newly_lost(self, group: WorkerGroup) -> list[tuple[str, int]]:
-        """Return the shards that lost pushes since the last call, and the number of these pushes."""
+        """Return (name, number of lost pushes) of each shard that lost pushes since the last call."""
         found = []
         for member in group.shards:
             lost = member.facts.lost if isinstance(member.facts, ShardFacts) else 0
@@ -188,13 +194,13 @@ class ProgressReport:
             self._lost[member.name] = lost
         return found
 
-    def begin_again(self) -> None:
-        """Start a new generation: reset the measured rates."""
+    def reset_rates(self) -> None:
+        """Reset the measured rates, because a generation has ended."""
         self._throughput, self._pace = Throughput(), Throughput()
         self._latest.clear()
 
     def reached(self, done: int) -> int:
-        """Return the round that all workers have reached; `done` is that of the last snapshot."""
+        """Return the round that all workers have reached; `done` is the round of the last snapshot."""
         return max(done, min((worker["round"] for worker in self._facts["workers"]), default=0))
 
     def progress(self, done: int, more: ProgressRecord) -> ProgressRecord:
@@ -238,7 +244,10 @@ class ProgressReport:
 
 
 def in_replicas(workers: list[WorkerLine], grid: Grid) -> list[WorkerLine]:
-    """Add each worker's part to its line; all workers of a replica get the replica's samples per second."""
+    """Return the workers' lines, each with the worker's part of the model and its replica's samples per second.
+
+    If each replica is one worker, return the lines unchanged.
+    """
     if grid.columns == 1 or grid.size != len(workers):
         return workers
     rates = [
@@ -260,40 +269,39 @@ def _shard(index: int, member: GroupMember) -> ShardLine:
     line: ShardLine = {"index": index, "host": place.host if place else None, "pid": place.pid if place else None}
     if facts is None:
         return line
-    # number of pushes, by the age in versions of the parameters that they were computed with
+    # from an age (the versions by which a push's parameters were older than the shard's) to the number of pushes
     ages = {str(age): count for age, count in sorted(facts.ages.items())}
     return {**line, "lo": facts.lo, "hi": facts.hi, "version": facts.version, "bytes": facts.bytes, "ages": ages}
 
 
 class ServerEvents:
-    """Adds to the event of a server's death how long workers waited because of it.
+    """Adds to the event of a server's death how long workers waited because of this death.
 
-    For this it collects the server group's events, and the waiting time of each worker's rounds.
+    It delays these events, and collects the waiting time of each worker's rounds.
     """
 
     def __init__(self) -> None:
-        self._waits: deque[tuple[float, float]] = deque(
-            maxlen=10_000
-        )  # time of a round's report, seconds that it waited
-        self._due: list[tuple[float, Event]] = []  # time of the event's report, the event
+        # (time of a round's report, seconds that its worker waited)
+        self._waits: deque[tuple[float, float]] = deque(maxlen=10_000)
+        self._due: list[tuple[float, Event]] = []  # (time of the event's report, the delayed event)
 
-    def hear(self, points: list[Point]) -> None:
+    def add_rounds(self, points: list[Point]) -> None:
         """Add rounds of single ranks."""
         now = time.monotonic()
         self._waits.extend((now, point["wait"]) for point in points if point["kind"] == "round")
 
-    def tell(self, events: list[Event], over: bool = False) -> list[Event]:
-        """Return the events that can be written now.
+    def take_ready(self, events: list[Event], over: bool = False) -> list[Event]:
+        """Add new events, and return the events that can be written now.
 
-        The event of a server's death is returned `AFTER_SECONDS` later, when it is known how long workers waited, or
-        when the run is `over`.
+        The event of a server's death is returned `AFTER_SECONDS` after its report, when it is known how long workers
+        waited, or at once if the run is `over`.
         """
         now = time.monotonic()
-        told = [event for event in events if event["kind"] != "server_lost"]
+        ready = [event for event in events if event["kind"] != "server_lost"]
         self._due += [(now, event) for event in events if event["kind"] == "server_lost"]
         for heard, event in [item for item in self._due if over or now - item[0] >= AFTER_SECONDS]:
             self._due.remove((heard, event))
             longest = max((wait for at, wait in self._waits if at >= heard - BEFORE_SECONDS), default=0.0)
             message = f"{event['message']}; the longest wait of a worker in a round was {longest:.2f} s"
-            told.append({**event, "message": message, "longest_wait": longest})
-        return told
+            ready.append({**event, "message": message, "longest_wait": longest})
+        return ready

@@ -1,4 +1,4 @@
-"""`rayps.train`: train a workload with several Ray actors, by one call."""
+"""`rayps.train`: train a workload with several Ray actors in one call."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Result:
     Example:
         result = rayps.train(work, workers=2)
         result.metrics["loss"]
-        result.history.column("loss")  # by round
+        result.history.column("loss")  # one value for each round
         model = result.model()
     """
 
@@ -52,7 +52,7 @@ class Result:
     checkpoint: Path | None
     workload: Workload
     snapshot: Snapshot
-    # the states of sparse tables, as bytes of their segments
+    # from a sparse table's name to the states of its segments; empty if the checkpoint has them
     tables: dict[str, list[bytes]] = field(default_factory=dict)
 
     def __repr__(self) -> str:
@@ -62,7 +62,7 @@ class Result:
 
     @property
     def costs(self) -> list[Event]:
-        """The costs of a step in each phase, `measured` and by `formula`: see `rayps.runtime.cost_report.measured`."""
+        """The events with the costs of a step, one for each phase: see `rayps.runtime.cost_report.measured`."""
         return [event for event in self.events if event["kind"] == "costs"]
 
     def model(self) -> nn.Module:
@@ -103,29 +103,30 @@ def train(
 ) -> Result:
     """Train a workload with `workers` Ray actors and return the result.
 
-    `workload` is a Workload or its name ("digits.py:Digits"). `strategy` is a Strategy, its name
-    ("parameter_server:staleness=3,shards=2", or for your own class in the current folder "easgd.py:EASGD:rho=0.1"), or
-    a list of (epochs, strategy) to change the strategy during the run. If the strategy's `replica` is several workers,
-    `workers` must be a multiple of their number, and each worker holds a part of the model; the initial parameters are
-    then drawn in this process. Without `epochs` or `steps` (batches per worker) the run trains one epoch.
+    `workload` is a Workload or its name ("digits.py:Digits"). `strategy` is a Strategy or its text form, such as
+    "parameter_server:staleness=3,shards=2", or "easgd.py:EASGD:rho=0.1" for your own class in the current folder. A
+    list of (epochs, strategy) changes the strategy during the run. If the strategy's `replica` is several workers,
+    `workers` must be a multiple of their number. Each worker then holds a part of the model, and the initial parameters
+    are drawn in this process. Without `epochs` or `steps` (batches per worker) the run trains one epoch.
 
     A worker or shard that dies is replaced, up to `max_failures` times. A peer that does not answer for `timeout`
     seconds counts as dead, and so does a worker in which one call of your code takes longer (three minutes for a
     method's first call). If your code exits or raises, the run ends with the method, the worker and the round.
 
-    `checkpoint` is a folder: a state is saved there after every epoch (every tenth with federated clients), or every
-    `checkpoint_every` rounds (a round that ends while a state is being saved is skipped). `resume=True` continues from
-    the newest checkpoint that is complete and finite; a path continues from that checkpoint.
+    `checkpoint` is the folder for checkpoints. A state is saved there after every epoch (every tenth with federated
+    clients), or every `checkpoint_every` rounds (a round that ends while a state is being saved is skipped).
+    `resume=True` continues from the newest checkpoint that is complete and finite. `resume` may also be the path of a
+    checkpoint.
 
     `address` is the Ray cluster to join: "host:port" of its head, or "auto" for the one that RAY_ADDRESS names or that
-    runs on this machine. Without it the Ray that the process has joined is used, or else a private one is started on
-    this machine, with as many logical CPUs as are needed, and ended without leaving files. A process can be in only one
-    Ray: to join `address`, the process leaves a Ray that rayps started or joined, unless a run uses that Ray. If your
-    own code called ray.init(), the process stays in that Ray, and `address` is refused.
+    runs on this machine. Without `address`, the run uses the Ray that the process has joined. If there is none, a
+    private Ray is started on this machine, with as many logical CPUs as are needed, and ended without leaving files. A
+    process can be in only one Ray. To join `address`, the process leaves a Ray that rayps started or joined, unless a
+    run uses that Ray. If your own code called ray.init(), the process stays in that Ray, and `address` is refused.
 
     `resources` are those of one worker: {"cpu": 1, "gpu": 1}. Unless `cluster` is given, one batch is tried in a child
-    process while workers start, so that a mistake in shapes, labels or dtypes is reported first. `progress` is shown on
-    stderr, or passed to your function.
+    process while workers start, so that a mistake in shapes, labels or dtypes is reported early. If `progress` is True,
+    the progress is shown on stderr. If it is a function, it is called with the progress.
 
     `server_group` names a server group of the cluster at `address` (`rayps servers start`), on which the job has a
     space called `name`, within `quota`: {"bytes": ..., "operations": per second}. `branch` is the name of another space
@@ -135,7 +136,8 @@ def train(
         UserError: invalid input (ConfigError, WorkloadError, DataError, CheckpointError).
         NoResources: the cluster lacks the resources for the workers.
         ClusterError: no Ray cluster answers at `address`, it refuses the token, or the process is in another Ray.
-        KeyboardInterrupt: Ctrl-C; the text has what was saved. With a `checkpoint` folder a state is saved first.
+        KeyboardInterrupt: Ctrl-C was pressed. With a `checkpoint` folder a state is saved first. The text says what was
+            saved.
         TrainingError: the run failed more often than max_failures, or its loss, a gradient, a parameter, a table's row
             or an optimizer's moment is not finite: such values never enter a result or a checkpoint.
 
@@ -173,8 +175,8 @@ def train(
         _must_take_checkpoints(folder, resumed)
     display = Display() if progress is True else None
     on_progress = display.progress if display else progress if callable(progress) else None
-    told = (display.event, display.lines) if display else (None, None)
-    journal = Journal(on_progress=on_progress, on_event=told[0], on_lines=told[1])
+    handlers = (display.event, display.lines) if display else (None, None)
+    journal = Journal(on_progress=on_progress, on_event=handlers[0], on_lines=handlers[1])
     for warning in passed:
         journal.event("warning", warning)
     own = cluster is None
@@ -214,11 +216,11 @@ def _workload(given: Workload | str) -> Workload:
 def _run(driver: Driver, cluster: Cluster | None, address: str | None) -> Outcome:
     """Run the driver on `cluster`, or on a cluster that is opened and closed for this run.
 
-    Raises KeyboardInterrupt after Ctrl-C, with what was saved as text.
+    Raises KeyboardInterrupt after Ctrl-C. Its text says what was saved.
     """
     opened = None
     try:
-        driver.preflight()  # report invalid input before Ray starts, which takes seconds
+        driver.preflight()  # report invalid input before Ray starts, because that start takes seconds
         opened = cluster if cluster is not None else _open(address, driver.spec, driver.journal)
         with stops(driver, lambda text: driver.journal.event("stopping", text)) as interrupts:
             outcome = driver.run(opened)
@@ -237,7 +239,7 @@ def _run(driver: Driver, cluster: Cluster | None, address: str | None) -> Outcom
 
 
 def _open(address: str | None, spec: JobSpec, journal: Journal) -> Cluster:
-    """Return the cluster at the address, or a private Ray with the logical CPUs that the job needs."""
+    """Join the cluster at the address, or start a private Ray with the logical CPUs that the job needs."""
     from rayps.cluster.ray_cluster import RayCluster
 
     if address is not None:
@@ -262,7 +264,11 @@ def _open(address: str | None, spec: JobSpec, journal: Journal) -> Cluster:
 
 
 def _must_take_checkpoints(folder: Path, resumed: Path | None) -> None:
-    """Refuse a folder that has an earlier run's checkpoints, or that cannot be written, before training starts."""
+    """Check that new checkpoints can be written to `folder`.
+
+    Raises CheckpointError if the folder has an earlier run's checkpoints and the run does not resume, or if the folder
+    cannot be written.
+    """
     if resumed is None and folder.is_dir() and (held := checkpoints.newest(folder)) is not None:
         raise CheckpointError(
             f"{folder} holds the checkpoints of an earlier run ({held.name}), which a new run would replace:\n"
@@ -279,7 +285,10 @@ def _must_take_checkpoints(folder: Path, resumed: Path | None) -> None:
 
 
 def _resume(resume: bool | str | Path, folder: Path | None) -> tuple[Path | None, list[str]]:
-    """Return the checkpoint from which to resume, and a warning for each newer checkpoint that cannot be used."""
+    """Return the checkpoint from which to resume (None if the run does not), and a list of warnings.
+
+    There is a warning for each newer checkpoint that cannot be used.
+    """
     if resume is False:
         return None, []
     if resume is not True:
@@ -298,26 +307,26 @@ def _resume(resume: bool | str | Path, folder: Path | None) -> tuple[Path | None
 
 
 @contextlib.contextmanager
-def stops(driver: Driver, say: Callable[[str], None]) -> Iterator[list[int]]:
-    """Handle Ctrl-C during a run: the first stops the run after a last checkpoint, the second ends it at once.
+def stops(driver: Driver, notify: Callable[[str], None]) -> Iterator[list[int]]:
+    """Handle Ctrl-C during a run: the first stops the run after a last checkpoint, the second ends the run at once.
 
-    Yield the list of the SIGINTs received so far. In a thread other than the main thread, nothing is handled.
+    Yield the list of the SIGINTs received so far. In a thread other than the main thread, Ctrl-C is not handled.
     """
-    came: list[int] = []
+    received: list[int] = []
 
-    def hear(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-        if len(came) > 1 or driver.status not in (Status.RUNNING, Status.RECOVERING):
+    def handle(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if len(received) > 1 or driver.status not in (Status.RUNNING, Status.RECOVERING):
             raise KeyboardInterrupt
         driver.stop()
         if driver.saves:
-            say("a checkpoint is saved first; press Ctrl-C again to end the run at once")
+            notify("a checkpoint is saved first; press Ctrl-C again to end the run at once")
 
     if threading.current_thread() is not threading.main_thread():
-        yield came
+        yield received
         return
-    before = signal.signal(signal.SIGINT, hear)
+    before = signal.signal(signal.SIGINT, handle)
     try:
-        yield came
+        yield received
     finally:
         signal.signal(signal.SIGINT, before)

@@ -1,7 +1,7 @@
-"""The actor of a worker: the driver starts it, polls it and ends it.
+"""The actor of a worker, which the driver starts, polls and ends.
 
-Calls return at once; training runs in a thread (`rayps.worker.run`). `begin` of a new generation ends the previous
-generation.
+Calls return at once, and training runs in a thread (`rayps.worker.run`). `begin` starts a generation and ends the
+previous one.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from rayps.worker.run import GenerationRun
 from rayps.workload.base import Workload
 from rayps.workload.model import drawn
 
-MOST_ENDS = 10  # most ended threads that are reported at a time
-JOIN_SECONDS = 5.0  # seconds for a thread to see that its plan has ended
+MOST_ENDS = 10  # the largest number of ended threads that one poll reports
+JOIN_SECONDS = 5.0  # seconds for a thread to notice that its plan has ended
 
 
 @dataclass(frozen=True, slots=True)
 class OpenCalls:
-    """The calls of the user's code that have not returned in a worker, and the exceptions that ended its threads."""
+    """The calls of the user's code in a worker that have not returned, and the exceptions that ended its threads."""
 
     calls: tuple[Call, ...]
     ends: list[str]
 
 
 class WorkerActor:
-    """One worker's process: it holds the workload, and runs the plans of successive generations."""
+    """One worker's process, which holds the workload and runs one plan after the other, one for each generation."""
 
     def __init__(
         self,
@@ -80,14 +80,14 @@ class WorkerActor:
         self._backup: WorkerBackup | None = None  # set if workers hold backups of each other's states
         self._evaluating: int | None = None  # the thread that evaluates for the driver
         record_thread_ends()
-        # numbers of ended threads: before this worker, and reported so far
-        self._ends = self._ends_told = len(ended_threads())
+        # the number of threads that ended before this worker started, and the number that is reported so far
+        self._ends = self._ends_reported = len(ended_threads())
 
     def companion(self, target: str, method: str, *args: Any) -> Any:
-        """Call a method of the object of class `target` ("module:Class") that lives as long as this worker.
+        """Call a method of this worker's object of class `target` ("module:Class"), which is created at the first call.
 
-        The object holds the state that a family stores between generations, such as clients' states. Its constructor
-        receives a function that returns the workload.
+        The object exists as long as this worker, and holds the state that a family stores between generations, such as
+        clients' states. Its constructor receives a function that returns the workload.
         """
         if target not in self._companions:
             self._companions[target] = load(target)(self._load)
@@ -96,24 +96,25 @@ class WorkerActor:
     # ---- place and end
 
     def place(self) -> ActorHost:
-        """Return where this worker runs and how peers reach it."""
+        """Return this worker's host, its process id, and the address at which peers connect."""
         return ActorHost(socket.gethostname(), os.getpid(), self._listener.address)
 
     def backup_address(self) -> str:
-        """Return the address at which other workers store and request states; "" if there is no shared memory."""
+        """Return the address at which other workers store and request states, or "" without shared memory."""
         with self._ending:
             return self._made_backup().backup_address()
 
-    def halt(self, line: int) -> dict[int, HeldRounds]:
-        """End the running plan now; return, by rank, the rounds of the states that this worker holds, its own included.
+    def halt(self, base_generation: int) -> dict[int, HeldRounds]:
+        """End the running plan now. Return a dict from rank to the rounds of that worker's states held here.
 
-        Only states on `line` are returned: see `rayps.recovery.state_slots.StateSlots`.
+        This worker's own states are included. Only states with `base_generation` are returned: see
+        `rayps.recovery.state_slots.StateSlots`.
         """
         with self._ending:
             if self._backup is not None:
-                self._backup.shut()
+                self._backup.refuse_commits()
             self.abort()
-            return {} if self._backup is None else self._backup.holdings(line)
+            return {} if self._backup is None else self._backup.held_rounds(base_generation)
 
     def initial(self, seed: int) -> Snapshot:
         """Return the state before the first round, with parameters drawn from the seed."""
@@ -125,9 +126,10 @@ class WorkerActor:
             raise
 
     def begin(self, plan: WorkerPlan, snapshot: Snapshot, own: LocalState | None = None) -> None:
-        """End the running plan, and start `plan`; return at once. `own` is this worker's separate state, if any.
+        """End the running plan, start `plan`, and return at once.
 
-        Raises PeerLost: this worker has been closed.
+        `own`: the state of this worker that differs from other workers' states; None if there is none. Raises PeerLost
+        if this worker has been closed.
         """
         if own is not None:
             snapshot = replace(snapshot, own={plan.rank: own})
@@ -135,18 +137,22 @@ class WorkerActor:
             self.abort()
             if self._closed:
                 raise PeerLost(f"worker-{plan.rank} was closed", peer=f"worker-{plan.rank}")
-            with self._lock:  # a poll answered between these calls would count points as received that were not sent
+            with (
+                self._lock
+            ):  # no poll may be answered in between: its points would count as received without being sent
                 points = []
-                if plan.bond is not None:
-                    points = self._made_backup().unheard(plan.start if plan.bond.recalls else 0)
+                if plan.backup_assignment is not None:
+                    points = self._made_backup().unconfirmed_points(
+                        plan.start if plan.backup_assignment.restores_state else 0
+                    )
                 self._current = GenerationRun(plan, self._backup, points, self._lock)
             self._listener.generation = plan.generation
             self._current.start(self._load, snapshot, self._listener, self._device, self._companions)
 
     def poll(self, wanted: int) -> WorkerFacts:
-        """Return the facts since the last poll; each point and line is returned once.
+        """Return the facts since the last poll. Each point and each log line is returned once.
 
-        The worker retains its part of round `wanted`.
+        The worker will retain its part of round `wanted`.
         """
         ends = ended_threads(self._ends)
         with self._lock:
@@ -157,31 +163,34 @@ class WorkerActor:
         return answer
 
     def _ended_threads(self, ends: list[str]) -> list[Point]:
-        """Return events for the threads that ended since the last call, at most `MOST_ENDS`."""
-        told = self._ends_told - self._ends
-        new, self._ends_told = ends[told : told + MOST_ENDS], self._ends + len(ends)
+        """Return events for the threads that ended since the last call, at most `MOST_ENDS` of them."""
+        reported = self._ends_reported - self._ends
+        new, self._ends_reported = ends[reported : reported + MOST_ENDS], self._ends + len(ends)
         words = f"in worker-{self._rank}"
         return [{"kind": "event", "event": {"kind": "warning", "message": f"{words}: {text}"}} for text in new]
 
     def calls(self) -> OpenCalls:
-        """Return the running calls of the user's code in this worker: of its plan, and of the driver's evaluation."""
+        """Return the calls of the user's code that run in this worker: in its plan, and in the driver's evaluation."""
         found = [under_way(self._evaluating), None if self._current is None else self._current.call]
         return OpenCalls(tuple(call for call in found if call is not None), ended_threads(self._ends))
 
     def part(self, rounds: int | None) -> WorkerPart | None:
-        """Return this worker's part of the checkpoint after `rounds` rounds; None if it is not retained.
+        """Return this worker's part of the checkpoint after `rounds` rounds, or None if it is not retained.
 
-        `rounds` None: return the newest part.
+        If `rounds` is None, return the newest part.
         """
         return None if self._current is None else self._current.part(rounds)
 
     def rewire(self, found: SpaceMap) -> None:
-        """Use `found`, the map in which a shard is replaced, and push again to the new shard the pushes it lacks."""
+        """Use the map `found`, in which a shard is replaced, and repeat the pushes that the new shard lacks."""
         if self._current is not None:
             self._current.rewire(found)
 
     def evaluate(self, vector: Tensor | None, buffers: dict[str, Tensor]) -> dict[str, tuple[float, int]]:
-        """Return sum and number of samples of every metric over this worker's share, at the given parameters."""
+        """Return a dict from each metric's name to (sum, number of samples) over this worker's share of the data.
+
+        `vector`: the parameters to evaluate; None means the worker's own.
+        """
         assert self._current is not None, "evaluate is called after a plan has run"
         self._evaluating = threading.get_ident()
         try:
@@ -190,7 +199,7 @@ class WorkerActor:
             self._evaluating = None
 
     def abort(self) -> None:
-        """End the running plan; its peers get PeerLost."""
+        """End the running plan. Peers that wait for this worker get PeerLost."""
         with self._ending:
             if self._current is not None:
                 self._current.end(JOIN_SECONDS)

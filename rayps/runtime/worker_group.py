@@ -1,4 +1,4 @@
-"""The workers and servers of one job together: start, begin a generation, poll, collect a snapshot, end.
+"""All workers and servers of one job: start them, begin a generation, poll, collect a snapshot, end them.
 
 Polling never blocks. The driver decides which members to replace.
 """
@@ -25,9 +25,9 @@ from rayps.federated.strategy_interface import keeper_of
 from rayps.ps.client.session import Session
 from rayps.ps.protocol.space import SpaceRank
 from rayps.ps.server.dense_segment import ShardPart
-from rayps.recovery.backup_assignment import Mending
+from rayps.recovery.backup_assignment import RebuildPlan
 from rayps.runtime.job_servers import FixedServers, JobServers
-from rayps.runtime.mending import PeerStates
+from rayps.runtime.recover import PeerStates
 from rayps.runtime.snapshots import SnapshotSchedule, assemble, columns_of, in_columns
 from rayps.tensors.snapshot import Snapshot
 from rayps.worker.plan import Orders, PeerAddresses, WorkerFacts, WorkerPart, WorkerPlan
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class WorkerLauncher:
-    """Starts and ends workers' processes, in resources that are reserved for all workers at once."""
+    """Starts and ends the workers' processes. The resources of all workers are reserved together."""
 
     cluster: Cluster
     packed: bytes  # the packed workload
@@ -49,9 +49,9 @@ class WorkerLauncher:
     _reserved: WorkerResources = field(default_factory=WorkerResources)
 
     def reserve(self, grid: Grid, timeout: float) -> str | None:
-        """Reserve resources for all workers, or for none; return text on where replicas are placed.
+        """Reserve resources for all workers, or for none. Return a text on where replicas are placed, or None.
 
-        Raises NoResources.
+        Raises NoResources if the cluster does not have the resources within `timeout` seconds.
         """
         self._reserved = reserve(self.cluster, self.resources, grid, timeout)
         return self._reserved.message
@@ -87,7 +87,7 @@ class WorkerLauncher:
 
 
 class WorkerGroup:
-    """The workers and servers of one job. `space` is the job's space on a server group; None = it has none."""
+    """The workers and servers of one job. `space`: the job's space on a server group; None if it has none."""
 
     def __init__(
         self,
@@ -100,7 +100,10 @@ class WorkerGroup:
         capture: bool = True,
         space: JobSpace | None = None,
     ) -> None:
-        """Prepare the group without starting it; `packed` is the packed workload, `resources` are one worker's."""
+        """Prepare the group without starting it.
+
+        `packed` is the packed workload, `size` the number of workers, and `resources` those of one worker.
+        """
         self.cluster, self.size, self.space = cluster, size, space
         self.secret = secrets.token_bytes(32)
         self.workers: list[GroupMember] = []
@@ -111,13 +114,13 @@ class WorkerGroup:
         self._orders: Orders | None = None
         self._schedule: SnapshotSchedule | None = None
         self._peers = PeerStates()
-        self._attempts = 0  # how often workers have started again while others kept training
-        self._heard = _HeardPoints(size)
+        self._attempts = 0  # how often a replica has started again while other workers kept training
+        self._received = _ReceivedPoints(size)
         self._collected = 0  # the round of the newest state that was collected
 
     @property
     def shards(self) -> list[GroupMember]:
-        """The job's own servers."""
+        """The servers that belong to the job alone."""
         return self._fixed.members
 
     @property
@@ -131,17 +134,18 @@ class WorkerGroup:
         return (
             self._orders is not None
             and servers_of(self._orders.strategy) is not None
-            and self._spaced
+            and self._uses_space
             and bool(self.space is not None and self.space.tables)
         )
 
     # ---- start and end
 
     def start(self, timeout: float, grid: Grid | None = None, check: Callable[[], None] = lambda: None) -> str | None:
-        """Reserve the workers' resources together and start all workers; return text on where replicas are placed.
+        """Reserve the workers' resources together and start all workers.
 
-        `check` is called while the workers start. If it raises an exception or a worker does not start, all workers are
-        ended and the resources released.
+        Return a text on where replicas are placed, or None. `timeout` is in seconds. `check` is called while the
+        workers start. If `check` raises an exception or a worker does not start, all workers are ended and the
+        resources are released.
 
         Raises:
             NoResources: the cluster lacks the resources.
@@ -181,52 +185,55 @@ class WorkerGroup:
     # ---- a generation
 
     def initial(self, seed: int) -> Snapshot:
-        """Return the state before the first round of a model that fits on one worker, drawn by rank 0 from the seed."""
+        """Return the state before the first round, whose parameters rank 0 draws from the seed.
+
+        The model must fit on one worker.
+        """
         snapshot: Snapshot = self.workers[0].handle.call("initial", seed).result(START_SECONDS)
         return snapshot
 
     @property
-    def mends(self) -> bool:
-        """Whether workers hold backups of each other's states, so that a failure needs no return to a snapshot."""
-        return rebuilds(self._known().strategy, from_servers=False)
+    def holds_backups(self) -> bool:
+        """Whether workers hold backups of each other's states. If so, a failure needs no return to a snapshot."""
+        return rebuilds(self._current_orders().strategy, from_servers=False)
 
     @property
     def rejoins(self) -> bool:
-        """Whether a replica that lost a worker can start again from the servers although workers run in step."""
-        from_servers = rebuilds(self._known().strategy, from_servers=True)
+        """Whether, with workers in step, a replica that lost a worker can start again from the servers' parameters."""
+        from_servers = rebuilds(self._current_orders().strategy, from_servers=True)
         return from_servers and not any(shard.dead for shard in self.shards)
 
-    def halt(self) -> Mending | None:
-        """End the generation now; return the round from which all workers can continue without a snapshot, or None."""
-        return self._peers.halt(self.grid, self.workers)
+    def end_generation(self) -> RebuildPlan | None:
+        """End the generation now. Return how all workers can continue without a snapshot, or None if they cannot."""
+        return self._peers.end_generation(self.grid, self.workers)
 
-    def begin(self, orders: Orders, snapshot: Snapshot, mending: Mending | None = None) -> None:
-        """Start a generation from the snapshot: dead members are replaced, living ones start again.
+    def begin(self, orders: Orders, snapshot: Snapshot, rebuild: RebuildPlan | None = None) -> None:
+        """Start a generation from the snapshot. Dead members are replaced, and living ones start again.
 
-        With `mending`, workers start from the states that workers hold; the snapshot is for values that these states
-        lack.
+        With `rebuild`, workers start from their own states and from backups. The snapshot then provides only the values
+        that these states lack.
         """
         self._orders, self._schedule = orders, SnapshotSchedule(orders.boundary)
         self.grid = orders.strategy.grid(self.size)
         self._collected = snapshot.round
         self._launcher.end(member for member in self.workers if member.dead)
         self.workers = [self._launcher.start(i) if m.dead else m for i, m in enumerate(self.workers)]
-        new = self._fixed.prepare(0 if self._spaced else _servers(orders))
+        new = self._fixed.prepare(0 if self._uses_space else _servers(orders))
         place([*(m for m in self.workers if m.place is None), *new])
-        self._heard.begin(orders.evaluated)
+        self._received.begin(orders.evaluated)
         if any(member.dead for member in self.members):
             return  # the next poll reports the failure, and the driver decides
-        if mending is None:
-            self._peers.line = orders.generation
-        self._heard.go_back(None if mending is None else mending.round)
-        self._peers.bonds = []
-        if self.mends:
-            self._peers.begin(self.grid, self.workers, mending)
+        if rebuild is None:
+            self._peers.base_generation = orders.generation
+        self._received.accept_from(None if rebuild is None else rebuild.round)
+        self._peers.assignments = []
+        if self.holds_backups:
+            self._peers.assign_backups(self.grid, self.workers, rebuild)
         if any(member.dead for member in self.workers):
             return
         parts = columns_of(replace(snapshot, own={}), orders.division)
-        shared = [self.cluster.share(part) for part in parts]  # each worker gets its column's part only
-        if self.space is not None and self._spaced:
+        shared = [self.cluster.share(part) for part in parts]  # each worker gets only its column's part
+        if self.space is not None and self._uses_space:
             self.space.begin(orders, snapshot, parts)
         else:
             self._fixed.begin(orders, parts, shared)
@@ -235,37 +242,39 @@ class WorkerGroup:
             self.client_states.deal(self.workers, keeper_of(orders.strategy), snapshot.round, orders.timeout)
         replies = []
         for rank, worker in enumerate(self.workers):
-            start = snapshot.positions[self.grid.at(rank).data] if mending is None else mending.round
+            start = snapshot.positions[self.grid.at(rank).data] if rebuild is None else rebuild.round
             plan = self._worker_plan(rank, start)
             own = (snapshot.own[rank],) if rank in snapshot.own else ()
             replies.append(worker.handle.call("begin", plan, shared[self._column(rank)], *own))
         settle(replies, self.workers)
 
     def reader(self) -> Session:
-        """Return a session that reads the parameters on servers without regard to staleness; the caller closes it.
+        """Return a session that reads the servers' parameters whatever their staleness. The caller closes the session.
 
         The model must fit on one worker.
         """
         seat = self._seat(0)
         assert seat is not None, "the strategy keeps parameters on servers"
-        return Session(seat.source, seat.space, -1, timeout=self._known().timeout, name="reader", resident=False)
+        return Session(
+            seat.source, seat.space, -1, timeout=self._current_orders().timeout, name="reader", resident=False
+        )
 
     def _seat(self, rank: int) -> SpaceRank | None:
-        """Return a worker's new place with the servers, which then refuse requests under its earlier place.
+        """Return the worker's new place with the servers, or None if the worker needs no servers.
 
-        None if the worker needs no servers.
+        The servers then refuse requests under the worker's earlier place.
         """
-        if self.space is not None and self._spaced:
+        if self.space is not None and self._uses_space:
             return self.space.seat(rank)
         return self._fixed.seat(self._column(rank), self.grid.at(rank).data)
 
     def _column(self, rank: int) -> int:
-        return self.grid.column(rank) if self._known().division is not None else 0
+        return self.grid.column(rank) if self._current_orders().division is not None else 0
 
     def replace_workers(self, ranks: list[int], snapshot: Snapshot) -> None:
-        """Start a replica's workers again while other workers keep training; the servers tell them their next step.
+        """Start the workers `ranks` of one replica again, while the other workers keep training.
 
-        Living workers of the replica keep their processes.
+        Dead workers get new processes, and living ones keep theirs. The servers tell the workers their next step.
         """
         dead = [rank for rank in ranks if self.workers[rank].dead]
         for rank in dead:
@@ -275,7 +284,7 @@ class WorkerGroup:
         if any(self.workers[rank].dead for rank in ranks):
             return  # the next poll reports the failure
         self._attempts += 1
-        parts = columns_of(snapshot, self._known().division)
+        parts = columns_of(snapshot, self._current_orders().division)
         replies = []
         for rank in ranks:
             part = self.cluster.share(parts[self._column(rank)])
@@ -283,7 +292,7 @@ class WorkerGroup:
         settle(replies, [self.workers[rank] for rank in ranks])
 
     def replace_shard(self, index: int, snapshot: Snapshot) -> None:
-        """Restore a shard from a snapshot; workers then repeat the pushes that the shard lacks."""
+        """Restore a shard from a snapshot. The workers then repeat the pushes that the shard lacks."""
         found = self._fixed.replace(index, snapshot)
         if found is not None:
             column, _ = self._fixed.column(index)
@@ -295,9 +304,9 @@ class WorkerGroup:
         return [self.workers[other].address for other in self.grid.along(axis, rank)]
 
     def _worker_plan(self, rank: int, start: int) -> WorkerPlan:
-        orders = self._known()
+        orders = self._current_orders()
         within = {"stage": self.grid.stage, "tensor": self.grid.tensor}
-        bonds = self._peers.bonds
+        assignments = self._peers.assignments
         peers = PeerAddresses(
             self.secret,
             [] if servers_of(orders.strategy) is not None else self._addresses("data", rank),
@@ -315,44 +324,46 @@ class WorkerGroup:
             start,
             orders.end,
             orders.boundary,
-            self._heard.evaluated[rank],
+            self._received.evaluated[rank],
             orders.timeout,
             orders.origin,
             orders.division,
-            bonds[rank] if bonds else None,
+            assignments[rank] if assignments else None,
             orders.mailbox,
         )
 
     @property
-    def _spaced(self) -> bool:
-        """Whether this generation needs the job's space, for its parameters, its tables, or both."""
-        return self.space is not None and self.space.serves(self._known().strategy)
+    def _uses_space(self) -> bool:
+        """Whether this generation uses the job's space: for its parameters, its tables, or both."""
+        return self.space is not None and self.space.serves(self._current_orders().strategy)
 
     def _servers(self) -> list[JobServers]:
-        return [self.space] if self.space is not None and self._spaced else [self._fixed]
+        return [self.space] if self.space is not None and self._uses_space else [self._fixed]
 
-    def _known(self) -> Orders:
+    def _current_orders(self) -> Orders:
         assert self._orders is not None, "begin() comes first"
         return self._orders
 
     @property
     def met(self) -> str | None:
-        """Why the strategy's stop rule ended the phase; None unless all workers report that it did."""
+        """Why the strategy's stop rule ended the phase, or None if not all workers report that the rule was met."""
         facts = [worker.facts for worker in self.workers]
-        reasons = [f.met for f in facts if isinstance(f, WorkerFacts) and f.generation == self._known().generation]
+        reasons = [
+            f.met for f in facts if isinstance(f, WorkerFacts) and f.generation == self._current_orders().generation
+        ]
         return reasons[0] if len(reasons) == self.size and None not in reasons else None
 
     # ---- polls
 
     def poll(self) -> list[Point]:
-        """Process the answers that have arrived, send new polls; return the new metric points, each with its rank."""
-        orders, wanted = self._known(), self._wanted()
+        """Process the answers that have arrived, and send new polls. Return the new metric points with their ranks."""
+        orders, wanted = self._current_orders(), self._wanted()
         points: list[Point] = []
         for rank, worker in enumerate(self.workers):
             facts = worker.ask(wanted, orders.timeout)
             if isinstance(facts, WorkerFacts) and facts.generation == orders.generation:
                 worker.dead = overdue(facts.call, orders.timeout, facts.position, facts.ends)
-                points += self._heard.new(rank, facts.points)
+                points += self._received.new_points(rank, facts.points)
         if self.space is not None:
             heard = {rank: w.facts for rank, w in enumerate(self.workers) if isinstance(w.facts, WorkerFacts)}
             self.space.reached = {rank: (facts.position, facts.kept_since) for rank, facts in heard.items()}
@@ -360,20 +371,20 @@ class WorkerGroup:
             servers.poll(orders, wanted)
         return points
 
-    def hurry(self) -> None:
-        """Make every member retain its part of the next round that no member has passed, for a checkpoint now."""
+    def snapshot_soon(self) -> None:
+        """Request a snapshot as soon as possible: of the next round that no member has passed."""
         if self._schedule is not None:
-            self._schedule.hurry()
+            self._schedule.snapshot_soon()
 
     def _wanted(self) -> int:
-        """Return the round whose part every member is to retain; 0 while the members' positions are not known."""
-        concerned = self._concerned()
-        if self._schedule is None or concerned is None:
+        """Return the round whose part every member must retain, or 0 while the members' positions are not known."""
+        members = self._members_of_snapshot()
+        if self._schedule is None or members is None:
             return 0
-        return self._schedule.look(concerned, self._collected)
+        return self._schedule.choose_round(members, self._collected)
 
     def lines(self) -> list[tuple[float, str, str]]:
-        """Return the log lines of the last polls: time, source, text."""
+        """Return the log lines (time, source, text) of the last polls, and remove them from the members' facts."""
         found = []
         for member in self.workers:
             if isinstance(member.facts, WorkerFacts) and member.facts.lines:
@@ -382,55 +393,59 @@ class WorkerGroup:
         return sorted(found)
 
     def collect(self, snapshot: Snapshot) -> Snapshot | None:
-        """Return the newest state of which every member retains its part; None if no state is newer than the last one.
+        """Return the newest state of which every member retains its part, or None if none is newer than `snapshot`.
 
-        `snapshot` is the state from which the generation started.
+        `snapshot` is the newest state that the driver has.
         """
-        concerned = self._concerned()
-        if concerned is None or any(member.dead for member in self.members):
+        members = self._members_of_snapshot()
+        if members is None or any(member.dead for member in self.members):
             return None
-        in_step = runs_in_step(self._known().strategy)
-        common = set.intersection(*(set(held) for _, held in concerned))
+        in_step = runs_in_step(self._current_orders().strategy)
+        common = set.intersection(*(set(held) for _, held in members))
         for newest in sorted((r for r in common if r > snapshot.round), reverse=True):
             workers = [worker.handle.call("part", newest if in_step else None) for worker in self.workers]
             waits = [servers.parts(newest) for servers in self._servers()]
-            timeout = self._known().timeout
+            timeout = self._current_orders().timeout
             try:
-                given = [part.result(timeout) for part in workers]
+                worker_parts = [part.result(timeout) for part in workers]
                 held = [part for wait in waits for part in wait(timeout)]
             except (ClusterError, TimeoutError):
                 return None  # a member died or does not answer: the next polls show which
-            whole = all(part is not None for part in ([*given, *held] if in_step else held))
+            whole = all(part is not None for part in ([*worker_parts, *held] if in_step else held))
             states = self._client_states
             if whole and (states is None or states.gather(self.workers, newest, timeout)):
-                found = self._assemble(snapshot, given, [part for part in held if part is not None])
-                early = [(self._known().end, found.round)] if given[0] is not None and given[0].met else []
+                found = self._assemble(snapshot, worker_parts, [part for part in held if part is not None])
+                early = (
+                    [(self._current_orders().end, found.round)]
+                    if worker_parts[0] is not None and worker_parts[0].met
+                    else []
+                )
                 found.strategy, found.ended = snapshot.strategy, snapshot.ended + early
                 self._collected = found.round
                 return found
         return None
 
-    def _assemble(self, base: Snapshot, given: list[WorkerPart | None], held: list[ShardPart]) -> Snapshot:
+    def _assemble(self, base: Snapshot, worker_parts: list[WorkerPart | None], held: list[ShardPart]) -> Snapshot:
         """Return the whole state from all members' parts."""
-        division = self._known().division
+        division = self._current_orders().division
         if division is None:
-            return assemble(base, dict(enumerate(given)), held)
+            return assemble(base, dict(enumerate(worker_parts)), held)
         columns = [self._column(rank) for rank in range(self.size)]
         [servers] = self._servers()
         of = [list(servers.of(i)) for i in range(len(division.columns))] if held else []
-        return in_columns(division, base, columns, given, of, held)
+        return in_columns(division, base, columns, worker_parts, of, held)
 
     def saved(self, snapshot: Snapshot) -> None:
-        """Notify the servers that the driver has this state, so that pushes in the state need not be retained."""
+        """Tell the servers that the driver has this state, and that its pushes need not be retained any more."""
         for servers in self._servers():
             servers.saved(snapshot)
 
-    def _concerned(self) -> list[tuple[int, list[int]]] | None:
-        """Return (progress, retained rounds) of the members that must give their parts of one round.
+    def _members_of_snapshot(self) -> list[tuple[int, list[int]]] | None:
+        """Return (progress, retained rounds) of each member whose part of a snapshot must be of the chosen round.
 
-        If workers run in step, these are all members. Otherwise they are the servers: a round is a position of the
-        slowest worker, which only servers know, and a worker's part (its random state, its buffers) belongs to no round
-        of the other workers. None: not all members have reported.
+        Return None if not all members have reported. If workers run in step, these are all members. Otherwise they are
+        the servers only: a round is then a position of the slowest worker, which only servers know. The part of a
+        worker (its random state, its buffers) belongs to no round of the other workers.
         """
         facts = [worker.facts for worker in self.workers]
         slowest = min((f.position if isinstance(f, WorkerFacts) else 0 for f in facts), default=0)
@@ -440,50 +455,51 @@ class WorkerGroup:
             if held is None:
                 return None
             found += held
-        if found and not runs_in_step(self._known().strategy):
+        if found and not runs_in_step(self._current_orders().strategy):
             return found
         if not all(facts):
             return None
         return [*((f.position, f.parts) for f in facts), *found]
 
     def evaluate(self, snapshot: Snapshot, timeout: float) -> dict[str, float] | None:
-        """Return every metric at the snapshot's parameters, as means over all samples of the evaluation data.
+        """Return a dict from each metric's name to its mean over the evaluation data, at the snapshot's parameters.
 
-        None: a worker was lost during the evaluation, and now counts as dead.
+        Return None if a worker was lost during the evaluation. That worker then counts as dead. `timeout` is in
+        seconds.
         """
-        parts = columns_of(snapshot, self._known().division)
+        parts = columns_of(snapshot, self._current_orders().division)
         shared = [(self.cluster.share(part.params), part.buffers) for part in parts]
         replies = [w.handle.call("evaluate", *shared[self._column(rank)]) for rank, w in enumerate(self.workers)]
-        silence = self._known().timeout
+        silence = self._current_orders().timeout
         return evaluated(self.workers, replies, timeout, silence=silence, round=snapshot.round)
 
 
-class _HeardPoints:
-    """The newest point of each rank that the driver has received, by which repeated points are dropped.
+class _ReceivedPoints:
+    """Drops points that the driver has received before, by the round of the newest point received from each rank.
 
-    After a recovery a worker sends again the points that the driver may not have received.
+    After a recovery, a worker sends again the points that the driver may not have received.
     """
 
     def __init__(self, size: int) -> None:
-        self.evaluated = [0] * size  # the last round whose evaluation by each rank was received
-        self._newest: dict[tuple[int, str], int] = {}  # the newest point of each rank, by kind
+        self.evaluated = [0] * size  # one for each rank: the last round whose evaluation was received
+        self._newest: dict[tuple[int, str], int] = {}  # from (rank, kind) to the round of the newest point
 
     def begin(self, evaluated: int) -> None:
         """Start a generation; `evaluated` is the last round whose evaluation is in the journal."""
         self.evaluated = [evaluated] * len(self.evaluated)
 
-    def go_back(self, round: int | None) -> None:
+    def accept_from(self, round: int | None) -> None:
         """Accept points of `round` and later rounds again, because workers continue from `round`.
 
-        None: accept all points, because workers continue from a snapshot.
+        `round` is None if workers continue from a snapshot: all points are then accepted.
         """
         if round is None:
             self._newest = {}
         else:
             self._newest = {at: min(newest, round - 1) for at, newest in self._newest.items()}
 
-    def new(self, rank: int, points: list[Point]) -> list[Point]:
-        """Return the points that were not received before, each with its rank."""
+    def new_points(self, rank: int, points: list[Point]) -> list[Point]:
+        """Return those of `points` that were not received before, with `rank` added to each."""
         found = [{**point, "rank": rank} for point in points if self._is_new(rank, point)]
         for point in found:
             if point["kind"] == "evaluation":
@@ -499,7 +515,7 @@ class _HeardPoints:
 
 
 def _servers(orders: Orders) -> int:
-    """Return how many servers of its own a job needs in a generation: at least one per column, or 0 without servers."""
+    """Return how many servers of its own a job needs in a generation: at least one per column, or 0."""
     columns = 1 if orders.division is None else len(orders.division.columns)
     servers = servers_of(orders.strategy)
     return 0 if servers is None else servers.shards(columns)
@@ -508,14 +524,14 @@ def _servers(orders: Orders) -> int:
 def evaluated(
     members: Sequence[GroupMember], replies: Sequence[ActorReply], timeout: float, *, silence: float, round: int
 ) -> dict[str, float] | None:
-    """Return the means of every metric from all workers' results; None if a worker was lost, which then counts as dead.
+    """Return a dict from each metric's name to its mean over all workers' results, or None if a worker was lost.
 
-    All workers together have `timeout` seconds, and one call of the user's code `silence` seconds. `round` is the last
-    round that was trained.
+    A lost worker then counts as dead. `timeout` is the time limit of the whole evaluation in seconds, and `silence`
+    that of one call of the user's code. `round` is the last round that was trained.
     """
     asked = list(zip(members, replies, strict=True))
     for member in members:
-        member.question = None  # drops the outstanding poll, which was sent during training
+        member.question = None  # drop the outstanding poll, which was sent during training
 
     def over() -> bool:
         for member, reply in asked:
@@ -524,7 +540,7 @@ def evaluated(
         return all(reply.done() or member.dead for member, reply in asked)
 
     until(over, timeout)
-    found, torn = [], list[tuple[GroupMember, str]]()
+    found, disconnected = [], list[tuple[GroupMember, str]]()
     for member, reply in asked:
         if member.dead and not reply.done():
             continue
@@ -535,7 +551,7 @@ def evaluated(
         except TimeoutError:
             member.dead = f"it did not evaluate within {timeout:g} s"
         except LinkError as error:  # a connection inside the worker's replica failed
-            torn.append((member, str(error)))
-    if torn and not any(member.dead for member in members):  # otherwise the dead worker is the cause
-        torn[0][0].dead = torn[0][1]
+            disconnected.append((member, str(error)))
+    if disconnected and not any(member.dead for member in members):  # otherwise the dead worker is the cause
+        disconnected[0][0].dead = disconnected[0][1]
     return means(found) if len(found) == len(members) else None

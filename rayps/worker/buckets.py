@@ -1,10 +1,10 @@
 """Compute the mean gradient of a model over a ring, in buckets that are sent while backward continues.
 
 Li et al., "PyTorch distributed: experiences on accelerating data parallel training", VLDB 2020. The gradient vector is
-cut at the parameters' bounds, from the last parameter to the first. A bucket is sent when all its gradients are
-complete. Autograd may add to a gradient several times; how often is taken from the round before, so that a bucket waits
-for all parts of a gradient, and not for a parameter that is not used. A part that arrives after its bucket was sent is
-added by a second mean.
+cut between parameters, from the last parameter to the first. A bucket is sent when all its gradients are complete.
+Autograd may compute a gradient in several parts. Each gradient is expected in as many parts as in the round before:
+a bucket then waits for all parts of a gradient, but not for a parameter that is not used. If a part arrives after its
+bucket was sent, a second mean adds the part.
 """
 
 from __future__ import annotations
@@ -23,18 +23,21 @@ from rayps.tensors.finite import is_finite
 from rayps.tensors.flat import FlatModel, Gradient, Layout, dense
 
 AUTO_MB = 4.0
-HELD_ELEMENTS = 1 << 14  # smaller gradients are copied, because a separate call for each would take longer
+HELD_ELEMENTS = 1 << 14  # gradients with fewer elements are copied, because this is faster than a call for each
 
 
 class Buckets:
-    """The mean over a ring of the gradients that backward computes. All ranks must call the methods in the same order.
+    """Computes the mean over a ring of the gradients that backward computes.
 
-    Call `begin`, then backward, then `finish`. During backward each gradient is taken from `.grad` as soon as autograd
-    has computed it.
+    Call `begin`, then backward, then `finish`. All ranks must call the methods in the same order. During backward, each
+    gradient is taken from `.grad` as soon as autograd has computed it.
     """
 
     def __init__(self, flat: FlatModel, ring: Ring, bucket_mb: float | None = None) -> None:
-        """Prepare buckets of `bucket_mb` 10^6 bytes (None: `chosen` decides; 0: one bucket, sent after backward)."""
+        """Prepare buckets of `bucket_mb` times 10^6 bytes.
+
+        If `bucket_mb` is 0, there is one bucket, which is sent after backward. If it is None, `chosen` decides.
+        """
         self._flat, self._ring = flat, ring
         size, self._why = (bucket_mb, "as bucket_mb says") if bucket_mb is not None else chosen(flat, ring)
         self.early = size > 0
@@ -44,13 +47,13 @@ class Buckets:
         spans = [slice(entries[members[-1]].lo, entries[members[0]].hi) for members in self._buckets]
         self._pieces = pieces(ring, flat.packed[:-1], spans, len(entries) + 1)
         self._active, self._samples = False, 0
-        self._arrivals: list[int] = []  # numbers of the parameters, in the order in which their gradients arrived
-        self._times = [0] * len(entries)  # parts of each gradient in this round
-        self._expected: list[int] | None = None  # parts of each gradient in the round before
-        self._missing: list[int] = []  # gradients that each bucket lacks
-        self._left: list[int] = []  # buckets that were sent, in the order of sending
-        self._late: Tensor | None = None
-        # the rank whose gradient is not finite (-1 = only the sum over ranks is not), and the parameter's name
+        self._arrivals: list[int] = []  # indices of the parameters, in the order in which their gradients arrived
+        self._times = [0] * len(entries)  # the number of parts of each gradient in this round
+        self._expected: list[int] | None = None  # the number of parts of each gradient in the round before
+        self._missing: list[int] = []  # for each bucket, the number of gradients that are not complete
+        self._sent: list[int] = []  # the buckets that were sent, in the order of sending
+        self._late: Tensor | None = None  # the sum of the parts that arrived after their buckets were sent
+        # a gradient that is not finite: its rank (-1 if only the sum over ranks is not finite), its parameter's name
         self.fault: tuple[int, str] | None = None
         self._ordered = not (self.early and len(self) > 1 and isinstance(self._pieces, SentBuckets))
         for i, p in enumerate(flat.parameters):
@@ -61,7 +64,7 @@ class Buckets:
 
     @property
     def choice(self) -> Event:
-        """Describe how the gradients are sent, as an event."""
+        """An event that says how the gradients are sent."""
         when = "while backward continues" if self.early else "after backward"
         size = self._flat.layout.size * self._flat.layout.dtype.itemsize / 1e6
         message = (
@@ -71,16 +74,16 @@ class Buckets:
 
     @property
     def seconds(self) -> float:
-        """The total seconds that the caller's thread has spent on communication."""
+        """The total number of seconds that the caller's thread has spent on communication."""
         return self._pieces.seconds
 
     def begin(self, samples: int) -> None:
-        """Start a mean over `samples` samples."""
+        """Start a mean. `samples` is the number of this rank's samples."""
         self._flat.drop_grad()
         self._active, self._samples = True, samples
         self._times = [0] * len(self._times)
         self._arrivals.clear()
-        self._left.clear()
+        self._sent.clear()
         self._late, self.fault = None, None
         if self.early and self._expected is not None:
             self._missing = [sum(self._expected[i] > 0 for i in members) for members in self._buckets]
@@ -89,13 +92,14 @@ class Buckets:
         self._pieces.begin(samples)
 
     def finish(self) -> tuple[Tensor, Collection[int]]:
-        """Return the mean gradient over all ranks' samples, and the numbers of the parameters that no rank has used.
+        """Return the mean gradient over all ranks' samples, and the indices of the parameters that no rank has used.
 
-        The mean is read-only, in the ring's memory, and valid until the next `begin`. Raises LinkError.
+        The mean is in the ring's memory, read-only, and valid until the next `begin`. Raises LinkError if a connection
+        fails.
         """
         self._active = False
-        for b in [b for b in range(len(self)) if b not in self._left]:
-            self._leave(b)
+        for b in [b for b in range(len(self)) if b not in self._sent]:
+            self._send_bucket(b)
         marks = torch.tensor([times > 0 for times in self._times] + [self._late is not None], dtype=torch.uint8)
         mean = self._pieces.finish(marks)
         if self._pieces.fault is not None:
@@ -110,13 +114,13 @@ class Buckets:
         unused = [i for i, used in enumerate(marks[:-1].tolist()) if not used]
         return mean, unused
 
-    def _take(self, i: int, p: Tensor) -> None:
-        """Take a gradient of parameter `i`, or another part of it, when autograd calls the hook."""
+    def _add_gradient(self, i: int, p: Tensor) -> None:
+        """Take a part of the gradient of parameter `i` from `.grad`. Autograd calls this as a hook."""
         if not self._active or p.grad is None:
             return
         grad, p.grad = dense(p.grad), None
         bucket = self._bucket_of[i]
-        late = bucket in self._left
+        late = bucket in self._sent
         if (late or not self._pieces.checks) and self.fault is None and not is_finite(grad):
             self.fault = self._ring.rank, self._flat.layout.entries[i].name
         self._times[i] += 1
@@ -128,14 +132,14 @@ class Buckets:
                 self._pieces.let_go(bucket)
                 self._flat.views[i].add_(grad)
             else:
-                self._put(i, bucket, grad)
+                self._copy_gradient(i, bucket, grad)
         if self._expected is not None and self._times[i] == self._expected[i]:
             self._missing[bucket] -= 1
             if not self._missing[bucket]:
-                self._leave(bucket)
+                self._send_bucket(bucket)
 
-    def _put(self, i: int, bucket: int, grad: Tensor) -> None:
-        """Copy a gradient to its range of the vector. A large part that only this rank reads is used without a copy."""
+    def _copy_gradient(self, i: int, bucket: int, grad: Tensor) -> None:
+        """Copy a gradient to its range of the vector. A large part that only this rank reads is not copied."""
         entry, mine = self._flat.layout.entries[i], self._pieces.mine(bucket)
         lo, hi = max(entry.lo, mine.start), min(entry.hi, mine.stop)
         if hi - lo < HELD_ELEMENTS or not grad.is_contiguous():
@@ -146,11 +150,11 @@ class Buckets:
         vector[hi : entry.hi].copy_(flat[hi - entry.lo :])
         self._pieces.hold(bucket, lo, flat[lo - entry.lo : hi - entry.lo])
 
-    def _leave(self, bucket: int) -> None:
+    def _send_bucket(self, bucket: int) -> None:
         for i in self._buckets[bucket]:
             if not self._times[i]:
                 self._flat.views[i].zero_()
-        self._left.append(bucket)
+        self._sent.append(bucket)
         self._pieces.give(bucket)
 
     def _add_late(self, i: int, grad: Tensor) -> None:
@@ -164,7 +168,7 @@ class Buckets:
         return mean + self._ring.mean(Gradient(late, self._samples))
 
     def _agree_on_order(self) -> None:
-        """Send the buckets in the order in which rank 0's first backward completed them."""
+        """Set the order of sending to that in which rank 0's first backward has completed the buckets."""
         last = {self._bucket_of[i]: at for at, i in enumerate(self._arrivals)}
         order = torch.tensor(sorted(range(len(self)), key=lambda b: last.get(b, len(self._arrivals) + b)))
         self._pieces.reorder(self._ring.broadcast(order).tolist())
@@ -172,18 +176,18 @@ class Buckets:
 
 
 def _hook(buckets: weakref.ref[Buckets], i: int) -> Callable[[Tensor], None]:
-    """Return a hook with a weak reference: a model may outlive the ring that its buckets use."""
+    """Return a hook with a weak reference, because a model may exist longer than the ring of its buckets."""
 
     def hook(p: Tensor) -> None:
         found = buckets()
         if found is not None:
-            found._take(i, p)
+            found._add_gradient(i, p)
 
     return hook
 
 
 def chosen(flat: FlatModel, ring: Ring) -> tuple[float, str]:
-    """Choose the size of buckets in 10^6 bytes; return it with the reason. 0 = one bucket after backward."""
+    """Return the size of buckets in 10^6 bytes, and the reason. The size 0 means one bucket, sent after backward."""
     if "hosts" not in ring.choices:
         return 0.0, "a torch process group sums the gradients"
     if len(ring.choices["hosts"]) > 1:
@@ -194,7 +198,10 @@ def chosen(flat: FlatModel, ring: Ring) -> tuple[float, str]:
 
 
 def cut(layout: Layout, size: float) -> list[list[int]]:
-    """Group parameters, by number, into buckets of at least `size` bytes, from the last parameter to the first."""
+    """Group parameters into buckets of at least `size` bytes, from the last parameter to the first.
+
+    Return the indices of each bucket's parameters.
+    """
     width = layout.dtype.itemsize
     buckets: list[list[int]] = [[]]
     held = 0

@@ -1,4 +1,4 @@
-"""A worker's connections in one generation: to a ring, to servers, to a space of a server group."""
+"""A worker's connections in one generation: to rings, to servers, to a space of a server group."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class WorkerConnections:
 
     def __init__(self, seat: SpaceRank | None) -> None:
         self.ring: Ring | None = None
-        self.rings: dict[str, Ring] = {}  # rings within a replica of several workers, by axis
-        self.server: GroupServer | None = None
+        self.rings: dict[str, Ring] = {}  # from an axis to the ring of the replica's workers along this axis
+        self.server: GroupServer | None = None  # the servers that hold the parameters
         self.session: Session | None = None  # the session with the job's space
         self._map = seat.source if seat is not None and isinstance(seat.source, StaticMap) else None
 
@@ -44,8 +44,8 @@ class WorkerConnections:
         if seat is not None:
             held, keep = seat.space.servers, seat.space.servers.replay_bytes
             if self._map is None:
-                # if workers run in step, the pushes of the current round must be retained whatever their size: no
-                # worker returns to an earlier round when a server dies
+                # if workers run in step, the pushes of the current round must be retained, whatever their size,
+                # because no worker returns to an earlier round when a server dies
                 keep = max(held.group_replay_bytes, 4 * _bytes(snapshot.layout) if held.in_step else 0)
             self.session = Session(
                 seat.source,
@@ -73,8 +73,8 @@ class WorkerConnections:
         if plan.division is not None:
             label = place.line(axis)
             table = (snapshot.ring or {}).get(label)
-            label += f"#{plan.peers.attempt}"  # so that callers of an earlier attempt are refused
-        pairs = axis == "stage"  # stages exchange in pairs, so no algorithm has to be chosen
+            label += f"#{plan.peers.attempt}"  # callers of an earlier attempt are refused
+        pairs = axis == "stage"  # stages exchange in pairs, and no algorithm has to be chosen
         return Ring.form(
             getattr(place, axis),
             addresses,
@@ -89,14 +89,14 @@ class WorkerConnections:
         )
 
     def rewire(self, found: SpaceMap) -> None:
-        """Use `found`, the map in which a server is replaced, and push again to the new server the pushes it lacks.
+        """Use the map `found`, in which a server is replaced, and repeat the pushes that the new server lacks.
 
-        Any thread may call it.
+        Any thread may call this method.
         """
         if self._map is not None:
             self._map.publish(found)
-            # push at once: the plan's thread may be computing, or may have ended, while other workers wait for its
-            # pushes. Push in another thread: an exchange that is running may itself wait for a worker without this map
+            # push at once, because other workers may wait for these pushes while the plan's thread computes or has
+            # ended; push in another thread, because a running exchange may wait for a worker that lacks this map
             threading.Thread(target=self._catch_up, daemon=True, name="catch-up").start()
 
     def _catch_up(self) -> None:
@@ -106,27 +106,27 @@ class WorkerConnections:
         except RaypsError as error:  # the new server has died too; `rewire` will be called with its replacement
             log.info("%s", str(error))
 
-    def part(self) -> None:
-        """Break off all exchanges, so that peers that wait for this worker get an error. Any thread may call it."""
-        for tie in self._all():
-            tie.abort() if isinstance(tie, Ring) else tie.hang_up()
+    def abort(self) -> None:
+        """Break off all exchanges. Peers that wait for this worker get an error. Any thread may call this method."""
+        for each in self._all():
+            each.abort() if isinstance(each, Ring) else each.hang_up()
 
     def close(self) -> None:
         """Close all connections, after the plan's thread has ended."""
-        for tie in self._all():
-            tie.close()
+        for each in self._all():
+            each.close()
 
     def steps(self) -> tuple[int, int]:
-        """Return the smallest and the largest next step of this rank that its servers report.
+        """Return the smallest and the largest of the next steps of this rank that its servers report.
 
-        Raises LinkError: see `Session.join`.
+        Raises LinkError if a server does not answer: see `Session.join`.
         """
         assert self.server is not None, "the parameters are on servers"
         marks = [self.server.step] if self.session is None else self.session.join().values()
         return min(marks), max(marks)
 
     def _all(self) -> list[Ring | GroupServer | Session]:
-        return [tie for tie in (self.ring, *self.rings.values(), self.server, self.session) if tie is not None]
+        return [each for each in (self.ring, *self.rings.values(), self.server, self.session) if each is not None]
 
 
 def _bytes(layout: Layout) -> int:

@@ -1,8 +1,8 @@
 """One replica on one worker: model, data, optimizer, meter, and the methods that strategies of every family call.
 
-`Worker` is the argument of a strategy's `round`. It contains no actors, no files and no retries. A family adds methods
-in a subclass (`rayps.worker.sync_gradients.SyncWorker`, ...); the family's loop runs the rounds
-(`rayps.worker.loop.Loop`).
+A `Worker` is the argument of a strategy's `round`. It uses no actors, no files and no retries. Each family adds methods
+in a subclass, such as `rayps.worker.sync_gradients.SyncWorker`. The family's loop (`rayps.worker.loop.Loop`) runs the
+rounds.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from rayps.workload.model_part import ModelPart, Whole, number
 if TYPE_CHECKING:
     from rayps.ps.tables.client import Tables
 
-Memory = Callable[[int, torch.dtype], Tensor]  # elements, dtype -> a vector in memory of the caller's choice
+Memory = Callable[[int, torch.dtype], Tensor]  # (elements, dtype) -> a new vector, e.g. in shared memory
 Traffic = tuple[float, float, int]  # seconds waited, seconds spent on transfer, bytes
 
 
 class Worker:
     """One replica under a strategy, with the methods that every family needs.
 
-    `memory` is the strategy's state between its rounds; `shared` is the part of that state that is equal on all
+    `memory` is the strategy's state between its rounds. `shared` is the part of this state that is equal on all
     workers.
     """
 
@@ -63,9 +63,9 @@ class Worker:
         parameters: Memory | None = None,
         steps: bool = True,
     ) -> None:
-        """Build the model, and the optimizer if the worker `steps`.
+        """Build the model. If `steps`, the worker also has an optimizer.
 
-        `gradients` and `parameters` allocate memory that other processes read or write; None = memory of this process.
+        `gradients` and `parameters` allocate memory that other processes read or write; None means private memory.
 
         Raises:
             WorkloadError, DataError: the user's code failed.
@@ -75,9 +75,7 @@ class Worker:
         self.memory: RoundMemory = {}
         self.shared: dict[str, Tensor] = {}
         self.done, self.reason = False, ""  # whether the strategy has met its stop rule, and why
-        self.tables: Tables | None = (
-            None  # the model's sparse tables, if they are on servers: rayps.ps.tables.client.Tables
-        )
+        self.tables: Tables | None = None  # the model's sparse tables on servers; None if it has none
         self.log = RoundLog()
         self.batches = self._stream(workload)
         self.part: ModelPart = self._model_part(peers)
@@ -121,7 +119,7 @@ class Worker:
 
     @property
     def params(self) -> Tensor:
-        """The parameters as one vector [size]. Assignment copies into the model."""
+        """The parameters as one vector [size]. An assignment copies the new values into the model."""
         return self.flat.vector
 
     @params.setter
@@ -131,18 +129,21 @@ class Worker:
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """The optimizer of this worker; None if only servers step."""
+        """The optimizer of this worker, or None if only servers step."""
         return None if self.local is None else self.local.optimizer
 
     def batch(self) -> Batch:
-        """Return the next batch of this worker's share of the data. Raises DataError, WorkloadError."""
+        """Return the next batch of this worker's share of the data.
+
+        Raises DataError or WorkloadError if the batch cannot be read.
+        """
         began = time.perf_counter()
         batch = self.batches.take(self.plan.end)
         self.meter.data += time.perf_counter() - began
         return batch.to(self.device) if self.device != "cpu" else batch
 
     def grad(self, batch: Batch) -> Gradient:
-        """Return the gradient of the loss on `batch`, as a vector [size]; an empty batch gives zeros and no samples.
+        """Return the gradient of the loss on `batch`, a vector [size]. For an empty batch it is zero, with 0 samples.
 
         Raises:
             TrainingError: the loss or the gradient is not finite.
@@ -166,28 +167,31 @@ class Worker:
             self.local.step(grad.vector if isinstance(grad, Gradient) else grad)
 
     def clipped(self, vector: Tensor) -> Tensor:
-        """Return the vector, or a scaled copy if its norm is above the workload's `clip_norm`. Raises LinkError."""
+        """Return the vector, or a scaled copy if its norm is above the workload's `clip_norm`.
+
+        Raises LinkError if a connection within the replica fails.
+        """
         return self.clip.clipped(vector)
 
     def own_loss(self) -> float:
-        """Return the loss of this worker's model over all of the evaluation data."""
+        """Return the mean loss of this worker's model over all of the evaluation data."""
         total, count = evaluated(self, whole=True).get("loss", (math.nan, 1))
         return total / count
 
     # ---- reports
 
     def say(self, **numbers: float) -> None:
-        """Add numbers to this round's point; all workers must give equal ones. Standard metrics cannot be replaced."""
-        self.log.say(numbers)
+        """Add numbers to this round's point. All workers must add equal ones. Standard metrics cannot be replaced."""
+        self.log.add_numbers(numbers)
 
     def event(self, kind: str, message: str, **facts: Json) -> None:
-        """Add an event to the job's journal; it is sent at the end of this round."""
-        self.log.event(kind, message, facts)
+        """Add an event to the job's journal. The event is sent at the end of this round."""
+        self.log.add_event(kind, message, facts)
 
     # ---- for subclasses
 
     def _gradient(self, batch: Batch) -> tuple[Gradient, list[bool]]:
-        """Compute the gradient as `grad` does; return also, for each parameter, whether backward gave it a gradient."""
+        """Return the gradient as `grad` does, and for each parameter whether backward has computed a gradient."""
         with self.meter.computing():
             self.flat.drop_grad()
             gradient = Gradient(self.flat.packed, batch.size)
@@ -210,9 +214,9 @@ class Worker:
         return loss_value(loss, self.plan.rank, at, self.batches.epoch_of(at)[0])
 
     def _must_be_finite(self, rank: int, parameter: str | None) -> None:
-        """Raise TrainingError if `parameter` is given, or if a table row's gradient on this worker is not finite.
+        """Raise TrainingError if `parameter` is not None, or if a table row's gradient on this worker is not finite.
 
-        `parameter` is the parameter of which worker `rank` has a gradient that is not finite; None = there is none.
+        `parameter` is the name of a parameter whose gradient on worker `rank` is not finite; None if there is none.
         """
         row = None if parameter is not None or self.tables is None else self.tables.gradient_fault()
         if parameter is not None or row is not None:
@@ -247,7 +251,7 @@ class Worker:
 
 
 class BatchStream:
-    """A replica's batches. `position` counts the batches taken since the start of the run."""
+    """The batches of one replica. `position` is the number of batches taken since the start of the run."""
 
     def __init__(self, data: Data, place: tuple[int, int], seed: int, origin: tuple[int, int], steps: int) -> None:
         """Iterate over `data` for replica `place` = (rank, size).
@@ -258,21 +262,22 @@ class BatchStream:
         self.rank, self.size = place
         self.position = 0
         self.samples = 0  # samples of the last batch
-        self.ahead: Callable[[Batch], None] | None = None  # called with each batch, one round early
+        self.ahead: Callable[[Batch], None] | None = None  # called with each batch one round before its own
         self._batches: Iterator[Batch] = iter(())
         self._epoch = -1
         self._coming: Batch | None = None  # the next batch, if `ahead` was called with it
 
     def epoch_of(self, position: int) -> tuple[int, int]:
-        """Return the epoch of a position, and the batch's number within the epoch."""
+        """Return the epoch of a position, and the number of the batch within this epoch."""
         began, before = self.origin
         epoch, index = divmod(position - began, self.steps_per_epoch)
         return before + epoch, index
 
     def take(self, end: int) -> Batch:
-        """Return the next batch. If `ahead` is set, read the batch after it too, and call `ahead` with that batch.
+        """Return the next batch. If `ahead` is set, also read the batch after it, and call `ahead` with that batch.
 
-        No batch at position `end` or later is read in advance. Raises DataError, WorkloadError.
+        No batch at position `end` or later is read in advance. Raises DataError or WorkloadError if a batch cannot be
+        read.
         """
         batch, self._coming = self._coming, None
         if batch is None:
@@ -303,26 +308,26 @@ class BatchStream:
 class LocalOptimizer:
     """A worker's optimizer, which steps the parameters of a flat model.
 
-    `unused` are the numbers of the parameters without a gradient in the next step: the optimizer skips them. `mean` is
-    a gradient in memory that other ranks also read: it is copied unless the optimizer only reads gradients.
+    `unused` are the indices of the parameters that have no gradient in the next step, and that the optimizer skips.
+    `mean` is a gradient in memory that other ranks also read. It is copied unless the optimizer only reads gradients.
     """
 
     def __init__(self, factory: optim.Factory, flat: FlatModel, clip: NormClip, ticks: Ticks) -> None:
-        """Build the user's optimizer and schedule. Raises WorkloadError: optimizer() or schedule() failed."""
+        """Build the user's optimizer and schedule. Raises WorkloadError if optimizer() or schedule() fails."""
         self.optimizer: Optimizer = optim.made(factory, flat.parameters)
         self.unused: Collection[int] = ()
         self.mean: Tensor | None = None
         self._pace = pace_of(factory, flat.layout, self.optimizer, ticks)
         self._flat, self._clip = flat, clip
-        self._only_reads: bool | None = None  # whether a step leaves the gradients unchanged; None = not known yet
+        self._only_reads: bool | None = None  # whether a step leaves the gradients unchanged; None if not known yet
 
     def at(self, round: int) -> None:
-        """Set the learning rates of round `round` by the schedule. Raises WorkloadError."""
+        """Set the learning rates of round `round` by the schedule. Raises WorkloadError if the schedule fails."""
         if self._pace is not None:
             self._pace.at(round)
 
     def step(self, vector: Tensor) -> None:
-        """Apply a gradient [size], clipped to the workload's `clip_norm`. Raises WorkloadError."""
+        """Apply a gradient [size], clipped to the workload's `clip_norm`. Raises WorkloadError if the step fails."""
         flat = self._flat
         vector = self._clip.with_sparse(flat.parameters, vector) if flat.sparse_grads else self._clip.clipped(vector)
         if vector is self.mean and self._only_reads is not False:
@@ -333,18 +338,18 @@ class LocalOptimizer:
             flat.parameters[i].grad = None
         if not flat.parameters:
             return  # this worker owns no parameters
-        if self._only_reads is None:  # tested once, on a copy
+        if self._only_reads is None:  # the first step tests this, on a copy of the gradient
             self._only_reads = steps_by_reading(self.optimizer, flat.parameters)
             return
         with user_code("optimizer.step"):
             self.optimizer.step()
 
     def moments(self) -> optim.Moments:
-        """Return the optimizer's state by parameter, as copies on the CPU."""
+        """Return a dict from a parameter's name to its optimizer state, as copies on the CPU."""
         return optim.moments(self.optimizer, self._flat.layout, self._flat.parameters)
 
     def load(self, moments: optim.Moments) -> None:
-        """Restore the state that `moments` returned; what another kind of optimizer has stored is dropped."""
+        """Restore the state that `moments` returned. The state of an optimizer of another kind is dropped."""
         fitting = optim.fitting(moments, self.optimizer)
         optim.load(self.optimizer, fitting, self._flat.layout, self._flat.parameters)
 
@@ -354,7 +359,10 @@ class LocalOptimizer:
         return [state[key] for state in states for key in sorted(state) if isinstance(state[key], Tensor)]
 
     def make_state(self) -> None:
-        """Create the optimizer's state, at zero, and leave the parameters unchanged. Raises WorkloadError."""
+        """Create the optimizer's state with all values zero. The parameters do not change.
+
+        Raises WorkloadError if the optimizer's step fails.
+        """
         before = self._flat.vector.clone()
         self._flat.zero_grad()
         with user_code("optimizer.step"):
@@ -364,16 +372,16 @@ class LocalOptimizer:
             each.zero_()
 
     def reset(self) -> None:
-        """Empty the optimizer's state."""
+        """Drop the optimizer's state."""
         self.optimizer.state.clear()
 
 
 def steps_by_reading(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> bool:
-    """Take a step; return whether this step and every later step leave the gradients unchanged.
+    """Take a step, and return whether this step and all later steps leave the gradients unchanged.
 
-    True only for an optimizer of torch without hooks that left them unchanged in this step: an optimizer of another
-    class may change them in a later step. Some of torch's change them (SGD with nesterov and foreach). Raises
-    WorkloadError.
+    Return True only if this step left them unchanged and the optimizer is one of torch's, without hooks. An optimizer
+    of another class may change them in a later step. Some of torch's optimizers change them too (SGD with nesterov and
+    foreach). Raises WorkloadError if the step fails.
     """
     before = [None if p.grad is None else p.grad._version for p in params]
     with user_code("optimizer.step"):
@@ -387,7 +395,7 @@ def steps_by_reading(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> bo
 
 
 class RingTraffic(Protocol):
-    """The traffic of a ring: totals since it was formed."""
+    """The traffic of a ring, as totals since the ring was formed."""
 
     @property
     def seconds_waiting(self) -> float:
@@ -405,9 +413,9 @@ class RingTraffic(Protocol):
 class Meter:
     """Measures seconds and bytes of the current round.
 
-    The worker adds `compute`, `data` (time to get the batch) and `losses` (loss, samples). Each of `sources` returns
-    the totals of one connection since it was formed. `lead` is the number of rounds that the worker is ahead of the
-    slowest, as reported by servers.
+    The worker adds to `compute` (seconds), `data` (seconds to get the batch) and `losses` (pairs of loss and samples).
+    Each of `sources` returns the totals of one connection since it was formed. `lead()` returns by how many rounds the
+    worker is ahead of the slowest worker, as servers report it, or None.
     """
 
     def __init__(self, axes: Sequence[RingTraffic] = ()) -> None:
@@ -427,7 +435,7 @@ class Meter:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Count the time inside the block as `compute`, without the time waited for workers of the same replica."""
+        """Count the time inside the block as `compute`, except the waits for other workers of the replica."""
         began, inside = time.perf_counter(), self._inside()
         yield
         self.compute += time.perf_counter() - began - (self._inside() - inside)
@@ -469,18 +477,18 @@ def traffic_of(ring: RingTraffic) -> Callable[[], Traffic]:
 
 
 class RoundLog:
-    """A worker's reports beside the meter: the choices made before the first round, each round's numbers and events."""
+    """A worker's reports except measurements: choices before the first round, numbers and events of each round."""
 
     def __init__(self) -> None:
         self.choices: list[Event] = []
         self._numbers: dict[str, float] = {}
         self._events: list[Event] = []
 
-    def say(self, numbers: dict[str, float]) -> None:
-        """Add numbers to this round's point, by name."""
+    def add_numbers(self, numbers: dict[str, float]) -> None:
+        """Add named numbers to this round's point."""
         self._numbers |= {name: value if isinstance(value, int) else float(value) for name, value in numbers.items()}
 
-    def event(self, kind: str, message: str, facts: JsonObject) -> None:
+    def add_event(self, kind: str, message: str, facts: JsonObject) -> None:
         """Add an event for the job's journal."""
         self._events.append({"kind": kind, "message": message, **facts})
 
@@ -490,7 +498,7 @@ class RoundLog:
         return taken
 
     def take_numbers(self) -> Point:
-        """Return and remove the numbers since the last call, as a part of a point; empty if there are none."""
+        """Return and remove the numbers since the last call, as a part of a point. It is {} if there are none."""
         taken, self._numbers = self._numbers, {}
         return {"said": taken} if taken else {}
 
@@ -499,10 +507,11 @@ class RoundLog:
 
 
 def evaluated(w: Worker, *, whole: bool = False) -> dict[str, tuple[float, int]]:
-    """Evaluate the model: metric -> (sum, samples) over this worker's share of the evaluation data.
+    """Evaluate the model over this worker's share of the evaluation data, or over all of it if `whole`.
 
-    `whole`: over all of the evaluation data. The mean over all workers is the sum of the sums divided by the sum of the
-    samples. Raises WorkloadError, DataError, LinkError.
+    Return a dict from a metric's name to (sum, number of samples). The mean over all workers is the sum of the sums
+    divided by the sum of the samples. Raises WorkloadError or DataError if the user's code fails, and LinkError if a
+    connection within the replica fails.
     """
     rank, size = (0, 1) if whole else (w.rank, w.size)
     model, sums = w.flat.model, dict[str, tuple[float, int]]()
@@ -525,7 +534,7 @@ def loss_value(loss: object, rank: int, round: int, epoch: int) -> float:
     """Return the user's loss as a number.
 
     Raises:
-        WorkloadError: as `checked_loss`.
+        WorkloadError: `checked_loss` refuses the loss.
         TrainingError: the loss is not finite.
     """
     value = float(checked_loss(loss).item())
@@ -544,7 +553,7 @@ def gradient_error(
 ) -> TrainingError:
     """Return the error for a gradient that is not finite: of `parameter`, or of `row` = (table, id).
 
-    Rank -1: each worker's gradient is finite, but their sum is not.
+    `rank` is the worker with this gradient; -1 if each worker's gradient is finite, but their sum is not.
     """
     named: Keywords = {"parameter": parameter, "rank": rank}
     what, who = f"the gradient of parameter {parameter!r}", f"on worker-{rank}"

@@ -1,4 +1,4 @@
-"""Rounds of federated strategies: each worker trains its part of the cohort, then their results are combined once."""
+"""Rounds of federated strategies: each worker trains its part of the cohort. Then all results are combined once."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class FederatedWorker(RingWorker):
     """A worker with `clients`, which trains its part of a round's cohort. Its position counts rounds."""
 
     def __init__(self, workload: Workload, plan: WorkerPlan, peers: WorkerConnections, device: str = "cpu") -> None:
-        """Build the worker as `Worker` does. Raises ConfigError: the strategy's options do not fit the clients."""
+        """Build the worker as `Worker` does. Raises ConfigError if the strategy's options do not fit the clients."""
         super().__init__(workload, plan, peers, device)
         self.clients = FederatedEngine(self)
 
 
 class FederatedRounds(Loop):
-    """The loop of federated strategies: all workers have equal parameters, and each stores some clients' states."""
+    """The loop of federated strategies. All workers have equal parameters, and each stores some clients' states."""
 
     view: ClassVar[type[Worker]] = FederatedWorker
     w: FederatedWorker
@@ -39,7 +39,7 @@ class FederatedRounds(Loop):
             self.w.clients.adopt(dealt.states)
 
     def begin(self, stopped: Callable[[], bool]) -> None:
-        """Prepare the first round; a wait for real clients ends once `stopped()` is true. See `Loop`."""
+        """Prepare the first round. A wait for real clients ends as soon as `stopped()` is true. See `Loop`."""
         self.w.clients.stopped = stopped
         super().begin(stopped)
 

@@ -1,8 +1,8 @@
 """Workers that train separately and average periodically: local SGD, DiLoCo, parallel SGD, ADMM.
 
-Between two averages the workers' parameters, optimizer state, buffers and the strategy's `memory` differ. A checkpoint
-holds all of them, by rank: a run resumes in the middle of a period bit for bit. The checkpoint's parameters are the
-consensus at that moment (`Strategy.consensus`).
+Between two averages the workers' parameters, optimizer states, buffers and the strategy's `memory` differ. A checkpoint
+has all of these for each rank, and a run resumes in the middle of a period with bit-for-bit equal results. The
+checkpoint's parameters are the consensus at that moment (`Strategy.consensus`).
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ class LocalUpdates(Loop):
     def __init__(self, workload: Workload, plan: WorkerPlan, peers: WorkerConnections, device: str = "cpu") -> None:
         """Build the worker. See `Loop`."""
         super().__init__(workload, plan, peers, device)
-        self._agreed: tuple[Tensor | None] | None = None  # the consensus of this round, once computed
+        self._agreed: tuple[Tensor | None] | None = None  # the consensus of this round; None until it is computed
 
     def run_round(self) -> None:
-        """Run one round; the consensus of the round before is dropped. See `Loop`."""
+        """Drop the consensus of the previous round, and run one round. See `Loop`."""
         self._agreed = None
         super().run_round()
 
     def finish(self) -> None:
-        """End the plan: all workers then hold the consensus. See `Loop`."""
+        """End the plan, after which all workers have the consensus. See `Loop`."""
         self._agreed = None
         super().finish()
         self._agreed = None
 
     def consensus(self) -> Tensor | None:
-        """Return the consensus, which is computed once per round for checkpoint and evaluation. See `Loop`."""
+        """Return the consensus. It is computed once per round, for the checkpoint and the evaluation. See `Loop`."""
         if self._agreed is None:
             self._agreed = (super().consensus(),)
         return self._agreed[0]
@@ -72,7 +72,7 @@ class LocalUpdates(Loop):
         return self._part(common, own.moments, own)
 
     def _load(self, state: Snapshot | LocalState) -> None:
-        """Restore this worker's own part of a snapshot; if it has none, restore the consensus."""
+        """Restore this worker's own part of a snapshot, or the consensus if the snapshot has no such part."""
         own = state.own.get(self.w.rank) if isinstance(state, Snapshot) else state
         super()._load(state if own is None else own)
         if own is not None:

@@ -1,7 +1,7 @@
-"""The base class of loops: how a family runs a round, what its state is, and what is evaluated.
+"""The base class of loops: how a family of strategies runs a round, what its state is, and what is evaluated.
 
-`rayps.worker.loop_of_family` maps a strategy to its loop. A user's strategy may bring its own loop: a subclass of
-`Loop`, or of a family's loop, named by `Strategy.loop = "module:Class"`.
+`rayps.worker.loop_of_family` maps a strategy to its loop. A user's strategy may have its own loop. This is a subclass
+of `Loop`, or of a family's loop, which `Strategy.loop = "module:Class"` names.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from rayps.worker.core import Worker, evaluated
 from rayps.worker.plan import WorkerPart, WorkerPlan
 from rayps.workload.base import Workload
 
-Companions: TypeAlias = dict[str, Any]  # objects that families keep on a worker between generations, by "module:Class"
+Companions: TypeAlias = dict[str, Any]  # from "module:Class" to the object that a family stores between generations
 
 
 class Loop:
-    """Runs a strategy's rounds on one worker `w`, whose class `view` has the methods of the strategy's family."""
+    """Runs a strategy's rounds on one worker `w`. The class of `w` is `view`, with the methods of the family."""
 
     view: ClassVar[type[Worker]] = Worker
     w: Worker
 
     def __init__(self, workload: Workload, plan: WorkerPlan, peers: WorkerConnections, device: str = "cpu") -> None:
-        """Build the worker; call `load_state_dict` next.
+        """Build the worker. Call `load_state_dict` next.
 
         Raises:
             WorkloadError, DataError: the user's code failed.
@@ -42,10 +42,7 @@ class Loop:
     # ---- rounds
 
     def join(self, companions: Companions) -> None:
-        """Receive the objects that families store on this worker between generations.
-
-        Their keys are their classes as "module:Class". See `WorkerActor.companion`.
-        """
+        """Receive the objects that families store on this worker between generations: see `WorkerActor.companion`."""
 
     def begin(self, stopped: Callable[[], bool]) -> None:
         """Prepare the first round. `stopped()` returns whether the plan was ended from outside."""
@@ -53,23 +50,23 @@ class Loop:
         self.w.plan.strategy.begin(self._view())
 
     def run_round(self) -> None:
-        """Run one round: set the schedule's rates, then call the strategy's `round`."""
+        """Run one round: set the learning rates by the schedule, then call the strategy's `round`."""
         if self.w.local is not None:
             self.w.local.at(self.w.position)
         self.w.plan.strategy.round(self._view())
 
     def finish(self) -> None:
-        """End the plan: all workers then hold the consensus. Raises LinkError."""
+        """End the plan, after which all workers have the consensus. Raises LinkError if a connection fails."""
         self.w.plan.strategy.finish(self._view())
         agreed = self.consensus()
         if agreed is not None:
             self.w.params = agreed
 
     def retain(self, round: int) -> None:
-        """Retain the values that a checkpoint after `round` contains besides the result of `state_dict`."""
+        """Retain what a checkpoint after `round` contains in addition to the result of `state_dict`."""
 
     def close(self) -> None:
-        """Release the loop's resources; called after an error too."""
+        """Release the loop's resources. This is also called after an error."""
         if self.w.tables is not None:
             self.w.tables.close()
 
@@ -83,21 +80,24 @@ class Loop:
     # ---- what is evaluated
 
     def consensus(self) -> Tensor | None:
-        """Return the vector on which the workers would agree if training ended now; None = the parameters as they are.
+        """Return the vector on which the workers would agree if training ended now, or None if it is the parameters.
 
-        A collective: all workers call it in the same round. Raises LinkError.
+        This is a collective: all workers call it in the same round. Raises LinkError if a connection fails.
         """
         agreed: Tensor | None = self.w.plan.strategy.consensus(self._view())
         return agreed
 
     def evaluation_params(self) -> Tensor | None:
-        """Return the parameters to evaluate during the plan; None = the worker's own parameters. Raises LinkError."""
+        """Return the parameters to evaluate during the plan, or None if these are the worker's own parameters.
+
+        Raises LinkError if a connection fails.
+        """
         return self.consensus()
 
     def evaluate(self, vector: Tensor | None = None) -> dict[str, tuple[float, int]]:
-        """Evaluate the model: metric -> (sum, samples) over this worker's share.
+        """Evaluate the model over this worker's share: return a dict from a metric's name to (sum, samples).
 
-        `vector` replaces the parameters first.
+        `vector` replaces the worker's parameters first; None means that the parameters do not change.
         """
         if vector is not None:
             self.w.params = vector
@@ -108,7 +108,8 @@ class Loop:
     def state_dict(self, *, together: bool) -> WorkerPart:
         """Return the worker's part of a checkpoint, as copies on the CPU.
 
-        `together`: all workers call it in this round, so that the part may hold the consensus. Raises LinkError.
+        `together`: whether all workers call this method in this round. If so, the part has the consensus. Raises
+        LinkError if a connection fails.
         """
         found = self.consensus() if together else None
         return self._part(self.w.flat.vector if found is None else found)
@@ -125,15 +126,15 @@ class Loop:
         w.shared = {name: value.clone().to(w.device) for name, value in snapshot.shared.items()}
         if w.plan.rank in snapshot.rng:
             torch.set_rng_state(snapshot.rng[w.plan.rank])
-        else:  # ranks that share a layer draw the same random numbers
+        else:  # the workers of a tensor group, which share each layer, draw the same random numbers
             torch.manual_seed(w.plan.seed * 1_000_003 + w.plan.rank - w.plan.place.tensor)
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return the model's buffers and frozen parameters by name, as copies on the CPU."""
+        """Return a dict from the names of the model's buffers and frozen parameters to copies on the CPU."""
         return {name: value.detach().cpu().clone() for name, value in self.w.part.beside.items()}
 
     def load_buffers(self, buffers: dict[str, Tensor]) -> None:
-        """Copy buffers into the model, by name; unknown names are ignored."""
+        """Copy named buffers into the model. Unknown names are ignored."""
         with torch.no_grad():
             for name, value in self.w.part.beside.items():
                 if name in buffers:
@@ -142,9 +143,9 @@ class Loop:
     # ---- for subclasses
 
     def _view(self) -> Any:
-        """Return the worker as it is passed to the strategy's `round`.
+        """Return `w` as the argument of the strategy's `round`.
 
-        `WorkerView` declares the methods of all families; `w` has only those of its own family.
+        The type is `Any`, because `WorkerView` declares the methods of all families, and `w` has those of its own.
         """
         return self.w
 
@@ -153,8 +154,8 @@ class Loop:
     ) -> WorkerPart:
         """Return this worker's part of a checkpoint.
 
-        Only rank 0's part has `params`, the `moments` (None = those of the local optimizer), the buffers and the shared
-        values.
+        Only rank 0's part has `params`, `moments`, the buffers and the shared values. If `moments` is None, they are
+        those of the worker's optimizer.
         """
         w = self.w
         if w.tables is not None:

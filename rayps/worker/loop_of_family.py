@@ -1,6 +1,6 @@
-"""The table of families of strategies, with the loop of each. A strategy names its family in `Strategy.loop`.
+"""The table of the families of strategies and their loops. A strategy names its family in `Strategy.loop`.
 
-Loops are named by "module:Name" strings, so that a job imports the code of its own family only.
+Loops are named by strings "module:Name". Therefore a job imports only the code of its own family.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def loop_class(strategy: StrategyView) -> type[Loop]:
     """Return the loop that runs a strategy: its family's loop, or the strategy's own.
 
     Raises:
-        ConfigError: `strategy.loop` is neither the name of a family, nor a subclass of `Loop`, nor the "module:Class"
-            of a subclass.
+        ConfigError: `strategy.loop` is neither the name of a family, nor a subclass of `Loop`, nor the name
+            "module:Class" of a subclass.
     """
     given: Any = strategy.loop
     known = isinstance(given, str) and (given in FAMILIES or ":" in given)
@@ -46,7 +46,7 @@ def loop_class(strategy: StrategyView) -> type[Loop]:
 
 
 def load(target: str) -> Any:
-    """Import and return the object that "module:Name" names. Raises ConfigError: there is no such object."""
+    """Import and return the object that "module:Name" names. Raises ConfigError if there is no such object."""
     module, _, name = target.partition(":")
     try:
         return getattr(importlib.import_module(module), name)

@@ -13,7 +13,7 @@ from rayps.core.strategy import StrategyView
 from rayps.core.user_code import Call
 from rayps.parallel.division.division import Division
 from rayps.ps.protocol.space import SpaceRank
-from rayps.recovery.backup_assignment import Bond
+from rayps.recovery.backup_assignment import BackupAssignment
 from rayps.recovery.worker_backup import CommitCost
 from rayps.tensors import optim
 from rayps.tensors.learning_rate import Ticks
@@ -22,29 +22,30 @@ from rayps.tensors.local_state import LocalState
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """The facts and limits of a generation that all its members receive."""
+    """What all members of a generation receive: the strategy, the rounds to run, and limits."""
 
     generation: int
     strategy: StrategyView
     seed: int
-    end: int
-    boundary: Boundary
+    end: int  # the round after which the generation ends
+    boundary: Boundary  # the rounds after which a snapshot is taken
     evaluated: int  # the last round whose evaluation is in the journal
-    timeout: float
+    timeout: float  # seconds to wait for a peer
     origin: tuple[int, int] = (0, 0)  # the round and the epoch at the start of the phase
-    division: Division | None = None  # how the model is divided; None: a replica is one worker
-    mailbox: str | None = None  # the folder through which real clients send and receive; None = there are none
+    division: Division | None = None  # how the model is divided; None if a replica is one worker
+    mailbox: str | None = None  # the folder through which real clients send and receive; None if there are none
     ticks: Ticks = field(default_factory=Ticks)  # the epochs of the phase, for schedules on servers
 
 
 @dataclass(frozen=True, slots=True)
 class PeerAddresses:
-    """The addresses of one worker's peers in a generation: its column's workers, servers, its replica's workers."""
+    """The addresses of one worker's peers in a generation: workers of its column, workers of its replica, servers."""
 
     secret: bytes = b""
     ring: list[str] = field(default_factory=list)  # addresses of the column's workers, in the order of data ranks
-    seat: SpaceRank | None = None  # the worker's place in a space on servers
-    axes: dict[str, list[str]] = field(default_factory=dict)  # addresses of the replica's workers along each axis
+    seat: SpaceRank | None = None  # the worker's place in a space on servers; None if it needs no servers
+    # from an axis ("stage", "tensor") to the addresses of the replica's workers along this axis
+    axes: dict[str, list[str]] = field(default_factory=dict)
     attempt: int = 0  # how often replicas have started again; connections of another attempt are refused
 
 
@@ -61,15 +62,15 @@ class WorkerPlan:
     strategy: StrategyView
     peers: PeerAddresses
     seed: int
-    start: int  # the position to start from; -1 = the position that the servers report, for a replacement worker
-    end: int
-    boundary: Boundary
+    start: int  # the position to start from; a replacement worker has -1, the position that the servers report
+    end: int  # the position at which the generation ends
+    boundary: Boundary  # the positions at which a snapshot is taken
     evaluated: int  # the last round whose evaluation by this rank the driver has
-    timeout: float
+    timeout: float  # seconds to wait for a peer
     origin: tuple[int, int] = (0, 0)  # the round and the epoch at the start of the phase
-    division: Division | None = None  # how the model is divided; None: a replica is one worker
-    bond: Bond | None = None  # set if workers hold backups of each other's states
-    mailbox: str | None = None  # the folder through which real clients send and receive; None = there are none
+    division: Division | None = None  # how the model is divided; None if a replica is one worker
+    backup_assignment: BackupAssignment | None = None  # None if workers do not hold backups of each other's states
+    mailbox: str | None = None  # the folder through which real clients send and receive; None if there are none
 
     @property
     def grid(self) -> Grid:
@@ -84,32 +85,36 @@ class WorkerPlan:
 
 @dataclass(slots=True)
 class WorkerFacts:
-    """The facts that a worker reports to a poll."""
+    """What a worker reports in answer to a poll."""
 
     rank: int
     generation: int
     status: str  # idle, running, finished, failed
-    position: int = 0
-    error: Exception | None = None
-    points: list[records.Point] = field(default_factory=list)
-    parts: list[int] = field(default_factory=list)  # rounds whose part of a checkpoint is retained
-    lines: list[tuple[float, str]] = field(default_factory=list)  # log lines: time, text
-    kept_since: int = 0  # pushes of steps below this may have been evicted before they were known to be durable
-    cost: CommitCost | None = None  # the cost of the backups of its state
-    met: str | None = None  # why the strategy's stop rule ended the phase
-    call: Call | None = None  # the call of the user's code that has not returned yet
-    ends: list[str] = field(default_factory=list)  # exceptions that ended threads of its process
+    position: int = 0  # the number of rounds that the worker has reported
+    error: Exception | None = None  # the error with which the plan failed
+    points: list[records.Point] = field(default_factory=list)  # new points since the last poll
+    parts: list[int] = field(default_factory=list)  # the rounds whose parts of a checkpoint are retained
+    lines: list[tuple[float, str]] = field(default_factory=list)  # new log lines (time, text)
+    kept_since: int = 0  # pushes of earlier steps may have been evicted before they were known to be durable
+    cost: CommitCost | None = None  # the cost of the backups of its state; None if there are no backups
+    met: str | None = None  # why the strategy's stop rule ended the phase; None if it did not
+    call: Call | None = None  # the call of the user's code that has not returned; None if there is none
+    ends: list[str] = field(default_factory=list)  # the exceptions that ended threads of its process
 
 
 @dataclass(slots=True)
 class WorkerPart:
-    """A worker's part of a checkpoint. Only data rank 0's part has parameters and moments, unless servers hold them."""
+    """A worker's part of a checkpoint.
+
+    Only the part of data rank 0 has parameters, moments, buffers and shared values. If servers hold the parameters and
+    moments, no worker's part has them.
+    """
 
     round: int
     params: Tensor | None
     moments: optim.Moments
     buffers: dict[str, Tensor]
     rng: Tensor
-    own: LocalState | None = None  # the worker's own state, if workers train separately
-    shared: dict[str, Tensor] = field(default_factory=dict)  # values that are equal on all workers; in rank 0's part
-    met: bool = False  # whether the strategy's stop rule was met in this round, so that the phase ends
+    own: LocalState | None = None  # the worker's own state if workers train separately; else None
+    shared: dict[str, Tensor] = field(default_factory=dict)  # values that are equal on all workers
+    met: bool = False  # whether the strategy's stop rule was met in this round, which ends the phase

@@ -1,4 +1,4 @@
-"""A worker on a ring, which computes means over workers: of gradients, of a strategy's vectors, of buffers."""
+"""A worker on a ring, which computes means over workers: of gradients, of a strategy's vectors, of model buffers."""
 
 from __future__ import annotations
 
@@ -28,26 +28,25 @@ _FEEDBACK = "ring/"  # prefix of a compressed ring's error feedback, in a worker
 class BackgroundMeans:
     """Computes means of a strategy's vectors over workers, at once or in the background.
 
-    The vectors are sent compressed if the strategy has compression.
+    If the strategy has compression, the vectors are sent compressed.
     """
 
     def __init__(self, ring: Ring, sent: Ring | CompressedRing) -> None:
-        """Set the rings; `sent` is the ring that compresses vectors, or `ring` itself."""
+        """Set the rings. `sent` is the ring that compresses vectors, or `ring` itself."""
         self._ring, self.sent = ring, sent
         self._slots: dict[int, CompressedRing] | None = {0: sent} if isinstance(sent, CompressedRing) else None
 
     def mean(self, vector: Tensor, samples: float = 1.0, *, exact: bool = False) -> Tensor:
-        """Return the mean of a vector over workers: see `WorkerView.mean`. Raises LinkError."""
+        """Return the mean of a vector over workers: see `WorkerView.mean`. Raises LinkError if a connection fails."""
         sent = self._ring if exact or self._slots is None else self._slots[0]
         return sent.mean(Gradient(_packed(vector), samples))
 
     def mean_later(self, vector: Tensor, samples: float, slot: int) -> Tensor:
         """Start a mean in the background: see `WorkerView.mean_later`.
 
-        The returned tensor receives the weighted sum, and in its last element the sum of the weights.
-
-        For half-precision vectors the result is float32, because half precision can hold neither a sum weighted by
-        samples nor the number of samples.
+        Return a tensor [n + 1] for a vector [n]. It receives the weighted sum, and in its last element the sum of the
+        weights. For half-precision vectors its dtype is float32, because half precision can represent neither a sum
+        weighted by samples nor the number of samples.
         """
         if self._slots is not None:
             parcel = _packed(vector)
@@ -64,20 +63,20 @@ class BackgroundMeans:
         return self._slots.setdefault(slot, self._slots[0].another())
 
     def arrived(self, parcel: Tensor) -> Tensor:
-        """Return the mean that `mean_later` started, in the dtype of its result; see `WorkerView.arrived`.
+        """Return the mean that `mean_later` started, in the dtype of `parcel`: see `WorkerView.arrived`.
 
-        Raises LinkError.
+        Raises LinkError if a connection fails.
         """
         self.settle()
         count = parcel[-1].item()
         return parcel[:-1] / count if count else torch.zeros_like(parcel[:-1])
 
     def settle(self) -> None:
-        """Wait for all started means. Raises LinkError."""
+        """Wait for all started means. Raises LinkError if a connection fails."""
         self._ring.settle()
 
     def feedback(self) -> dict[str, Tensor]:
-        """Return the error feedback of the compression, by name."""
+        """Return a dict from a name to the error feedback of the compression."""
         slots = self._slots or {}
         return {
             f"{_FEEDBACK}{slot}/{name}": left for slot, sent in slots.items() for name, left in sent.feedback().items()
@@ -131,7 +130,7 @@ class RingWorker(Worker):
     def mean_grad(self, batch: Batch) -> Tensor:
         """Return `ring.mean(grad(batch))`, read-only. The next `step` skips the parameters that no rank used.
 
-        Raises LinkError, and the errors of `grad`.
+        Raises the errors of `grad`, and LinkError if a connection fails.
         """
         gradient, used = self._gradient(batch)
         mean: Tensor = self.ring.mean(gradient)
@@ -140,7 +139,7 @@ class RingWorker(Worker):
         return mean
 
     def mean(self, vector: Tensor, samples: float = 1.0, *, exact: bool = False) -> Tensor:
-        """Return the mean of a vector over workers: see `WorkerView.mean`. Raises LinkError."""
+        """Return the mean of a vector over workers: see `WorkerView.mean`. Raises LinkError if a connection fails."""
         return self.means.mean(vector, samples, exact=exact)
 
     def mean_later(self, vector: Tensor, samples: float = 1.0, *, slot: int = 0) -> Tensor:
@@ -148,15 +147,19 @@ class RingWorker(Worker):
         return self.means.mean_later(vector, samples, slot)
 
     def arrived(self, parcel: Tensor) -> Tensor:
-        """Wait for a mean that `mean_later` started, and return it: see `WorkerView.arrived`. Raises LinkError."""
+        """Wait for a mean that `mean_later` started, and return the mean: see `WorkerView.arrived`.
+
+        Raises LinkError if a connection fails.
+        """
         return self.means.arrived(parcel)
 
     def sync_optimizer_and_buffers(self, samples: float, *, momentum: str, buffers: str) -> None:
         """Synchronize the optimizer's state and the model's buffers over the workers.
 
-        `momentum`: "keep" (each worker its own), "reset" (empty), "average" (weighted by `samples`; counts of steps are
-        rounded). `buffers`: "keep", or "average" (of floating point ones). Averages are computed in float32, or in
-        float64 if one of the tensors is float64. Raises LinkError.
+        `momentum` is for the optimizer's state: "keep" changes nothing, "reset" drops it, and "average" computes the
+        mean weighted by `samples` (step counts are rounded). `buffers`: "keep" changes nothing, and "average" computes
+        the mean of floating-point buffers. Means are computed in float32, or in float64 if one of the tensors is
+        float64. Raises LinkError if a connection fails.
         """
         local = self.local
         assert local is not None, "on a ring each worker has an optimizer"
@@ -165,7 +168,7 @@ class RingWorker(Worker):
         held = local.tensors() if momentum == "average" else []
         if momentum == "average":
             most = torch.tensor([sum(each.numel() for each in held)], dtype=torch.int64)
-            if self.ring.max(most).item() and not held:  # this worker has taken no step yet, e.g. as it has no rows
+            if self.ring.max(most).item() and not held:  # this worker has taken no step yet, e.g. because it has no row
                 local.make_state()
                 held = local.tensors()
         if buffers == "average":
@@ -180,18 +183,24 @@ class RingWorker(Worker):
                 each.copy_(part.view(each.shape).round() if each.dim() == 0 else part.view(each.shape))
 
     def together(self, samples: float, *, momentum: str, buffers: str) -> None:
-        """Call `sync_optimizer_and_buffers`. Deprecated name."""
+        """Call `sync_optimizer_and_buffers`, of which this is a deprecated name."""
         warnings.warn("w.together is now w.sync_optimizer_and_buffers", DeprecationWarning, stacklevel=2)
         self.sync_optimizer_and_buffers(samples, momentum=momentum, buffers=buffers)
 
     def _skip(self, unused: Collection[int], mean: Tensor | None = None) -> None:
-        """Set which parameters the next step skips, and the `mean` of that step if it is in shared memory."""
+        """Set the indices of the parameters that the next step skips.
+
+        `mean` is the gradient of that step if it is in shared memory; else None.
+        """
         assert self.local is not None, "on a ring each worker has an optimizer"
         self.local.unused, self.local.mean = unused, mean
 
 
 def ring_choices(plan: WorkerPlan, peers: WorkerConnections) -> list[Event]:
-    """Return as events which algorithms this worker's rings have chosen; only the first rank of a ring reports it."""
+    """Return events with the algorithms that this worker's rings have chosen.
+
+    Only the first rank of a ring returns them.
+    """
     if plan.division is None:
         ring = peers.ring
         if ring is None or plan.rank or plan.size == 1:
@@ -201,8 +210,8 @@ def ring_choices(plan: WorkerPlan, peers: WorkerConnections) -> list[Event]:
     mine = {axis: ring for axis, ring in known.items() if ring is not None and ring.size > 1 and ring.rank == 0}
     line = plan.place.line
     tables = {line(axis): ring.choices for axis, ring in mine.items()}
-    said = [{"kind": "choice", "message": f"{line(axis)}: {ring.choice}"} for axis, ring in mine.items()]
-    return ([{"kind": "rings", "rings": tables}] if tables else []) + (said if plan.rank == 0 else [])
+    events = [{"kind": "choice", "message": f"{line(axis)}: {ring.choice}"} for axis, ring in mine.items()]
+    return ([{"kind": "rings", "rings": tables}] if tables else []) + (events if plan.rank == 0 else [])
 
 
 def _packed(vector: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""One generation's plan on a worker: the thread that runs it, its connections, and what the driver polls."""
+"""Run the plan of one generation on a worker: its thread, its connections, and the facts that the driver polls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 class GenerationRun:
     """The run of one plan, from `start` to `end`. Any thread may call its methods.
 
-    After `end` the run reports nothing more, although its thread may still be running.
+    After `end` the run reports nothing, although its thread may still be running.
     """
 
     def __init__(
@@ -35,8 +35,8 @@ class GenerationRun:
     ) -> None:
         """Prepare a run of one generation.
 
-        `backup` is this worker's backup; None = workers do not hold each other's states. `points` are points of an
-        earlier generation that the driver may not have received. `lock` guards the fields that the driver reads.
+        `backup` is this worker's backup; None if workers do not hold backups of each other's states. `points` are those
+        of an earlier generation that the driver may not have received. `lock` guards the fields that the driver reads.
         """
         self.plan = plan
         self._facts = WorkerFacts(plan.rank, plan.generation, "running", max(plan.start, 0), points=points)
@@ -50,7 +50,10 @@ class GenerationRun:
     def start(
         self, load: Callable[[], Workload], snapshot: Snapshot, listener: Listener, device: str, companions: Companions
     ) -> None:
-        """Start the thread. `companions` are objects that a family stores between generations, by class."""
+        """Start the thread.
+
+        `companions` are the objects that families of strategies store between generations: see `rayps.worker.loop`.
+        """
         given = [snapshot]  # the snapshot is as large as the model: the thread removes it from the list
 
         def prepare() -> PlanRun:
@@ -63,9 +66,9 @@ class GenerationRun:
     # ---- called by the driver
 
     def poll(self, wanted: int) -> WorkerFacts:
-        """Return the facts since the last poll; each point is returned once.
+        """Return the facts since the last poll. Each point is returned once.
 
-        The worker retains its part of round `wanted`.
+        The worker will retain its part of round `wanted`.
         """
         with self._lock:
             facts, session = self._facts, self._connections.session
@@ -87,35 +90,35 @@ class GenerationRun:
             )
             facts.points = []
             if self._backup is not None:
-                self._backup.asked()
+                self._backup.confirm_points()
         return answer
 
     @property
     def call(self) -> Call | None:
-        """The call of the user's code that has not returned in the run's thread."""
+        """The call of the user's code in the run's thread that has not returned, or None if there is none."""
         return None if self._thread is None else under_way(self._thread.ident)
 
     @property
     def position(self) -> int:
-        """The number of rounds reported."""
+        """The number of rounds that are reported."""
         return self._facts.position
 
     def part(self, rounds: int | None) -> WorkerPart | None:
-        """Return this worker's part of the checkpoint after `rounds` rounds; None if it is not retained.
+        """Return this worker's part of the checkpoint after `rounds` rounds, or None if it is not retained.
 
-        `rounds` None: return the newest part.
+        If `rounds` is None, return the newest part.
         """
         with self._lock:
             return self._parts.get(max(self._parts, default=0) if rounds is None else rounds)
 
     def rewire(self, found: SpaceMap) -> None:
-        """Use `found`, the map with the address of a shard's replacement, and push again what that shard lacks."""
+        """Use the map `found`, in which a shard is replaced, and repeat the pushes that the new shard lacks."""
         self._connections.rewire(found)
 
     def evaluate(self, vector: Tensor | None, buffers: dict[str, Tensor]) -> dict[str, tuple[float, int]]:
-        """Evaluate the model: metric -> (sum, samples) over this worker's share, at the given parameters and buffers.
+        """Evaluate the model over this worker's share of the data, at the given parameters and buffers.
 
-        Raises UserError: the user's code failed.
+        Return a dict from a metric's name to (sum, number of samples). Raises UserError if the user's code fails.
         """
         assert self._run is not None, "evaluate is called after a plan has run"
         loop = self._run.loop
@@ -126,14 +129,15 @@ class GenerationRun:
             raise at_worker(error, self.plan.rank, loop.w.position) from error
 
     def end(self, timeout: float) -> None:
-        """End the run and break its connections, so that peers get PeerLost.
+        """End the run and break its connections. Peers that wait for this worker get PeerLost.
 
-        A step of the user's code that takes longer than `timeout` seconds ends at its next exchange.
+        Wait at most `timeout` seconds for the thread. If a step of the user's code takes longer, the thread ends at its
+        next exchange with a peer.
         """
         self._stop.set()
         if self._backup is not None:
-            self._backup.part()
-        self._connections.part()
+            self._backup.end_commits()
+        self._connections.abort()
         if self._thread is not None:
             self._thread.join(timeout)
             if not self._thread.is_alive():
@@ -159,7 +163,7 @@ class GenerationRun:
                 if error is None and run.loop.w.done:
                     self._facts.met = run.loop.w.reason or "its stop rule is met"
         if error is not None:
-            self._connections.part()
+            self._connections.abort()
             self._connections.close()
 
     def _prepare(
@@ -168,10 +172,11 @@ class GenerationRun:
         plan = self.plan
         snapshot = given.pop()
         if self._backup is not None:
-            snapshot, missed = self._backup.recall(plan, snapshot)
-            with self._lock:  # set before the wait for peers, which may never connect: the driver may poll meanwhile
+            snapshot, missed = self._backup.restore(plan, snapshot)
+            # set the points before the wait for peers, which may not connect at all, because the driver may poll then
+            with self._lock:
                 if missed is not None and not self._stop.is_set():
-                    self._facts.points += self._backup.inherit(missed, plan.start)
+                    self._facts.points += self._backup.take_over_points(missed, plan.start)
         self._connections.form(plan, snapshot, listener)
         if self._stop.is_set():
             raise StaleGeneration(f"generation {plan.generation} was ended before it started", peer="driver")
@@ -179,20 +184,20 @@ class GenerationRun:
         loop.load_state_dict(snapshot)
         loop.join(companions)
         run = PlanRun(loop, self._report, self._retain, self._stop.is_set)
-        committer = None if self._backup is None else self._backup.begin(plan)
+        committer = None if self._backup is None else self._backup.begin_commits(plan)
         if committer is not None:
             run.commit = lambda: committer.commit(loop.w)
         self._run = run
         return run
 
     def _report(self, point: Point) -> bool:
-        """Record a point for the driver's next poll; return False, without effect, if the plan was ended."""
+        """Record a point for the driver's next poll, and return True. If the plan was ended, only return False."""
         with self._lock:
             if self._stop.is_set():
                 return False
             self._facts.points.append(point)
             if self._backup is not None:
-                self._backup.said(point)
+                self._backup.add_point(point)
             if point["kind"] == "round":
                 self._facts.position = point["round"] + 1
         return True
@@ -206,8 +211,8 @@ class GenerationRun:
 class PlanRun:
     """The run of a loop under its plan.
 
-    `wanted` is a round whose part the driver waits for. `commit`, if set, is called between rounds and copies the state
-    that a replacement of this worker would need.
+    `wanted` is a round whose part of a snapshot the driver waits for. `commit` is called between rounds, and copies the
+    state that a replacement of this worker would need; None if there are no backups.
     """
 
     def __init__(
@@ -219,8 +224,8 @@ class PlanRun:
     ) -> None:
         """Prepare the run.
 
-        `report` receives points, and returns whether the driver will receive them; `retain` receives parts of
-        checkpoints; `stopped()` returns whether the plan was ended from outside.
+        `report(point)` returns whether the driver will receive the point. `retain` receives parts of checkpoints.
+        `stopped()` returns whether the plan was ended from outside.
         """
         self.loop, self.wanted = loop, 0
         self.commit: Callable[[], None] | None = None
@@ -251,12 +256,13 @@ class PlanRun:
             loop.run_round()
             for event in w.log.take_events():
                 self._report({"kind": "event", "event": event})
-            if self._report(loop.point()):  # else a later generation could start after this round, without its point
+            # without this check, a later generation could continue after this round although its point is lost
+            if self._report(loop.point()):
                 self._commit()
             at = w.position
             if at in plan.boundary or at == self.wanted:
                 loop.retain(at)
-                if not (w.done or at >= plan.end):  # otherwise the part is taken after `finish`
+                if not (w.done or at >= plan.end):  # at the end, the part is taken after `finish`
                     self._retain(loop.state_dict(together=at in plan.boundary))
             self._evaluate()
         if not self._stopped():
@@ -272,9 +278,9 @@ class PlanRun:
             self.commit()
 
     def _evaluate(self) -> None:
-        """Evaluate if an epoch has just ended, unless the driver has this evaluation already.
+        """Evaluate if an epoch has just ended and the driver does not have this evaluation yet.
 
-        At the end of the plan nothing is evaluated here: the driver requests that evaluation.
+        At the end of the plan nothing is evaluated here, because the driver requests that evaluation.
         """
         w, plan = self.loop.w, self.loop.w.plan
         at, (epoch, index) = w.position, w.batches.epoch_of(w.position)
@@ -284,11 +290,11 @@ class PlanRun:
         own = None if held is None or held.data_ptr() == w.params.data_ptr() else w.params.clone()
         self._report({"kind": "evaluation", "round": at, "sums": self.loop.evaluate(held)})
         if own is not None:
-            w.params = own  # local state since the last average
+            w.params = own  # restore the worker's own parameters, which differ from the consensus
 
 
 def at_worker(error: UserError, rank: int, round: int) -> RaypsError:
-    """Return the error with the rank and the round at which it was raised, if these are missing in it."""
+    """Return the error with the rank and the round at which it was raised, unless the error has them already."""
     if "rank" in error.data:
         return error
     return type(error)(

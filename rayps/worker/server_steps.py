@@ -1,6 +1,6 @@
-"""Workers whose parameters are on servers: pull, compute, push. The servers step.
+"""Workers whose parameters are on servers. A worker pulls, computes and pushes, and the servers step.
 
-Under a strategy with `own_copies` (Downpour) a worker also steps its own copy between two pulls.
+Under a strategy with `own_copies` (Downpour), a worker also steps its own copy between two pulls.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rayps.workload.base import Workload
 class ServerWorker(Worker):
     """A worker with a connection `server` to the servers that hold the parameters.
 
-    Servers on its host read its gradients in shared memory; pulls write into the model.
+    Servers on the worker's host read its gradients in shared memory. Pulls write into the model.
     """
 
     def __init__(self, workload: Workload, plan: WorkerPlan, peers: WorkerConnections, device: str = "cpu") -> None:
@@ -58,7 +58,7 @@ class ServerWorker(Worker):
     def grad(self, batch: Batch) -> Gradient:
         """Return the gradient as `Worker.grad` does, clipped to `clip_norm` together with the rows of tables.
 
-        The worker clips it, because servers do not clip pushes.
+        The worker clips the gradient, because servers do not clip pushes.
         """
         gradient = super().grad(batch)
         if batch.size and self.local is None and self.clip.most is not None:
@@ -78,9 +78,9 @@ class ServerWorker(Worker):
 
 
 class ServerSteps(Loop):
-    """The loop of strategies with servers: the servers' parameters are saved and evaluated, not the workers'.
+    """The loop of strategies with servers. The servers' parameters are saved and evaluated, not the workers'.
 
-    A worker's part of a checkpoint is its position and random state.
+    A worker's part of a checkpoint is its position and its random state; that of rank 0 also has the buffers.
     """
 
     view: ClassVar[type[Worker]] = ServerWorker
@@ -98,25 +98,25 @@ class ServerSteps(Loop):
         super().run_round()
 
     def finish(self) -> None:
-        """Wait until the servers have applied this worker's pushes. See `Loop`. Raises LinkError."""
-        super().finish()  # the workers need not agree on parameters: the servers hold them
+        """Wait until the servers have applied this worker's pushes. Raises LinkError if a connection fails."""
+        super().finish()  # the workers need not agree on parameters, because the servers hold them
         self.w.server.settle()
 
     def consensus(self) -> Tensor | None:
-        """Return None: the servers hold the parameters."""
+        """Return None, because the servers hold the parameters."""
         return None
 
     def evaluation_params(self) -> Tensor:
-        """Return the servers' parameters; if workers run in step, wait first until the round's pushes are applied.
+        """Return the servers' parameters. If workers run in step, first wait until the round's pushes are applied.
 
-        Raises LinkError.
+        Raises LinkError if a connection fails.
         """
         server = self.w.server
         vector: Tensor = server.pull() if runs_in_step(self.w.plan.strategy) else server.read()
         return vector
 
     def state_dict(self, *, together: bool) -> WorkerPart:
-        """Return the worker's part without parameters and moments, which are on the servers. See `Loop`."""
+        """Return the worker's part without parameters and moments, which the servers have. See `Loop`."""
         return self._part(None, {})
 
     def _load(self, state: Snapshot | LocalState) -> None:

@@ -1,4 +1,4 @@
-"""Workers of one host that step one vector in shared memory, without locks and without waiting for each other."""
+"""Workers of one host that all step one vector in shared memory, without locks and without waits for each other."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ from rayps.workload.base import Workload
 
 
 class SharedVectorWorker(RingWorker):
-    """A worker whose parameters are in memory that all workers write.
-
-    Its gradient and its optimizer state are private.
-    """
+    """A worker whose parameters are in memory that all workers write. Its gradient and optimizer state are private."""
 
     def __init__(self, workload: Workload, plan: WorkerPlan, peers: WorkerConnections, device: str = "cpu") -> None:
         """Build the worker, with parameters in memory of the ring. See `Worker`."""
@@ -25,6 +22,6 @@ class SharedVectorWorker(RingWorker):
 
 
 class SharedVectorSteps(Loop):
-    """The loop of strategies whose workers step one shared vector; that vector is saved and evaluated."""
+    """The loop of strategies whose workers step one shared vector. This vector is saved and evaluated."""
 
     view: ClassVar[type[Worker]] = SharedVectorWorker

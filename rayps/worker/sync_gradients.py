@@ -1,6 +1,6 @@
-"""Workers in step: each round, all gradients are averaged over the ring, and all workers take the same step.
+"""Workers in step: in each round, all gradients are averaged over the ring, and all workers take the same step.
 
-The model's sparse tables, if any, are on servers: the gradients of their rows are pushed after the step.
+If the model has sparse tables, these are on servers, and the gradients of their rows are pushed after the step.
 """
 
 from __future__ import annotations
@@ -47,15 +47,16 @@ class SyncWorker(RingWorker):
     def grad(self, batch: Batch) -> Gradient:
         """Return the gradient as `Worker.grad` does.
 
-        In the next `step` every parameter has a gradient: zeros if backward gave it none.
+        In the next `step` every parameter has a gradient, which is zero if backward has computed none.
         """
         self._skip(())
         return self._gradient(batch)[0]
 
     def mean_grad(self, batch: Batch) -> Tensor:
-        """Return `ring.mean(grad(batch))`, read-only, in buckets that are sent while backward continues.
+        """Return `ring.mean(grad(batch))`, read-only. It is computed in buckets that are sent while backward continues.
 
-        The next `step` skips the parameters that no rank used. Raises LinkError, and the errors of `grad`.
+        The next `step` skips the parameters that no rank used. Raises the errors of `grad`, and LinkError if a
+        connection fails.
         """
         buckets = self._buckets
         if buckets is None:
@@ -64,7 +65,7 @@ class SyncWorker(RingWorker):
         buckets.begin(batch.size)
         if batch.size:
             self._backward(batch)
-        # this rank's own gradient is not finite: report it now, as other ranks do not know which rank it is
+        # if this rank's gradient is not finite, report it now, because the other ranks do not know which rank it is
         self._must_be_finite(*(buckets.fault or (self.rank, None)))
         mean, unused = buckets.finish()
         self._skip(unused, mean)
@@ -80,7 +81,7 @@ class SyncGradients(Loop):
     view: ClassVar[type[Worker]] = SyncWorker
 
     def run_round(self) -> None:
-        """Run one round; with sparse tables, look up rows before the round and push their gradients after it."""
+        """Run one round. With sparse tables, look up rows before the round, and push their gradients after it."""
         w = self.w
         if w.tables is None:
             super().run_round()

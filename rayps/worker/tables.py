@@ -9,7 +9,9 @@ from rayps.worker.loop_of_family import TABLES, load
 
 
 def bind_tables(w: Worker, session: Session) -> None:
-    """Connect the model's sparse tables, if any, to the tables of the session's space, and start their prefetch.
+    """Connect the model's sparse tables to the tables of the session's space, and start their prefetch.
+
+    If the space has no tables, do nothing.
 
     Raises:
         ConfigError: the space lacks a table of the model, or has a different one of the same name.

@@ -1,7 +1,7 @@
-"""The workload: what to learn, and how to find it by name. No machines, no ranks, no strategies.
+"""The base class of workloads (what to learn), and `load`, which finds a workload by its name.
 
-`load` turns "module:Class" or "path/file.py:Class" into an instance; `rayps.core.user_module` sends one to another
-process.
+The name is "module:Class" or "path/file.py:Class". `rayps.core.user_module` sends a workload to another process. A
+workload knows no machines, ranks or strategies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rayps.data.base import Batch, Data
 
 
 def _none(method: Any) -> Any:
-    """Mark a default method, so that it is known whether the user's class defines its own."""
+    """Mark a default method that does nothing, to know whether the user's class defines its own."""
     method.is_none = True
     return method
 
@@ -31,12 +31,17 @@ class Workload(ABC):
 
     An instance is created once, and then sent to every worker.
 
-    `clip_norm`, a number above 0 or None (never), is the largest Euclidean norm of a gradient: a longer one is scaled
-    down, as `torch.nn.utils.clip_grad_norm_` does. Which gradient is clipped depends on the strategy. Under all_reduce
-    the mean over all workers; under servers each worker's push, dense part and rows of tables together; if workers (or
-    clients) step separately (hogwild, local_sgd, parallel_sgd, diloco, admm, the federated ones) the gradient of each
-    of their steps, not the values that they exchange; under downpour both the gradient of a copy's step and the push,
-    each once. The workers of one replica count as one. hybrid with sparse tables refuses `clip_norm`.
+    `clip_norm` is the largest Euclidean norm of a gradient, a number above 0; None means that nothing is clipped. A
+    gradient with a larger norm is scaled down, as by `torch.nn.utils.clip_grad_norm_`. The strategy decides which
+    gradient is clipped:
+
+    - all_reduce: the mean over all workers.
+    - Strategies with servers: each worker's push, by the norm of its dense part and its rows of tables together.
+    - Strategies whose workers or clients step separately (hogwild, local_sgd, parallel_sgd, diloco, admm, the federated
+      ones): the gradient of each step, but not the values that they exchange.
+    - downpour: the gradient of each step on a worker's copy, and each push.
+
+    The workers of one replica count as one worker. hybrid with sparse tables refuses `clip_norm`.
 
     Example:
         class Line(rayps.Workload):
@@ -58,7 +63,7 @@ class Workload(ABC):
 
     @abstractmethod
     def model(self) -> torch.nn.Module:
-        """Return a new model. rayps seeds torch before, so every worker starts from the same parameters."""
+        """Return a new model. rayps seeds torch before this call, and every worker starts from the same parameters."""
 
     @abstractmethod
     def data(self) -> Data:
@@ -66,7 +71,7 @@ class Workload(ABC):
 
     @abstractmethod
     def loss(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        """Return the mean loss over the batch: a scalar with a gradient. Never called with an empty batch."""
+        """Return the mean loss over the batch, as a scalar with a gradient. The batch is never empty."""
 
     def optimizer(self, params: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
         """Return the optimizer of `params`, which are `list(model.parameters())`."""
@@ -74,7 +79,7 @@ class Workload(ABC):
 
     @_none
     def schedule(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Return the learning-rate schedule of `optimizer`; None leaves the rates constant.
+        """Return the learning-rate schedule of `optimizer`, or None if the rates are constant.
 
         A schedule is a scheduler of `torch.optim.lr_scheduler`, or a function from a step to the factor of the rates.
 
@@ -84,32 +89,34 @@ class Workload(ABC):
             def schedule(self, optimizer):
                 return lambda step: min(1.0, (step + 1) / 100)     # a warm-up
 
-        The schedule is stepped once a step, or once an epoch (`schedule_every = "epoch"`), from step 0 of the job on: a
-        resumed run and a later phase continue the count. A step is a round of the worker, even if servers apply it. A
-        server applies a push at the rate of the round in which the push was computed, however late it arrives (under
-        downpour, the round of its last gradient). Workers that train separately each count all of their own steps. A
-        federated job counts its rounds, and its clients train at the rate of the round (`server_lr` is constant).
+        The schedule is stepped once per step, or once per epoch (`schedule_every = "epoch"`). Steps are counted from
+        the start of the job, and a resumed run and a later phase continue the count. A step is a round of the worker,
+        also if servers apply it. A server applies a push at the rate of the round in which the push was computed,
+        however late the push arrives (under downpour, the round of its last gradient). Workers that train separately
+        count their own steps. A federated job counts its rounds, and its clients train at the rate of the round
+        (`server_lr` is constant).
 
-        `optimizer` does not take the steps: it is a skeleton, with the groups of `self.optimizer(params)` and
-        placeholders for the parameters. Each process evaluates the schedule on a skeleton of its own, so a schedule
-        must give the same values each time. For a sparse table the skeleton is torch's optimizer of the same kind, with
-        one group whose "table" is the table's name. The values that a scheduler changes (rates; OneCycleLR also
+        `optimizer` does not take the steps. It has the groups of `self.optimizer(params)`, with placeholders for the
+        parameters. Each process has such an optimizer and evaluates the schedule on it. Therefore a schedule must
+        always return the same values. For a sparse table, `optimizer` is torch's optimizer of the same kind, with one
+        group whose "table" is the table's name. The values that a scheduler changes (rates, and with OneCycleLR also
         momentum) are set before each step. ReduceLROnPlateau is refused, because its steps need a metric.
         """
         return None
 
     def evaluate(self, model: torch.nn.Module, batch: Batch) -> dict[str, float | torch.Tensor]:
-        """Return named means over the batch, e.g. {"accuracy": 0.9}; rayps weights them by batch size."""
+        """Return named means over the batch, e.g. {"accuracy": 0.9}. rayps weights them by the size of the batch."""
         return {}
 
     def evaluation_data(self) -> Data:
-        """Return the data on which the model is evaluated; by default the result of `data()`."""
+        """Return the data on which the model is evaluated. The default is the result of `data()`."""
         return self.data()
 
     def lookups(self, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """Return the ids that `loss` will look up for the batch, by table, e.g. {"users": batch.x[:, 0]}.
+        """Return a dict from a table's name to the ids that `loss` will look up, e.g. {"users": batch.x[:, 0]}.
 
-        If the ids are known, the rows of all tables are pulled while the previous batch is computed. {} = not known.
+        With these ids, the rows of all tables are pulled while the previous batch is computed. The default is {}: the
+        ids are not known, and rows are pulled when `loss` looks them up.
         """
         return {}
 
@@ -125,14 +132,14 @@ def check_clip_norm(workload: Workload) -> None:
         return
     if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given < float("inf"):
         raise ConfigError(
-            f"clip_norm of {type(workload).__name__} is {given!r}: give a finite number above 0, the largest norm of "
-            "the gradient, or None (never clip)",
+            f"clip_norm of {type(workload).__name__} is {given!r}: give the largest norm of the gradient, a finite "
+            "number above 0, or None to clip nothing",
             field="clip_norm",
         )
 
 
 def misspelt(workload: Workload) -> list[str]:
-    """Return a warning for each method of the user's classes whose name is almost that of a method of Workload."""
+    """Return a warning for each method of the user's classes whose name is similar to that of a Workload method."""
     ours = [name for name in vars(Workload) if not name.startswith("_")]
     kinds = [kind for kind in type(workload).__mro__ if issubclass(kind, Workload) and kind is not Workload]
     found = []
@@ -153,10 +160,10 @@ FINDER = Finder("workload", "workloads", "rayps.Workload")
 def load(target: str, working_dir: str | None = None) -> Workload:
     """Return the workload that `target` names: "module:Class" or "path/file.py:Class", relative to `working_dir`.
 
-    The user's files are read again at each call: a warm process never uses an older version of a file.
+    The user's files are read again at each call, and a process never uses an older version of a file.
 
     Raises:
-        WorkloadError: the class cannot be found or created; the text names the line of the user's file that failed.
+        WorkloadError: the class cannot be found or created. The text names the line of the user's file that failed.
     """
     if (reason := misnamed(target)) is not None:
         raise WorkloadError(reason, target=target)

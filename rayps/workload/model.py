@@ -1,4 +1,4 @@
-"""Build a user's model with reproducible random numbers, although other threads draw from torch's generator too."""
+"""Build a user's model with reproducible random numbers, although other threads also draw from torch's generator."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from rayps.tensors.flat import FlatModel, beside
 from rayps.tensors.snapshot import Snapshot
 from rayps.workload.base import Workload
 
-_DRAWING = threading.RLock()  # torch has one random state per process: workers that are threads draw one after another
+# held while a model is drawn, because workers that are threads share torch's one random state of the process
+_DRAWING = threading.RLock()
 
 
 @contextmanager
 def _drawing() -> Iterator[None]:
-    """Hold the lock with which only one thread at a time draws random numbers.
+    """Hold the lock that lets only one thread at a time draw random numbers.
 
-    The wait for the lock counts as a separate call of user code, so that it does not use up the time limit of model().
+    The wait for the lock counts as a separate call of the user's code. It does not use the time limit of `model()`.
     """
     with user_code("model"):
         _DRAWING.acquire()
@@ -34,13 +35,13 @@ def _drawing() -> Iterator[None]:
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Restore torch's random state after the block, so that draws inside it do not change the caller's later draws."""
+    """Restore torch's random state after the block. Draws inside the block do not change the caller's later draws."""
     with _drawing(), torch.random.fork_rng(devices=[]):
         yield
 
 
 def model_of(workload: Workload) -> nn.Module:
-    """Return a new model, built by the user's `model()`. Raises WorkloadError."""
+    """Return a new model from the user's `model()`. Raises WorkloadError if that method fails or returns no Module."""
     with _drawing(), user_code("model"):
         model = workload.model()
     if not isinstance(model, nn.Module):
@@ -49,7 +50,10 @@ def model_of(workload: Workload) -> nn.Module:
 
 
 def drawn(workload: Workload, seed: int) -> Snapshot:
-    """Return the state before the first round: parameters drawn from `seed`, equal for any strategy or job size."""
+    """Return the state before the first round, with parameters drawn from `seed`.
+
+    The state does not depend on the strategy or the number of workers.
+    """
     with _drawing():
         torch.manual_seed(seed)
         model = model_of(workload)
@@ -59,11 +63,11 @@ def drawn(workload: Workload, seed: int) -> Snapshot:
 
 
 def drawn_apart(workload: Workload, seed: int) -> Snapshot:
-    """Return what `drawn` returns, and restore the random state of the process's generator."""
+    """Return what `drawn` returns, and restore the random state of the process."""
     with apart():
         return drawn(workload, seed)
 
 
 def has_tables(model: nn.Module) -> bool:
-    """Return whether modules of a model store their rows in sparse tables (`rayps.embedding`)."""
+    """Return whether a module of a model stores its rows in a sparse table (`rayps.embedding`)."""
     return any(getattr(module, "rows_in_table", False) for module in model.modules())

@@ -1,4 +1,4 @@
-"""The part of a model with which a worker computes: the whole model, or a slice.
+"""The part of a model that one worker computes: the whole model, or a slice of a divided model.
 
 `ModelPart` is the interface between `Worker` and the division of the model.
 """
@@ -19,37 +19,42 @@ from rayps.tensors.optim import Factory
 from rayps.workload.base import Workload
 
 Metric: TypeAlias = float | Tensor  # a mean over a batch
-Check = Callable[[Tensor], float]  # returns the value of a loss; raises if it is not a number
+Check = Callable[[Tensor], float]  # returns the value of a loss; raises an error if the loss is not a finite number
 
 
 class ModelPart(Protocol):
     """The part of the model that a `Worker` trains: its parameters, its backward pass and its evaluation."""
 
     module: nn.Module
-    layout: Layout  # owned parameters, by name in the whole model; may be empty
+    layout: Layout  # the owned parameters, with their names in the whole model; may be empty
     parameters: list[nn.Parameter]  # the owned parameters, in the order of the layout
-    reports: bool  # this worker's loss, samples and metrics count; the other workers of its replica have the same rows
+    reports: bool  # whether this worker reports loss, samples and metrics; one worker of each replica does
 
     @property
     def beside(self) -> dict[str, Tensor]:
-        """Buffers and parameters that need no gradient, by name."""
+        """A dict from the name of each buffer, and of each parameter that needs no gradient, to its tensor."""
 
     def refresh(self) -> None:
-        """Receive the current values of borrowed parameters, before `evaluate`. Raises LinkError."""
+        """Receive the current values of borrowed parameters before `evaluate`.
+
+        Raises LinkError if a connection to another worker of the replica fails.
+        """
 
     def backward(self, batch: Batch, step: int, check: Check) -> float | None:
-        """Leave the gradient of the batch's mean loss in `.grad` of the owned parameters; return the loss.
+        """Leave the gradient of the batch's mean loss in `.grad` of the owned parameters, and return the loss.
 
         Return None on workers that do not know the loss.
 
         Raises:
-            TrainingError, WorkloadError, LinkError.
+            TrainingError: the loss is not finite.
+            WorkloadError: the user's loss failed or is not a scalar.
+            LinkError: a connection to another worker of the replica failed.
         """
 
     def evaluate(self, batch: Batch) -> dict[str, Metric]:
-        """Return named means over the batch, the loss included; {} on workers that do not know them.
+        """Return named means over the batch, including the loss, or {} on workers that do not know them.
 
-        The model is in eval mode, and no gradients are computed.
+        The caller has set the model to evaluation mode and turned off gradients.
         """
 
     def factory(self, factory: Factory) -> Factory:
@@ -63,7 +68,7 @@ class ModelPart(Protocol):
 
 
 class Whole:
-    """The whole model, on one worker."""
+    """The whole model on one worker."""
 
     def __init__(self, workload: Workload, module: nn.Module) -> None:
         self.workload, self.module, self.reports = workload, module, True
@@ -72,14 +77,14 @@ class Whole:
 
     @property
     def beside(self) -> dict[str, Tensor]:
-        """Buffers and parameters that need no gradient, by name."""
+        """A dict from the name of each buffer, and of each parameter that needs no gradient, to its tensor."""
         return beside(self.module)
 
     def refresh(self) -> None:
-        """Do nothing, as the whole model borrows no parameter."""
+        """Do nothing, because the whole model borrows no parameter."""
 
     def backward(self, batch: Batch, step: int, check: Check) -> float:
-        """Leave the gradient of the batch's mean loss in `.grad` of the parameters; return the loss."""
+        """Leave the gradient of the batch's mean loss in `.grad` of the parameters, and return the loss."""
         with user_code("loss"):
             loss = self.workload.loss(self.module, batch)
             value = check(loss)
@@ -87,7 +92,7 @@ class Whole:
         return value
 
     def evaluate(self, batch: Batch) -> dict[str, Metric]:
-        """Return named means over the batch, the loss included."""
+        """Return named means over the batch, including the loss."""
         loss = self.workload.loss(self.module, batch)
         return {"loss": loss} | metrics_of(self.workload.evaluate(self.module, batch))
 
@@ -100,11 +105,11 @@ class Whole:
         return {}
 
     def close(self) -> None:
-        """Do nothing, as the whole model has no resources of its own."""
+        """Do nothing, because the whole model has no resources of its own."""
 
 
 def metrics_of(given: dict[str, Metric]) -> dict[str, Metric]:
-    """Return the result of the user's evaluate(), if it is valid. Raises WorkloadError."""
+    """Return the result of the user's evaluate(). Raises WorkloadError if it is not a dict."""
     if not isinstance(given, dict):
         raise WorkloadError(
             f"evaluate(model, batch) returned {type(given).__name__}: return a dict of means such as "
@@ -114,7 +119,10 @@ def metrics_of(given: dict[str, Metric]) -> dict[str, Metric]:
 
 
 def number(name: str, mean: Metric) -> float:
-    """Return as a float the mean that the user's evaluate() gave for metric `name`. Raises WorkloadError."""
+    """Return the mean of metric `name`, from the user's evaluate(), as a float.
+
+    Raises WorkloadError if `mean` is not one number.
+    """
     try:
         return float(mean)
     except (TypeError, ValueError, RuntimeError) as error:
