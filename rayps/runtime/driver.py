@@ -349,7 +349,9 @@ class Driver:
         group = self._group
         points = group.poll()
         for point in points:
-            self._checkpoints.snapshot.hear(point)  # for the generations and the runs that continue from this snapshot
+            self._checkpoints.snapshot.record_ring_choices(
+                point
+            )  # for the generations and the runs that continue from this snapshot
         self._record.take_in(group, points)
         self._mender.look(group, self._generation)
         self._record.show()

@@ -64,8 +64,8 @@ class PhaseRun:
 
     def enter(self, snapshot: Snapshot, workers: int) -> None:
         """Adapt a snapshot to this phase's layout of workers and strategy."""
-        snapshot.enter(self.span)
-        snapshot.under(self.name, workers)
+        snapshot.enter_phase(self.span)
+        snapshot.enter_strategy(self.name, workers)
 
     def met(self, journal: Journal, calendar: Calendar, at: int, reason: str) -> None:
         """Report that the strategy's stop rule was met after round `at`, and end the phase there."""

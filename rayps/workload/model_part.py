@@ -14,7 +14,7 @@ from rayps.core.errors import WorkloadError
 from rayps.core.records import Point
 from rayps.core.user_code import user_code
 from rayps.data import Batch
-from rayps.tensors.flat import Layout, beside
+from rayps.tensors.flat import Layout, outside_vector
 from rayps.tensors.optim import Factory
 from rayps.workload.base import Workload
 
@@ -73,7 +73,7 @@ class Whole:
     @property
     def beside(self) -> dict[str, Tensor]:
         """Buffers and parameters that need no gradient, by name."""
-        return beside(self.module)
+        return outside_vector(self.module)
 
     def refresh(self) -> None:
         """Do nothing, as the whole model borrows no parameter."""

@@ -181,7 +181,7 @@ class _Snapshots:
 
     def keep(self, rounds: int, store: RowStore, state: tuple[SegmentHead, dict[str, Rows]]) -> None:
         self.wanted.discard(rounds)
-        self._parts.keep(rounds, (store.branch(), *state))
+        self._parts.retain(rounds, (store.branch(), *state))
 
     def dump(self, rounds: int) -> bytes | None:
         """Return the state after `rounds` rounds; None if it is not retained."""
