@@ -349,9 +349,8 @@ class Driver:
         group = self._group
         points = group.poll()
         for point in points:
-            self._checkpoints.snapshot.record_ring_choices(
-                point
-            )  # for the generations and the runs that continue from this snapshot
+            # for the generations and the runs that continue from this snapshot
+            self._checkpoints.snapshot.record_ring_choices(point)
         self._record.take_in(group, points)
         self._mender.look(group, self._generation)
         self._record.show()

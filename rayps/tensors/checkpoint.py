@@ -273,7 +273,7 @@ def verify(path: str | Path) -> None:
 
 
 def fault_of(state: SavedState) -> Fault | None:
-    """Return the first parameter, moment or strategy tensor of a state that is not finite, or None if all are finite."""
+    """Return the first parameter, moment or strategy tensor of a state that is not finite, or None."""
     return fault_in(state.tensors, state.meta.get("parameters", ()))
 
 

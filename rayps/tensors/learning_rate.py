@@ -55,7 +55,7 @@ _Cell = tuple[int, str]  # number of the group, name of the value
 
 @dataclass(frozen=True, slots=True)
 class Ticks:
-    """Converts rounds to ticks. `origin` is the phase's first round and epoch, `steps` the number of rounds per epoch."""
+    """Converts rounds to ticks. `origin` is a phase's first round and epoch, `steps` the number of rounds per epoch."""
 
     origin: tuple[int, int] = (0, 0)
     steps: int = 1

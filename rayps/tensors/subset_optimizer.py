@@ -15,7 +15,7 @@ from rayps.tensors.optim import Factory
 
 
 def of_some(factory: Factory, layout: Layout, names: Sequence[str]) -> Factory:
-    """Return a factory of the user's optimizer for some of a model's parameters, which it takes in the order of `names`.
+    """Return a factory of the user's optimizer that takes some of a model's parameters, in the order of `names`.
 
     The user's factory is called with all parameters of `layout`, because it may choose groups by a parameter's index.
     Placeholders without memory stand for the other parameters, and are removed from the optimizer afterwards. The
