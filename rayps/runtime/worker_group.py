@@ -289,7 +289,7 @@ class WorkerGroup:
             column, _ = self._fixed.column(index)
             for rank, worker in enumerate(self.workers):
                 if not worker.dead and self._column(rank) == column:
-                    worker.heard(worker.handle.call("rewire", found))
+                    worker.await_reply(worker.handle.call("rewire", found))
 
     def _addresses(self, axis: str, rank: int) -> list[str]:
         return [self.workers[other].address for other in self.grid.along(axis, rank)]
@@ -349,7 +349,7 @@ class WorkerGroup:
         orders, wanted = self._known(), self._wanted()
         points: list[Point] = []
         for rank, worker in enumerate(self.workers):
-            facts = worker.ask(wanted, orders.timeout)
+            facts = worker.poll(wanted, orders.timeout)
             if isinstance(facts, WorkerFacts) and facts.generation == orders.generation:
                 worker.dead = overdue(facts.call, orders.timeout, facts.position, facts.ends)
                 points += self._heard.new(rank, facts.points)
@@ -515,12 +515,12 @@ def evaluated(
     """
     asked = list(zip(members, replies, strict=True))
     for member in members:
-        member.question = None  # drops the outstanding poll, which was sent during training
+        member.pending = None  # drops the outstanding poll, which was sent during training
 
     def over() -> bool:
         for member, reply in asked:
             if not reply.done():
-                member.look(silence, round)
+                member.check_user_calls(silence, round)
         return all(reply.done() or member.dead for member, reply in asked)
 
     until(over, timeout)
