@@ -169,7 +169,7 @@ def register_provider(provider: Callable[[], Surroundings | None]) -> None:
 
 
 def rendezvous() -> KeyValues:
-    """Return the map that the actors of this process's cluster share: Ray's map inside Ray, else a map in this process."""
+    """Return the map that the actors of this cluster share: Ray's map inside Ray, else a map in this process."""
     return _surroundings()[0]
 
 

@@ -126,7 +126,7 @@ def settle(replies: Sequence[ActorReply], members: Sequence[GroupMember]) -> Non
 
 
 def enter(working_dir: str | None) -> None:
-    """Change to the user's working directory if this host has it. Relative paths and imports then work in this process."""
+    """Change to the user's working directory, if this host has it, so that relative paths and imports work here."""
     if working_dir and Path(working_dir).is_dir() and Path.cwd() != Path(working_dir):
         os.chdir(working_dir)
         sys.path.insert(0, working_dir)

@@ -308,7 +308,7 @@ def _identity(address: str) -> str:
 
 
 def _same(address: str, current: str) -> bool:
-    """Return whether two addresses lead to the same cluster. Their cluster ids decide, as a host may have many names."""
+    """Return whether two addresses lead to the same cluster, by its id: a host may have several names."""
     if address == current:
         return True
     try:

@@ -109,8 +109,8 @@ def _checked(given: str, name: str) -> str:
 def foreign(address: str, current: str) -> ClusterError:
     """Return the error for an address when other code has brought this process into another Ray."""
     return ClusterError(
-        f"address is {address!r}, but this process is in the Ray at {current}, which rayps did not start. A process can "
-        "be in one Ray:\nleave address out to use that Ray, call ray.shutdown() first, or start from another process",
+        f"address is {address!r}, but this process is in the Ray at {current}, which rayps did not start. A process "
+        "can be in one Ray:\nleave address out to use that Ray, call ray.shutdown() first, or use another process",
         address=address,
         current=current,
     )
@@ -127,7 +127,7 @@ def busy(address: str, current: str) -> ClusterError:
 
 
 def token_refused(address: str, *, sent: bool) -> ClusterError:
-    """Return the error for a cluster that requires a token. `sent`: whether this process sent one, which was refused."""
+    """Return the error for a cluster that requires a token. `sent`: whether this process sent a token."""
     which = "refused the token of this process" if sent else "requires a token, and this process sends none"
     return ClusterError(
         f"the Ray cluster at {address!r} {which}:\n"
