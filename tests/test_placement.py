@@ -138,7 +138,7 @@ def test_it_waits_for_room_and_looks_again():
 
 
 def test_it_waits_no_longer_than_the_timeout():
-    with pytest.raises(NoResources, match=r"needs 4 CPUs at once, 2 are free after 2 s"):
+    with pytest.raises(NoResources, match=r"needs 4 CPUs at once, and 2 are free after 2 s"):
         reserve(Hosts([[1, 1]]), ONE, Grid(1, 4), 2)
 
 
