@@ -29,7 +29,7 @@ from rayps.data import Batch, Data, iid, parquet, shards, tensors
 from rayps.runtime.training import Result, train
 from rayps.workload.base import Workload
 
-FOLDER = Path(__file__).resolve().parents[2] / "examples" / "data"
+FOLDER = Path(__file__).resolve().parents[1] / "examples" / "data"
 SCENES = ("shards", "iid", "one_label", "writers")
 CLIENTS, BATCH, TARGET = 20, 10, 0.9
 _LOCAL = "fraction=0.5,local_epochs=5,batch_size=10"

@@ -143,13 +143,13 @@ def test_a_bucket_is_added_before_backward_ends(pair):
     for rank, each in enumerate(made):
         flats[rank].packed.fill_(rank + 1.0)
         each.begin(1)
-    made[0].give(0)
+    made[0].submit(0)
     assert made[0]._open == [0, 1]  # rank 1 has not given it
-    made[1].give(0)
+    made[1].submit(0)
     assert made[1]._open == [1]  # it has its part already, nobody has finished
-    made[0].give(1)
+    made[0].submit(1)
     assert made[0]._open == [1]
-    made[1].give(1)
+    made[1].submit(1)
     for mean in every(pair, lambda ring: made[ring.rank].finish(torch.zeros(1, dtype=torch.uint8)).clone()):
         assert (mean == 1.5).all()
 

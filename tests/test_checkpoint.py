@@ -153,7 +153,7 @@ def sealed(path: Path, **changes: object) -> None:
     body = json.loads((path / "manifest.json").read_text())
     body.update(changes)
     body.pop("sha256")
-    (path / "manifest.json").write_text(json.dumps({**body, "sha256": checkpoint._seal(body)}))
+    (path / "manifest.json").write_text(json.dumps({**body, "sha256": checkpoint._manifest_hash(body)}))
 
 
 def test_foreign_and_newer_and_crafted_manifests(tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_a_writer_killed_at_any_point_leaves_no_half(tmp_path: Path, place: str)
     child = os.fork()
     if child == 0:
         if place == "manifest":
-            checkpoint._seal = lambda body: os._exit(9)  # type: ignore[assignment]
+            checkpoint._manifest_hash = lambda body: os._exit(9)  # type: ignore[assignment]
         elif place == "model":
             checkpoint._sync = lambda path: os._exit(9)  # type: ignore[assignment]
         else:

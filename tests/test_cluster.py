@@ -135,7 +135,7 @@ def test_a_value_is_shared_once(cluster):
 def test_ray_actors_cannot_be_more_than_free(ray_cluster):
     assert until(lambda: ray_cluster.free()["cpu"] == 16, 60)
     gang = ray_cluster.reserve([{"cpu": 10.0}], 20)
-    with pytest.raises(NoResources, match=r"needs 8 CPUs at once, 6 are free"):
+    with pytest.raises(NoResources, match=r"needs 8 CPUs at once, and 6 are free"):
         ray_cluster.reserve([{"cpu": 4.0}, {"cpu": 4.0}], 1.0)
     gang.release()
     assert until(lambda: ray_cluster.free()["cpu"] == 16, 60)

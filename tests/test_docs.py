@@ -81,6 +81,12 @@ def in_language(*languages):
     return [block for block in RUN if block.language in languages]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_has_no_marker_of_an_unfinished_merge(page):
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if line.startswith(("<<<<<<< ", ">>>>>>> "))] == []
+
+
 def test_blocks_are_found_and_only_these_are_not_run():
     assert len(in_language("python")) > 15 and len(in_language("console")) > 8 and in_language("yaml")
     assert {(str(block.page.relative_to(ROOT)), block.reason) for block in BLOCKS if block.reason} == NOT_RUN

@@ -44,7 +44,7 @@ def weights(module):
 
 def stored(module):
     """Ids and true counts of the rows that the module's table has stored."""
-    client = module._bound()
+    client = module._client()
     segment = client.session.segments[client.first]
     columns = segment.store.export()
     return dict(zip(columns.ids.tolist(), columns.life[:, 0].tolist(), strict=True))
@@ -360,7 +360,7 @@ def test_states_of_several_segments_are_one_table():
     model = trained()
     table = model.a.table
     cut = [TableSegment(table, index, ParameterServer(staleness=0), 1) for index in range(table.segments)]
-    segment = model.a._bound().session.segments[0]
+    segment = model.a._client().session.segments[0]
     columns = segment.store.export()
     for index, part in enumerate(cut):
         part.store.load(columns.take(np.flatnonzero(bucket(columns.ids, table.segments) == index)))
@@ -384,6 +384,6 @@ def test_words_among_numbers_are_refused():
 @pytest.mark.parametrize("offsets", [[1, 2], [0, 3, 2], [0, 5], [[0, 1]], [0.0, 1.0]])
 def test_offsets_that_cannot_be_say_what_can(offsets):
     bag = EmbeddingBag(2, "bags")
-    with pytest.raises(WorkloadError, match=r"'bags' got offsets \[.* for 4 ids: .* the first 0, not decreasing"):
+    with pytest.raises(WorkloadError, match=r"'bags' got offsets \[.* for 4 ids: .* of which the first is 0 and none"):
         bag(torch.arange(4), torch.tensor(offsets))
     assert bag(torch.arange(4), torch.tensor([0, 2, 2, 4])).shape == (4, 2)

@@ -142,7 +142,7 @@ def test_a_generated_table_is_as_large_as_asked_for(monkeypatch: pytest.MonkeyPa
     finally:
         cluster.close()
     table = result.model()["rows"]
-    assert sum(segment.rows for segment in table._bound().session.segments.values()) == 25_000
+    assert sum(segment.rows for segment in table._client().session.segments.values()) == 25_000
 
 
 @pytest.mark.parametrize("strategy", ["pipeline:stages=2,micro_batches=4", "tensor_parallel:size=2"])

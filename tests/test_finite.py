@@ -341,7 +341,7 @@ def reseal(path, flag=False):
     for part in ("files", "beside"):
         for name, facts in manifest[part].items():
             facts |= {"size": (path / name).stat().st_size, "sha256": checkpoint._hash(path / name)}
-    text = json.dumps({**manifest, "sha256": checkpoint._seal(manifest)})
+    text = json.dumps({**manifest, "sha256": checkpoint._manifest_hash(manifest)})
     (path / checkpoint.MANIFEST).write_text(text)
 
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from rayps.core.errors import WorkloadError
-from rayps.tensors.flat import FlatModel, Gradient, Layout, beside
+from rayps.tensors.flat import FlatModel, Gradient, Layout, outside_vector
 
 
 def net():
@@ -77,7 +77,7 @@ def test_frozen_parameters_stand_beside_the_vector():
     model[0].weight.requires_grad_(False)
     flat = FlatModel(model)
     assert "0.weight" not in [e.name for e in flat.layout.entries]
-    assert set(beside(model)) == {"0.weight", "1.running_mean", "1.running_var", "1.num_batches_tracked"}
+    assert set(outside_vector(model)) == {"0.weight", "1.running_mean", "1.running_var", "1.num_batches_tracked"}
 
 
 def test_tied_parameters_stand_once():

@@ -512,7 +512,7 @@ def test_a_run_in_step_is_the_union_of_the_batches(strategy):
 
 def uses_of(result):
     """How often the users' rows were learnt, by their own counts."""
-    client = result.model().tables.users._bound()
+    client = result.model().tables.users._client()
     return int(client.session.segments[client.first].store.export().life[:, 0].sum())
 
 

@@ -138,10 +138,10 @@ def test_a_message_of_another_generation_has_no_effect_and_its_sender_is_told():
     with pair() as (near, far):
         near.send(Message(1), b"old", timeout=60)
         far.generation = 1
-        with pytest.raises(StaleGeneration, match="'client' carried generation 0, the group is at 1"):
+        with pytest.raises(StaleGeneration, match="'client' has generation 0, but the group is at generation 1"):
             far.recv(10, into=bytearray(3))
         with pytest.raises(
-            StaleGeneration, match=r"'server' refused a message.*generation 0: 'server' is at generation 1"
+            StaleGeneration, match=r"'server' refused a message.*generation 0, because 'server' is at generation 1"
         ):
             near.recv(10)
         near.generation = 1

@@ -342,7 +342,7 @@ def test_a_strategys_state_does_not_go_to_another():
     )
     for strategy, workers, own, shared in (("a", 2, True, True), ("a", 3, False, True), ("b", 2, False, False)):
         state = dataclasses.replace(given)
-        state.under(strategy, workers)
+        state.enter_strategy(strategy, workers)
         assert (bool(state.own), bool(state.shared), state.strategy) == (own, shared, strategy)
 
 

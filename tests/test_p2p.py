@@ -150,7 +150,7 @@ def test_descriptions_are_said_once_and_beyond_a_bound_each_time(pair, monkeypat
             for n in range(9):
                 ring.parcels.give(1 - ring.rank, 0, [torch.arange(n)])
             got += [ring.parcels.take(1 - ring.rank, 0).tensors[0].tolist() for _ in range(9)]
-        return got == 2 * [list(range(n)) for n in range(9)], len(ring.parcels._said[1 - ring.rank])
+        return got == 2 * [list(range(n)) for n in range(9)], len(ring.parcels._sent[1 - ring.rank])
 
     assert every(pair, work) == [(True, 5)] * 2
 

@@ -1,4 +1,4 @@
-"""Replicas inside one host where they fit: the pure decision against every other way, its words, and real hosts."""
+"""Replicas inside one host where they fit: the pure decision against every other way, its text, and real hosts."""
 
 import itertools
 import subprocess
@@ -10,7 +10,7 @@ from small_work import Small, train
 
 from rayps import AllReduce, Pipeline
 from rayps.cluster.local import LocalCluster
-from rayps.cluster.placement import Seating, bundles, seat, slots, together, words
+from rayps.cluster.placement import Placement, bundles, describe, place_ranks, slots, together
 from rayps.cluster.reservation import reserve
 from rayps.core.errors import NoResources
 from rayps.core.grid import Grid
@@ -33,7 +33,7 @@ def every_way(room, size):
 def test_no_other_way_has_more_replicas_inside_one_host(data, columns):
     grid = Grid(data, columns)
     for room in itertools.product(range(6), repeat=3):
-        found = seat({str(host): {"cpu": float(free)} for host, free in enumerate(room)}, grid, ONE)
+        found = place_ranks({str(host): {"cpu": float(free)} for host, free in enumerate(room)}, grid, ONE)
         if sum(room) < grid.size:
             assert found is None
             continue
@@ -55,34 +55,36 @@ def most(room, data, columns):
 
 
 def test_a_spread_replica_is_on_as_few_hosts_as_it_can_be_with_neighbours_together():
-    found = seat({"a": {"cpu": 1.0}, "b": {"cpu": 3.0}, "c": {"cpu": 2.0}}, Grid(1, 4), ONE)
-    assert found == Seating(["b", "b", "b", "c"], {0: "no host has 4 free CPUs"})
+    found = place_ranks({"a": {"cpu": 1.0}, "b": {"cpu": 3.0}, "c": {"cpu": 2.0}}, Grid(1, 4), ONE)
+    assert found == Placement(["b", "b", "b", "c"], {0: "no host has 4 free CPUs"})
     assert bundles(found.hosts, Grid(1, 4), ONE) == ([{"cpu": 3.0}, {"cpu": 1.0}], [0, 0, 0, 1])
 
 
 def test_whole_replicas_are_one_bundle_each():
     grid = Grid(2, 2, 2)
-    found = seat({"a": {"cpu": 9.0}}, grid, ONE)
+    found = place_ranks({"a": {"cpu": 9.0}}, grid, ONE)
     assert bundles(found.hosts, grid, ONE) == ([{"cpu": 4.0}, {"cpu": 4.0}], [0, 0, 0, 0, 1, 1, 1, 1])
-    assert words(found.hosts, grid, found.reasons) == "each of 2 replicas of 4 workers is inside one host"
+    assert describe(found.hosts, grid, found.reasons) == "each of 2 replicas of 4 workers is inside one host"
 
 
 def test_the_reason_is_said():
     grid = Grid(2, 4)
-    found = seat({"a": {"cpu": 4.0}, "b": {"cpu": 2.0}, "c": {"cpu": 2.0}}, grid, ONE)
-    assert words(found.hosts, grid, found.reasons) == (
+    found = place_ranks({"a": {"cpu": 4.0}, "b": {"cpu": 2.0}, "c": {"cpu": 2.0}}, grid, ONE)
+    assert describe(found.hosts, grid, found.reasons) == (
         "1 of 2 replicas of 4 workers is inside one host; "
         "replica 1 is spread over 2 hosts: no host has 4 free CPUs left"
     )
-    found = seat({name: {"cpu": 9.0, "gpu": 1.0} for name in "abcd"}, Grid(1, 2), {"cpu": 1.0, "gpu": 1.0})
-    assert words(found.hosts, Grid(1, 2), found.reasons) == (
+    found = place_ranks({name: {"cpu": 9.0, "gpu": 1.0} for name in "abcd"}, Grid(1, 2), {"cpu": 1.0, "gpu": 1.0})
+    assert describe(found.hosts, Grid(1, 2), found.reasons) == (
         "replica 0 is spread over 2 hosts: no host has 2 free GPUs"
     )
     both = {"a": {"cpu": 9.0, "gpu": 1.0}, "b": {"cpu": 1.0, "gpu": 9.0}}
-    assert seat(both, Grid(1, 2), {"cpu": 1.0, "gpu": 1.0}).reasons == {0: "no host has 2 free CPUs and 2 free GPUs"}
-    assert words(["x"] * 3, Grid(1, 3), {}) == "the replica of 3 workers is inside one host"
+    assert place_ranks(both, Grid(1, 2), {"cpu": 1.0, "gpu": 1.0}).reasons == {
+        0: "no host has 2 free CPUs and 2 free GPUs"
+    }
+    assert describe(["x"] * 3, Grid(1, 3), {}) == "the replica of 3 workers is inside one host"
     grid = Grid(5, 2)
-    assert words(["x", "y"] * 5, grid, dict.fromkeys(range(5), "why")).endswith("over 2 hosts: why; so are 2 more")
+    assert describe(["x", "y"] * 5, grid, dict.fromkeys(range(5), "why")).endswith("over 2 hosts: why; so are 2 more")
 
 
 @pytest.mark.parametrize(
@@ -136,7 +138,7 @@ def test_it_waits_for_room_and_looks_again():
 
 
 def test_it_waits_no_longer_than_the_timeout():
-    with pytest.raises(NoResources, match=r"needs 4 CPUs at once, 2 are free after 2 s"):
+    with pytest.raises(NoResources, match=r"needs 4 CPUs at once, and 2 are free after 2 s"):
         reserve(Hosts([[1, 1]]), ONE, Grid(1, 4), 2)
 
 

@@ -351,8 +351,8 @@ def test_what_a_server_refuses_comes_as_an_error_and_the_mailbox_goes_on(group):
     made = opened(group, "refused", None)
     session = joined(group, made, 0, True)
     server, client = GroupServer(session), TableClient(session, made, "users")
-    lookup = client.look(torch.tensor([3, 4]))
-    bad = {i: client.session.room(24) for i in client.asked(lookup)}
+    lookup = client.lookup(torch.tensor([3, 4]))
+    bad = {i: client.session.room(24) for i in client.pull_pieces(lookup)}
     for piece in bad.values():
         piece[:24].view(np.int64)[:] = 5, 0, 0
     with pytest.raises(ConfigError, match="too short for 5 ids"):

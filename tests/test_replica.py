@@ -21,7 +21,7 @@ from rayps.parallel.division.divide import divide, words
 from rayps.parallel.division.division import TensorSlice, shares
 from rayps.runtime.status import in_replicas
 from rayps.tensors import optim
-from rayps.tensors.flat import FlatModel, beside
+from rayps.tensors.flat import FlatModel, outside_vector
 from rayps.tensors.snapshot import Snapshot
 from rayps.tensors.subset_optimizer import of_some
 from rayps.workload.model import drawn, drawn_apart
@@ -65,7 +65,7 @@ def state(work):
     for _ in range(3):
         model(torch.randn(6, 5, dtype=torch.float64)).square().sum().backward()
         optimizer.step()
-    buffers = {name: value.clone() for name, value in beside(model).items()}
+    buffers = {name: value.clone() for name, value in outside_vector(model).items()}
     moments = optim.moments(optimizer, flat.layout, flat.parameters)
     return Snapshot(flat.layout, flat.vector.clone(), moments, buffers, {}, [6, 6], 3)
 

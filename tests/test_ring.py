@@ -235,7 +235,7 @@ def test_choices_say_what_and_why_and_can_be_given_back(rings):
     assert every(again, lambda r: r.sum(torch.ones(9)).sum().item()) == [9.0 * len(rings)] * len(rings)
     for each in again:
         each.close()
-    with pytest.raises(ConfigError, match="no algorithm 'magic'; use one of auto, ring"):
+    with pytest.raises(ConfigError, match="no algorithm 'magic': use one of auto, ring"):
         rings[0].sum(torch.ones(3), algorithm="magic")
 
 
@@ -483,7 +483,7 @@ def test_repeats_bit_for_bit(rings):
 
 def test_bad_arguments_are_refused_and_the_ring_lives_on(rings):
     ring = rings[0]
-    with pytest.raises(ConfigError, match=r"cannot add torch.bool; it adds float32"):
+    with pytest.raises(ConfigError, match=r"cannot add torch.bool: convert the tensor to one of float32"):
         ring.sum(torch.ones(2, dtype=torch.bool))
     with pytest.raises(ConfigError, match=r"mean of torch.int64"):
         ring.mean(torch.ones(2, dtype=torch.int64))

@@ -5,7 +5,7 @@ import json
 import pytest
 from small_work import Small, train
 
-from rayps.comm.ring.describe import in_words
+from rayps.comm.ring.describe import describe
 
 TABLE = [
     {"up_to": 2048, "algorithm": "tree", "seconds": {"ring": 1e-3, "tree": 1e-4}},
@@ -60,4 +60,4 @@ def test_one_worker_and_a_server_choose_nothing():
     ],
 )
 def test_choices_in_words(choices, words):
-    assert in_words(choices) == words
+    assert describe(choices) == words

@@ -8,7 +8,7 @@ from rayps.core.repeated_pushes import Ledger
 from rayps.core.strategy import Phase
 from rayps.strategies.all_reduce import AllReduce
 from rayps.tensors import checkpoint, optim
-from rayps.tensors.flat import FlatModel, beside
+from rayps.tensors.flat import FlatModel, outside_vector
 from rayps.tensors.snapshot import Snapshot
 
 
@@ -21,7 +21,7 @@ def made(steps=3, positions=(6, 6)):
     for _ in range(steps):
         model(torch.randn(5, 3)).square().sum().backward()
         optimizer.step()
-    buffers = {name: value.clone() for name, value in beside(model).items()}
+    buffers = {name: value.clone() for name, value in outside_vector(model).items()}
     return model, Snapshot(
         flat.layout,
         flat.vector.clone(),

@@ -20,10 +20,10 @@ def test_parts_keep_the_newest_two_and_the_wanted_one():
     parts = RetainedParts()
     parts.wanted = 2
     for rounds in range(1, 7):
-        parts.keep(rounds, f"after {rounds}")
+        parts.retain(rounds, f"after {rounds}")
     assert dict(parts) == {2: "after 2", 5: "after 5", 6: "after 6"}
     parts.wanted = 9
-    parts.keep(7, "after 7")
+    parts.retain(7, "after 7")
     assert sorted(parts) == [6, 7]
 
 
@@ -42,7 +42,7 @@ def test_all_meet_again_and_again_however_fast_the_rounds_are(every, speeds):
             for rounds in range(reached[rank] + 1, reached[rank] + ahead + 1):
                 reached[rank] = rounds
                 if rounds in boundary or rounds == parts.wanted:
-                    parts.keep(rounds, rounds)
+                    parts.retain(rounds, rounds)
             facts.append((reached[rank], sorted(parts)))
         common = set.intersection(*[set(held) for _, held in facts])
         if common and max(common) > collected:

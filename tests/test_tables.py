@@ -131,7 +131,7 @@ def pieces_that_cannot_be():
     yield "nan", wire_format.encode_push(ids(1, 2), nan), "the gradient of id 2 is not finite"
     yield "torn", good[:40], "too short|expected"
     yield "short", good[:10], "at least 24"
-    yield "pull", wire_format.encode_pull(ids(1, 2)), "expected a push with rows"
+    yield "pull", wire_format.encode_pull(ids(1, 2)), "expected a push, which has rows"
     yield "half", wire_format.encode_push(ids(1, 2), nan, half=True), "not finite"
 
 
@@ -392,7 +392,7 @@ def test_rows_on_disk_come_back_and_branches_have_their_own():
         batch = {int(k): 1 for k in chance.integers(0, 1000, 50)}
         for each in (plain, segment):
             say(each, step, batch)
-    assert segment.store.cold > segment.rows * 0.8
+    assert segment.store.rows_on_disk > segment.rows * 0.8
     assert segment.dump() == plain.dump()
     everyone = wire_format.encode_pull(np.arange(1000))
     assert bytes(segment.pull(0, everyone)[0]) == bytes(plain.pull(0, everyone)[0]) == bytes(segment.read(everyone))
@@ -401,7 +401,7 @@ def test_rows_on_disk_come_back_and_branches_have_their_own():
     assert segment.dump() == plain.dump()
     again = one(small)
     again.load(plain.dump())
-    assert again.dump() == plain.dump() and again.store.cold
+    assert again.dump() == plain.dump() and again.store.rows_on_disk
     with pytest.raises(ConfigError, match="another `folder`"):
         say(one(dataclasses.replace(small, policy={"memory": 1, "folder": "/nowhere"})), 0, dict.fromkeys(range(99), 1))
 
@@ -426,7 +426,7 @@ except (MemoryError, OSError):
     print("no memory after", step)
 else:
     row = segment.read(wire_format.encode_pull(np.array([7])))
-    print(segment.rows, segment.store.cold > 50_000, wire_format.decode_rows(row, 1, table).mean() < -0.05)
+    print(segment.rows, segment.store.rows_on_disk > 50_000, wire_format.decode_rows(row, 1, table).mean() < -0.05)
 """
 
 
@@ -549,7 +549,7 @@ def test_a_serving_system_follows_by_deltas():
     segment.life.log.clear()
     segment.life.known_from = segment.version - 1  # what was evicted before is forgotten
     assert read_delta(delta(segment, segment.version - 5)).whole
-    with pytest.raises(DataError, match="request one since version"):
+    with pytest.raises(DataError, match="request a delta since version"):
         Served().apply(delta(segment, segment.version))
     with pytest.raises(DataError, match=r"cannot (read|decode)"):
         read_delta(b"nonsense")

@@ -226,8 +226,8 @@ class _Plan:
         apart = (
             f"; of stages 0, 1, ...: {', '.join(f'{float(each):.1%}' for each in timeline.idles)}" if self.timed else ""
         )
-        formula = f"{found.idle_formula} = {float(found.idle or 0):.1%}" if found.idle_formula else ""
-        show.line(f"idle         {float(timeline.idle):.1%} of the time{apart}; formula {formula}")
+        formula = f"; formula {found.idle_formula} = {float(found.idle or 0):.1%}" if found.idle_formula else ""
+        show.line(f"idle         {float(timeline.idle):.1%} of the time{apart}{formula}")
         held = ", ".join(map(str, timeline.peaks)) if p <= 16 else f"{min(timeline.peaks)} to {max(timeline.peaks)}"
         where = "in stages 0, 1, ..." if p <= 16 else "in a stage"
         show.line(f"activations  of at most {held} micro-batches at a time {where}")

@@ -1,7 +1,7 @@
 """The protocol of a cluster of actors, and a cluster of threads for tests. `ray_cluster` implements it on Ray.
 
-An actor is an instance of a plain class, named by its dotted path `module:Class`; its methods may be called from
-several threads at once. If an actor has a method `close()`, it is called when the actor is killed.
+An actor is an instance of a plain class, which is given by its path `module:Class`. Several threads may call its
+methods at once. If an actor has a method `close()`, this method is called when the actor is killed.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from rayps.core.errors import ActorDied, ConfigError, NoResources
 
 _Shared = TypeVar("_Shared")
 Bundle = dict[str, float]
-PROTOCOL = 1  # version of the calls between a service and actors that outlive it: increment it with each change
-FIRST_PROTOCOL = 1  # version of rayps 0.1.0, whose actors do not report a version
-LOCAL_CPUS = 16  # logical CPUs of a Ray that rayps starts, if the machine has fewer cores
-WORKER_NICENESS = "0"  # niceness on a Ray of rayps: at Ray's default, 15, one busy program almost stops workers
+PROTOCOL = 1  # version of the calls between a service and actors that outlive it; increment it with each change
+FIRST_PROTOCOL = 1  # the PROTOCOL of rayps 0.1.0, whose actors do not report a version
+LOCAL_CPUS = 16  # least number of logical CPUs of a Ray that rayps starts
+WORKER_NICENESS = "0"  # niceness of workers; at Ray's default, 15, one busy program almost stops the workers
 
 
 class ActorReply(Protocol):
@@ -31,7 +31,10 @@ class ActorReply(Protocol):
         """Whether the reply has arrived."""
 
     def result(self, timeout: float | None = None) -> Any:
-        """Wait for the result and return it. Raises TimeoutError, ActorDied, or the error that the method raised."""
+        """Wait at most `timeout` seconds (None: without limit) for the result, and return it.
+
+        Raises TimeoutError if the wait is too long, ActorDied if the actor died, or the error that the method raised.
+        """
 
 
 class ActorHandle(Protocol):
@@ -44,7 +47,7 @@ class ActorHandle(Protocol):
 
 
 class Reservation(Protocol):
-    """Resources that were reserved together, as bundles; a bundle is inside one host."""
+    """Resources that were reserved together, as bundles. Each bundle is on one host."""
 
     def hosts(self) -> list[str]:
         """The host of each bundle."""
@@ -54,7 +57,7 @@ class Reservation(Protocol):
 
 
 class Actors(Protocol):
-    """The operations of a cluster on named actors; the service runs them in a child process."""
+    """The operations of a cluster on named actors. The service runs these operations in a child process."""
 
     def spawn(
         self,
@@ -72,13 +75,13 @@ class Actors(Protocol):
     ) -> ActorHandle:
         """Start an actor, an instance of `target` ("module:Class"), and return its handle.
 
-        `detached`: the actor outlives this process. `here` places the actor on this host; `gang` and `index` place it
-        in bundle `index` of a reservation. `restarts`: how often the cluster starts the actor again, with the same
-        arguments, after its process died (-1: always); a cluster of threads ignores it.
+        `detached`: the actor outlives this process. `here`: the actor runs on this host. `gang` and `index`: the actor
+        runs in the bundle `index` of the reservation `gang`. `restarts`: how often the cluster starts the actor again,
+        with the same arguments, after its process died (-1: always). A cluster of threads ignores `restarts`.
         """
 
     def find(self, name: str) -> ActorHandle | None:
-        """Return the living actor of that name; None if there is none."""
+        """Return the running actor of this name, or None if there is none."""
 
     def free(self) -> Bundle:
         """Return the free resources: {"cpu": ..., "gpu": ...}."""
@@ -87,33 +90,36 @@ class Actors(Protocol):
         """Return all resources."""
 
     def hosts(self, free: bool = True) -> dict[str, Bundle]:
-        """Return the resources of each host: free, or all."""
+        """Return the resources of each host: the free ones, or all if `free` is False."""
 
     def kill(self, handle: ActorHandle) -> None:
         """End an actor at once."""
 
     def close(self) -> None:
-        """Disconnect from the cluster; end the cluster if this process started it."""
+        """Disconnect from the cluster, and end it if this process started it."""
 
 
 class Cluster(Actors, Protocol):
     """A cluster on which actors run; it can also share values and reserve resources."""
 
     def share(self, value: _Shared) -> _Shared:
-        """Store a value once for several calls; pass the returned reference as their argument in place of the value."""
+        """Store a value once for several calls. Pass the returned reference to these calls instead of the value."""
 
     def reserve(self, bundles: list[Bundle], timeout: float) -> Reservation | None:
-        """Reserve all bundles or none; return None for an empty list. Raises NoResources."""
+        """Reserve all bundles or none; return None if they need no resources.
+
+        Raises NoResources if the cluster is too small, or too few resources are free within `timeout` seconds.
+        """
 
 
 class KeyValues(Protocol):
-    """A small map that all actors of a cluster share, to find each other."""
+    """A small map that all actors of a cluster share, and by which they find each other."""
 
     def put(self, key: str, value: bytes) -> None:
         """Write or overwrite a key."""
 
     def get(self, key: str) -> bytes | None:
-        """Return a key's value; None if there is no such key."""
+        """Return a key's value, or None if there is no such key."""
 
     def delete(self, key: str) -> None:
         """Delete a key and its value."""
@@ -150,22 +156,25 @@ class _LocalKeyValues:
 
 
 _local_values = _LocalKeyValues()
-Surroundings = tuple[KeyValues, "Cluster", str]  # the shared map, the cluster, this host's address in it
+Surroundings = tuple[KeyValues, "Cluster", str]  # the shared map, the cluster, this host's address in the cluster
 _providers: list[Callable[[], Surroundings | None]] = []
 
 
-def provide(provider: Callable[[], Surroundings | None]) -> None:
-    """Register the function that returns the surrounding cluster; `ray_cluster` calls this when it is imported."""
+def register_provider(provider: Callable[[], Surroundings | None]) -> None:
+    """Register a function that returns the cluster in which this process runs, or None outside of a cluster.
+
+    The module `ray_cluster` registers its function when it is imported.
+    """
     _providers.append(provider)
 
 
 def rendezvous() -> KeyValues:
-    """Return the map that the surrounding cluster's actors share: Ray's inside Ray, else one of this process."""
+    """Return the map that the actors of this cluster share: Ray's map inside Ray, else a map in this process."""
     return _surroundings()[0]
 
 
 def surrounding() -> Cluster:
-    """Return the cluster in which this code runs: Ray's cluster inside Ray, else one of threads."""
+    """Return the cluster in which this code runs: Ray's cluster inside Ray, else a cluster of threads."""
     return _surroundings()[1]
 
 
@@ -176,7 +185,7 @@ def host_address() -> str:
 
 def _surroundings() -> Surroundings:
     if not _providers and "ray" in sys.modules:
-        importlib.import_module("rayps.cluster.ray_cluster")  # inside an actor no other module may have imported it yet
+        importlib.import_module("rayps.cluster.ray_cluster")  # it registers its provider
     for provider in _providers:
         found = provider()
         if found is not None:
@@ -184,7 +193,7 @@ def _surroundings() -> Surroundings:
     return _local_values, _local_cluster(), "127.0.0.1"
 
 
-LocalReply: TypeAlias = Future[Any]  # whatever a method returned
+LocalReply: TypeAlias = Future[Any]  # the result of a method
 
 
 class _LocalHandle:
@@ -210,7 +219,7 @@ class _LocalHandle:
             value, error = run(), None
         except Exception as raised:  # the caller gets any exception of the method
             value, error = None, raised
-        except BaseException as raised:  # as on Ray, where it ends the actor's process
+        except BaseException as raised:  # on Ray such an exception ends the actor's process
             reason = f"{method}() raised {type(raised).__name__}: {raised}"
             value, error = None, ActorDied(f"actor {self.name} died: {reason}", actor=self.name, reason=reason)
         self._waiting.discard(reply)
@@ -231,7 +240,7 @@ class _LocalHandle:
 
 
 class LocalCluster:
-    """A cluster for tests, which starts at once: actors are objects in this process, and each call runs in a thread."""
+    """A cluster for tests. Actors are objects in this process, and each call of an actor runs in a thread."""
 
     def __init__(self, cpus: float = 64.0, gpus: float = 0.0) -> None:
         self._total = {"cpu": cpus, "gpu": gpus}
@@ -260,7 +269,7 @@ class LocalCluster:
         return handle
 
     def find(self, name: str) -> _LocalHandle | None:
-        """Return the living actor of that name; None if there is none."""
+        """Return the running actor of this name, or None if there is none."""
         handle = self._handles.get(name)
         return None if handle is None or handle.dead.is_set() else handle
 
@@ -269,7 +278,7 @@ class LocalCluster:
         return value
 
     def free(self) -> Bundle:
-        """Return all resources: actors take none."""
+        """Return all resources, because actors use none."""
         return dict(self._total)
 
     def total(self) -> Bundle:
@@ -281,12 +290,12 @@ class LocalCluster:
         return {"here": dict(self._total)}
 
     def reserve(self, bundles: list[Bundle], timeout: float) -> Reservation:
-        """Return a reservation that takes no resources. Raises NoResources: the cluster is too small."""
+        """Return a reservation that uses no resources. Raises NoResources if the cluster is too small."""
         refuse_if_too_large(bundles, self._total)
         return _LocalReservation(len(bundles))
 
     def kill(self, handle: ActorHandle) -> None:
-        """End an actor at once; calls that have not returned fail with ActorDied."""
+        """End an actor at once. Its calls that have not returned fail with ActorDied."""
         assert isinstance(handle, _LocalHandle)
         handle.kill()
         self._handles.pop(handle.name, None)
@@ -319,7 +328,7 @@ def refuse_if_too_large(bundles: list[Bundle], total: Bundle) -> None:
     """Refuse a job that needs more resources than the whole cluster has.
 
     Raises:
-        NoResources: the cluster is too small; the error has the data `needed` and `total`.
+        NoResources: the cluster is too small. The error's data have `needed`, `total` and `kind`.
     """
     for kind in ("cpu", "gpu"):
         needed = sum(bundle.get(kind, 0.0) for bundle in bundles)
@@ -336,7 +345,7 @@ def refuse_if_too_large(bundles: list[Bundle], total: Bundle) -> None:
 def not_free(bundles: list[Bundle], free: Bundle, timeout: float) -> NoResources:
     """Return the error for resources that other jobs still used after a wait of `timeout` seconds."""
     return NoResources(
-        f"the job needs {sum(b.get('cpu', 0) for b in bundles):g} CPUs at once, {free['cpu']:g} are free "
+        f"the job needs {sum(b.get('cpu', 0) for b in bundles):g} CPUs at once, and {free['cpu']:g} are free "
         f"after {timeout:g} s:\nwait for other jobs, use fewer workers, or raise timeout",
         needed=bundles,
         free=free,
@@ -344,9 +353,9 @@ def not_free(bundles: list[Bundle], free: Bundle, timeout: float) -> NoResources
 
 
 def until(ready: Callable[[], bool], timeout: float, pause: float = 0.01) -> bool:
-    """Wait until `ready()` returns true or `timeout` seconds have passed; return whether `ready()` was true.
+    """Wait until `ready()` returns True or `timeout` seconds have passed; return whether `ready()` returned True.
 
-    The pauses between two calls grow to 0.2 s.
+    The first pause between two calls is `pause` seconds; later pauses grow to 0.2 s.
     """
     deadline = time.monotonic() + timeout
     while not ready():

@@ -1,6 +1,7 @@
-"""The actors of a job: where they run, and how the driver polls them without blocking.
+"""The actors of a job: on which hosts they run, and how the driver polls them without blocking.
 
-Each member has at most one outstanding call. A member that does not answer a call before its deadline counts as dead.
+A member is one of these actors. Each member has at most one pending call. A member that does not answer a call before
+its deadline counts as dead.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ class ActorHost:
 
 @dataclass(slots=True)
 class GroupMember:
-    """One actor of a job, as its driver sees it: handle, newest facts, outstanding call, and whether it is dead."""
+    """One actor of a job, as its driver knows it: its handle, newest facts and pending call, and whether it is dead."""
 
     name: str
     handle: ActorHandle
     place: ActorHost | None = None
     facts: Any = None  # WorkerFacts or ShardFacts of the last poll
     dead: str | None = None  # why the member counts as dead; None if it is alive
-    question: ActorReply | None = None
-    asked_at: float = 0.0
+    pending: ActorReply | None = None  # the reply of the pending call
+    called_at: float = 0.0  # the `time.monotonic` at which the pending call began
 
     @property
     def address(self) -> str:
@@ -45,18 +46,21 @@ class GroupMember:
         assert self.place is not None
         return self.place.address
 
-    def ask(self, wanted: int, timeout: float) -> Any:
-        """Poll the member; return its new facts, or None while it has not answered.
+    def poll(self, wanted: int, timeout: float) -> Any:
+        """Call the member's `poll`; return its new facts, or None while the member has not answered.
 
-        `wanted` is the argument of `poll`: the round whose state the member must retain for a snapshot.
+        `wanted` is the round whose state the member must retain for a snapshot. `timeout` is in seconds.
         """
         facts = self._answer(timeout, "poll", wanted)
         if facts is not None:
             self.facts = facts
         return facts
 
-    def look(self, timeout: float, round: int) -> None:
-        """Mark the member as dead if a call of the user's code, outside of its rounds, has exceeded its time limit."""
+    def check_user_calls(self, timeout: float, round: int) -> None:
+        """Mark the member as dead if a call of the user's code has exceeded its time limit.
+
+        Calls of the user's code within a round are not checked here. `timeout` is in seconds.
+        """
         answer = self._answer(timeout, "calls")
         if answer is not None:
             found = (overdue(call, timeout, round, answer.ends) for call in answer.calls)
@@ -65,23 +69,23 @@ class GroupMember:
     def _answer(self, timeout: float, method: str, *args: Any) -> Any:
         if self.dead:
             return None
-        if self.question is None:
-            self.question, self.asked_at = self.handle.call(method, *args), time.monotonic()
+        if self.pending is None:
+            self.pending, self.called_at = self.handle.call(method, *args), time.monotonic()
             return None
-        silent = time.monotonic() - self.asked_at
-        if not self.question.done():
+        silent = time.monotonic() - self.called_at
+        if not self.pending.done():
             if silent > timeout:
                 self.dead = f"{self.name} did not answer for {silent:.0f} s (timeout {timeout:g} s)"
             return None
-        question, self.question = self.question, None
+        reply, self.pending = self.pending, None
         try:
-            return question.result(0)
+            return reply.result(0)
         except ClusterError as error:
             self.dead = str(error.data.get("reason", error))
             return None
 
-    def heard(self, reply: ActorReply) -> None:
-        """Wait until a call has returned; if the call fails, the member counts as dead."""
+    def await_reply(self, reply: ActorReply) -> None:
+        """Wait until a call of this member has returned. If the call fails, the member counts as dead."""
         try:
             reply.result(START_SECONDS)
         except ClusterError as error:
@@ -91,9 +95,9 @@ class GroupMember:
 
 
 def place(members: Sequence[GroupMember], check: Callable[[], None] = lambda: None) -> None:
-    """Get the hosts and addresses of new members; a member that does not start in time counts as dead.
+    """Set `place`, the host and address, of new members. A member that does not start in time counts as dead.
 
-    `check` is called during the wait; an exception that it raises ends the wait.
+    `check` is called repeatedly during the wait. If it raises an exception, the wait ends.
     """
     asked = [(member, member.handle.call("place")) for member in members]
 
@@ -115,14 +119,14 @@ def place(members: Sequence[GroupMember], check: Callable[[], None] = lambda: No
 
 
 def settle(replies: Sequence[ActorReply], members: Sequence[GroupMember]) -> None:
-    """Wait until the calls that start a new generation have returned; drop the members' facts from earlier polls."""
+    """Wait until the calls that start a new generation have returned, and drop the members' facts of earlier polls."""
     for reply, member in zip(replies, members, strict=True):
-        member.question, member.facts = None, None
-        member.heard(reply)
+        member.pending, member.facts = None, None
+        member.await_reply(reply)
 
 
 def enter(working_dir: str | None) -> None:
-    """Change to the user's working directory if this host has it, so that relative paths and imports work there too."""
+    """Change to the user's working directory, if this host has it, so that relative paths and imports work here."""
     if working_dir and Path(working_dir).is_dir() and Path.cwd() != Path(working_dir):
         os.chdir(working_dir)
         sys.path.insert(0, working_dir)

@@ -1,8 +1,8 @@
-"""Decide on which hosts workers run: each replica of the model on one host if it fits, else on several. Pure.
+"""Decide on which hosts workers run: each replica of the model on one host if it fits, else on several. No I/O.
 
 The workers of one replica exchange activations several times a step; different replicas exchange gradients once a step.
-Therefore as many replicas as possible are placed inside one host each. Every other replica is spread over as few hosts
-as possible, with neighbouring ranks on the same host, and the decision contains the reason.
+Therefore as many replicas as possible are each placed on one host. Every other replica is spread over few hosts, with
+neighbouring ranks on the same host. For each replica on several hosts the decision contains the reason.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _EPSILON = 1e-6  # tolerance, as amounts are sums of floats; Ray's own resolutio
 
 
 @dataclass(frozen=True, slots=True)
-class Seating:
-    """The host of each rank, and for each replica on several hosts the reason."""
+class Placement:
+    """The host of each rank, and `reasons`, a dict from each replica on several hosts to the reason for it."""
 
     hosts: list[str]
     reasons: dict[int, str] = field(default_factory=dict)
@@ -28,11 +28,11 @@ class Seating:
 
 def slots(free: Bundle, bundle: Bundle) -> int:
     """Return how many workers that each need `bundle` fit into a host's free resources."""
-    rooms = [_room(kind, free.get(kind, 0.0), amount) for kind, amount in bundle.items() if amount]
-    return min(rooms, default=2**31)
+    counts = [_fitting(kind, free.get(kind, 0.0), amount) for kind, amount in bundle.items() if amount]
+    return min(counts, default=2**31)
 
 
-def _room(kind: str, free: float, amount: float) -> int:
+def _fitting(kind: str, free: float, amount: float) -> int:
     if kind == "gpu" and amount < 1:  # a worker's share cannot span two devices
         whole = math.floor(free + _EPSILON)
         return whole * math.floor(1 / amount + _EPSILON) + math.floor((free - whole + _EPSILON) / amount)
@@ -40,9 +40,9 @@ def _room(kind: str, free: float, amount: float) -> int:
 
 
 def together(bundle: Bundle, count: int) -> dict[str, float]:
-    """Return the resources that `count` workers need on one host.
+    """Return the resources that `count` workers, which each need `bundle`, need together on one host.
 
-    If a worker needs a part of a GPU and one GPU is not enough for all, whole GPUs are counted.
+    If a worker needs a part of a GPU, and the workers need more than one GPU together, whole GPUs are counted.
     """
     found = {kind: round(amount * count, 4) for kind, amount in bundle.items()}
     gpu = bundle.get("gpu", 0.0)
@@ -52,15 +52,16 @@ def together(bundle: Bundle, count: int) -> dict[str, float]:
     return found
 
 
-def seat(hosts: Mapping[str, Bundle], grid: Grid, bundle: Bundle) -> Seating | None:
-    """Place the ranks of a grid on hosts, given the hosts' free resources; return None if they do not fit.
+def place_ranks(hosts: Mapping[str, Bundle], grid: Grid, bundle: Bundle) -> Placement | None:
+    """Place the ranks of a grid on hosts, or return None if they do not fit.
 
-    No other placement has more replicas that are inside one host.
+    `hosts` maps each host to its free resources; each rank needs `bundle`. No other placement has more replicas that
+    are on one host.
     """
     size, room = grid.columns, {name: slots(free, bundle) for name, free in hosts.items()}
     if sum(room.values()) < grid.size:
         return None
-    seated: list[str] = []
+    placed: list[str] = []
     reasons: dict[int, str] = {}
     for replica in range(grid.data):
         fits = [name for name in room if room[name] >= size]
@@ -69,19 +70,22 @@ def seat(hosts: Mapping[str, Bundle], grid: Grid, bundle: Bundle) -> Seating | N
                 min(fits, key=lambda name: (room[name], name))
             ] * size  # the host with the least room that is enough, so that larger hosts stay free
         else:
-            reasons[replica] = _why(hosts, bundle, size, taken=bool(replica))
+            reasons[replica] = _reason(hosts, bundle, size, taken=bool(replica))
             chosen = []
             while len(chosen) < size:
                 most = max((name for name in room), key=lambda name: (room[name] - chosen.count(name), name))
                 chosen += [most] * min(room[most], size - len(chosen))
         for name in chosen:
             room[name] -= 1
-        seated += chosen
-    return Seating(seated, reasons)
+        placed += chosen
+    return Placement(placed, reasons)
 
 
-def _why(hosts: Mapping[str, Bundle], bundle: Bundle, size: int, taken: bool) -> str:
-    """Say of which resources no host has enough for a whole replica of `size` workers."""
+def _reason(hosts: Mapping[str, Bundle], bundle: Bundle, size: int, taken: bool) -> str:
+    """Return a text that names the resources of which no host has enough for a replica of `size` workers.
+
+    `taken`: other replicas have been placed already.
+    """
     needed = together(bundle, size)
     lacking = [kind for kind, amount in bundle.items() if amount and not _one_has(hosts, kind, amount, size)]
     kinds = lacking or [kind for kind, amount in bundle.items() if amount]
@@ -91,13 +95,13 @@ def _why(hosts: Mapping[str, Bundle], bundle: Bundle, size: int, taken: bool) ->
 
 
 def _one_has(hosts: Mapping[str, Bundle], kind: str, amount: float, size: int) -> bool:
-    return any(_room(kind, free.get(kind, 0.0), amount) >= size for free in hosts.values())
+    return any(_fitting(kind, free.get(kind, 0.0), amount) >= size for free in hosts.values())
 
 
 def bundles(hosts: Sequence[str], grid: Grid, bundle: Bundle) -> tuple[list[dict[str, float]], list[int]]:
-    """Group workers into bundles to reserve, one for each run of ranks of one replica on one host.
+    """Group workers into bundles to reserve: consecutive ranks of one replica on one host are one bundle.
 
-    A bundle never spans hosts. Return the bundles, and for each rank the index of its bundle.
+    Return the bundles, and for each rank the index of its bundle.
     """
     runs: list[tuple[tuple[str, int], int]] = []
     index = []
@@ -111,19 +115,19 @@ def bundles(hosts: Sequence[str], grid: Grid, bundle: Bundle) -> tuple[list[dict
     return [together(bundle, count) for _, count in runs], index
 
 
-def words(hosts: Sequence[str], grid: Grid, reasons: Mapping[int, str]) -> str:
-    """Describe on which hosts the replicas are, and why a replica is on several hosts."""
+def describe(hosts: Sequence[str], grid: Grid, reasons: Mapping[int, str]) -> str:
+    """Return a text that states how many replicas are on one host, and why others are on several hosts."""
     counts = [len({hosts[rank] for rank in grid.replica(data)}) for data in range(grid.data)]
     spread = [data for data, count in enumerate(counts) if count > 1]
     inside, size = grid.data - len(spread), f"{grid.columns} workers"
-    said = []
+    parts = []
     if inside:
         some = f"{inside} of {grid.data} replicas" if spread else f"each of {grid.data} replicas"
         which = "the replica" if grid.data == 1 else some
-        said.append(f"{which} of {size} {'are' if spread and inside > 1 else 'is'} inside one host")
+        parts.append(f"{which} of {size} {'are' if spread and inside > 1 else 'is'} inside one host")
     for data in spread[:3]:
         why = reasons.get(data, "placed by the cluster")
-        said.append(f"replica {data} is spread over {counts[data]} hosts: {why}")
+        parts.append(f"replica {data} is spread over {counts[data]} hosts: {why}")
     if len(spread) > 3:
-        said.append(f"so are {len(spread) - 3} more")
-    return "; ".join(said)
+        parts.append(f"so are {len(spread) - 3} more")
+    return "; ".join(parts)

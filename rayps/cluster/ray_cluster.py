@@ -1,6 +1,6 @@
-"""Actors on Ray: the only module that imports ray, and the one place that works around Ray's peculiarities.
+"""Actors on Ray. This is the only module that imports ray.
 
-It joins the cluster at a given address or starts a private one; it never uses the address that Ray would guess from an
+It joins the cluster at a given address, or starts a private one. It never uses an address that Ray guesses from an
 earlier run.
 """
 
@@ -30,8 +30,8 @@ from rayps.cluster.local import (
     Reservation,
     Surroundings,
     not_free,
-    provide,
     refuse_if_too_large,
+    register_provider,
     resolve,
 )
 from rayps.cluster.scratch import Scratch
@@ -44,7 +44,7 @@ _Shared = TypeVar("_Shared")
 _raylet = ray._raylet  # Ray's token cache and head lookup have no public names
 
 NAMESPACE = "rayps"
-_ANSWER_SECONDS = 5.0  # seconds for a head to accept a connection
+_ANSWER_SECONDS = 5.0  # seconds within which a head must accept a connection
 _MOVE_SECONDS = 180.0  # seconds to wait while another thread starts, joins or leaves a Ray
 _QUIET: JsonObject = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
 
@@ -61,7 +61,10 @@ class RayReply:
         return bool(ray.wait([self.ref], timeout=0)[0])
 
     def result(self, timeout: float | None = None) -> Any:
-        """Wait for the result and return it. Raises TimeoutError, ActorDied, or the error that the method raised."""
+        """Wait at most `timeout` seconds (None: without limit) for the result, and return it.
+
+        Raises TimeoutError if the wait is too long, ActorDied if the actor died, or the error that the method raised.
+        """
         try:
             return ray.get(self.ref, timeout=timeout)
         except ray.exceptions.GetTimeoutError as error:
@@ -97,17 +100,17 @@ def _must_answer(address: str) -> None:
         ) from error
 
 
-def _hush() -> None:
-    # Ray prints a paragraph on stderr for every process that dies; rayps reports the death in one event
+def _silence_death_reports() -> None:
+    # Ray prints a paragraph on stderr for every process that dies, but rayps reports the death in an event
     worker = getattr(getattr(ray, "_private", None), "worker", None)
     if worker is not None and hasattr(worker, "print_to_stdstream"):
         worker.print_to_stdstream = lambda data, ignore_prefix: log.debug("%s", data.get("lines"))
 
 
 def cause_of_death(text: str) -> str:
-    """Return the cause in Ray's report about a dead actor, in one line: the process and how it ended.
+    """Return, in one line, the process and the cause of death from Ray's report about a dead actor.
 
-    Ray appends a list of possible causes, which is left out. A report without such details is cut to its first line.
+    Ray's list of possible causes is left out. If the report has no details, its first line is returned.
     """
     detail = re.search(
         r"Worker exit detail: (.+?)\.?\s*(?:There are some potential|Some common causes|$)", text, re.MULTILINE
@@ -131,7 +134,7 @@ class RayHandle:
 
 
 class _Shell:
-    """The Ray actor around a rayps actor: imports the class in the actor's process, so that the caller need not."""
+    """The Ray actor that contains a rayps actor. It imports the actor's class in the actor's process only."""
 
     def __init__(self, target: str, *args: Any, **kwargs: Any) -> None:
         self._actor = resolve(target)(*args, **kwargs)
@@ -142,11 +145,11 @@ class _Shell:
 
 
 def _shell(target: str) -> type:
-    return type(target.rpartition(":")[2], (_Shell,), {})  # Ray shows the class's name as the process's title
+    return type(target.rpartition(":")[2], (_Shell,), {})  # Ray shows the name of the class as the process title
 
 
 class RayReservation:
-    """A reservation as a Ray placement group; each of its bundles is inside one host."""
+    """A reservation as a Ray placement group. Each bundle is on one host."""
 
     def __init__(self, group: PlacementGroup, gangs: set[RayReservation]) -> None:
         self.group = group
@@ -168,7 +171,7 @@ _AUTHENTICATION = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
 class _Environment:
-    """The environment variables that Ray and rayps set for one Ray; restored when the process leaves that Ray.
+    """The environment variables that Ray and rayps set for one Ray. They are reset when the process leaves that Ray.
 
     Otherwise the process would send the token of its private Ray to the next Ray that it joins.
     """
@@ -179,12 +182,12 @@ class _Environment:
         self._before = self._now()
         self._set: dict[str, str | None] = {}
 
-    def note(self) -> None:
-        """Record which variables were set for the Ray; called after it was started or joined."""
+    def record_changes(self) -> None:
+        """Record which variables were set for the Ray. Call it after the Ray was started or joined."""
         self._set = {name: value for name, value in self._now().items() if value != self._before[name]}
 
     def restore(self) -> None:
-        """Restore the earlier values, except of variables that other code has changed in the meantime."""
+        """Reset the variables to their earlier values, except those that other code has changed since."""
         now = self._now()
         for name, value in self._set.items():
             before = self._before[name]
@@ -201,11 +204,11 @@ class _Environment:
 
 
 class _Session:
-    """The Ray that rayps has joined or started in this process."""
+    """A Ray that rayps has joined or started in this process."""
 
     def __init__(self, owner: Owner, address: str, environment: _Environment, temp: Scratch | None) -> None:
         self.owner, self.address = owner, address
-        self.holders = 0  # `RayCluster` objects that were opened in this Ray and not closed
+        self.holders = 0  # number of `RayCluster` objects that were opened in this Ray and not closed
         self.gangs: set[RayReservation] = set()  # the reservations of the runs that use this Ray
         self.left = False
         self._environment, self._temp = environment, temp
@@ -223,18 +226,18 @@ class _Session:
 
 
 class _Process:
-    """The Ray of this process, and the one place where it changes."""
+    """The Ray in which this process is. Only this class changes it."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._session: _Session | None = None
 
     @contextmanager
-    def moving(self) -> Iterator[None]:
-        """Prevent other threads from starting, joining or leaving a Ray.
+    def exclusive(self) -> Iterator[None]:
+        """Inside the block, no other thread can start, join or leave a Ray.
 
         Raises:
-            ClusterError: another thread did not finish its start, join or leave in time.
+            ClusterError: another thread has been starting, joining or leaving a Ray for too long.
         """
         if not self._lock.acquire(timeout=_MOVE_SECONDS):
             raise ClusterError(f"another thread has been starting, joining or leaving a Ray for {_MOVE_SECONDS:g} s")
@@ -244,7 +247,7 @@ class _Process:
             self._lock.release()
 
     def session(self) -> _Session | None:
-        """Return the Ray that rayps joined or started; None if other code has since left it or joined another Ray."""
+        """Return the Ray that rayps joined or started, or None if the process is no longer in that Ray."""
         if self._session is not None and (self._session.left or _current() != self._session.address):
             self._session.left, self._session = True, None
         return self._session
@@ -254,9 +257,9 @@ class _Process:
         session = self.session()
         return session.owner if session is not None else Owner.FOREIGN if ray.is_initialized() else Owner.NONE
 
-    def enter(self, owner: Owner, environment: _Environment, temp: Scratch | None = None) -> _Session:
+    def record_session(self, owner: Owner, environment: _Environment, temp: Scratch | None = None) -> _Session:
         """Record the Ray that was just started or joined."""
-        environment.note()
+        environment.record_changes()
         self._session = _Session(owner, str(_current()), environment, temp)
         return self._session
 
@@ -271,7 +274,7 @@ _process = _Process()
 
 
 def _current() -> str | None:
-    """Return the address of the head of this process's Ray."""
+    """Return the address of the head of the Ray in which this process is, or None if it is in none."""
     if not ray.is_initialized():
         return None
     if ray.util.client.ray.is_connected():
@@ -280,16 +283,16 @@ def _current() -> str | None:
 
 
 def _read_authentication(read: list[dict[str, str | None]] = []) -> None:  # noqa: B006  one per process
-    # Ray caches the environment: unless it reads it again, a changed variable has no effect
+    # Ray caches these variables: a changed variable has no effect until Ray reads it again
     now = {name: os.environ.get(name) for name in _AUTHENTICATION}
-    if read != [now]:  # only after a change, as threads of Ray may read its configuration meanwhile
+    if read != [now]:  # only after a change, because threads of Ray may be reading its configuration
         _raylet.Config.initialize("")
         read[:] = [now]
     _raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _identity(address: str) -> str:
-    """Return the id of the cluster at an address. Ray's own attempt would take 20 s and give no reason.
+    """Return the id of the cluster at an address; fail sooner than Ray would (20 s), and with the reason.
 
     Raises:
         ClusterError: the cluster refuses the token, or no head of a Ray answers at the address.
@@ -305,13 +308,13 @@ def _identity(address: str) -> str:
 
 
 def _same(address: str, current: str) -> bool:
-    """Return whether two addresses lead to one cluster: compares cluster ids, because a host has several names."""
+    """Return whether two addresses lead to the same cluster, by its id: a host may have several names."""
     if address == current:
         return True
     try:
         return _identity(address) == _identity(current)
     except ClusterError:
-        return False  # it does not answer, or refuses this process's token, which the current cluster accepts
+        return False  # `address` does not answer, or refuses the token that the current cluster accepts
 
 
 def _head(address: str) -> str:
@@ -338,7 +341,7 @@ def _no_cluster(address: str, error: BaseException) -> ClusterError:
 
 
 class RayCluster:
-    """A Ray cluster that this process has joined, or started and will end.
+    """A Ray cluster that this process has joined or started. A cluster that it has started ends with `close`.
 
     If several `RayCluster` objects were opened in one Ray, the process leaves the Ray when the last one is closed.
     """
@@ -352,16 +355,16 @@ class RayCluster:
 
     @classmethod
     def join(cls, address: str, namespace: str = NAMESPACE) -> RayCluster:
-        """Join the cluster at `host:port`, or with "auto" the one that RAY_ADDRESS names or that runs on this machine.
+        """Join the cluster at `host:port`, or the one that "auto" refers to (see `which_ray.head`).
 
-        A process can be in one Ray. If the process is in this cluster already, nothing is done. A Ray that rayps
-        started is ended first, and a Ray that rayps joined is left, unless a run uses it.
+        A process can be in one Ray. If the process is in this cluster already, nothing is done. If it is in another Ray
+        that rayps started or joined, the process leaves that Ray first; a Ray that rayps started then ends.
 
         Raises:
             ClusterError: nothing answers at the address, the token is refused, or the process is in another Ray that
-            rayps does not own.
+                rayps does not own or that a run uses.
         """
-        with _process.moving():
+        with _process.exclusive():
             wanted, owner, current = _head(address), _process.owner(), _current()
             if owner is not Owner.FOREIGN:
                 _must_answer(wanted)  # before the process leaves its current Ray
@@ -379,11 +382,11 @@ class RayCluster:
 
     @classmethod
     def local(cls, cpus: int, gpus: int | None = None) -> RayCluster:
-        """Start a private Ray on this machine with `cpus` logical CPUs; `close()` ends it and removes its files.
+        """Start a private Ray on this machine with `cpus` logical CPUs. `close` ends this Ray and removes its files.
 
-        If the process is in a Ray already, that one is used.
+        If the process is in a Ray already, that Ray is used.
         """
-        with _process.moving():
+        with _process.exclusive():
             if move(_process.owner(), named=False, same=False, busy=False) is Move.STAY:
                 return cls(_process.session())
             return cls(_started(cpus, gpus))
@@ -438,7 +441,7 @@ class RayCluster:
         return RayHandle(name or target, actor)
 
     def find(self, name: str) -> RayHandle | None:
-        """Return the living actor of that name; None if there is none."""
+        """Return the running actor of this name, or None if there is none."""
         self._check()
         try:
             return RayHandle(name, ray.get_actor(name, namespace=NAMESPACE))
@@ -446,10 +449,10 @@ class RayCluster:
             return None
 
     def share(self, value: _Shared) -> _Shared:
-        """Store a value in Ray's object store; return its reference, which replaces the value in calls."""
+        """Store a value in Ray's object store; return a reference to pass to calls instead of the value."""
         self._check()
-        stands_for: _Shared = ray.put(value)
-        return stands_for
+        reference: _Shared = ray.put(value)
+        return reference
 
     def free(self) -> Bundle:
         """Return the cluster's free resources: {"cpu": ..., "gpu": ...}."""
@@ -462,7 +465,10 @@ class RayCluster:
         return _bundle(ray.cluster_resources())
 
     def hosts(self, free: bool = True) -> dict[str, Bundle]:
-        """Return the resources of each living host, with its bytes of memory: the free ones, or all."""
+        """Return the resources of each running host: the free ones, or all if `free` is False.
+
+        They include the bytes of memory.
+        """
         self._check()
         alive = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
         if free:
@@ -471,7 +477,10 @@ class RayCluster:
         return {name: _bundle(has) | {"memory": has.get("memory", 0.0)} for name, has in alive.items()}
 
     def reserve(self, bundles: list[Bundle], timeout: float) -> RayReservation | None:
-        """Reserve all bundles or none; return None if no bundle needs anything. Raises NoResources."""
+        """Reserve all bundles or none; return None if no bundle needs anything.
+
+        Raises NoResources if the cluster is too small, or too few resources are free within `timeout` seconds.
+        """
         refuse_if_too_large(bundles, self.total())
         wanted = [_ray_bundle(bundle) for bundle in bundles]
         if not any(wanted):
@@ -490,11 +499,11 @@ class RayCluster:
         ray.kill(handle.actor, no_restart=True)
 
     def close(self) -> None:
-        """Release this object's use of the Ray; the last release leaves the Ray, or ends it if rayps started it."""
+        """Leave the Ray if no other `RayCluster` uses it; end the Ray then if rayps started it."""
         session = self._session
         if session is None or not self._holds:
             return
-        with _process.moving():
+        with _process.exclusive():
             self._holds = False
             session.holders -= 1
             if session.holders == 0 and _process.session() is session:
@@ -507,16 +516,16 @@ def _started(cpus: int, gpus: int | None) -> _Session:
     _private_token()
     os.environ.setdefault("RAY_worker_niceness", WORKER_NICENESS)
     _read_authentication()
-    _hush()
+    _silence_death_reports()
     try:
         below = str(temp.path / "r")  # Ray's folder is readable by all users, but the folder above it is private
         ray.init(address="local", num_cpus=cpus, num_gpus=gpus, namespace=NAMESPACE, _temp_dir=below, **_QUIET)
     except BaseException:
         temp.close()
-        environment.note()
+        environment.record_changes()
         environment.restore()
         raise
-    return _process.enter(Owner.STARTED, environment, temp)
+    return _process.record_session(Owner.STARTED, environment, temp)
 
 
 def _joined(address: str, namespace: str, *, auto: bool) -> _Session:
@@ -527,19 +536,19 @@ def _joined(address: str, namespace: str, *, auto: bool) -> _Session:
     if auto and "RAY_AUTH_MODE" not in os.environ and has_token:
         os.environ["RAY_AUTH_MODE"] = "token"  # as ray.init(address="auto") does
         _read_authentication()
-    _hush()
+    _silence_death_reports()
     try:
         _identity(address)
         ray.init(address=address, namespace=namespace, **_QUIET)
     except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
-        environment.note()
+        environment.record_changes()
         environment.restore()
         raise _no_cluster(address, error) from error
     except BaseException:
-        environment.note()
+        environment.record_changes()
         environment.restore()
         raise
-    return _process.enter(Owner.JOINED, environment)
+    return _process.record_session(Owner.JOINED, environment)
 
 
 def _bundle(resources: dict[str, float]) -> Bundle:
@@ -552,8 +561,8 @@ def _ray_bundle(bundle: Bundle) -> dict[str, float]:
 
 
 def _private_token() -> None:
-    # with a token in the environment, which only this user can read, a local ray.init() turns token
-    # authentication on; without one it would write a world-readable token file into the home directory
+    # if the environment, which only this user can read, has a token, a local ray.init() turns token authentication on;
+    # otherwise it would write a token file into the home directory that all users can read
     if "RAY_AUTH_MODE" not in os.environ and "RAY_AUTH_TOKEN_PATH" not in os.environ:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
@@ -579,4 +588,4 @@ def _inside_ray() -> Surroundings | None:
     return _RayKeyValues(), cluster, "127.0.0.1" if alone else ray.util.get_node_ip_address()
 
 
-provide(_inside_ray)
+register_provider(_inside_ray)

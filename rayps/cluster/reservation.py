@@ -1,4 +1,4 @@
-"""Reserve the resources of a job's workers together, with each model replica inside one host where it fits."""
+"""Reserve the resources of a job's workers together, with each model replica on one host if it fits on one."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import time
 from dataclasses import dataclass, field
 
 from rayps.cluster.local import Bundle, Cluster, Reservation, not_free
-from rayps.cluster.placement import bundles, seat, words
+from rayps.cluster.placement import bundles, describe, place_ranks
 from rayps.core.errors import NoResources
 from rayps.core.grid import Grid
 
-_LOOK_SECONDS = 3.0  # seconds until free resources are checked again; doubled after each check
+_CHECK_SECONDS = 3.0  # seconds until free resources are checked again; doubled after each check
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerResources:
-    """The reserved bundles, and the bundle of each rank; `message` describes on which hosts the replicas are."""
+    """The reserved bundles `gang`, the index of each rank's bundle, and a `message` about the replicas' hosts."""
 
     gang: Reservation | None = None
     index: list[int] = field(default_factory=list)
@@ -28,9 +28,9 @@ class WorkerResources:
 
 
 def reserve(cluster: Cluster, resources: Bundle, grid: Grid, timeout: float) -> WorkerResources:
-    """Reserve the workers' resources together, all or none.
+    """Reserve the resources of all workers, or of none.
 
-    If too few resources are free now, wait until enough are free, and place the replicas again at each check.
+    If too few resources are free, wait until enough are. Each check of the free resources places the replicas anew.
 
     Raises:
         NoResources: the cluster is too small, or too few resources are free within `timeout` seconds.
@@ -38,24 +38,25 @@ def reserve(cluster: Cluster, resources: Bundle, grid: Grid, timeout: float) -> 
     one_each = [resources] * grid.size
     if grid.columns == 1 or not any(resources.values()):
         return WorkerResources(cluster.reserve(one_each, timeout), list(range(grid.size)))
-    end, patience = time.monotonic() + timeout, _LOOK_SECONDS
+    end, pause = time.monotonic() + timeout, _CHECK_SECONDS
     while True:
-        seating = seat(cluster.hosts(), grid, resources) or seat(cluster.hosts(free=False), grid, resources)
+        placement = place_ranks(cluster.hosts(), grid, resources)
+        placement = placement or place_ranks(cluster.hosts(free=False), grid, resources)
         wanted, index = one_each, list(range(grid.size))
-        if seating is not None:
-            wanted, index = bundles(seating.hosts, grid, resources)
+        if placement is not None:
+            wanted, index = bundles(placement.hosts, grid, resources)
         left = end - time.monotonic()
         try:
-            gang = cluster.reserve(wanted, max(min(patience, left), 0.1))
+            gang = cluster.reserve(wanted, max(min(pause, left), 0.1))
         except NoResources as error:
             if "free" not in error.data:  # the whole cluster is too small
                 raise
-            if left <= patience:
+            if left <= pause:
                 raise not_free(one_each, error.data["free"], timeout) from None
-            patience *= 2
+            pause *= 2
             continue
         if gang is None:
             return WorkerResources(None, index)
         held = gang.hosts()
-        reasons = {} if seating is None else seating.reasons
-        return WorkerResources(gang, index, words([held[i] for i in index], grid, reasons))
+        reasons = {} if placement is None else placement.reasons
+        return WorkerResources(gang, index, describe([held[i] for i in index], grid, reasons))

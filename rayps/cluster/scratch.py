@@ -1,6 +1,6 @@
-"""Temporary folders, of one process or shared by several; a later process removes folders whose owners were killed.
+"""Temporary folders of one process or of several. A later process removes the folders whose owners were killed.
 
-The owner of a folder holds a lock on a file in it. The system releases the lock when the owner ends for any reason.
+The owner of a folder holds a lock on a file in the folder. The operating system releases the lock when the owner ends.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Scratch:
         parent = parent or _short_temp()
         sweep(parent)
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-        # the file is locked before it gets its name, so a sweep never finds it unlocked
+        # the file is locked before it gets its final name, so that `sweep` never finds it unlocked
         part = self.path / f"{_LOCK}.part"
         self._lock = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -42,21 +42,21 @@ class Scratch:
 
 
 class SharedScratch:
-    """A folder that all processes of a user on this host share under one key: the first process fills it.
+    """A folder that all processes of a user on this host share under one key. The first process fills the folder.
 
-    The folder exists while a process has it open; the last process to `close` it removes it.
+    The folder exists while a process has it open. The last process that calls `close` removes the folder.
     """
 
     def __init__(
         self, key: str, fill: Callable[[Path], None], *, what: str, timeout: float = 600.0, parent: Path | None = None
     ) -> None:
-        """Open the folder; return after this or another process has filled it by `fill(path)`.
+        """Open the folder, and wait until this or another process has filled it by `fill(path)`.
 
         `what` describes `fill` in the error of a waiting process, e.g. "sorting rows".
 
         Raises:
-            DataError: another process has not filled the folder within `timeout` seconds, or the folder is another
-            user's.
+            DataError: another process has not filled the folder within `timeout` seconds, or the folder belongs to
+                another user.
         """
         parent = parent or _short_temp()
         sweep(parent)
@@ -64,13 +64,13 @@ class SharedScratch:
         deadline = time.monotonic() + timeout
         self._lock = self._enter(deadline, what)
         try:
-            self._filled(fill, deadline, what)
+            self._await_filled(fill, deadline, what)
         except BaseException:
             self.close()
             raise
 
     def _enter(self, deadline: float, what: str) -> int:
-        """Take a shared lock on the folder, if it still exists; return the descriptor."""
+        """Create the folder if it does not exist, and take a shared lock on it; return the lock file's descriptor."""
         while True:
             self.path.mkdir(mode=0o700, exist_ok=True)
             if self.path.stat().st_uid != os.getuid() or self.path.is_symlink():
@@ -78,30 +78,30 @@ class SharedScratch:
                     f"{self.path} belongs to another user: remove it, or set TMPDIR to another folder",
                     file=str(self.path),
                 )
-            with contextlib.suppress(FileNotFoundError):  # another process removed it in between
+            with contextlib.suppress(FileNotFoundError):  # another process removed the folder after `mkdir`
                 lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 with contextlib.suppress(BlockingIOError, FileNotFoundError):
                     fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
                     if (self.path / _LOCK).stat().st_ino == os.fstat(lock).st_ino:
                         return lock
                 os.close(lock)
-            self._patience(deadline, what)
+            self._pause(deadline, what)
 
-    def _filled(self, fill: Callable[[Path], None], deadline: float, what: str) -> None:
+    def _await_filled(self, fill: Callable[[Path], None], deadline: float, what: str) -> None:
         full, turn = self.path / "full", self.path / "turn.lock"
         while not full.exists():
             with turn.open("a+") as mine:
                 try:
                     fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    self._patience(deadline, what)
+                    self._pause(deadline, what)
                     continue
                 if not full.exists():
                     (self.path / "by").write_text(str(os.getpid()))
                     fill(self.path)
                     full.touch()
 
-    def _patience(self, deadline: float, what: str) -> None:
+    def _pause(self, deadline: float, what: str) -> None:
         if time.monotonic() > deadline:
             by = self.path / "by"
             who = f"process {by.read_text()}" if by.exists() else "another process"
@@ -121,10 +121,10 @@ class SharedScratch:
 
 
 def sweep(parent: Path) -> list[Path]:
-    """Remove the folders in `parent` whose owners have ended, if they belong to this user; return them."""
+    """Remove this user's folders in `parent` whose owners have ended; return the removed folders."""
     gone = []
     for lock in parent.glob(f"{PREFIX}*/{_LOCK}"):
-        with contextlib.suppress(OSError):  # the folder is another user's, or was removed meanwhile
+        with contextlib.suppress(OSError):  # the folder belongs to another user, or another process removed it
             if lock.parent.stat().st_uid == os.getuid() and _free(lock):
                 shutil.rmtree(lock.parent, ignore_errors=True)
                 gone.append(lock.parent)
@@ -141,5 +141,5 @@ def _free(lock: Path) -> bool:
 
 
 def _short_temp() -> Path:
-    # Ray puts unix sockets below its folder, and their paths may have 107 bytes at most
+    # Ray creates unix sockets below its folder, and the path of a unix socket may have at most 107 bytes
     return Path(tempfile.gettempdir() if len(tempfile.gettempdir()) <= 20 else "/tmp")

@@ -1,7 +1,7 @@
-"""Decide which Ray a process uses: from facts, without Ray and without a connection.
+"""Decide which Ray a process uses. This module neither imports Ray nor opens a connection.
 
-A process can be in one Ray at a time. `head` finds the address of the wanted Ray; `move` decides what happens to the
-Ray that the process is in already.
+A process can be in one Ray at a time. `head` returns the address of the wanted Ray. `move` decides whether the process
+leaves the Ray in which it is already.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ class Owner(enum.StrEnum):
 
     NONE = "none"  # the process is in no Ray
     STARTED = "started"  # rayps started a private Ray
-    JOINED = "joined"  # rayps joined it at an address
+    JOINED = "joined"  # rayps joined a Ray at an address
     FOREIGN = "foreign"  # the user called ray.init(), or the process is an actor or task of that Ray
 
 
 class Move(enum.StrEnum):
-    """What a process does so that it is in the wanted Ray."""
+    """What a process does to be in the wanted Ray."""
 
     START = "start"  # start a private Ray
     JOIN = "join"  # join the Ray at the address
-    STAY = "stay"  # use the Ray that the process is in
+    STAY = "stay"  # use the Ray in which the process is
     LEAVE_AND_JOIN = "leave and join"  # end the private Ray, or disconnect from the joined one, and join the address
     REFUSE_FOREIGN = "refuse: a foreign Ray"  # the process is in a Ray that rayps does not own
     REFUSE_BUSY = "refuse: a run uses it"  # the process would have to leave a Ray that a run uses
@@ -38,8 +38,8 @@ class Move(enum.StrEnum):
 def move(owner: Owner, *, named: bool, same: bool, busy: bool) -> Move:
     """Return what the process does to be in the wanted Ray.
 
-    `named`: an address is given. `same`: the address is that of this process's Ray. `busy`: a run uses this process's
-    Ray.
+    `named`: an address is given. `same`: the address leads to the Ray in which the process is. `busy`: a run uses the
+    Ray in which the process is.
 
     Without an address, the process stays in its Ray, whichever code joined it. With an address, it leaves a Ray that
     rayps started or joined, unless a run uses that Ray; it never leaves a Ray that rayps does not own.
@@ -61,11 +61,14 @@ def head(
     last: str | None = None,
     found: Collection[str] = (),
 ) -> str:
-    """Return the `host:port` that an address means.
+    """Return the `host:port` of the Ray that the address `given` refers to.
 
-    "auto" means the first of these that exists: `inside`, the Ray that the process has joined; `environment`, the value
-    of RAY_ADDRESS; `last`, the Ray that `ray start` started last on this machine, if it still runs; the only one of
-    `found`, the heads that run on this machine.
+    "auto" refers to the first of these that exists:
+
+    - `inside`, the Ray in which the process is;
+    - `environment`, the value of RAY_ADDRESS;
+    - `last`, the Ray that `ray start` started last on this machine, if it still runs;
+    - the only element of `found`, the Ray heads that run on this machine.
 
     Raises:
         ClusterError: the address is not host:port, or "auto" finds no Ray or several.
@@ -106,8 +109,8 @@ def _checked(given: str, name: str) -> str:
 def foreign(address: str, current: str) -> ClusterError:
     """Return the error for an address when other code has brought this process into another Ray."""
     return ClusterError(
-        f"address is {address!r}, and this process is in the Ray at {current}, which rayps did not start; a process "
-        "can be in one:\nleave address out to use that Ray, call ray.shutdown() before, or start from another process",
+        f"address is {address!r}, but this process is in the Ray at {current}, which rayps did not start. A process "
+        "can be in one Ray:\nleave address out to use that Ray, call ray.shutdown() first, or use another process",
         address=address,
         current=current,
     )
@@ -116,7 +119,7 @@ def foreign(address: str, current: str) -> ClusterError:
 def busy(address: str, current: str) -> ClusterError:
     """Return the error for an address when another run uses the Ray that this process would have to leave."""
     return ClusterError(
-        f"address is {address!r}, and a run of this process uses the Ray at {current}; a process can be in one:\n"
+        f"address is {address!r}, but a run of this process uses the Ray at {current}. A process can be in one Ray:\n"
         "wait until that run has ended, or start this one from another process",
         address=address,
         current=current,
@@ -124,7 +127,7 @@ def busy(address: str, current: str) -> ClusterError:
 
 
 def token_refused(address: str, *, sent: bool) -> ClusterError:
-    """Return the error for a cluster that requires a token: this process sends none, or the cluster refused it."""
+    """Return the error for a cluster that requires a token. `sent`: whether this process sent a token."""
     which = "refused the token of this process" if sent else "requires a token, and this process sends none"
     return ClusterError(
         f"the Ray cluster at {address!r} {which}:\n"

@@ -7,14 +7,14 @@
 | int8   | n + 4 ceil(n / 1024)    | per element at most 1/254 of its block's largest magnitude       |
 | top_k  | 8 fraction x n          | all but the largest magnitudes                                   |
 
-A block is 1024 elements. What one encoding loses is not lost for good: `ErrorFeedback` adds it to the next vector.
+A block is 1024 elements. `ErrorFeedback` adds what one encoding loses to the next vector.
 
 Seide et al., "1-bit stochastic gradient descent and its application to data-parallel distributed training of speech
 DNNs", Interspeech 2014; Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression schemes", ICML
 2019; Lin et al., "Deep gradient compression", ICLR 2018 (top_k; without its momentum correction and warm-up).
 
-NaN and infinity decode to NaN or infinity (under int8, to NaN in the whole block). Finite values beyond an encoding's
-range are clipped to it.
+NaN and infinity are decoded as NaN or infinity. Under int8 the whole block is decoded as NaN. Finite values beyond an
+encoding's range are clipped to the range.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from rayps.core.errors import ConfigError
 from rayps.core.values import JsonObject
 
 BLOCK = 1024  # elements that share one scale under int8
-CANDIDATES = ("fp16", "int8")  # candidates of `auto`: without top_k, which changes convergence and must be asked for
-MARGIN = 0.9  # under `auto`, a codec is used only if a mean with it takes less than this share of the time without
+CANDIDATES = ("fp16", "int8")  # candidates of `auto`; top_k is not one, because it changes convergence
+MARGIN = 0.9  # `auto` selects a codec only if a mean with the codec takes less than this share of the time without
 
 
 class Codec(Protocol):
     """Encodes a vector in fewer bytes, and decodes it."""
 
-    code: int  # the number that identifies the codec in a message; above 0
+    code: int  # the number above 0 that identifies the codec in a message
 
     def size(self, n: int) -> int:
         """Return the number of bytes that n elements take when they are encoded."""
@@ -46,7 +46,7 @@ class Codec(Protocol):
         """Encode a floating vector as uint8 [size(n)]; `x` does not change."""
 
     def decode(self, data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-        """Return the n elements of `data` as a new vector. Raises ConfigError: `data` has another length."""
+        """Return the n elements of `data` as a new vector [n]. Raises ConfigError if `data` has another length."""
 
 
 class HalfPrecision:
@@ -60,11 +60,11 @@ class HalfPrecision:
         return 2 * n
 
     def encode(self, x: Tensor) -> Tensor:
-        """Round `x` to 16 bits an element, clipped to the range of the type; return the bytes."""
+        """Clip the elements of `x` to the range of the 16-bit type and round them; return the bytes."""
         return _within(x, self._dtype).view(torch.uint8)
 
     def decode(self, data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-        """Return the n elements as a new vector of `dtype`. Raises ConfigError: `data` has another length."""
+        """Return the n elements as a new vector of `dtype`. Raises ConfigError if `data` has another length."""
         _must_be(data, self.size(n), n)
         return data.view(self._dtype).to(dtype, copy=True)
 
@@ -92,7 +92,7 @@ class BlockQuantized:
         return torch.cat([scales.view(torch.uint8), rows.view(-1)[:n].to(torch.int8).view(torch.uint8)])
 
     def decode(self, data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-        """Return the n elements as a new vector of `dtype`. Raises ConfigError: `data` has another length."""
+        """Return the n elements as a new vector of `dtype`. Raises ConfigError if `data` has another length."""
         _must_be(data, self.size(n), n)
         head = 4 * _blocks(n)
         wide, whole = torch.promote_types(dtype, torch.float32), n // BLOCK * BLOCK
@@ -106,7 +106,7 @@ class BlockQuantized:
 class TopK:
     """A codec that keeps only the k elements of largest magnitude; k is `fraction` of the elements, at least 1.
 
-    Encoded: their indices (int32 [k], ascending), then their values (float32 [k]).
+    The encoding consists of their indices (int32 [k], ascending) and their values (float32 [k]).
     """
 
     code = 4
@@ -119,18 +119,22 @@ class TopK:
         return 8 * min(n, max(1, int(self._fraction * n)))
 
     def encode(self, x: Tensor) -> Tensor:
-        """Encode a floating vector as uint8. Raises ConfigError: it has more than 2^31 - 1 elements."""
+        """Encode a floating vector as uint8. Raises ConfigError if it has more than 2^31 - 1 elements."""
         k = self.size(x.numel()) // 8
         if x.numel() > torch.iinfo(torch.int32).max:
             raise ConfigError(
-                f"top_k encodes vectors of up to 2^31 - 1 elements, this one has {x.numel()}: use more shards, or int8"
+                f"top_k encodes vectors of up to 2^31 - 1 elements, and this vector has {x.numel()}: use more shards, "
+                "or int8"
             )
         places = _largest(x.abs(), k).sort().values
         values = _within(x[places], torch.float32)
         return torch.cat([places.to(torch.int32).view(torch.uint8), values.view(torch.uint8)])
 
     def decode(self, data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-        """Return n elements, zero where `data` has no value; the length of `data` gives k. Raises ConfigError."""
+        """Return the n elements as a new vector of `dtype`; elements that were not kept are 0.
+
+        k follows from the length of `data`. Raises ConfigError if `data` is not an encoding of n elements.
+        """
         k = data.numel() // 8
         _must_be(data, 8 * min(k, n), n)
         x = torch.zeros(n, dtype=dtype, device=data.device)
@@ -150,13 +154,19 @@ _BY_CODE: dict[int, Codec] = {codec.code: codec for codec in (*_PLAIN.values(), 
 
 
 def codec(text: str) -> Codec:
-    """Return the codec of an option `compression`: fp16, bf16, int8, top_k or top_k:FRACTION. Raises ConfigError."""
+    """Return the codec of an option `compression`: fp16, bf16, int8, top_k or top_k:FRACTION.
+
+    Raises ConfigError if `text` is something else.
+    """
     name, fraction = compression_of(text)
     return TopK(fraction) if name == "top_k" else _PLAIN[name]
 
 
 def decoded(code: int, data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-    """Decode `data`, which the codec number `code` encoded, as n elements of `dtype`. Raises ConfigError."""
+    """Decode `data`, which the codec with number `code` encoded, as n elements of `dtype`.
+
+    Raises ConfigError if there is no such codec, or `data` is not an encoding of n elements.
+    """
     if code not in _BY_CODE:
         raise ConfigError(
             f"a peer sent a vector in an encoding with the unknown code {code} (known: {sorted(_BY_CODE)}): run the "
@@ -168,8 +178,8 @@ def decoded(code: int, data: Tensor, n: int, dtype: torch.dtype) -> Tensor:
 def choice(where: str, picked: str, what: str, seconds: dict[str, float] | None = None) -> JsonObject:
     """Return the event that reports which codec compresses the gradients sent to `where` ("ring" or "server").
 
-    `picked` is the codec's name, or "off". Without `seconds`, `what` is the reason for the choice. With `seconds`, the
-    choice follows from a measurement: `what` is what was sent, `seconds` the time with each codec and with "off".
+    `picked` is the codec's name, or "off". Without `seconds`, `what` is the reason for the choice. With `seconds`, a
+    measurement decided: `what` is the data that was sent, and `seconds` maps each codec and "off" to its duration.
     """
     why = what
     if seconds is not None:
@@ -183,14 +193,14 @@ def choice(where: str, picked: str, what: str, seconds: dict[str, float] | None 
 
 
 class ErrorFeedback:
-    """Sums the errors that a codec makes on one sender's vectors, and adds the sum to the sender's next vector."""
+    """The error feedback of one sender: it sums the codec's errors, and adds the sum to the sender's next vector."""
 
     def __init__(self, codec: Codec, n: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
         self.codec = codec
         self.residual = torch.zeros(n, dtype=torch.promote_types(dtype, torch.float32), device=device)
 
     def encode(self, x: Tensor, lo: int = 0) -> Tensor:
-        """Encode `x`, the elements of the next vector from index `lo` on, after adding their earlier errors."""
+        """Encode `x`, the elements of the next vector from index `lo` on, after adding their earlier errors to them."""
         rest = self.residual[lo : lo + x.numel()]
         rest += x
         data = self.codec.encode(rest)

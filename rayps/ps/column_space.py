@@ -273,7 +273,7 @@ class Collector:
                 self._missed = rounds
             return
         with self._news:
-            self._states.keep(rounds, answers.pieces)
+            self._states.retain(rounds, answers.pieces)
 
 
 def segment_states(session: Session, indices: Iterable[int]) -> Iterator[tuple[int, Any]]:

@@ -336,7 +336,7 @@ class Follower:
         for payload in found.pieces.values():
             news = read_delta(payload)
             changed += len(news.ids) + len(news.gone)
-            self._served.take(news)
+            self._served.apply_decoded(news)
         return changed
 
     def __len__(self) -> int:

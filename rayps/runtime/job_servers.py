@@ -162,7 +162,7 @@ class FixedServers:
     def poll(self, orders: Orders, wanted: int) -> None:
         """Poll all shards without waiting for answers. Each shard will retain its part of round `wanted`."""
         for member in self.members:
-            member.ask(wanted, orders.timeout)
+            member.poll(wanted, orders.timeout)
 
     def held(self, slowest: int) -> list[tuple[int, list[int]]] | None:
         """Return each shard's progress and the rounds whose parts it retains, or None until all have reported."""

@@ -38,7 +38,7 @@ from rayps.ps.client.client import GroupServer
 from rayps.ps.server_group import ServerGroup
 from rayps.runtime.display import Display
 from rayps.strategies.catalogue import StrategySpec, for_a_loop
-from rayps.tensors.flat import FlatModel, Gradient, beside
+from rayps.tensors.flat import FlatModel, Gradient, outside_vector
 from rayps.tensors.gradient_watch import GradWatch
 from rayps.tensors.learning_rate import Maker, Pace, Recipe, Ticks, pace_of
 from rayps.tensors.optim import Group, plain_values
@@ -400,7 +400,7 @@ def wrap(
     ring = Ring.join(name, here.rank, here.size, timeout=here.timeout)
     if here.rank == 0 and here.size > 1:
         log.info(ring.choice)
-    for value in [flat.vector, *beside(model).values()]:
+    for value in [flat.vector, *outside_vector(model).values()]:
         ring.broadcast(value)
     factory = _optimizer_factory(optimizer, flat)
     if schedule is not None:
@@ -622,7 +622,7 @@ class _RoundThread:
                     field="strategy",
                 )
         norm = nn.utils.clip_grad_norm_(params, max_norm)
-        self._watch.keep()
+        self._watch.record()
         return norm
 
     def _mean_is_held(self) -> bool:
@@ -636,7 +636,7 @@ class _RoundThread:
         return held
 
     def _check_unchanged(self, held: bool = False) -> None:
-        name = self._watch.changed_since_keep() if held else self._watch.changed()
+        name = self._watch.changed_since_record() if held else self._watch.changed()
         if name is not None:
             raise ConfigError(
                 f"the gradient of {name!r} was changed between {'clip_grad_norm_' if held else 'backward'} and "

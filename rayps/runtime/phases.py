@@ -67,8 +67,8 @@ class PhaseRun:
 
     def enter(self, snapshot: Snapshot, workers: int) -> None:
         """Adapt a snapshot to the number of workers and the strategy of this phase."""
-        snapshot.enter(self.span)
-        snapshot.under(self.name, workers)
+        snapshot.enter_phase(self.span)
+        snapshot.enter_strategy(self.name, workers)
 
     def end_by_stop_rule(self, journal: Journal, calendar: Calendar, at: int, reason: str) -> None:
         """End the phase after round `at`, because the strategy's stop rule is met, and report this as an event."""

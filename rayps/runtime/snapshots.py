@@ -75,7 +75,7 @@ class Checkpointer:
                 message = f"the job starts with the current parameters of space {self._spec.branch!r}"
                 self._journal.event("branched", message)
                 found.buffers = drawn.buffers
-            found.enter(plan.calendar.spans[0])
+            found.enter_phase(plan.calendar.spans[0])
         self.newest = found
         checkpoint.must_be_finite(found.to_state(), "before the first round")
         return found
@@ -124,8 +124,10 @@ class Checkpointer:
         checkpoint.must_be_finite(state, f"after round {newer.round - 1}", round=newer.round - 1)
         self.newest = newer
         if self.folder is not None:
-            beside = group.space.write_tables(newer.round) if group.space is not None else group.client_states.beside
-            self.saved = checkpoint.save(self.folder, newer.round, state, beside=beside)
+            write_tables = (
+                group.space.write_tables(newer.round) if group.space is not None else group.client_states.beside
+            )
+            self.saved = checkpoint.save(self.folder, newer.round, state, write_tables=write_tables)
             if group.space is not None:
                 group.space.tables_kept(self.saved / checkpoint.TABLES)
             message = f"saved round {newer.round}"

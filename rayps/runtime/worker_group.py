@@ -298,7 +298,7 @@ class WorkerGroup:
             column, _ = self._fixed.column(index)
             for rank, worker in enumerate(self.workers):
                 if not worker.dead and self._column(rank) == column:
-                    worker.heard(worker.handle.call("rewire", found))
+                    worker.await_reply(worker.handle.call("rewire", found))
 
     def _addresses(self, axis: str, rank: int) -> list[str]:
         return [self.workers[other].address for other in self.grid.along(axis, rank)]
@@ -360,7 +360,7 @@ class WorkerGroup:
         orders, wanted = self._current_orders(), self._wanted()
         points: list[Point] = []
         for rank, worker in enumerate(self.workers):
-            facts = worker.ask(wanted, orders.timeout)
+            facts = worker.poll(wanted, orders.timeout)
             if isinstance(facts, WorkerFacts) and facts.generation == orders.generation:
                 worker.dead = overdue(facts.call, orders.timeout, facts.position, facts.ends)
                 points += self._received.new_points(rank, facts.points)
@@ -531,12 +531,12 @@ def evaluated(
     """
     asked = list(zip(members, replies, strict=True))
     for member in members:
-        member.question = None  # drop the outstanding poll, which was sent during training
+        member.pending = None  # drop the outstanding poll, which was sent during training
 
     def over() -> bool:
         for member, reply in asked:
             if not reply.done():
-                member.look(silence, round)
+                member.check_user_calls(silence, round)
         return all(reply.done() or member.dead for member, reply in asked)
 
     until(over, timeout)

@@ -1,15 +1,15 @@
-"""A run's state on disk: tensors as safetensors, facts as JSON, never pickle. The tensors' names have no meaning here.
+"""A run's state on disk: tensors as safetensors and JSON data, never pickle. This module does not interpret the names.
 
     step-00000171/
-        model.safetensors  optim.safetensors ...   one file for each prefix of the keys
+        model.safetensors  optim.safetensors ...   one file for each prefix of the tensors' names
         tables/NAME/rows-00000.parquet ...         sparse tables, if any: see `rayps.ps.tables.parquet`
-    manifest.json                              last: sizes, SHA-256, shapes, dtypes, meta, its own hash
+        manifest.json                              written last: sizes, SHA-256, shapes, dtypes, meta, its own hash
 
-A checkpoint is written under a temporary name with ".tmp-" and then renamed, so a folder without ".tmp-" is complete.
+A checkpoint is written under a temporary name with ".tmp-" and then renamed. A folder without ".tmp-" is complete.
 
-Parameters, optimizer moments, rows of tables and the strategies' own tensors are finite in every checkpoint; the
-manifest's entry "finite" says that this was checked before the checkpoint was written. If the entry is missing (older
-versions), they are checked when the checkpoint is read. Buffers may hold infinities.
+Parameters, optimizer moments, rows of tables and the strategies' own tensors are finite in every checkpoint. The
+manifest's entry "finite" states that they were checked before the checkpoint was written. If an older version wrote the
+checkpoint, the entry is missing, and the tensors are checked when the checkpoint is read. Buffers may hold infinities.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _log = logging.getLogger(__name__)
 _STEP = re.compile(r"step-(\d{8,})")
 _PREFIX = re.compile(r"[A-Za-z0-9_]+")
 _FILE = re.compile(r"[A-Za-z0-9_]+\.safetensors")
-_BESIDE = re.compile(rf"{TABLES}/[A-Za-z0-9_][A-Za-z0-9_.-]*/[A-Za-z0-9_-]+\.parquet")
+_TABLE_FILE = re.compile(rf"{TABLES}/[A-Za-z0-9_][A-Za-z0-9_.-]*/[A-Za-z0-9_-]+\.parquet")
 
 
 @dataclass(slots=True)
 class SavedState:
-    """A job's state: named tensors ("model/0.weight", "optim/0.weight/exp_avg", "rng/0") and JSON data."""
+    """A job's state: tensors by name ("model/0.weight", "optim/0.weight/exp_avg", "rng/0"), and JSON data."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     meta: Meta = field(default_factory=dict)
@@ -78,8 +78,8 @@ class _Manifest(TypedDict):
     step: int
     files: dict[str, _FileFacts]
     meta: Meta
-    beside: NotRequired[dict[str, _FileFacts]]  # files of tables; since version 0.1
-    finite: NotRequired[bool]  # whether the tensors were checked before they were written
+    beside: NotRequired[dict[str, _FileFacts]]  # the files of tables; since version 0.1
+    finite: NotRequired[bool]  # whether the tensors were found finite before they were written
 
 
 # ---------------------------------------------------------------------------------------------- write
@@ -91,17 +91,18 @@ def save(
     state: SavedState,
     keep: int = 2,
     *,
-    beside: Callable[[Path], list[Path]] | None = None,
+    write_tables: Callable[[Path], list[Path]] | None = None,
 ) -> Path:
-    """Write a checkpoint of `step`, then remove all but the last `keep`. The folder has one writer.
+    """Write a checkpoint of `step`, then remove all but the newest `keep` checkpoints. Return the checkpoint's path.
 
-    The write is atomic: after an error or a crash the earlier checkpoints are unchanged. Checkpoints of later steps are
-    removed, because the run was restored to an earlier step. `beside` is called with the folder `tables`, writes
-    further files into it and returns their paths; the manifest contains their hashes.
+    Only one process may write to `folder`. After an error or a crash, the earlier checkpoints are unchanged.
+    Checkpoints of later steps are removed, because they exist only if the run was restored to an earlier step.
+    `write_tables` is called with the path of the folder `tables`. It writes files into this folder and returns their
+    paths; the manifest contains their hashes.
 
     Raises:
         CheckpointError: the checkpoint cannot be written, e.g. because the disk is full.
-        TrainingError: the state is not finite; nothing is written.
+        TrainingError: the state is not finite. Nothing is written.
     """
     folder = Path(folder)
     must_be_finite(state, f"in the state of round {step}")
@@ -109,7 +110,7 @@ def save(
     draft = folder / f"{final.name}.tmp-{uuid.uuid4().hex}"
     try:
         draft.mkdir(parents=True)
-        _write(draft, step, state, beside(draft / TABLES) if beside is not None else [])
+        _write(draft, step, state, write_tables(draft / TABLES) if write_tables is not None else [])
         if final.exists():
             final.rename(folder / f"{final.name}.tmp-{uuid.uuid4().hex}")
         draft.rename(final)
@@ -126,7 +127,7 @@ def save(
     return final
 
 
-def _write(draft: Path, step: int, state: SavedState, more: list[Path]) -> None:
+def _write(draft: Path, step: int, state: SavedState, table_files: list[Path]) -> None:
     files: dict[str, _FileFacts] = {}
     for prefix, tensors in sorted(_by_prefix(state.tensors).items()):
         path = draft / f"{prefix}.safetensors"
@@ -144,10 +145,10 @@ def _write(draft: Path, step: int, state: SavedState, more: list[Path]) -> None:
         "step": step,
         "files": files,
         "meta": meta,
-        "beside": {str(path.relative_to(draft)): _sealed(path) for path in more},
+        "beside": {str(path.relative_to(draft)): _file_facts(path) for path in table_files},
         "finite": True,
     }
-    text = json.dumps({**body, "sha256": _seal(body)}, indent=1)
+    text = json.dumps({**body, "sha256": _manifest_hash(body)}, indent=1)
     with (draft / MANIFEST).open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -155,7 +156,7 @@ def _write(draft: Path, step: int, state: SavedState, more: list[Path]) -> None:
     _sync(draft)
 
 
-def _sealed(path: Path) -> _FileFacts:
+def _file_facts(path: Path) -> _FileFacts:
     _sync(path)
     return {"size": path.stat().st_size, "sha256": _hash(path)}
 
@@ -173,7 +174,7 @@ def _by_prefix(tensors: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Te
 
 
 def _plain(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors on the host, each with memory of its own: safetensors refuses views of one vector."""
+    """Return the tensors on the CPU, each in separate memory, because safetensors refuses views of one vector."""
     seen: set[int] = set()
     plain: dict[str, torch.Tensor] = {}
     for key, value in tensors.items():
@@ -187,9 +188,9 @@ def _plain(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _prune(folder: Path, step: int, keep: int) -> None:
-    """Remove incomplete checkpoints, those of later steps, and the older ones except the last `keep`.
+    """Remove incomplete checkpoints, checkpoints of later steps than `step`, and all but the newest `keep` others.
 
-    If one cannot be removed, a warning is logged.
+    If a checkpoint cannot be removed, a warning is logged.
     """
     own = [path for path in _steps(folder) if _number(path) <= step]
     old = own[max(keep, 1) :] + [path for path in _steps(folder) if _number(path) > step]
@@ -215,13 +216,13 @@ def load(path: str | Path) -> SavedState:
     """Verify the hashes of one checkpoint and return its state.
 
     Raises:
-        CheckpointError: the checkpoint is missing, damaged, changed, of a newer format, or not one of rayps. The text
-            names the newest earlier checkpoint in the same folder that is valid.
+        CheckpointError: the checkpoint is missing, damaged, changed, of a newer format, or not one of rayps. If the
+            same folder has a valid earlier checkpoint, the error names the newest one.
     """
     path = Path(path)
     try:
         manifest = _manifest(path)
-        _verify_beside(path, manifest)
+        _verify_tables(path, manifest)
         for name, facts in _files(path, manifest):
             _verify(path, name, facts)
         state = _state(path, manifest)
@@ -237,7 +238,7 @@ def load(path: str | Path) -> SavedState:
 
 
 def _valid_before(path: Path) -> Path | None:
-    """Return the newest valid checkpoint of an earlier step in the same folder."""
+    """Return the newest valid checkpoint of an earlier step in the same folder, or None if there is none."""
     for other in _steps(path.parent) if _STEP.fullmatch(path.name) else []:
         if _number(other) < _number(path):
             with contextlib.suppress(CheckpointError):
@@ -256,14 +257,15 @@ def _state(path: Path, manifest: _Manifest) -> SavedState:
 def verify(path: str | Path) -> None:
     """Read all bytes of a checkpoint and compare their hashes with its manifest.
 
-    The tensors of a checkpoint of an older version are also checked to be finite.
+    If the manifest does not state that the tensors are finite, they are checked too.
 
     Raises:
-        CheckpointError: the checkpoint is missing, damaged, changed, of a newer format, or not one of rayps.
+        CheckpointError: the checkpoint is missing, damaged, changed, of a newer format, not finite, or not one of
+            rayps.
     """
     path = Path(path)
     manifest = _manifest(path)
-    _verify_beside(path, manifest)
+    _verify_tables(path, manifest)
     for name, facts in _files(path, manifest):
         _verify(path, name, facts)
     if manifest.get("finite") is not True:
@@ -271,7 +273,7 @@ def verify(path: str | Path) -> None:
 
 
 def fault_of(state: SavedState) -> Fault | None:
-    """Return the first parameter, moment or strategy tensor of a state that is not finite; None = all are finite."""
+    """Return the first parameter, moment or strategy tensor of a state that is not finite, or None."""
     return fault_in(state.tensors, state.meta.get("parameters", ()))
 
 
@@ -279,7 +281,8 @@ def must_be_finite(state: SavedState, when: str, **data: Json) -> None:
     """Check that a state is finite. `when` ends the message, e.g. "after round 7".
 
     Raises:
-        TrainingError: the state is not finite; carries `parameter`, and `rank` if only one worker has it.
+        TrainingError: the state is not finite. The error's data have `parameter`, and `rank` if the value is in the
+            state of one worker.
     """
     fault = fault_of(state)
     if fault is None:
@@ -293,37 +296,37 @@ def must_be_finite(state: SavedState, when: str, **data: Json) -> None:
 
 
 def newest(folder: str | Path) -> Path | None:
-    """Return the newest complete and finite checkpoint in a folder, or None.
+    """Return the newest complete and finite checkpoint in a folder, or None if there is none.
 
-    Each newer checkpoint that is skipped is logged as a warning.
+    For each newer checkpoint that is skipped, a warning is logged.
     """
-    found, torn = scan(folder)
-    for path, reason in torn.items():
+    found, invalid = scan(folder)
+    for path, reason in invalid.items():
         _log.warning("skipped the checkpoint %s: %s", path, reason)
     return found
 
 
 def usable(folder: str | Path) -> tuple[Path | None, list[str]]:
     """Return the newest complete and finite checkpoint, and a warning for each newer one that was skipped."""
-    found, torn = scan(folder)
-    return found, [f"skipped the checkpoint {path}: {reason}" for path, reason in torn.items()]
+    found, invalid = scan(folder)
+    return found, [f"skipped the checkpoint {path}: {reason}" for path, reason in invalid.items()]
 
 
 def scan(folder: str | Path) -> tuple[Path | None, dict[Path, str]]:
-    """Return the newest complete and finite checkpoint, and for each newer one the reason why it cannot be used."""
-    torn: dict[Path, str] = {}
+    """Return the newest complete and finite checkpoint (or None), and why each newer one cannot be used."""
+    invalid: dict[Path, str] = {}
     for path in _steps(Path(folder)):
         try:
             verify(path)
         except CheckpointError as error:
-            torn[path] = str(error.data.get("reason", error.message))
+            invalid[path] = str(error.data.get("reason", error.message))
         else:
-            return path, torn
-    return None, torn
+            return path, invalid
+    return None, invalid
 
 
 def _steps(folder: Path) -> list[Path]:
-    """Return finished checkpoints, newest first."""
+    """Return the complete checkpoints in a folder, newest first."""
     paths = folder.iterdir() if folder.is_dir() else iter(())
     return sorted((path for path in paths if _STEP.fullmatch(path.name)), key=_number, reverse=True)
 
@@ -346,11 +349,11 @@ def _manifest(path: Path) -> _Manifest:
     version = manifest.get("version")
     if isinstance(version, int) and version > VERSION:
         raise CheckpointError(
-            f"{path} has format {version}, and this rayps reads up to {VERSION}: use a newer rayps",
+            f"{path} has format {version}, and this rayps reads formats up to {VERSION}: use a newer rayps",
             path=str(path),
             version=version,
         )
-    if manifest.pop("sha256", None) != _seal(manifest):
+    if manifest.pop("sha256", None) != _manifest_hash(manifest):
         raise _torn(path, "its manifest was changed after it was written")
     if not _complete(manifest):
         raise _torn(path, "its manifest has missing fields")
@@ -390,9 +393,9 @@ def _files(path: Path, manifest: _Manifest) -> Iterator[tuple[str, _FileFacts]]:
         yield name, facts
 
 
-def _verify_beside(path: Path, manifest: _Manifest) -> None:
+def _verify_tables(path: Path, manifest: _Manifest) -> None:
     for name, facts in manifest.get("beside", {}).items():
-        if not _BESIDE.fullmatch(name):
+        if not _TABLE_FILE.fullmatch(name):
             raise _torn(path, f"its manifest names the file {name!r}, which is not a file of a checkpoint")
         _verify(path, name, facts)
 
@@ -401,7 +404,7 @@ def _verify(path: Path, name: str, facts: _FileFacts) -> None:
     try:
         size = (path / name).stat().st_size
         if size != facts["size"]:
-            raise _torn(path, f"{name} has {size} bytes, and according to the manifest {facts['size']}")
+            raise _torn(path, f"{name} has {size} bytes, but the manifest states {facts['size']}")
         if _hash(path / name) != facts["sha256"]:
             raise _torn(path, f"{name} was changed after it was written (SHA-256)")
     except OSError as error:
@@ -419,9 +422,9 @@ def _verify_finite(path: Path, manifest: _Manifest, state: SavedState) -> None:
 
 
 def rows_fault(path: Path) -> str | None:
-    """Return the first value of a table's Parquet file that is not finite; None = all are finite.
+    """Return which value of a table's Parquet file is the first that is not finite, or None if all are finite.
 
-    The value is in a row, or in a row's optimizer state.
+    The text names the column (of rows or of optimizer state) and the id, e.g. `'row' of id 17`.
     """
     try:
         file = pq.ParquetFile(path)
@@ -456,7 +459,7 @@ def _kinds(tensors: dict[str, torch.Tensor]) -> dict[str, _TensorFacts]:
     }
 
 
-def _seal(body: _Manifest | JsonObject) -> str:
+def _manifest_hash(body: _Manifest | JsonObject) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 

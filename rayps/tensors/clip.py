@@ -14,34 +14,34 @@ _TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 class Summing(Protocol):
-    """The method of a ring that is used to compute a norm."""
+    """The method of a ring that `NormClip` uses to compute a norm."""
 
     def sum(self, x: Tensor) -> Tensor:
         """Sum over the ranks, in place."""
 
 
 class NormClip:
-    """Scales a gradient down if its norm is above `most`; `most` None leaves all gradients unchanged.
+    """Scales a gradient down if its norm is above `most`. If `most` is None, all gradients stay unchanged.
 
-    `rings` are the rings within a replica of several workers. They sum the workers' squared norms; each element of the
-    model has one owner in the replica, so each counts once.
+    `rings` are the rings within a replica of several workers. They sum the workers' squared norms. Each element of the
+    model counts once, because it has one owner in the replica.
     """
 
     def __init__(self, most: float | None, rings: Iterable[Summing] = ()) -> None:
         self.most, self._rings = most, tuple(rings)
 
     def clipped(self, vector: Tensor) -> Tensor:
-        """Return a gradient [size], or a scaled copy of it. Raises LinkError."""
+        """Return a gradient [size], or a scaled copy of it. Raises LinkError if a ring fails."""
         if self.most is None:
             return vector
         factor = self.factor(square_of(vector))
         return vector if factor >= 1 else vector * factor
 
     def factor(self, square: Tensor) -> float:
-        """Return the factor by which to multiply a gradient to clip it; at 1 or above, the gradient stays unchanged.
+        """Return the factor by which to multiply a gradient to clip it; if it is 1 or more, do not clip.
 
         `square` is the squared norm of this worker's part of the gradient. It is overwritten with the squared norm of
-        the whole gradient. Raises LinkError.
+        the whole gradient. Raises LinkError if a ring fails.
         """
         if self.most is None:
             return 1.0
@@ -50,9 +50,10 @@ class NormClip:
         return self.most / (float(square.sqrt()) + _TINY)
 
     def with_sparse(self, params: Sequence[nn.Parameter], vector: Tensor) -> Tensor:
-        """Clip the gradient as `clipped` does, if some parameters have a sparse gradient in `.grad`, not in the vector.
+        """Clip a gradient of which a part is sparse and is in the `.grad` of `params`, not in `vector`.
 
-        The sparse gradients count for the norm and are scaled. Their rows are zero in `vector`.
+        Both parts count for the norm. The sparse gradients are replaced by scaled ones in `.grad`. Return `vector`, or
+        a scaled copy of it. Raises LinkError if a ring fails.
         """
         if self.most is None:
             return vector

@@ -1,4 +1,4 @@
-"""Find numbers that are not finite (NaN, infinities) in tensors, in gradients and in a run's state. Pure."""
+"""Find numbers that are not finite (NaN, infinities) in tensors, in gradients and in a run's state. No I/O."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _HALF = (torch.float16, torch.bfloat16)
 def is_finite(values: Tensor) -> bool:
     """Return whether all elements are finite; True for dtypes that hold only finite numbers.
 
-    The memory is read once: if the sum is finite, all elements are. Elements are tested one by one only if the sum is
-    not finite, which large finite elements can cause too.
+    If the sum is finite, all elements are. If the sum is not finite, the elements are tested one by one, because a sum
+    of large finite elements can overflow.
     """
     if values.layout is not torch.strided:
-        values = values.detach()._values()  # duplicates of an index need not be added up for this
+        values = values.detach()._values()  # equal indices need not be added up for this test
     if not values.is_floating_point() or not values.numel():
         return True
     with torch.no_grad():
@@ -30,12 +30,12 @@ def is_finite(values: Tensor) -> bool:
 
 
 def first_not_finite(values: Tensor) -> int:
-    """Return the flat index of the first element that is not finite; the caller knows that there is one."""
+    """Return the flat index of the first element that is not finite. There must be one."""
     return int(torch.isfinite(values.detach().reshape(-1)).logical_not().nonzero()[0])
 
 
 def gradient_fault(flat: FlatModel) -> str | None:
-    """Return the name of the first parameter whose collected gradient is not finite; None = all are finite."""
+    """Return the name of the first parameter whose collected gradient is not finite, or None if all are finite."""
     if not flat.sparse_grads and is_finite(flat.packed[:-1]):
         return None
     for entry, p in zip(flat.layout.entries, flat.parameters, strict=True):
@@ -46,9 +46,9 @@ def gradient_fault(flat: FlatModel) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A value of a state that is not finite: `what` it is, as text, and its `parameter`.
+    """A value of a state that is not finite: the text `what` that describes it, and the name of its `parameter`.
 
-    `rank` is the worker whose own state has the value; None = the value is in the state common to all workers.
+    `rank` is the worker whose own state has the value, or None if the value is in the state common to all workers.
     """
 
     what: str
@@ -57,16 +57,16 @@ class Fault:
 
     @property
     def where(self) -> str:
-        """The value as text, with its worker, such as `parameter '0.weight' of worker-1`."""
+        """The text `what` with the worker, if there is one, such as `parameter '0.weight' of worker-1`."""
         return self.what if self.rank is None else f"{self.what} of worker-{self.rank}"
 
 
 def fault_in(tensors: Mapping[str, Tensor], parameters: Iterable[tuple[str, Sequence[int]]]) -> Fault | None:
     """Return the first parameter, moment or strategy tensor of a checkpoint's state that is not finite, or None.
 
-    `tensors` are named as in `rayps.tensors.snapshot.Snapshot.to_state`; `parameters` are names and shapes in the order
-    of the vector. Buffers and frozen parameters may hold infinities; other numbers in the optimizer's state are not
-    checked.
+    `tensors` are named as in `rayps.tensors.snapshot.Snapshot.to_state`. `parameters` are names and shapes in the order
+    of the vector. Not checked are buffers and frozen parameters, which may hold infinities, and scalars in the
+    optimizer's state.
     """
     entries = _entries(parameters)
     for name, value in tensors.items():

@@ -1,7 +1,7 @@
 """A model as one vector: every parameter is a view of a vector, and every gradient is a view of another.
 
-A gradient is a vector; a shard, a bucket and a ring's chunk are slices of it. Buffers (BatchNorm statistics) and
-parameters that need no gradient are not part of the vector.
+A shard, a bucket and a ring's chunk are slices of such a vector. Buffers (BatchNorm statistics) and parameters that
+need no gradient are not part of it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Layout:
         return self.entries[-1].hi if self.entries else 0
 
     def pieces(self, lo: int, hi: int) -> list[Entry]:
-        """Return the parts of parameters that lie in [lo, hi), as entries with flat shapes and bounds in that range."""
+        """Cut the range [lo, hi) at the borders of parameters; return one entry with a flat shape for each part."""
         cut = ((entry.name, max(lo, entry.lo), min(hi, entry.hi)) for entry in self.entries)
         return [Entry(name, a, b, (b - a,)) for name, a, b in cut if a < b]
 
@@ -72,7 +72,7 @@ class Layout:
 class Gradient:
     """The gradient of the mean loss over `samples` samples.
 
-    `packed` is the gradient with one spare element at its end, in which a ring sends the number of samples.
+    `packed` [size + 1] is the gradient, followed by one element in which a ring sends the number of samples.
     """
 
     packed: Tensor
@@ -81,12 +81,12 @@ class Gradient:
 
     @property
     def vector(self) -> Tensor:
-        """The gradient itself, of the layout's size."""
+        """The gradient itself, [size]: a view of `packed`."""
         return self.packed[:-1]
 
 
-def beside(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a model outside the vector, by name: buffers, and parameters that need no gradient."""
+def outside_vector(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of a model that are not in the vector, by name: buffers, and parameters without gradient."""
     frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
     return frozen | dict(model.named_buffers())
 
@@ -103,9 +103,10 @@ class FlatModel:
     ) -> None:
         """Flatten the model in place.
 
-        `buffer(n, dtype)` allocates the gradients, e.g. in a ring's memory that peers can read. `part` is the vector's
-        layout and its parameters in order; None = all trained parameters. `home` allocates the vector itself, if other
-        processes step it too: then sparse gradients stay sparse, and a step touches their rows only.
+        `buffer(n, dtype)` allocates the gradient vector, e.g. in a ring's memory that peers can read. `part` is the
+        layout of the vector and its parameters in order; None means all trained parameters. `home(n, dtype)` allocates
+        the parameter vector in memory that other processes update too. With `home`, sparse gradients stay sparse, and a
+        step changes only their rows.
         """
         self.model = model
         self._params = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -127,13 +128,13 @@ class FlatModel:
         else:
             self.packed = torch.zeros(self.layout.size + 1, dtype=self.layout.dtype, device=device)
         self.views: list[Tensor] = []  # each parameter's view of the gradient vector
-        self._bound: list[Tensor] = []  # each parameter's view of the other vector that `bind` received last
+        self._bound: list[Tensor] = []  # each parameter's view of the last other vector that was passed to `bind`
         with torch.no_grad():
             for (_, p), entry in zip(self._params, self.layout.entries, strict=True):
                 view = self.vector[entry.lo : entry.hi].view(entry.shape)
                 view.copy_(p)
                 p.data = view
-                # .data has its own version counter, so that a write to one gradient does not count as a write to all
+                # .data has its own version counter: a write to one gradient must not count as a write to all of them
                 self.views.append(self.packed[entry.lo : entry.hi].view(entry.shape).data)
         for (_, p), view in zip(self._params, self.views, strict=True):
             p.grad = view  # zeros; pages that are never written take no memory
@@ -150,14 +151,14 @@ class FlatModel:
             p.grad = view
 
     def drop_grad(self) -> None:
-        """Set every `.grad` to None, so that the next backward creates gradients; `collect_grad` collects them."""
+        """Set every `.grad` to None. The next backward then creates gradients, which `collect_grad` collects."""
         for _, p in self._params:
             p.grad = None
 
     def collect_grad(self) -> Tensor:
-        """Return the gradient vector after a backward.
+        """Return the gradient vector [size + 1] after a backward; its last element is spare.
 
-        If autograd has replaced a `.grad`, it is copied into the vector, and the view of the vector is set as `.grad`.
+        A `.grad` that autograd has replaced is copied into the vector, and then set to its view of the vector again.
         """
         for (_, p), view in zip(self._params, self.views, strict=True):
             if self._keeps(p.grad):
@@ -170,7 +171,7 @@ class FlatModel:
         return self.packed
 
     def collect_used(self) -> None:
-        """Collect gradients as `collect_grad` does, but leave `.grad` None for parameters without a gradient."""
+        """Collect gradients as `collect_grad` does, but leave the `.grad` of parameters without a gradient None."""
         unused = [p for _, p in self._params if p.grad is None]
         self.collect_grad()
         for p in unused:
@@ -178,7 +179,7 @@ class FlatModel:
 
     @property
     def sparse_grads(self) -> bool:
-        """Whether gradients of sparse layout stay in `.grad` beside the vector."""
+        """Whether gradients of sparse layout stay in `.grad` and are not copied into the vector."""
         return self._shared
 
     def load_grad(self, vector: Tensor) -> None:
@@ -203,7 +204,7 @@ class FlatModel:
 
 
 def dense(grad: Tensor) -> Tensor:
-    """Return a gradient without autograd history; a sparse gradient is filled with zeros."""
+    """Return a gradient as a dense tensor without autograd history."""
     grad = grad.detach()
     return grad if grad.layout is torch.strided else grad.to_dense()
 

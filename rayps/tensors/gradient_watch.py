@@ -1,7 +1,8 @@
 """Detect a `.grad` that was changed after the backward that computed it.
 
-A hook records when autograd has added to a parameter's `.grad`; from then on `.grad` must be the same tensor, at the
-same version (torch counts in-place writes). Costs a few microseconds per parameter and does not read the elements.
+A hook runs after autograd has added to a parameter's `.grad`, and records the tensor and its version (torch counts the
+in-place writes to a tensor). If `.grad` later is another tensor, or the same tensor at another version, it was changed.
+The comparison costs a few microseconds per parameter and reads the elements only of a gradient that differs.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from rayps.tensors.flat import FlatModel
 
-_Versions = dict[int, tuple[Tensor, int]]  # by number of the parameter: the gradient, and its version
+_Versions = dict[int, tuple[Tensor, int]]  # from a parameter's index to its gradient and the gradient's version
 
 
 class GradWatch:
@@ -21,47 +22,47 @@ class GradWatch:
 
     def __init__(self, flat: FlatModel) -> None:
         self._flat = flat
-        self._seen: _Versions = {}  # gradients after the last backward of each parameter
-        self._kept: _Versions = {}  # gradients as they were at `keep`
+        self._latest: _Versions = {}  # each gradient after the last backward that added to it, or at `record`
+        self._recorded: _Versions = {}  # the gradients at the last call of `record`
         self._hooks = [
             p.register_post_accumulate_grad_hook(_hook(weakref.ref(self), i))  # type: ignore[no-untyped-call]
             for i, p in enumerate(flat.parameters)
         ]
 
     def changed(self) -> str | None:
-        """Return the first parameter whose `.grad` changed since the last backward, or since `keep`.
+        """Return the name of the first parameter whose `.grad` was changed, or None if no `.grad` was.
 
-        None = none changed.
+        Changes are counted since the last backward or the last call of `record`, whichever was later.
         """
-        return self._differing(self._seen)
+        return self._first_changed(self._latest)
 
-    def changed_since_keep(self) -> str | None:
-        """Return the first parameter whose `.grad` changed since `keep`, even if another backward changed it.
+    def changed_since_record(self) -> str | None:
+        """Return the name of the first parameter whose `.grad` changed since `record`, or None if no `.grad` did.
 
-        None = none changed.
+        Changes by a later backward count too; `changed` ignores them.
         """
-        return self._differing(self._kept)
+        return self._first_changed(self._recorded)
 
     def replaced(self) -> bool:
-        """Return whether there are gradients, and all of them are other tensors than at the call of `keep`."""
+        """Return whether there are gradients, and each of them is another tensor than those at the last `record`."""
         grads = [p.grad for p in self._flat.parameters if p.grad is not None]
-        kept = {id(grad) for grad, _ in self._kept.values()}
-        return bool(grads) and not any(id(grad) in kept for grad in grads)
+        recorded = {id(grad) for grad, _ in self._recorded.values()}
+        return bool(grads) and not any(id(grad) in recorded for grad in grads)
 
-    def keep(self) -> None:
-        """Record the current gradients, with which later gradients are compared."""
+    def record(self) -> None:
+        """Record the current gradients, to compare later gradients with them."""
         grads = [(i, p.grad) for i, p in enumerate(self._flat.parameters)]
-        self._kept = {i: (grad, grad._version) for i, grad in grads if grad is not None}
-        self._seen = dict(self._kept)
+        self._recorded = {i: (grad, grad._version) for i, grad in grads if grad is not None}
+        self._latest = dict(self._recorded)
 
     def clear(self) -> None:
-        """Forget all recorded gradients; to be called after the optimizer's step."""
-        self._seen, self._kept = {}, {}
+        """Forget all recorded gradients. Call it after the optimizer's step."""
+        self._latest, self._recorded = {}, {}
 
-    def _differing(self, before: _Versions) -> str | None:
-        """Compare gradients with `before`; return the first parameter that differs.
+    def _first_changed(self, before: _Versions) -> str | None:
+        """Return the name of the first parameter whose gradient differs from `before`, or None if none differs.
 
-        A gradient that is None or all zero was reset, which does not count as a change.
+        A gradient that is None or all zeros was reset, which does not count as a change.
         """
         for i, (grad, version) in before.items():
             now = self._flat.parameters[i].grad
@@ -76,17 +77,17 @@ class GradWatch:
             hook.remove()
         self.clear()
 
-    def _take(self, i: int, p: Tensor) -> None:
+    def _record_backward(self, i: int, p: Tensor) -> None:
         if p.grad is not None:
-            self._seen[i] = p.grad, p.grad._version
+            self._latest[i] = p.grad, p.grad._version
 
 
 def _hook(watch: weakref.ref[GradWatch], i: int) -> Callable[[Tensor], None]:
-    """Return a hook with a weak reference: a model may outlive the loop that watches it."""
+    """Return a hook with a weak reference to `watch`, because a model may outlive the loop that watches it."""
 
     def hook(p: Tensor) -> None:
         found = watch()
         if found is not None:
-            found._take(i, p)
+            found._record_backward(i, p)
 
     return hook

@@ -1,9 +1,9 @@
 """Learning-rate schedules: the values of an optimizer's groups at each tick, from a workload's `schedule`. No sockets.
 
-A tick is the number of a round or of an epoch. A push contains its round, so a server uses the rate of that round for a
-late or repeated push too. Each process evaluates the scheduler on a skeleton: an optimizer with the same groups, over
-parameters without memory. The values that the scheduler changes (rates, and momentum under OneCycleLR) are copied to
-the optimizer that steps.
+A tick is the number of a round or of an epoch. A push contains its round. A server therefore uses the rate of that
+round for a late or repeated push too. Each process evaluates the scheduler on a skeleton: an optimizer with the same
+groups, over parameters without memory. The values that the scheduler changes (rates, and momentum under OneCycleLR) are
+copied to the optimizer that takes the steps.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _Cell = tuple[int, str]  # number of the group, name of the value
 
 @dataclass(frozen=True, slots=True)
 class Ticks:
-    """Converts rounds to ticks in a phase: `origin` is its first round and epoch, `steps` the rounds of an epoch."""
+    """Converts rounds to ticks. `origin` is a phase's first round and epoch, `steps` the number of rounds per epoch."""
 
     origin: tuple[int, int] = (0, 0)
     steps: int = 1
@@ -70,7 +70,7 @@ class Ticks:
 
 @dataclass(frozen=True)
 class Recipe:
-    """An optimizer factory with a schedule; callable as a factory."""
+    """An optimizer factory with a schedule. It can be called like the factory itself."""
 
     factory: Factory
     make: Maker
@@ -82,15 +82,15 @@ class Recipe:
 
 
 def recipe_of(workload: Trainable) -> Factory:
-    """Return the optimizer factory of a workload: a `Recipe` if the workload has a schedule.
+    """Return the optimizer factory of a workload; it is a `Recipe` if the workload has a schedule.
 
     Raises:
         WorkloadError: `schedule_every` is neither "step" nor "epoch".
     """
     if workload.schedule_every not in EVERY:
         raise WorkloadError(f"schedule_every is {workload.schedule_every!r}: give 'step' or 'epoch'")
-    own = getattr(workload.schedule, "__func__", workload.schedule)
-    if getattr(own, "is_none", False):
+    method = getattr(workload.schedule, "__func__", workload.schedule)
+    if getattr(method, "is_none", False):
         return workload.optimizer
     return Recipe(workload.optimizer, workload.schedule, workload.schedule_every)
 
@@ -101,12 +101,12 @@ def within(factory: Factory, change: Callable[[Factory], Factory]) -> Factory:
 
 
 class Rates:
-    """The values of an optimizer's groups that a schedule changes, at each tick."""
+    """The values that a schedule changes in an optimizer's groups, at each tick."""
 
     def __init__(self, make: Maker, skeleton: Callable[[], Optimizer]) -> None:
-        """Evaluate the schedule.
+        """Call the user's `schedule` with a skeleton.
 
-        Raises WorkloadError: the user's `schedule` failed, or did not return a schedule.
+        Raises WorkloadError if `schedule` fails or does not return a schedule.
         """
         self._optimizer = skeleton()
         self._made = [_plain(group) for group in self._optimizer.param_groups]
@@ -115,30 +115,31 @@ class Rates:
         self._scheduler, self._function = _checked(found, self._optimizer)
         # torch would warn that the scheduler steps before the optimizer
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
-        self._past: dict[_Cell, MutableSequence[Any]] = {}  # of each value that has changed: its value at each tick
-        self._count = 0  # ticks evaluated
-        self._file()
+        # the history of each value that has changed at least once: the value at each evaluated tick
+        self._past: dict[_Cell, MutableSequence[Any]] = {}
+        self._count = 0  # number of ticks evaluated
+        self._record_tick()
 
     @property
     def made(self) -> list[dict[str, Value]]:
-        """The values that the optimizer's groups had before the schedule changed them."""
+        """The values of each group, by name, before the schedule changed them."""
         return self._made
 
     def at(self, tick: int) -> dict[_Cell, Value]:
-        """Return the values at a tick, by the group's number and the value's name.
+        """Return the values at a tick, as a dict from (group's number, value's name) to the value.
 
-        Raises WorkloadError: the schedule failed, or returned a factor that is not finite.
+        Raises WorkloadError if the schedule fails or returns a factor that is not finite.
         """
         if self._function is not None:
             return self._by_function(self._function, tick)
         while self._scheduler is not None and self._count <= tick:
             with user_code("schedule"):
                 self._scheduler.step()
-            self._file()
+            self._record_tick()
         return {cell: past[tick] for cell, past in self._past.items()}
 
     def apply(self, groups: Sequence[Group], tick: int) -> None:
-        """Write the values of a tick into an optimizer's groups, which are in the order of the skeleton's groups."""
+        """Write the values of a tick into an optimizer's groups. The groups are in the order of the skeleton's."""
         for (number, key), value in self.at(tick).items():
             group = groups[number]
             if isinstance(group.get(key), Tensor):
@@ -156,8 +157,8 @@ class Rates:
         rates = [(i, group.get("lr")) for i, group in enumerate(self._made)]
         return {(i, "lr"): rate * factor for i, rate in rates if isinstance(rate, float)}
 
-    def _file(self) -> None:
-        """Record the groups' values at the next tick."""
+    def _record_tick(self) -> None:
+        """Append the groups' current values to the histories, as those of the next tick."""
         for number, (group, made) in enumerate(zip(self._optimizer.param_groups, self._made, strict=True)):
             for key, first in made.items():
                 value = _number(group[key])
@@ -170,14 +171,14 @@ class Rates:
         self._count += 1
 
     def _changed(self, value: Value, first: Value) -> MutableSequence[Any]:
-        """Return the history of a value that now changes for the first time: `first`, once for each earlier tick."""
+        """Return the history of a value that changes for the first time: `first`, repeated for each earlier tick."""
         past: MutableSequence[Any] = array("d") if isinstance(value, float) else []
         past.extend([first] * self._count)
         return past
 
 
 class Pace:
-    """Sets a schedule's rates in the groups of the optimizer that takes the steps."""
+    """Writes a schedule's values into the groups of the optimizer that takes the steps."""
 
     def __init__(self, rates: Rates, every: str, ticks: Ticks, groups: Sequence[Group]) -> None:
         self.rates, self._every, self._ticks, self._groups = rates, every, ticks, groups
@@ -188,7 +189,7 @@ class Pace:
 
 
 class ScheduleFacts(TypedDict):
-    """A schedule's state at one tick: its unit `every`, the tick, and the changed values of each parameter group."""
+    """A schedule's state at one tick: the unit of ticks `every`, the tick, and the changed values of each group."""
 
     every: str
     tick: int
@@ -196,16 +197,16 @@ class ScheduleFacts(TypedDict):
 
 
 class ScheduleRecord:
-    """Computes the state of a job's schedule for checkpoints, from which a resumed run sees whether it has changed."""
+    """Computes the state of a job's schedule for checkpoints. A resumed run compares its schedule with this state."""
 
     def __init__(self, factory: Factory) -> None:
         self._factory = factory
         self._rates: Rates | None = None
 
     def facts(self, layout: Layout, done: int, ticks: Ticks) -> dict[str, ScheduleFacts]:
-        """Return {"schedule": the schedule's state at the last of `done` rounds}; {} if the workload has no schedule.
+        """Return {"schedule": the schedule's state at the last of `done` rounds}, or {} if there is no schedule.
 
-        Raises WorkloadError.
+        Raises WorkloadError if the schedule cannot be evaluated.
         """
         if not isinstance(self._factory, Recipe):
             return {}
@@ -220,9 +221,9 @@ class ScheduleRecord:
 
 
 def rates_of(factory: Factory, layout: Layout) -> Rates | None:
-    """Return the rates of a factory's schedule, for an optimizer of the parameters of `layout`; None = no schedule.
+    """Return the values of a factory's schedule for the parameters of `layout`, or None if there is no schedule.
 
-    Raises WorkloadError.
+    Raises WorkloadError if the schedule cannot be evaluated.
     """
     if not isinstance(factory, Recipe):
         return None
@@ -230,9 +231,9 @@ def rates_of(factory: Factory, layout: Layout) -> Rates | None:
 
 
 def pace_of(factory: Factory, layout: Layout, optimizer: Optimizer, ticks: Ticks) -> Pace | None:
-    """Return the schedule of a factory, which sets the rates of `optimizer`, made by it; None = no schedule.
+    """Return an object that applies a factory's schedule to `optimizer`, or None if the factory has no schedule.
 
-    Raises WorkloadError.
+    `optimizer` is one that the factory created. Raises WorkloadError if the schedule cannot be evaluated.
     """
     rates = rates_of(factory, layout)
     if rates is None or not isinstance(factory, Recipe):
@@ -241,9 +242,9 @@ def pace_of(factory: Factory, layout: Layout, optimizer: Optimizer, ticks: Ticks
 
 
 def _checked(found: Schedule, optimizer: Optimizer) -> tuple[RateScheduler | None, Function | None]:
-    """Check the result of schedule(); return it as (scheduler, None) or (None, function), or (None, None) for None.
+    """Check the result of schedule(). Return it as (scheduler, None) or (None, function), or as (None, None) for None.
 
-    Raises WorkloadError.
+    Raises WorkloadError if the result is not a schedule, or not one of `optimizer`.
     """
     if found is None:
         return None, None

@@ -1,7 +1,7 @@
-"""The state of each worker if workers train separately, and the names of its tensors in a checkpoint. Pure.
+"""The state of each worker if workers train separately, and the names of its tensors in a checkpoint. No I/O.
 
-Between two averages the workers' parameters, moments, buffers and the strategy's memory differ. A checkpoint holds
-these of every worker, by rank: a run resumes in the middle of a period bit for bit.
+Between two averages the workers differ in parameters, moments, buffers and the strategy's memory. A checkpoint contains
+all of them for each rank. A run that resumes in the middle of a period therefore continues with the same bits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class LocalState:
     memory: dict[str, Tensor] = field(default_factory=dict)
 
     def named(self) -> tuple[dict[str, Tensor], dict[str, ParamState]]:
-        """Return the state's tensors by name, and its optimizer's numbers by parameter. No tensor is copied."""
+        """Return the state's tensors by name, and the optimizer's numbers by parameter. No tensor is copied."""
         moments, numbers = by_name(self.moments)
         tensors = {_PARAMS: self.params} | moments
         tensors |= {f"{_BUFFER}{name}": value for name, value in self.buffers.items()}
@@ -40,5 +40,5 @@ class LocalState:
 
 
 def below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors whose names begin with the prefix; the names in the result lack the prefix."""
+    """Return the tensors whose names begin with `prefix`, under their names without `prefix`."""
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

@@ -1,7 +1,7 @@
 """Apply a torch optimizer to slices of the parameter vector, and convert its state to named tensors.
 
-Only an elementwise optimizer has the same result slice by slice (SGD, Adam, Adagrad: yes; Adafactor, Muon, L-BFGS: no).
-`check_elementwise` tests this by a trial, not by the optimizer's name.
+Only an elementwise optimizer has the same result slice by slice. SGD, Adam and Adagrad are elementwise; Adafactor, Muon
+and L-BFGS are not. `check_elementwise` tests an optimizer by a trial, not by its name.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _STATE = "optim/"  # prefix of the names of an optimizer's tensors in a checkpoi
 _Value = TypeVar("_Value")
 Group = dict[str, Any]  # a parameter group, as torch types it
 ParamState = dict[str, Any]  # an optimizer's state of one parameter, as torch types it: tensors and numbers by key
-Moments = dict[str, ParamState]  # states by parameter name; their tensors are of whole parameters or of slices
+Moments = dict[str, ParamState]  # the state of each parameter by name; its tensors are of whole parameters or of slices
 StateValue: TypeAlias = Tensor | Json
 _BLOCK = 1 << 17  # elements of a gradient summed at a time: they stay in the processor's cache
-EDITS = "group edits"  # the key of a group's changes in a parameter's state: see `edits`
+EDITS = "group edits"  # the key in a parameter's state under which its group's changed values are stored: see `edits`
 
 spare_compiler()
 
@@ -38,7 +38,8 @@ class SlicedOptimizer:
     """The user's optimizer over elements lo to hi of the vector, with its parameter groups.
 
     A *leaf* is one parameter of this optimizer. Adjacent pieces of one group with compatible states are merged into one
-    leaf, because the time of a step grows with the number of leaves; an elementwise optimizer gives the same result.
+    leaf, because the time of a step grows with the number of leaves. The result of an elementwise optimizer is the
+    same.
     """
 
     def __init__(self, factory: Factory, layout: Layout, params: Tensor, lo: int, hi: int) -> None:
@@ -46,7 +47,7 @@ class SlicedOptimizer:
         self._pieces = layout.pieces(lo, hi)
         self._lo = lo
         self.optimizer, self._members, state = _retarget(build(factory, layout), layout, self._pieces)
-        # the state of a user's own optimizer class could not be divided again after pieces were merged
+        # only for torch's own optimizers is it known how to divide a merged leaf's state into pieces again
         self._merges = type(self.optimizer).__module__.startswith("torch.optim")
         self._made_by = factory, layout
         self._decays_alone: bool | None = None  # see `decays_alone`; determined at the first step that needs it
@@ -56,10 +57,10 @@ class SlicedOptimizer:
         self._arrange(state)
 
     def step(self, grad: Tensor, scale: float = 1.0, decays: float | None = None) -> None:
-        """Apply `scale` times the gradient slice (same length as `params`), which is only read.
+        """Take a step with `scale` times the gradient slice `grad`, [len(params)], which does not change.
 
-        `decays` is the number of whole steps for which this step counts; weight decay is multiplied by it. None =
-        |`scale`|. See `decaying`.
+        `decays` is the number of whole steps for which this step counts, the factor of the weight decay. If it is None,
+        it is |`scale`|. See `decaying`.
         """
         if self._sgd and self._step_plainly(grad, scale):
             return
@@ -76,8 +77,9 @@ class SlicedOptimizer:
     def decaying(self, times: float) -> Iterator[None]:
         """Multiply the `weight_decay` of each group by `times`, for the steps inside the block.
 
-        N pushes of 1/N then decay as one step does, and a push of the sum of n gradients as n steps do, so the
-        regularised optimum does not change. The decay is not scaled if the optimizer `decays_alone`.
+        N pushes scaled by 1/N then decay the parameters as one step does, and a push of the sum of n gradients as n
+        steps do. The regularised optimum therefore does not change. The decay is not scaled if `decays_alone` returns
+        True for the optimizer.
         """
         groups = [] if times == 1 else [group for group in self.optimizer.param_groups if _decays_inside(group)]
         if groups and self._decays_alone is None:
@@ -95,14 +97,14 @@ class SlicedOptimizer:
                 group["weight_decay"] = decay
 
     def step_mean(self, values: Sequence[Tensor], weights: Sequence[float]) -> None:
-        """Apply sum(w_i v_i) / sum(w_i), summed in the order given; the sum of the weights must not be 0."""
+        """Take a step with sum(w_i v_i) / sum(w_i), summed in the order given. The sum of weights must not be 0."""
         self.step(self.mean(values, weights))
 
     def mean(self, values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-        """Return the mean that `step_mean` applies; valid until the next call of this optimizer.
+        """Return the mean with which `step_mean` takes a step; it is valid until the next call of this optimizer.
 
-        The sum is computed by blocks that fit into the cache, so each value is read once. Half precision is summed in
-        float32 and rounded once. A value of weight 0 is not read, as it may be NaN.
+        The sum is computed in blocks that fit into the cache. Half precision is summed in float32 and rounded once. A
+        value of weight 0 is not read, because it may be NaN.
         """
         total, spare = sum(weights), self._spare()
         shares = [(value, weight / total) for value, weight in zip(values, weights, strict=True) if weight]
@@ -118,13 +120,13 @@ class SlicedOptimizer:
         return spare
 
     def _spare(self) -> Tensor:
-        """Return memory for one gradient, which is reused."""
+        """Return memory for one gradient slice; each call returns the same memory."""
         if self._scratch is None:
             self._scratch = torch.empty_like(self.params)
         return self._scratch
 
     def plain_rate(self, leaf: nn.Parameter) -> float | None:
-        """Return r if a step of this leaf computes `p += r * grad` and nothing else; otherwise None."""
+        """Return r if a step of this leaf only computes `p += r * grad`, else None."""
         if not self._sgd or self._hooked:
             return None
         group = next(group for group in self.optimizer.param_groups if any(p is leaf for p in group["params"]))
@@ -135,9 +137,9 @@ class SlicedOptimizer:
         return bool(self.optimizer._optimizer_step_pre_hooks or self.optimizer._optimizer_step_post_hooks)
 
     def _step_plainly(self, grad: Tensor, scale: float) -> bool:
-        """Take a step of a plain SGD (see `is_plain_group`) in one operation, with the same bits as torch's own loop.
+        """Take a step of plain SGD (see `is_plain_group`) in one operation, with the same bits as torch's own loop.
 
-        Return False, without a step, if the optimizer is not a plain SGD.
+        Return whether the step was taken; if the optimizer is not plain SGD, it is not.
         """
         if self._hooked:
             return False
@@ -153,13 +155,13 @@ class SlicedOptimizer:
         return True
 
     def leaves(self) -> list[tuple[nn.Parameter, slice]]:
-        """Return the optimizer's parameters, and their positions in `params`."""
+        """Return each parameter of the optimizer with its range in `params`."""
         return [(leaf.param, leaf.cut) for leaf in self._leaves]
 
     def moments(self) -> Moments:
-        """Return the state of every piece of a parameter, by the parameter's name; tensors are copies.
+        """Return the state of each parameter's piece, by the parameter's name. Tensors are copies.
 
-        It includes the `edits` of the parameter's group.
+        The state includes the `edits` of the parameter's group.
         """
         found, edited = self._states(), edits(self.optimizer)
         for leaf in self._leaves:
@@ -181,13 +183,13 @@ class SlicedOptimizer:
         return found
 
     def load(self, moments: Moments, layout: Layout) -> None:
-        """Load the state of whole parameters; each piece gets its slice of a parameter's state."""
+        """Load the state of whole parameters; each piece gets its slice of the parameter's state."""
         self.restore(cut(moments, layout, self._lo, self._lo + self.params.numel()))
 
     def restore(self, moments: Moments) -> None:
         """Restore the state that `moments` returned for the same elements.
 
-        The tensors then belong to this optimizer.
+        The optimizer uses the tensors without a copy and changes them.
         """
         for number, members in enumerate(self._members):
             edit(self.optimizer.param_groups[number], (moments.get(self._pieces[i].name, {}) for i in members))
@@ -195,7 +197,7 @@ class SlicedOptimizer:
         self._arrange(self._states() | plain)
 
     def _arrange(self, state: Moments) -> None:
-        """Rebuild the leaves, as few as possible, with the state of each piece by name."""
+        """Rebuild the leaves from the pieces, as few as possible. `state` is the state of each piece by name."""
         self._leaves = []
         self.optimizer.state.clear()
         for number, (group, members) in enumerate(zip(self.optimizer.param_groups, self._members, strict=True)):
@@ -223,7 +225,7 @@ class SlicedOptimizer:
 
 @dataclass(slots=True)
 class _Leaf:
-    """One parameter of a `SlicedOptimizer`: a run of adjacent pieces of the model's parameters."""
+    """One parameter of a `SlicedOptimizer`: adjacent pieces of the model's parameters."""
 
     param: nn.Parameter
     value: Tensor  # the parameter's memory
@@ -252,12 +254,15 @@ def _decays_inside(group: Group) -> bool:
 
 
 def _elementwise(key: str, value: StateValue, size: int) -> bool:
-    """Return whether `value` has one number for each of a leaf's `size` elements, unlike a count of steps."""
+    """Return whether `value` has one number for each of a leaf's `size` elements; a count of steps does not."""
     return isinstance(value, Tensor) and value.dim() == 1 and len(value) == size and key != "step"
 
 
 def _alike(last: Entry, piece: Entry, state: Moments) -> bool:
-    """Return whether adjacent pieces' states can be merged: keys and all values that are not per element are equal."""
+    """Return whether the states of two adjacent pieces can be merged.
+
+    They can if they have the same keys, and equal values wherever a value is not one number for each element.
+    """
     a, b = state.get(last.name, {}), state.get(piece.name, {})
     if a.keys() != b.keys():
         return False
@@ -282,7 +287,7 @@ def _merged(held: list[ParamState], run: list[Entry]) -> ParamState:
 
 
 def made(factory: Factory, params: list[nn.Parameter]) -> Optimizer:
-    """Return the user's optimizer of these parameters.
+    """Call `factory` with `params` and check the result; return the user's optimizer.
 
     Raises:
         WorkloadError: the user's code failed, or did not return an optimizer of `params`.
@@ -311,7 +316,7 @@ def made(factory: Factory, params: list[nn.Parameter]) -> Optimizer:
 
 
 def build(factory: Factory, layout: Layout) -> Optimizer:
-    """Return the user's optimizer over placeholders of the right shapes that take no memory.
+    """Return the user's optimizer over placeholders, which have the parameters' shapes and take no memory.
 
     Raises:
         WorkloadError: the user's code failed, or did not return an optimizer.
@@ -323,7 +328,10 @@ def build(factory: Factory, layout: Layout) -> Optimizer:
 
 
 def _retarget(optimizer: Optimizer, layout: Layout, pieces: list[Entry]) -> tuple[Optimizer, list[list[int]], Moments]:
-    """Return the optimizer, the numbers of the pieces in each group, and the state that its constructor created."""
+    """Return the optimizer, the indices of each group's pieces, and the state that the optimizer's constructor created.
+
+    The state is that of the pieces, by parameter name.
+    """
     order: dict[int, int] = optimizer.rayps_order  # type: ignore[attr-defined]
     here = {piece.name: i for i, piece in enumerate(pieces)}
     members: list[list[int]] = []
@@ -339,7 +347,7 @@ def _retarget(optimizer: Optimizer, layout: Layout, pieces: list[Entry]) -> tupl
 
 
 def cut(moments: Moments, layout: Layout, lo: int, hi: int) -> Moments:
-    """Return the part of the state of whole parameters for elements lo to hi; tensors are copies."""
+    """Cut the state of elements lo to hi out of the state of whole parameters. Tensors are copies."""
     whole = {entry.name: entry for entry in layout.entries}
     return {
         piece.name: _cut_all(moments[piece.name], whole[piece.name], piece)
@@ -355,7 +363,7 @@ def _cut_all(state: ParamState, entry: Entry, piece: Entry) -> ParamState:
 def _cut(value: StateValue, entry: Entry, piece: Entry, *, counts: bool) -> StateValue:
     if not isinstance(value, Tensor):
         return value
-    if tuple(value.shape) == entry.shape and not counts:  # the slice of a scalar parameter is a vector
+    if tuple(value.shape) == entry.shape and not counts:  # the slice is a vector, also that of a scalar parameter
         return value.reshape(-1)[piece.lo - entry.lo : piece.hi - entry.lo].clone()
     return value.clone()
 
@@ -370,13 +378,13 @@ def _copied(value: StateValue, device: torch.device | str = "cpu") -> StateValue
 
 
 def moments(optimizer: Optimizer, layout: Layout, params: list[nn.Parameter]) -> Moments:
-    """Return the state of a whole optimizer by parameter name, with the groups' `edits`; tensors are copies."""
+    """Return an optimizer's state by parameter name, with the groups' `edits`. Tensors are copies on the CPU."""
     held = {entry.name: _copy(optimizer.state.get(p, {})) for entry, p in zip(layout.entries, params, strict=True)}
     return with_edits(held, optimizer, layout, params)
 
 
 def with_edits(held: Moments, optimizer: Optimizer, layout: Layout, params: list[nn.Parameter]) -> Moments:
-    """Add to an optimizer's states, by parameter name, the `edits` of each parameter's group; return the states."""
+    """Add the `edits` of each parameter's group to the parameters' states `held`; return the states."""
     edited = edits(optimizer)
     if any(edited):
         of = {id(p): edited[number] for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -387,9 +395,10 @@ def with_edits(held: Moments, optimizer: Optimizer, layout: Layout, params: list
 
 
 def edits(optimizer: Optimizer) -> list[list[list[Json]]]:
-    """Return for each group the values that were changed since `made` created it: [name, value at creation, value now].
+    """Return, for each group, the values that changed since `made` created it.
 
-    A resume, a change of phase and a recovery restore these values, e.g. a rate that a step hook changes.
+    Each is [name, value at creation, value now], e.g. a rate that a step hook changes. A resume, a change of phase and
+    a recovery restore these values.
     """
     known: list[JsonObject] = getattr(optimizer, "rayps_made", [])
     return [
@@ -399,9 +408,9 @@ def edits(optimizer: Optimizer) -> list[list[list[Json]]]:
 
 
 def edit(group: Group, states: Iterable[ParamState]) -> None:
-    """Apply to a group the `edits` that the state of one of its parameters contains.
+    """Change the values of a group by the `edits` in `states`, the states of the group's parameters.
 
-    If the workload's `optimizer` now creates a value differently than at the time of the edit, the value is not edited.
+    A value does not change if the workload's `optimizer` now creates it differently than when the edits were recorded.
     """
     found: list[tuple[str, Json, Json]] = next((state[EDITS] for state in states if EDITS in state), [])
     mine = plain_values(group)
@@ -415,7 +424,7 @@ def edit(group: Group, states: Iterable[ParamState]) -> None:
 
 
 def plain_values(group: Group) -> JsonObject:
-    """Return the values of a group that JSON can hold, by name."""
+    """Return those values of a group that JSON can represent, by name."""
     found: JsonObject = {}
     for key, value in group.items():
         if isinstance(value, Tensor) and value.numel() == 1:
@@ -429,7 +438,7 @@ def plain_values(group: Group) -> JsonObject:
 
 
 def load(optimizer: Optimizer, state: Moments, layout: Layout, params: list[nn.Parameter]) -> None:
-    """Load a state by parameter name into a whole optimizer."""
+    """Load a state by parameter name into an optimizer of whole parameters."""
     names = {id(p): entry.name for entry, p in zip(layout.entries, params, strict=True)}
     for group in optimizer.param_groups:
         edit(group, (state.get(names[id(p)], {}) for p in group["params"] if id(p) in names))
@@ -440,13 +449,13 @@ def load(optimizer: Optimizer, state: Moments, layout: Layout, params: list[nn.P
 
 
 def join(parts: list[Moments], layout: Layout) -> Moments:
-    """Return the states of consecutive slices as the state of whole parameters."""
+    """Join the states of consecutive slices of the vector to the state of whole parameters."""
     whole: Moments = {}
     for entry in layout.entries:
         held = [part[entry.name] for part in parts if part.get(entry.name)]
         if held:
             whole[entry.name] = {key: _join([piece[key] for piece in held], entry) for key in held[0] if key != EDITS}
-            edited = [piece[EDITS] for piece in held if EDITS in piece]  # shards out of step may differ
+            edited = [piece[EDITS] for piece in held if EDITS in piece]  # they may differ if shards are at other rounds
             whole[entry.name] |= {EDITS: edited[0]} if edited else {}
     return whole
 
@@ -462,10 +471,10 @@ def _join(values: list[_Value], entry: Entry) -> _Value | Tensor:
 def check_elementwise(factory: Factory, layout: Layout) -> None:
     """Check that an optimizer's steps on flat slices equal its step on whole parameters.
 
-    The trial uses small parameters, as many and with as many dimensions as those of the layout.
+    The trial uses small parameters: as many as those of the layout, each with the same number of dimensions.
 
     Raises:
-        WorkloadError: the results differ; the text names optimizers and strategies to use instead.
+        WorkloadError: the results differ. The error names optimizers and a strategy to use instead.
     """
     layout = _probe(layout)
     generator = torch.Generator().manual_seed(17)
@@ -481,7 +490,7 @@ def check_elementwise(factory: Factory, layout: Layout) -> None:
         same = torch.equal(whole, sliced)
     except Exception as error:  # the user's optimizer may raise anything
         raise WorkloadError(
-            f"{name} cannot run on a parameter server, which gives it flat slices: {str(error).partition(chr(10))[0]}\n"
+            f"{name} cannot step flat slices, as a parameter server requires: {str(error).partition(chr(10))[0]}\n"
             "use an elementwise optimizer such as SGD, Adam or Adagrad, or the strategy all_reduce"
         ) from error
     if not same:
@@ -514,9 +523,9 @@ def _step_slice(factory: Factory, layout: Layout, start: Tensor, grads: list[Ten
 
 
 def ignores_scale(factory: Factory, layout: Layout) -> bool:
-    """Return whether the first step hardly depends on the gradient's scale, as with Adam.
+    """Return whether an optimizer's first step hardly depends on the gradient's scale, as with Adam.
 
-    Then a push that is scaled by 1/N moves the parameters as far as one that is not.
+    With such an optimizer, a push scaled by 1/N changes the parameters as much as an unscaled push.
     """
     layout = _probe(layout)
     grad = torch.randn(layout.size, generator=torch.Generator().manual_seed(17))
@@ -529,12 +538,12 @@ def ignores_scale(factory: Factory, layout: Layout) -> bool:
 
 
 def decays_alone(factory: Factory, layout: Layout) -> bool:
-    """Return whether weight decay stays unscaled in a step that counts as a fraction of a step, or as several.
+    """Return whether weight decay must not be scaled in a step that counts as a fraction of a step, or as several.
 
     True if the decay is decoupled and the step ignores the gradient's scale, as in AdamW (Loshchilov, Hutter,
-    "Decoupled Weight Decay Regularization", ICLR 2019): each push is then a full step of the optimizer, and must have a
-    full decay too. False if the decay is a part of the gradient (SGD, Adagrad, Adam), or if the step is proportional to
-    the gradient.
+    "Decoupled Weight Decay Regularization", ICLR 2019). Each push is then a full step of the optimizer, and must apply
+    the full decay too. False if the decay is a part of the gradient (SGD, Adagrad, Adam), or if the step is
+    proportional to the gradient.
     """
     groups = build(factory, layout).param_groups
     if any("decoupled_weight_decay" in group for group in groups):  # torch's own optimizers declare it
@@ -553,13 +562,13 @@ def decays_alone(factory: Factory, layout: Layout) -> bool:
 
 
 def fitting(moments: Moments, optimizer: Optimizer) -> Moments:
-    """Return the part of a state that an optimizer can use: Adagrad's state is for Adagrad only."""
+    """Return the part of a state that an optimizer can use. Only Adagrad can use Adagrad's state, and no other."""
     mine = isinstance(optimizer, Adagrad)
     return {name: held for name, held in moments.items() if (held.keys() - {EDITS} == {"step", "sum"}) == mine}
 
 
 def by_name(moments: Moments) -> tuple[dict[str, Tensor], dict[str, ParamState]]:
-    """Return an optimizer's state as tensors by name, and its numbers by parameter. No tensor is copied."""
+    """Split an optimizer's state into tensors by name and numbers by parameter. No tensor is copied."""
     tensors, numbers = dict[str, Tensor](), dict[str, ParamState]()
     for name, state in moments.items():
         for key, value in state.items():
@@ -571,7 +580,7 @@ def by_name(moments: Moments) -> tuple[dict[str, Tensor], dict[str, ParamState]]
 
 
 def moments_of(tensors: Mapping[str, Tensor], numbers: Mapping[str, ParamState]) -> Moments:
-    """Rebuild the state that `by_name` returned; `tensors` may contain other tensors too."""
+    """Rebuild the state that `by_name` split; `tensors` may contain other tensors too."""
     found: Moments = {name: dict(values) for name, values in numbers.items()}
     for name, tensor in tensors.items():
         if name.startswith(_STATE):

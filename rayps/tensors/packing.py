@@ -17,7 +17,7 @@ from rayps.core.values import Buffer
 from rayps.tensors.optim import Moments
 
 _ALIGN = 16
-Head: TypeAlias = dict[str, Any]  # JSON data before the tensors: it is read by the module that wrote it
+Head: TypeAlias = dict[str, Any]  # JSON data before the tensors; only the module that wrote it interprets it
 
 
 def flat_bytes(tensor: Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
@@ -26,7 +26,7 @@ def flat_bytes(tensor: Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 
 
 def pack_state(head: Head, tensors: list[Tensor]) -> bytes:
-    """Encode `head` (JSON) and contiguous CPU tensors of any dtype; copies the tensors once."""
+    """Encode `head` (JSON data) and contiguous CPU tensors of any dtype as bytes."""
     kinds = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
     body = json.dumps({**head, "tensors": kinds}).encode()
     body += b" " * (-(8 + len(body)) % _ALIGN)
@@ -38,7 +38,7 @@ def pack_state(head: Head, tensors: list[Tensor]) -> bytes:
 
 
 def unpack_state(state: Buffer) -> tuple[Head, list[Tensor]]:
-    """Decode the result of `pack_state`; the tensors are views of `state` if it is writable.
+    """Decode the result of `pack_state`. The tensors are views of `state` if `state` is writable, else copies.
 
     Raises:
         CheckpointError: `state` is truncated, or not a result of `pack_state`.
@@ -65,7 +65,7 @@ def unpack_state(state: Buffer) -> tuple[Head, list[Tensor]]:
 
 
 def tensor_of(data: Buffer, dtype: torch.dtype) -> Tensor:
-    """Return a buffer's bytes as a tensor [n] of `dtype`, a view if the buffer is writable, else a copy.
+    """Return a buffer's bytes as a tensor [n] of `dtype`: a view if the buffer is writable, else a copy.
 
     Raises:
         ValueError: the buffer is not a whole number of elements.
@@ -79,7 +79,7 @@ def tensor_of(data: Buffer, dtype: torch.dtype) -> Tensor:
 
 
 def plain_moments(moments: Moments, tensors: list[Tensor]) -> Moments:
-    """Return an optimizer's state as JSON data; tensors are appended to `tensors` and replaced by their index there."""
+    """Return an optimizer's state as JSON data. Each tensor is appended to `tensors`, and its index takes its place."""
     found: Moments = {}
     for name, state in moments.items():
         found[name] = {}
@@ -93,7 +93,7 @@ def plain_moments(moments: Moments, tensors: list[Tensor]) -> Moments:
 
 
 def full_moments(plain: Moments, tensors: list[Tensor]) -> Moments:
-    """Restore an optimizer's state from the result of `plain_moments`; the tensors are clones."""
+    """Rebuild an optimizer's state from the result of `plain_moments` and its tensors, which are cloned."""
     return {
         name: {key: tensors[value["tensor"]].clone() if isinstance(value, dict) else value for key, value in s.items()}
         for name, s in plain.items()

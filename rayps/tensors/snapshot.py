@@ -1,14 +1,13 @@
 """The state of a run between two rounds, from which a restart, a resume or the next strategy starts.
 
-Parameters as one vector, the optimizer's state and the buffers by name, each worker's position in the data and its
-random state. `checkpoint` writes a state to disk and reads it back.
+A snapshot contains the parameters as one vector, the optimizer's state and the buffers by name, and each worker's
+position in the data and random state. `rayps.tensors.checkpoint` writes it to disk and reads it back.
 
-Buffers (BatchNorm statistics): each worker has its own buffers while it trains; rank 0's buffers are evaluated, saved,
-returned, and copied to all workers when a run starts or restarts. Parameters that need no gradient are stored with the
-buffers.
+Each worker has its own buffers (BatchNorm statistics) while it trains. Rank 0's buffers are evaluated, saved, returned,
+and copied to all workers when a run starts or restarts. Parameters that need no gradient are stored with the buffers.
 
-Under the loop `local_updates`, `params` is the consensus (`Strategy.consensus`), and `own` holds each worker's state,
-from which it continues.
+Under the loop `local_updates`, `params` is the consensus (`Strategy.consensus`), and `own` contains the state from
+which each worker continues.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from rayps.tensors.flat import Layout
 from rayps.tensors.local_state import LocalState, below
 from rayps.tensors.optim import Moments, ParamState, by_name, moments_of
 
-_RETAINED = 2  # parts that are retained: the newest two
+_RETAINED = 2  # number of parts that are retained: the newest ones
 P = TypeVar("P")
 
 
@@ -36,7 +35,8 @@ P = TypeVar("P")
 class Snapshot:
     """All state from which a run continues.
 
-    `positions[data]` counts the batches that a replica has consumed; `rng` is by worker.
+    `positions[i]` is the number of batches that replica i has consumed. `rng` maps each worker's rank to its random
+    state.
     """
 
     layout: Layout
@@ -46,14 +46,15 @@ class Snapshot:
     rng: dict[int, Tensor] = field(default_factory=dict)
     positions: list[int] = field(default_factory=list)
     steps_per_epoch: int = 1
-    # the ring's `choices` of algorithms, with which sums have the same bits; if a replica is several workers, the
-    # choices of each ring by `Point.line`
+    # the ring's `choices` of algorithms: with the same choices, sums have the same bits. If a replica has several
+    # workers, the choices of each ring, by `Point.line`
     ring: RingTable | None = None
-    # for each shard: lo, hi, and the ledger of the pushes that these elements include
+    # for each shard: the bounds lo and hi of its elements, and the ledger of the pushes that these elements include
     ledgers: list[tuple[int, int, Ledger]] = field(default_factory=list)
-    divided: str = ""  # `Division.key` of the division in whose order `ledgers` count elements; "" = the vector's order
-    columns: int = 1  # workers of one replica
-    origin: tuple[int, int] = (0, 0)  # the round and the epoch from which `steps_per_epoch` counts
+    # `Division.key` of the division whose order of elements lo and hi in `ledgers` refer to; "" for the vector's order
+    divided: str = ""
+    columns: int = 1  # number of workers of one replica
+    origin: tuple[int, int] = (0, 0)  # the phase's first round and first epoch
     strategy: str = ""  # the strategy of `own` and `shared`
     own: dict[int, LocalState] = field(default_factory=dict)  # each worker's state, if workers train separately
     shared: dict[str, Tensor] = field(default_factory=dict)  # the strategy's state that is equal on all workers
@@ -62,20 +63,20 @@ class Snapshot:
 
     @property
     def round(self) -> int:
-        """The position of the slowest worker."""
+        """The number of rounds that the slowest worker has completed."""
         return min(self.positions, default=0)
 
     def ledger(self, lo: int, hi: int) -> Ledger:
         """Return the ledger of the pushes that elements lo to hi include.
 
-        If several shards held these elements, a push that only some of the shards had applied counts as applied: some
-        elements then lack the push, but no element gets it twice.
+        If several shards held these elements, a push that only some of the shards had applied counts as applied. Some
+        elements then lack the push, but no element includes it twice.
         """
         held = [ledger for a, b, ledger in self.ledgers if a < hi and lo < b]
         return anywhere(held) if held else Ledger(self.positions)
 
     def align(self) -> None:
-        """Set all positions to the slowest worker's, for a strategy that works in step."""
+        """Set all positions to the slowest worker's, for a strategy whose workers are always in the same round."""
         self.positions = [self.round] * len(self.positions)
         self.ledgers = []
 
@@ -85,12 +86,12 @@ class Snapshot:
         return named | {name: value.clone() for name, value in self.buffers.items()}
 
     def fill(self, model: nn.Module) -> nn.Module:
-        """Copy parameters and buffers into a model of the same kind; return it."""
+        """Copy parameters and buffers into a model of the same kind; return the model."""
         model.load_state_dict(self.state_dict(), strict=False)
         return model
 
     def to_state(self, **facts: Any) -> SavedState:
-        """Return tensors and JSON-ready facts, for a checkpoint."""
+        """Return the snapshot as tensors and JSON data, for a checkpoint. `facts` are added to the JSON data."""
         tensors: dict[str, Tensor] = {
             f"model/{e.name}": self.params[e.lo : e.hi].view(e.shape) for e in self.layout.entries
         }
@@ -150,26 +151,28 @@ class Snapshot:
         """Refuse a snapshot of another model.
 
         Raises:
-            CheckpointError: the model has other parameters; names the first parameter that differs.
+            CheckpointError: the model has other parameters. The error names the first parameter that differs.
         """
         mine, other = _shapes(self.layout), _shapes(layout)
         for name in sorted(mine.keys() | other.keys()):
             if mine.get(name) != other.get(name):
                 raise CheckpointError(
                     f"the checkpoint is of another model: parameter {name!r} has shape {mine.get(name)} in the "
-                    f"checkpoint and {other.get(name)} in this model:\ngive the checkpoint of this model, or start "
+                    f"checkpoint and {other.get(name)} in this model\ngive a checkpoint of this model, or start "
                     "without resume"
                 )
 
-    def hear(self, point: Point) -> None:
-        """Record the rings' choices, if this point of a worker contains them."""
+    def record_ring_choices(self, point: Point) -> None:
+        """Record the rings' choices of algorithms if a worker's point contains them."""
         if "ring" in point:
             self.ring = point["ring"]
         elif "rings" in point:
             self.ring = (self.ring or {}) | point["rings"]
 
     def resume(self, calendar: Calendar) -> None:
-        """Adapt the snapshot to the run of `calendar`, whose number of replicas or of rounds per epoch may differ.
+        """Adapt the snapshot to a run with the rounds of `calendar`.
+
+        The run may have another number of replicas or of rounds per epoch than the one that wrote the snapshot.
 
         Raises:
             CheckpointError: one of these numbers differs, and the snapshot is in the middle of an epoch.
@@ -177,7 +180,7 @@ class Snapshot:
         self.ended = [(planned, at) for planned, at in self.ended if calendar.cut(planned, at)]
         span = calendar.at(self.round)
         if any(at == self.round for _, at in self.ended):  # the end of a phase, at any point of an epoch
-            self.enter(span)
+            self.enter_phase(span)
             return
         began, epoch = self.origin
         counts_alike = epoch * self.steps_per_epoch - began == span.epoch * span.steps - span.begin
@@ -186,22 +189,23 @@ class Snapshot:
             if len(set(self.positions)) != 1 or done % self.steps_per_epoch:
                 raise CheckpointError(
                     f"the checkpoint was written in the middle of an epoch by {self._workers()}:\n"
-                    "resume with as many workers and the same batch size, or from a checkpoint at an epoch's end"
+                    "resume with the same number of workers and the same batch size, or from a checkpoint at an "
+                    "epoch's end"
                 )
             self.positions = [calendar.after(epoch + done // self.steps_per_epoch)] * len(self.positions)
             self.ledgers = []
             if self.steps_per_epoch != span.steps:
                 self.rng = {}
-        self.enter(calendar.at(self.round))
+        self.enter_phase(calendar.at(self.round))
 
     def _workers(self) -> str:
         count = len(self.positions)
         return f"{count} workers" if self.columns == 1 else f"{count} replicas of {self.columns} workers each"
 
-    def under(self, strategy: str, workers: int) -> None:
+    def enter_strategy(self, strategy: str, workers: int) -> None:
         """Adapt the snapshot to the strategy of this name, on `workers` workers.
 
-        Separate states of the workers from another strategy, or from another number of workers, are dropped: all
+        If another strategy or another number of workers wrote the snapshot, each worker's own state is dropped. All
         workers then continue from the consensus.
         """
         if self.strategy != strategy:
@@ -210,8 +214,8 @@ class Snapshot:
             self.own = {}
         self.strategy = strategy
 
-    def enter(self, span: PhaseSpan) -> None:
-        """Adapt the snapshot to a phase's layout of workers.
+    def enter_phase(self, span: PhaseSpan) -> None:
+        """Adapt the snapshot to a phase's numbers of replicas, of workers per replica and of rounds per epoch.
 
         If the phase has another number of replicas, all positions become that of the slowest worker.
         """
@@ -231,12 +235,15 @@ def _shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
 
 
 class RetainedParts(dict[int, P]):
-    """A member's parts of snapshots, by round: the newest two, and the part of the round for which the driver waits."""
+    """A dict from round to a process's part of the snapshot of that round.
+
+    It retains the two newest parts, and the part of the round for which the driver waits.
+    """
 
     wanted = 0  # the round for which the driver waits: see `rayps.runtime.snapshots`
 
-    def keep(self, rounds: int, part: P) -> None:
-        """Retain the part after `rounds`, and drop older ones."""
+    def retain(self, rounds: int, part: P) -> None:
+        """Retain the part after `rounds` rounds, and drop older parts."""
         self[rounds] = part
         for old in sorted(self)[:-_RETAINED]:
             if old != self.wanted:

@@ -15,18 +15,18 @@ from rayps.tensors.optim import Factory
 
 
 def of_some(factory: Factory, layout: Layout, names: Sequence[str]) -> Factory:
-    """Return a factory of the user's optimizer for some of a model's parameters, taken in the order of `names`.
+    """Return a factory of the user's optimizer that takes some of a model's parameters, in the order of `names`.
 
-    The user's factory is called with all parameters of `layout`, so that a group that is chosen by number stays the
-    same. Parameters that are not given are stand-ins without memory, which are removed from the optimizer afterwards. A
-    schedule of the factory is retained. The result can be pickled if `factory` can.
+    The user's factory is called with all parameters of `layout`, because it may choose groups by a parameter's index.
+    Placeholders without memory stand for the other parameters, and are removed from the optimizer afterwards. The
+    result has the schedule of `factory`, and can be pickled if `factory` can.
     """
     return within(factory, lambda inner: SubsetFactory(inner, layout, tuple(names)))
 
 
 @dataclass(frozen=True)
 class SubsetFactory:
-    """The result of `of_some`: it builds the user's optimizer over the parameters `names` of a layout."""
+    """The factory that `of_some` returns: it creates the user's optimizer for the parameters `names` of a layout."""
 
     factory: Factory
     layout: Layout

@@ -1,8 +1,9 @@
 """Create optimizers without loading torch's compiler.
 
-`torch.optim` excludes four methods of an optimizer from compilation, and for that loads all of `torch._dynamo` at their
-first call: a second of processor time and 75 MB in the driver and in every worker. While `torch._dynamo` is not loaded,
-nothing is compiled, so the methods are called directly; once it is loaded, torch's own methods are used.
+`torch.optim` excludes four methods of an optimizer from compilation. For that it loads all of `torch._dynamo` at their
+first call, which costs a second of processor time and 75 MB in the driver and in every worker. While `torch._dynamo` is
+not loaded, nothing is compiled, and this module calls the methods directly. Once it is loaded, torch's own methods are
+used.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ T = TypeVar("T")
 
 
 def spare_compiler() -> None:
-    """Replace the methods in this process by ones that do not load the compiler; do nothing if torch lacks them."""
+    """Replace the four methods by ones that do not load the compiler. Do nothing if this torch lacks the methods."""
     for name in _METHODS:
         method = getattr(vars(Optimizer).get(name), "__wrapped__", None)
         if method is not None and getattr(method, _KEPT, None) is None:

@@ -8,10 +8,10 @@ from rayps.core.errors import WorkloadError
 
 
 def checked_loss(loss: object, *, trains: bool = True) -> Tensor:
-    """Return the loss, a tensor with one number.
+    """Check a loss, and return it as a tensor with one number.
 
     Raises:
-        WorkloadError: it is something else, or with `trains` a number that does not depend on the parameters.
+        WorkloadError: the loss is not a tensor with one number; or `trains` is true, and the loss has no gradient.
     """
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__

@@ -129,7 +129,7 @@ class Buckets:
             if late:
                 self._add_late(i, grad)
             elif self._times[i] > 1:
-                self._pieces.let_go(bucket)
+                self._pieces.copy_held(bucket)
                 self._flat.views[i].add_(grad)
             else:
                 self._copy_gradient(i, bucket, grad)
@@ -155,7 +155,7 @@ class Buckets:
             if not self._times[i]:
                 self._flat.views[i].zero_()
         self._sent.append(bucket)
-        self._pieces.give(bucket)
+        self._pieces.submit(bucket)
 
     def _add_late(self, i: int, grad: Tensor) -> None:
         if self._late is None:

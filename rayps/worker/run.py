@@ -205,7 +205,7 @@ class GenerationRun:
     def _retain(self, part: WorkerPart) -> None:
         with self._lock:
             if not self._stop.is_set():
-                self._parts.keep(part.round, part)
+                self._parts.retain(part.round, part)
 
 
 class PlanRun:

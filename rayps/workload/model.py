@@ -11,7 +11,7 @@ from torch import nn
 
 from rayps.core.errors import WorkloadError
 from rayps.core.user_code import user_code
-from rayps.tensors.flat import FlatModel, beside
+from rayps.tensors.flat import FlatModel, outside_vector
 from rayps.tensors.snapshot import Snapshot
 from rayps.workload.base import Workload
 
@@ -57,7 +57,7 @@ def drawn(workload: Workload, seed: int) -> Snapshot:
     with _drawing():
         torch.manual_seed(seed)
         model = model_of(workload)
-    buffers = {name: value.clone() for name, value in beside(model).items()}
+    buffers = {name: value.clone() for name, value in outside_vector(model).items()}
     flat = FlatModel(model)
     return Snapshot(flat.layout, flat.vector.clone(), buffers=buffers)
 

@@ -14,7 +14,7 @@ from rayps.core.errors import WorkloadError
 from rayps.core.records import Point
 from rayps.core.user_code import user_code
 from rayps.data import Batch
-from rayps.tensors.flat import Layout, beside
+from rayps.tensors.flat import Layout, outside_vector
 from rayps.tensors.optim import Factory
 from rayps.workload.base import Workload
 
@@ -78,7 +78,7 @@ class Whole:
     @property
     def beside(self) -> dict[str, Tensor]:
         """A dict from the name of each buffer, and of each parameter that needs no gradient, to its tensor."""
-        return beside(self.module)
+        return outside_vector(self.module)
 
     def refresh(self) -> None:
         """Do nothing, because the whole model borrows no parameter."""

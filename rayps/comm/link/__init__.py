@@ -1,6 +1,6 @@
-"""One connection between two peers: over shared memory on one host, over TCP between hosts.
+"""A connection between two peers: by shared memory on one host, by TCP between hosts.
 
-Every wait has a deadline, and every message carries a generation.
+Every wait has a deadline, and every message contains a generation.
 """
 
 from rayps.comm.link.listener import Listener, Prefer, connect, parse_address

@@ -1,7 +1,8 @@
 """The handshake of a connection: both sides prove that they know the job's secret, then compare their generations.
 
-Nothing after the handshake is encrypted. The two halves are generators without I/O: they yield bytes to send, or the
-number of bytes they need next, so that a listener can serve many handshakes at once without threads.
+Nothing after the handshake is encrypted. The functions `caller` and `listener` are generators without I/O. They yield
+bytes to send, or the number of bytes that they need next. A listener can therefore run many handshakes at once without
+threads.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ Steps = Generator["bytes | int", bytes, "Greeted"]
 
 @dataclass(frozen=True, slots=True)
 class Greeted:
-    """The result of a handshake: what one side has learned about the other."""
+    """The result of a handshake: what one side now knows about the other."""
 
     peer: str
     generation: int
-    welcome: bool  # whether the listener accepted the caller's generation
+    accepted: bool  # whether the listener accepted the caller's generation
     shared: bool  # whether the caller asked for shared memory
 
 
@@ -50,7 +51,7 @@ def _proof(secret: bytes, role: bytes, *parts: bytes) -> bytes:
 
 
 def caller(name: str, secret: bytes, generation: int, shared: bool) -> Steps:
-    """Run the connecting side. `shared` asks for shared memory. Raises LinkError: the listener has another secret."""
+    """Run the connecting side. `shared` asks for shared memory. Raises LinkError if the listener has another secret."""
     nonce, mine = os.urandom(_NONCE), pack_name(name)
     hello = _HELLO.pack(MAGIC, nonce, generation, shared, mine)
     yield hello
@@ -59,22 +60,21 @@ def caller(name: str, secret: bytes, generation: int, shared: bool) -> Steps:
     if magic != MAGIC or not hmac.compare_digest(proof, _proof(secret, b"listener", hello, other, raw)):
         raise LinkError(f"{peer!r} does not know this job's secret: it belongs to another job", peer=peer)
     yield _proof(secret, b"caller", other, hello)
-    welcome, theirs = _VERDICT.unpack((yield _VERDICT.size))
-    return Greeted(peer, theirs, bool(welcome), shared)
+    accepted, theirs = _VERDICT.unpack((yield _VERDICT.size))
+    return Greeted(peer, theirs, bool(accepted), shared)
 
 
 def listener(name: str, secret: bytes, generation: Callable[[], int]) -> Steps:
     """Run the accepting side.
 
-    Raises LinkError: the caller has another protocol or another secret. Raises StaleGeneration: it has another
-    generation.
+    Raises LinkError if the caller has another protocol or another secret, StaleGeneration if it has another generation.
     """
     hello = yield _HELLO.size
     magic, _, theirs, shared, raw = _HELLO.unpack(hello)
     peer = _unpack_name(raw)
     if magic != MAGIC:
         raise LinkError(
-            f"refused a caller that does not speak {MAGIC.decode().strip()}: it is not rayps, or another version of it",
+            f"refused a caller without the protocol {MAGIC.decode().strip()}: it is not rayps, or another version",
             peer=peer,
         )
     nonce, mine = os.urandom(_NONCE), pack_name(name).ljust(NAME_BYTES, b"\0")
@@ -86,7 +86,7 @@ def listener(name: str, secret: bytes, generation: Callable[[], int]) -> Steps:
     yield _VERDICT.pack(theirs == current, current)
     if theirs != current:
         raise StaleGeneration(
-            f"refused the connection of {peer!r}: it has generation {theirs}, this group has generation {current}",
+            f"refused the connection of {peer!r}: it has generation {theirs}, but this group has generation {current}",
             peer=peer,
             generation=theirs,
             expected=current,

@@ -1,7 +1,8 @@
 """Establish connections: a listener with two sockets (unix and TCP), and `connect`.
 
-Two peers are on one host if the handshake over an abstract unix socket succeeds. Such a socket's name is valid within
-one network namespace, and the socket leaves no file behind. `rayps.comm.link.socket_link` defines the messages.
+Two peers count as being on one host if the handshake over an abstract unix socket succeeds. The name of such a socket
+is valid within one network namespace, and the socket leaves no file behind. `rayps.comm.link.socket_link` defines the
+messages.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Prefer = Literal["auto", "shm", "unix", "tcp"]
 
 
 class ListenerAddress(NamedTuple):
-    """A parsed address: the listener's name, its TCP host and port, the name of its unix socket ("" if it has none)."""
+    """A parsed address: the listener's name, TCP host and port, and the name of its unix socket ("" for none)."""
 
     name: str
     host: str
@@ -43,7 +44,7 @@ class ListenerAddress(NamedTuple):
 
 
 def parse_address(address: str) -> ListenerAddress:
-    """Parse a listener's address, `name@host:port/unix`. Raises ConfigError."""
+    """Parse a listener's address, `name@host:port/unix`. Raises ConfigError if it has another form."""
     try:
         name, rest = address.rsplit("@", 1)
         tcp, unix = rest.split("/", 1)
@@ -68,7 +69,7 @@ class _PendingHandshake:
         self.next(None)
 
     def next(self, data: bytes | None) -> link_hello.Greeted | None:
-        """Advance the handshake with `data`. Return its result if it is complete, None if it needs more bytes."""
+        """Advance the handshake with `data`. Return the result, or None if the handshake needs more bytes."""
         try:
             step = next(self.steps) if data is None else self.steps.send(data)
             while isinstance(step, bytes):
@@ -82,9 +83,9 @@ class _PendingHandshake:
         return None
 
     def read(self) -> link_hello.Greeted | None:
-        """Read the bytes that have arrived, and advance the handshake with them; return as `next` does.
+        """Advance the handshake with the bytes that have arrived. Return the result, or None if it needs more bytes.
 
-        Raises OSError, LinkError: the handshake has failed.
+        Raises OSError or LinkError if the handshake has failed.
         """
         data = self.sock.recv(self.need - len(self.got))
         if not data:
@@ -111,7 +112,7 @@ class Listener:
         self.sockets: list[socket.socket] = []
         self._reserve = os.open(
             os.devnull, os.O_RDONLY | os.O_CLOEXEC
-        )  # a descriptor in reserve, to reject callers when the process has no other left
+        )  # a spare descriptor, with which callers are rejected when the process has no other descriptor left
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         tcp = self._open(family, (host, port))
         unix = ""
@@ -137,14 +138,15 @@ class Listener:
         return sock
 
     def fileno(self) -> int:
-        """Return a descriptor for a selector; it is readable when `accept_ready` has work to do."""
+        """Return a descriptor for a selector, or -1 once closed. It is readable if `accept_ready` has work to do."""
         return -1 if self._selector.get_map() is None else self._selector.fileno()
 
     def accept(self, timeout: float, want: Callable[[str], bool] | None = None) -> Link:
-        """Wait for the next peer whose handshake succeeds, and return its connection. Raises PeerTimeout.
+        """Wait for the next peer whose handshake succeeds, and return its connection.
 
-        A peer whose handshake fails is dropped. With `want`, only a peer for whose name `want` returns True is
-        returned; the connections of other peers wait for a later call.
+        A peer whose handshake fails is dropped. With `want`, only the connection of a peer for whose name `want`
+        returns True is returned. The connections of other peers are kept for a later call. Raises PeerTimeout if there
+        is none within `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -161,7 +163,7 @@ class Listener:
             self._selector.select(min(left, 1.0))
 
     def accept_ready(self, want: Callable[[str], bool] | None = None) -> Link | None:
-        """Return the next connection as `accept` does, but do not wait: None if no handshake is complete."""
+        """Return the next connection as `accept` does, or None, without waiting, if no handshake is complete."""
         if self.fileno() < 0:
             raise PeerLost(f"the listener of {self.name!r} has been closed", peer=self.name)
         self._progress()
@@ -191,7 +193,7 @@ class Listener:
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                 self._reject(listening)
-            return  # for any other error: the caller closed during the handshake
+            return  # after any other error the caller has closed its connection
         sock.setblocking(False)
         unix = listening.family == socket.AF_UNIX
         if unix and not _same_user(sock):
@@ -204,8 +206,8 @@ class Listener:
     def _reject(self, listening: socket.socket) -> None:
         """Accept one caller and close its connection, because the process has no file descriptor left.
 
-        This uses the descriptor held in reserve. A caller that is not accepted would keep the listening socket readable
-        for ever. The rejected caller tries again until its own deadline.
+        The spare descriptor makes this possible. If the caller were not accepted, the listening socket would stay
+        readable. The rejected caller repeats its attempts until its deadline.
         """
         if self._reserve >= 0:
             os.close(self._reserve)
@@ -213,7 +215,7 @@ class Listener:
             with contextlib.suppress(OSError):
                 listening.accept()[0].close()
         else:
-            time.sleep(_RETRY[1])  # not even a reserve descriptor is left: sleep, so as not to spin
+            time.sleep(_RETRY[1])  # the spare descriptor is gone too: sleep, because the socket stays readable
         with contextlib.suppress(OSError):
             self._reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
@@ -272,11 +274,16 @@ def _make_link(sock: socket.socket, peer: str, generation: int, transport: str) 
 def connect(
     address: str, *, name: str, secret: bytes, generation: int, timeout: float, prefer: Prefer = "auto"
 ) -> Link:
-    """Connect to the listener at `address`; refused attempts are repeated for `timeout` seconds.
+    """Connect to the listener at `address`. Failed attempts are repeated for `timeout` seconds.
 
-    `prefer="auto"` selects shared memory if both peers are on one host, else TCP; `unix` sends headers and payloads on
-    the unix socket. Raises PeerLost (no listener), PeerTimeout (no answer), StaleGeneration (the listener has another
-    generation), LinkError (the listener has another secret).
+    `prefer` is a transport or "auto", which selects shared memory if both peers are on one host, else TCP. "unix" sends
+    headers and payloads on the unix socket.
+
+    Raises:
+        PeerLost: there is no listener at the address.
+        PeerTimeout: the listener does not answer.
+        StaleGeneration: the listener has another generation.
+        LinkError: the listener has another secret.
     """
     target = parse_address(address)
     transports = _transports(target, prefer)
@@ -309,7 +316,7 @@ def _transports(target: ListenerAddress, prefer: Prefer) -> list[str]:
     transports = {"auto": [*(shm or unix), "tcp"], "shm": shm, "unix": unix, "tcp": ["tcp"]}.get(prefer, [])
     if not transports:
         raise ConfigError(
-            f"cannot connect to {target.name!r} with prefer={prefer!r}; use auto or tcp (shm and unix work only "
+            f"cannot connect to {target.name!r} with prefer={prefer!r}: use auto or tcp (shm and unix work only "
             "between two processes of one Linux host)",
             prefer=prefer,
             peer=target.name,
@@ -331,7 +338,7 @@ def _call(target: ListenerAddress, transport: str, who: tuple[str, bytes, int], 
         name, secret, generation = who
         hello = link_hello.caller(name, secret, generation, transport == "shm")
         greeted = _drive(sock, hello, deadline)
-        if not greeted.welcome:
+        if not greeted.accepted:
             raise StaleGeneration(
                 f"{greeted.peer!r} is at generation {greeted.generation} and refused generation {generation}",
                 peer=greeted.peer,

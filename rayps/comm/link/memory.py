@@ -1,8 +1,8 @@
 """Memory shared by two processes of one host: anonymous, passed by descriptor, freed when its last user ends.
 
-The memory has no name: kill -9 leaves nothing behind, no other user can open it, and the size of /dev/shm does not
-limit it. It is sealed against shrinking, so that a peer cannot remove pages that are being read. The peers send
-messages on their connection to agree on what the memory contains and when it may be read.
+The memory has no name. Therefore kill -9 leaves nothing behind, no other user can open the memory, and the size of
+/dev/shm does not limit it. It is sealed against shrinking, so that a peer cannot remove pages that are being read.
+Messages on the peers' connection define what the memory contains and when it may be read.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import threading
 from rayps.core.errors import LinkError
 
 AVAILABLE = sys.platform == "linux" and hasattr(os, "memfd_create")
-# whether this processor lets other processes see writes in the order of writing; if not, peers signal by system calls
+# whether other processes see writes in the order of writing on this processor; if not, peers signal by system calls
 ORDERED = platform.machine().lower() in ("x86_64", "amd64")
 
 _SEAL_FUTURE_WRITE = 0x10  # Python's fcntl has no name for this seal
 
 
 class Fence:
-    """A memory fence of the processor: when called, earlier writes become visible before later reads are done.
+    """A memory fence of the processor: after a call, earlier writes are visible before later reads are done.
 
-    Python has no fence instruction. A lock operation includes one.
+    Python has no fence instruction, but a lock operation includes one.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,10 @@ class Memory:
 
     @classmethod
     def create(cls, size: int) -> Memory:
-        """Allocate `size` zero bytes; the system provides each page when it is first touched. Raises LinkError."""
+        """Allocate `size` zero bytes. The system provides each page at its first access.
+
+        Raises LinkError if the system refuses the memory.
+        """
         try:
             fd = os.memfd_create("rayps", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(fd, max(1, size))
@@ -64,19 +67,19 @@ class Memory:
             return cls(fd, max(1, size))
         except OSError as error:
             raise LinkError(
-                f"cannot get {size} bytes of shared memory ({error.strerror}); use prefer='tcp'", size=size
+                f"cannot allocate {size} bytes of shared memory ({error.strerror}): use prefer='tcp'", size=size
             ) from error
 
     @classmethod
     def attach(cls, fd: int, size: int, *, read_only: bool = False) -> Memory:
-        """Map a peer's memory; this object closes `fd`. Raises LinkError: the memory is smaller than `size`."""
+        """Map a peer's memory; this object closes `fd`. Raises LinkError if the memory is smaller than `size` bytes."""
         if os.fstat(fd).st_size < size:
             os.close(fd)
-            raise LinkError(f"a peer passed shared memory of less than the {size} bytes it announced", size=size)
+            raise LinkError(f"a peer passed less shared memory than the {size} bytes that it announced", size=size)
         return cls(fd, size, read_only=read_only)
 
     def seal_writes(self) -> None:
-        """Forbid new writable mappings of this memory. Without effect before Linux 5.1."""
+        """Forbid new writable mappings of this memory. This has no effect before Linux 5.1."""
         with contextlib.suppress(OSError):
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEAL_FUTURE_WRITE)
 
@@ -87,12 +90,12 @@ class Memory:
             self.fd = -1
 
     def __del__(self) -> None:
-        if getattr(self, "fd", -1) >= 0:  # the mapping has its own descriptor and is unmapped with its last reference
+        if getattr(self, "fd", -1) >= 0:  # the mapping has another descriptor and is unmapped with its last reference
             self.close_descriptor()
 
     def close(self) -> None:
-        """Release the memory; tensors that still use the memory keep it alive. Safe to call twice."""
+        """Release the memory. It is freed when no tensor uses it any more. Safe to call twice."""
         self.close_descriptor()
-        # Not unmapped here: a tensor may still use it. The mapping ends with the last reference.
+        # the memory is not unmapped here, because a tensor may still use it; the last reference unmaps it
         self.view = memoryview(b"")
         self._map = None

@@ -1,9 +1,9 @@
 """A connection between two processes of one host whose payloads are sent through shared memory.
 
-Headers are sent over the unix socket. Each side owns a *lane*, a few megabytes of shared memory, into which it copies
-payloads in chunks while the peer copies earlier chunks out. Every header carries the number of bytes that its sender
-has copied out of the receiver's lane so far, so that the receiver knows the free space of its lane without a further
-message. Small payloads are sent on the socket.
+Headers and small payloads are sent on the unix socket. Each side has a *lane*, a few megabytes of shared memory. It
+copies payloads into its lane in chunks, while the peer copies earlier chunks out. Every header contains the number of
+bytes that the header's sender has copied out of the receiver's lane so far. From this number the receiver knows the
+free space of its lane without a further message.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rayps.core.errors import LinkError
 LANE_BYTES = 4 << 20
 CHUNK_BYTES = LANE_BYTES // 4
 INLINE_BYTES = 2048
-# kinds of internal messages: a chunk is in the lane; bytes were copied out of the lane; a descriptor is passed
+# kinds of internal messages: a chunk is in the lane; bytes were copied out of the lane; a descriptor is sent
 _CHUNK, _CREDIT, _OFFER = -2, -3, -4
 _LANE = 0  # the key under which a side offers its lane
 _BY_LANE = 1  # flag: the payload is in the lane
@@ -36,7 +36,7 @@ HeaderFields: TypeAlias = tuple[int, int, int, int, int, int, float, int, int, i
 
 
 class _LaneMessage:
-    """A message whose header has arrived, and where its payload is."""
+    """A message whose header has arrived, and the positions of its payload."""
 
     __slots__ = ("chunks", "filled", "generation", "into", "message", "size", "target")
 
@@ -44,53 +44,53 @@ class _LaneMessage:
         self.message = message
         self.size = size
         self.generation = generation
-        self.chunks: deque[tuple[int, int]] = deque()  # (offset, size) in the lane, not copied out yet
-        self.filled = 0  # bytes that have been copied out
+        self.chunks: deque[tuple[int, int]] = deque()  # (offset, size) of each chunk in the lane that is not copied yet
+        self.filled = 0  # number of payload bytes that have been copied out
         self.target: memoryview | None = None
         self.into: object | None = None
 
 
 class OutgoingLane:
-    """The shared memory into which this side copies payloads: a circular buffer that the peer reads in order."""
+    """The lane of this side: a circular buffer into which it copies payloads, and which the peer reads in order."""
 
     def __init__(self) -> None:
         self.memory = Memory.create(LANE_BYTES)
         self._place = 0  # offset of the next chunk
-        self._given = 0  # total bytes put into the lane
-        self._returned = 0  # total bytes that the peer has taken out
+        self._total = 0  # number of bytes ever put into the lane
+        self._freed = 0  # number of bytes that the peer has ever copied out
 
     def put(self, view: memoryview, done: int) -> tuple[int, int]:
-        """Copy the next chunk of a payload into the lane, and return the chunk's (offset, size).
+        """Copy the next chunk of a payload into the lane; return the chunk's (offset, size).
 
-        The first `done` bytes of the payload have been put already. Size 0: the lane has too little free space.
+        The first `done` bytes of the payload are in the lane already. The size is 0 if the lane has too little space.
         """
-        if self._given == self._returned:
+        if self._total == self._freed:
             self._place = 0  # the lane is empty: start at offset 0, whose bytes are still in the cache
-        left, free = len(view) - done, self.memory.size - (self._given - self._returned)
+        left, free = len(view) - done, self.memory.size - (self._total - self._freed)
         if free < min(left, CHUNK_BYTES // 4):
             return self._place, 0  # many small chunks would cost more than waiting for a larger one
         place = self._place
         size = min(left, CHUNK_BYTES, free, self.memory.size - place)
         self.memory.view[place : place + size] = view[done : done + size]
-        self._given += size
+        self._total += size
         self._place = (place + size) % self.memory.size
         return place, size
 
-    def returned(self, count: int) -> None:
-        """Record that the peer has taken `count` bytes in total out of the lane; a smaller, older count is ignored."""
-        self._returned = max(self._returned, count)
+    def record_freed(self, count: int) -> None:
+        """Record that the peer has copied `count` bytes in total out of the lane. A smaller, older count is ignored."""
+        self._freed = max(self._freed, count)
 
 
 class IncomingLane:
     """The peer's lane, out of which this side copies payloads."""
 
     def __init__(self) -> None:
-        self.memory: Memory | None = None  # None until the peer has offered it
-        self.taken = 0  # total bytes taken out of the lane
-        self.told = 0  # the value of `taken` that was last reported to the peer
+        self.memory: Memory | None = None  # None until the peer has offered its memory
+        self.taken = 0  # number of bytes ever copied out of the lane
+        self.reported = 0  # the value of `taken` that was last reported to the peer
 
-    def take(self, place: int, target: memoryview) -> bool:
-        """Copy the bytes at `place` into `target`; return False if not all of them are in the lane yet."""
+    def copy_out(self, place: int, target: memoryview) -> bool:
+        """Copy the bytes at offset `place` into `target`. Return False if the lane does not have these bytes."""
         size = len(target)
         if self.memory is None or place + size > self.memory.size:
             return False
@@ -113,7 +113,7 @@ class _HeaderReader:
     def read(self) -> tuple[int, bool]:
         """Read from the socket; return the number of bytes read, and whether the socket may have more.
 
-        0 bytes: no data has arrived, or the connection has ended (`ended`).
+        The number is 0 if no data has arrived or the connection has ended (see `ended`).
         """
         try:
             count, descriptors, _, _ = self._sock.recvmsg_into([self._raw[self._end :]], _ANCILLARY)
@@ -131,10 +131,10 @@ class _HeaderReader:
             return 0, False
         self._end += count
         full = self._end == len(self._raw)
-        return count, full or count >= len(self._raw) // 2 or bool(descriptors)  # a short read: the socket is empty
+        return count, full or count >= len(self._raw) // 2 or bool(descriptors)  # after a short read it is empty
 
-    def take(self) -> Iterator[tuple[HeaderFields, bytes]]:
-        """Yield the complete headers, unpacked, each with the payload that followed it on the socket (may be empty)."""
+    def headers(self) -> Iterator[tuple[HeaderFields, bytes]]:
+        """Yield the fields of each complete header, and the payload that followed it on the socket (may be empty)."""
         raw, at = self._raw, 0
         while self._end - at >= HEADER.size:
             fields: HeaderFields = HEADER.unpack_from(raw, at)
@@ -149,20 +149,20 @@ class _HeaderReader:
             self._end = len(rest)
 
     def close(self) -> None:
-        """Close the descriptors that have arrived and that no offer has claimed."""
+        """Close the descriptors that have arrived but whose offers were not processed."""
         for descriptor in self.descriptors:
             os.close(descriptor)
         self.descriptors.clear()
 
 
 class _Offers:
-    """The descriptors that this side offers and has not sent yet, and the numbers of offers made and received."""
+    """Offers: descriptors that one side sends to the other. Contains those not sent yet, and the numbers of offers."""
 
-    __slots__ = ("leaving", "made", "taken")
+    __slots__ = ("made", "taken", "unsent")
 
     def __init__(self) -> None:
-        self.leaving: deque[tuple[memoryview, int]] = deque()  # (queued header, the descriptor to send with it)
-        self.made = self.taken = 0  # offers that this side made; offers that it received
+        self.unsent: deque[tuple[memoryview, int]] = deque()  # (queued header, the descriptor to send with it)
+        self.made = self.taken = 0  # numbers of offers that this side made, and that it received
 
 
 class SharedLink(Link):
@@ -170,10 +170,10 @@ class SharedLink(Link):
 
     def __init__(self, sock: socket.socket, peer: str, generation: int) -> None:
         super().__init__(sock, peer, generation, "shm")
-        self.memories: dict[int, Memory] = {}  # memory that the peer offered, by key
-        self.descriptors: dict[int, int] = {}  # other descriptors that the peer offered; the receiver closes them
+        self.memories: dict[int, Memory] = {}  # from an offer's key to the memory that the peer offered
+        self.descriptors: dict[int, int] = {}  # from key to other descriptors of the peer, which this side must close
         self._offers = _Offers()
-        # messages not sent yet: message, payload, bytes already in the lane
+        # messages not sent yet: message, payload, number of payload bytes in the lane (-1: the header is not queued)
         self._todo: deque[tuple[Message, memoryview, int]] = deque()
         self._lane: OutgoingLane | None = None
         self._incoming = IncomingLane()
@@ -201,40 +201,40 @@ class SharedLink(Link):
 
     @property
     def interest(self) -> int:
-        """The `poll` events to wait for while bytes are queued: socket space, or the peer's report of lane space."""
+        """The `poll` events to wait for while bytes are queued: space in the socket, or a report about the lane."""
         return select.POLLOUT | select.POLLIN if self._out else select.POLLIN
 
     def _append(self, message: Message, payload: Payload | None) -> None:
         view = as_bytes(message.payload if payload is None else payload)
         self._todo.append((message, view, -1))
 
-    def _own_queue(self) -> None:
+    def _copy_last_payload(self) -> None:
         if self._todo:
             message, view, done = self._todo[-1]
             if len(view):
                 self._todo[-1] = (message, memoryview(bytes(view)), done)
 
     def flush(self) -> bool:
-        """Send what can be sent at once; return False if bytes still wait for space in the socket, True otherwise.
+        """Send what can be sent without waiting; return False if bytes still wait for space in the socket, else True.
 
-        Bytes that wait for space in the lane do not count here, but in `queued`. They are sent when `feed` or `recv`
-        reads the peer's report of free space.
+        Bytes that wait for space in the lane do not change the result, but they are included in `queued`. They are sent
+        when `feed` or `recv` reads the peer's report of free space.
         """
-        while self._drain_wire() and self._todo:
+        while self._send_socket() and self._todo:
             message, view, done = self._todo[0]
             if done < 0:
                 done = self._begin(message, view)
             done = self._fill_lane(view, done)
             if done < len(view):
                 self._todo[0] = (message, view, done)
-                return self._drain_wire()
+                return self._send_socket()
             self._todo.popleft()
         return not self._out
 
     def _begin(self, message: Message, view: memoryview) -> int:
-        """Queue the header on the socket, with a small payload; return the number of payload bytes queued.
+        """Queue the header and a small payload on the socket; return the number of payload bytes queued.
 
-        A larger payload is sent through the lane afterwards: 0 bytes are queued.
+        The number is 0 for a larger payload, which is sent through the lane afterwards.
         """
         by_lane = len(view) > INLINE_BYTES
         if by_lane and self._lane is None:
@@ -249,7 +249,7 @@ class SharedLink(Link):
 
     def _put(self, message: Message, size: int = 0, flags: int = 0) -> None:
         m, taken = message, self._incoming.taken
-        self._incoming.told = taken
+        self._incoming.reported = taken
         header = HEADER.pack(m.kind, flags, self.generation, m.tag, m.a, m.b, m.weight, size, taken, 0)
         self._out.append(memoryview(header))
 
@@ -262,7 +262,7 @@ class SharedLink(Link):
             self._put(Message(_CHUNK, a=place, b=size))
             self.bytes_sent += size
             done += size
-            if done < len(view) and not self._drain_wire():
+            if done < len(view) and not self._send_socket():
                 break
         return done
 
@@ -278,9 +278,9 @@ class SharedLink(Link):
         self._offers.made += 1
         copy = os.dup(descriptor)  # the caller may close `descriptor` before the offer is sent
         self._put(Message(_OFFER, a=key, b=size), flags=flags)
-        self._offers.leaving.append((self._out[-1], copy))
+        self._offers.unsent.append((self._out[-1], copy))
 
-    def _drain_wire(self) -> bool:
+    def _send_socket(self) -> bool:
         while self._out:
             parts, descriptors = self._next_parts()
             try:
@@ -290,7 +290,7 @@ class SharedLink(Link):
             except OSError as error:
                 raise self._lost(error) from error
             if descriptors:
-                os.close(self._offers.leaving.popleft()[1])
+                os.close(self._offers.unsent.popleft()[1])
             self.bytes_sent += sent
             while self._out and sent >= len(self._out[0]):
                 sent -= len(self._out.popleft())
@@ -299,10 +299,10 @@ class SharedLink(Link):
         return True
 
     def _next_parts(self) -> tuple[list[memoryview], list[tuple[int, int, array.array[int]]]]:
-        """Return the buffers for one system call: those before the next offer, or one offer and its descriptor."""
-        if not self._offers.leaving:
+        """Return the buffers for one system call: those before the next offer, or an offer and its descriptor."""
+        if not self._offers.unsent:
             return [self._out[i] for i in range(min(len(self._out), 16))], []
-        carrier, descriptor = self._offers.leaving[0]
+        carrier, descriptor = self._offers.unsent[0]
         parts: list[memoryview] = []
         for part in self._out:
             if part is carrier:
@@ -316,7 +316,7 @@ class SharedLink(Link):
 
     @property
     def head(self) -> Message | None:
-        """The header that `peek` has found, of a message that has not been received yet."""
+        """The header that `peek` has returned, of a message that has not been received yet; else None."""
         return self._inbox[0].message if self._inbox else None
 
     @property
@@ -326,11 +326,11 @@ class SharedLink(Link):
 
     @property
     def ended(self) -> bool:
-        """Whether the peer has closed the connection; messages that it sent before can still be read."""
+        """Whether the peer has closed the connection. Messages that the peer sent before can still be read."""
         return self._reader.ended
 
     def peek(self) -> Message | None:
-        """Return the header of the next message, without its payload; None if it has not arrived."""
+        """Return the header of the next message, without its payload, or None if it has not arrived."""
         if not self._inbox:
             self.absorb()
         if self._refusals:
@@ -340,7 +340,7 @@ class SharedLink(Link):
         return self.head
 
     def try_recv(self, into: Payload | None = None) -> Message | None:
-        """Receive as `recv` does, without waiting: return None while the message is not complete."""
+        """Receive as `recv` does, without waiting; return None while the message is not complete."""
         if self.peek() is None:
             return None
         item = self._inbox[0]
@@ -372,22 +372,22 @@ class SharedLink(Link):
         while item.chunks:
             place, size = item.chunks.popleft()
             target = item.target[item.filled : item.filled + size]
-            if len(target) < size or not self._incoming.take(place, target):
+            if len(target) < size or not self._incoming.copy_out(place, target):
                 raise LinkError(
                     f"{self.peer!r} announced {size} bytes at offset {place}, which are outside its shared "
                     "memory or its message",
                     peer=self.peer,
                 )
             item.filled += size
-        if self._incoming.taken - self._incoming.told >= CHUNK_BYTES:
+        if self._incoming.taken - self._incoming.reported >= CHUNK_BYTES:
             self._put(Message(_CREDIT))
-            with contextlib.suppress(LinkError):  # the peer may have closed; what it sent before is still valid
-                self._drain_wire()
+            with contextlib.suppress(LinkError):  # the peer may have closed; messages that it sent before are valid
+                self._send_socket()
 
     def absorb(self) -> None:
-        """Read all headers that have arrived, then send the queued bytes for which the peer has reported space.
+        """Read all headers that have arrived, then send queued bytes for which the peer has reported space.
 
-        Payloads stay in shared memory.
+        Received payloads stay in shared memory.
         """
         self._read_headers()
         if self._todo or self._out:
@@ -399,22 +399,22 @@ class SharedLink(Link):
         while more:
             count, more = self._reader.read()
             self.bytes_received += count
-            for fields, payload in self._reader.take():
-                self._file(fields, payload)
+            for fields, payload in self._reader.headers():
+                self._process_header(fields, payload)
 
-    def _file(self, fields: HeaderFields, payload: bytes) -> None:
+    def _process_header(self, fields: HeaderFields, payload: bytes) -> None:
         kind, flags, generation, tag, a, b, weight, size, credit, _ = fields
         if self._lane is not None:
-            self._lane.returned(credit)
+            self._lane.record_freed(credit)
         if kind < 0:
-            self._obey(kind, flags, a, b)
+            self._process_internal(kind, flags, a, b)
             return
         message = Message(kind, tag, a, b, weight)
         if payload:
             message.payload = payload  # type: ignore[assignment]
         self._inbox.append(_LaneMessage(message, size, generation))
 
-    def _obey(self, kind: int, flags: int, a: int, b: int) -> None:
+    def _process_internal(self, kind: int, flags: int, a: int, b: int) -> None:
         if kind == _CHUNK and self._inbox:
             self._inbox[-1].chunks.append((a, b))
             self.bytes_received += b
@@ -434,12 +434,12 @@ class SharedLink(Link):
             self._refusals.append((a, b))
 
     def drain(self) -> bool:
-        """Read and drop all messages; return True if the peer has closed."""
+        """Read and drop all messages; return True if the peer has closed the connection."""
         self.absorb()
         return self._reader.ended
 
     def close(self) -> None:
-        """Close this end; queued bytes are dropped. Safe to call twice."""
+        """Close this end and drop the queued bytes. Safe to call twice."""
         super().close()
         self._todo.clear()
         lanes = [lane.memory for lane in (self._lane, self._incoming) if lane is not None and lane.memory is not None]
@@ -447,8 +447,8 @@ class SharedLink(Link):
             memory.close()
         self.memories.clear()
         self._lane, self._incoming.memory = None, None
-        for descriptor in (*self.descriptors.values(), *(fd for _, fd in self._offers.leaving)):
+        for descriptor in (*self.descriptors.values(), *(fd for _, fd in self._offers.unsent)):
             os.close(descriptor)
         self.descriptors.clear()
-        self._offers.leaving.clear()
+        self._offers.unsent.clear()
         self._reader.close()

@@ -1,7 +1,7 @@
 """One end of a connection between two peers: framed messages with deadlines, a generation and back-pressure.
 
-A message is a fixed 64-byte header and a payload of raw bytes; nothing is pickled. Only one thread at a time may use a
-connection. `rayps.comm.link.listener` makes connections; the code that uses them defines what the messages mean.
+A message consists of a fixed 64-byte header and a payload of raw bytes; nothing is pickled. Only one thread at a time
+may use a connection. `rayps.comm.link.listener` creates connections. The code that uses them defines the messages.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rayps.core.errors import LinkError, PeerLost, PeerTimeout, StaleGeneration
 from rayps.core.values import Buffer
 
 EMPTY = memoryview(b"")
-QUEUE_LIMIT = 256 << 20  # bytes
+QUEUE_LIMIT = 256 << 20  # most bytes that may be queued on a connection
 REFUSED = -1  # kind of an internal message: the receiver refused a message because of its generation
 # kind, flags, generation, tag, a, b, weight, payload bytes, bytes taken out of the peer's lane, unused
 HEADER = struct.Struct("<hHIqqqdQQQ")
@@ -77,7 +77,7 @@ class Link(ABC):
         self._out: deque[memoryview] = deque()
 
     def fileno(self) -> int:
-        """Return the socket's descriptor, for a selector; -1 once the link is closed."""
+        """Return the socket's descriptor for a selector, or -1 once the link is closed."""
         return self._sock.fileno()
 
     @property
@@ -109,7 +109,7 @@ class Link(ABC):
     def send(self, message: Message, payload: Payload | None = None, *, timeout: float) -> None:
         """Send a message, and wait until all its bytes have been sent.
 
-        Raises PeerTimeout (no byte was sent for `timeout` seconds), PeerLost.
+        Raises PeerTimeout if no byte can be sent for `timeout` seconds, PeerLost if the connection has ended.
         """
         self._append(message, payload)
         self.flush()
@@ -119,9 +119,10 @@ class Link(ABC):
             self.flush()
 
     def queue(self, message: Message, payload: Payload | None = None, *, copy: bool = True) -> None:
-        """Send what can be sent at once, and queue the rest for `flush`. Raises PeerTimeout: the queue is full.
+        """Send the bytes that can be sent without waiting, and queue the others for `flush`.
 
-        With `copy=False` the payload must not change before `flush` has returned True.
+        With `copy=False` the payload must not change before `flush` has returned True. Raises PeerTimeout if the queue
+        is full.
         """
         size = len(as_bytes(message.payload if payload is None else payload))
         waiting = self.queued
@@ -136,31 +137,34 @@ class Link(ABC):
         self._append(message, payload)
         self.flush()
         if copy and self.queued:
-            self._own_queue()
+            self._copy_last_payload()
 
     @abstractmethod
     def flush(self) -> bool:
-        """Send what the peer accepts without waiting; return True if nothing is left to send. Raises PeerLost."""
+        """Send the bytes that the peer accepts without waiting; return whether all queued bytes were sent.
+
+        Raises PeerLost if the connection has ended.
+        """
 
     @abstractmethod
     def _append(self, message: Message, payload: Payload | None) -> None:
         """Queue a message without copying its payload."""
 
     @abstractmethod
-    def _own_queue(self) -> None:
+    def _copy_last_payload(self) -> None:
         """Copy the payload that was queued last, so that the caller may change its buffer."""
 
     # Receiving
 
     @abstractmethod
     def try_recv(self, into: Payload | None = None) -> Message | None:
-        """Receive as `recv` does, but do not wait: return None while the message is not complete."""
+        """Receive as `recv` does, but do not wait; return None while the message is not complete."""
 
     @abstractmethod
     def peek(self) -> Message | None:
-        """Return the header of the next message, without its payload; None if the header has not arrived.
+        """Return the header of the next message, without its payload, or None if the header has not arrived.
 
-        Raises PeerLost, StaleGeneration (the peer refused a message of this side).
+        Raises PeerLost if the connection has ended, StaleGeneration if the peer refused a message of this side.
         """
 
     @property
@@ -175,13 +179,16 @@ class Link(ABC):
 
     @abstractmethod
     def drain(self) -> bool:
-        """Read and drop all messages; return True if the peer has closed."""
+        """Read and drop all messages; return True if the peer has closed the connection."""
 
     def recv(self, timeout: float, into: Payload | None = None) -> Message:
-        """Wait for the next message and return it. If `into` is given, its payload is read into that buffer.
+        """Wait for the next message and return it. If `into` is given, the message's payload is read into this buffer.
 
-        Raises PeerTimeout (no byte arrived for `timeout` seconds), PeerLost, StaleGeneration, and LinkError (the
-        payload has another size than `into`).
+        Raises:
+            PeerTimeout: no byte arrived for `timeout` seconds.
+            PeerLost: the connection has ended.
+            StaleGeneration: the message has another generation, or the peer refused a message of this side.
+            LinkError: the payload has another size than `into`.
         """
         while True:
             message = self.try_recv(into)
@@ -193,10 +200,10 @@ class Link(ABC):
                     self.flush()
 
     def feed(self) -> list[Message]:
-        """Read the socket and return all messages that are complete, each payload in new memory.
+        """Read the socket and return all messages that are complete, with each payload in new memory.
 
-        A message of another generation is dropped, and a refusal is sent to its sender. Raises PeerLost,
-        StaleGeneration (the peer refused a message of this side).
+        A message of another generation is dropped, and a refusal is sent to its sender. Raises PeerLost if the
+        connection has ended, StaleGeneration if the peer refused a message of this side.
         """
         messages: list[Message] = []
         while True:
@@ -218,8 +225,8 @@ class Link(ABC):
         self._append(Message(REFUSED, a=generation, b=self.generation), None)
         self.flush()
         return StaleGeneration(
-            f"a message of {self.peer!r} carried generation {generation}, the group is at {self.generation}; "
-            "the message was dropped",
+            f"a message of {self.peer!r} has generation {generation}, but the group is at generation "
+            f"{self.generation}: the message was dropped",
             peer=self.peer,
             generation=generation,
             expected=self.generation,
@@ -227,7 +234,7 @@ class Link(ABC):
 
     def _refused(self, generation: int, current: int) -> StaleGeneration:
         return StaleGeneration(
-            f"{self.peer!r} refused a message of this side, which carried generation {generation}: {self.peer!r} is at "
+            f"{self.peer!r} refused a message of this side with generation {generation}, because {self.peer!r} is at "
             f"generation {current}",
             peer=self.peer,
             generation=generation,
@@ -256,19 +263,20 @@ class Link(ABC):
         return PeerLost(f"{self.peer!r} closed the connection or died{why}", peer=self.peer)
 
     def hang_up(self, *, more_to_send: bool = False) -> None:
-        """Shut the connection down, so that a thread of either side that waits on it raises PeerLost.
+        """Shut the connection down. A thread of either side that waits on the connection then raises PeerLost.
 
-        Any thread may call `hang_up`; only the thread that uses the link may call `close`. With `more_to_send`, this
-        side can still send.
+        Any thread may call `hang_up`, but only the thread that uses the link may call `close`. With `more_to_send`,
+        this side can still send.
         """
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RD if more_to_send else socket.SHUT_RDWR)
 
     def send_last(self, end: float, read: bool) -> None:
-        """Send the queued bytes before this end is closed, until the `time.monotonic` deadline `end`.
+        """Send the queued bytes, at most until the `time.monotonic` deadline `end`. Call it before `close`.
 
         If a side closes a TCP connection while it has unread data, TCP discards the bytes that the peer has not read.
-        With `read`, this method therefore reads and drops data until the peer closes. Raises PeerTimeout, PeerLost.
+        With `read`, this method therefore reads and drops data until the peer closes. Raises PeerTimeout if the peer
+        does not read the queued bytes in time, PeerLost if the connection has ended.
         """
         self.flush()
         self.drain()
@@ -283,7 +291,7 @@ class Link(ABC):
                 self.wait(select.POLLIN, left)
 
     def close(self) -> None:
-        """Close this end; queued bytes are dropped. Safe to call twice."""
+        """Close this end and drop the queued bytes. Safe to call twice."""
         self._sock.close()
         self._out.clear()
 
@@ -296,7 +304,7 @@ class Link(ABC):
 
 @dataclass(slots=True)
 class _PartialMessage:
-    """A message whose header has been read, and of whose payload `filled` bytes have been read."""
+    """A message whose header and `filled` bytes of whose payload have been read."""
 
     message: Message
     size: int
@@ -324,7 +332,10 @@ class SocketLink(Link):
         return self._queued
 
     def flush(self) -> bool:
-        """Send what the peer accepts without waiting; return True if nothing is left to send. Raises PeerLost."""
+        """Send the bytes that the peer accepts without waiting; return whether all queued bytes were sent.
+
+        Raises PeerLost if the connection has ended.
+        """
         out = self._out
         while out:
             try:
@@ -341,7 +352,7 @@ class SocketLink(Link):
                 out[0] = out[0][sent:]
         return True
 
-    def _own_queue(self) -> None:
+    def _copy_last_payload(self) -> None:
         self._out[-1] = memoryview(bytes(self._out[-1]))
 
     def _append(self, message: Message, payload: Payload | None) -> None:
@@ -355,12 +366,12 @@ class SocketLink(Link):
         self._queued += len(head) + len(view)
 
     def absorb(self) -> None:
-        """Do nothing: the kernel regulates how much a plain socket accepts, without reports of the peer."""
+        """Do nothing: a plain socket needs no reports, because the kernel limits how much it accepts."""
 
     # Receiving
 
     def try_recv(self, into: Payload | None = None) -> Message | None:
-        """Receive as `recv` does, but do not wait: return None while the message is not complete."""
+        """Receive as `recv` does, but do not wait; return None while the message is not complete."""
         if self.peek() is None:
             return None
         item = self._next
@@ -382,9 +393,9 @@ class SocketLink(Link):
         return item.message
 
     def peek(self) -> Message | None:
-        """Return the header of the next message, without its payload; None if the header has not arrived.
+        """Return the header of the next message, without its payload, or None if the header has not arrived.
 
-        Raises PeerLost, StaleGeneration (the peer refused a message of this side).
+        Raises PeerLost if the connection has ended, StaleGeneration if the peer refused a message of this side.
         """
         if self._next is None and self._read_header():
             kind, _, generation, tag, a, b, weight, size, _, _ = HEADER.unpack(self._header)
@@ -401,7 +412,7 @@ class SocketLink(Link):
 
     @property
     def pending_bytes(self) -> int:
-        """The payload size of the message that `peek` returned; 0 if there is none."""
+        """The payload size in bytes of the message that `peek` returned; 0 if there is none."""
         return 0 if self._next is None else self._next.size
 
     def _read_header(self) -> bool:
@@ -414,7 +425,7 @@ class SocketLink(Link):
         return True
 
     def _read(self, view: memoryview) -> int:
-        """Return the number of bytes read, or -1 if no data has arrived."""
+        """Read into `view`; return the number of bytes read, or -1 if no data has arrived."""
         try:
             count = self._sock.recv_into(view)
         except BlockingIOError:
@@ -427,7 +438,7 @@ class SocketLink(Link):
         return count
 
     def drain(self) -> bool:
-        """Read and drop all messages; return True if the peer has closed."""
+        """Read and drop all messages; return True if the peer has closed the connection."""
         scrap = memoryview(bytearray(1 << 16))
         try:
             while self._read(scrap) > 0:
@@ -437,7 +448,7 @@ class SocketLink(Link):
         return False
 
     def close(self) -> None:
-        """Close this end; queued bytes are dropped. Safe to call twice."""
+        """Close this end and drop the queued bytes. Safe to call twice."""
         super().close()
         self._queued = 0
 
@@ -445,7 +456,7 @@ class SocketLink(Link):
 def landing(peer: str, size: int, into: Payload | None) -> tuple[memoryview, Payload | None]:
     """Return the memory into which a payload of `size` bytes is read, and `into`.
 
-    The memory is that of `into`, or new if `into` is None. Raises LinkError: `into` has another size.
+    The memory is that of `into`, or new memory if `into` is None. Raises LinkError if `into` has another size.
     """
     if into is None:
         return new_payload(size), None

@@ -1,7 +1,7 @@
 """A wakeup: a descriptor on which one thread sleeps until another thread or process wakes it (an eventfd).
 
-The system gives the number of a closed descriptor to the next descriptor that it opens. A thread that still wrote to
-the number would write into an unrelated connection. A wakeup therefore forgets its number when it is closed.
+After a descriptor is closed, the system uses its number for the next descriptor that is opened. A thread that still
+wrote to the number would write into an unrelated connection. A closed wakeup therefore no longer has a number.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 
 
 class Wakeup:
-    """An eventfd that any thread may write, also while another thread closes it.
+    """An eventfd that any thread may write to, even while another thread closes it.
 
     Example::
 
@@ -25,22 +25,22 @@ class Wakeup:
     __slots__ = ("_descriptor", "_lock")
 
     def __init__(self, descriptor: int = -1) -> None:
-        """Own `descriptor`, an eventfd of another process; create an eventfd if none is given."""
+        """Use and later close `descriptor`, an eventfd of another process. If it is -1, create an eventfd."""
         self._lock = threading.Lock()  # held while the descriptor is used or closed
         self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) if descriptor < 0 else descriptor
 
     def fileno(self) -> int:
-        """Return the descriptor; -1 once the wakeup is closed."""
+        """Return the descriptor, or -1 once the wakeup is closed."""
         return self._descriptor
 
     def wake(self) -> None:
-        """Make the descriptor readable. A wakeup that is closed stays as it is."""
+        """Make the descriptor readable. Do nothing if the wakeup is closed."""
         with self._lock:
             if self._descriptor >= 0:
                 try:  # noqa: SIM105  # called in every exchange, and `suppress` is slower
                     os.eventfd_write(self._descriptor, 1)
                 except BlockingIOError:
-                    pass  # 2**64 - 2 earlier calls: the descriptor is readable
+                    pass  # the counter has its largest value, so the descriptor is readable already
 
     def clear(self) -> None:
         """Make the descriptor unreadable until the next `wake`."""
@@ -59,5 +59,5 @@ class Wakeup:
             os.close(descriptor)
 
     def __del__(self) -> None:
-        with contextlib.suppress(AttributeError):  # the system had no descriptor left when it was created
+        with contextlib.suppress(AttributeError):  # `__init__` failed because the system had no descriptor left
             self.close()

@@ -1,8 +1,8 @@
-"""Collective algorithms: one function each, over a mesh and a flat vector. N is the number of ranks.
+"""Collective algorithms: one function for each, over a mesh and a flat vector. N is the number of ranks.
 
-Every algorithm gives the same bits on all ranks, and the same bits in every run: the order of additions depends only on
-the vector's size and N. `star`, `one_shot` and `two_shot` add in the order of ranks, so their results are equal bit for
-bit.
+The result of every algorithm has the same bits on all ranks and in every run, because the order of additions depends
+only on the vector's size and N. `star`, `one_shot` and `two_shot` add in the order of ranks; their results therefore
+have the same bits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rayps.comm.ring.messages import Arrival, Piece
 from rayps.core.partition import slices
 from rayps.core.values import Buffer
 
-SEGMENT_BYTES = 512 << 10  # bytes of a segment in a ring: one segment is sent while another is added
+SEGMENT_BYTES = 512 << 10  # bytes of a segment in a ring; one segment is sent while another is added
 Fold = Callable[[Tensor, Tensor], Tensor]  # reduces two tensors into the first
 
 
@@ -48,7 +48,7 @@ def add(into: Tensor, other: Tensor) -> Tensor:
 
 
 def largest(into: Tensor, other: Tensor) -> Tensor:
-    """Write the elementwise maximum of both tensors into `into`: NaN where either is NaN."""
+    """Write the elementwise maximum of both tensors into `into`. It is NaN where either tensor is NaN."""
     return torch.maximum(into, other, out=into)
 
 
@@ -62,27 +62,27 @@ def _others(mesh: Mesh | Subgroup) -> list[int]:
 
 
 def ring(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> None:
-    """Reduce by a reduce-scatter and an all-gather around a ring: 2(N-1) steps of 1/N of the data, in segments.
+    """Reduce by a reduce-scatter and an all-gather around a ring. In each of 2(N-1) steps a rank sends 1/N of the data.
 
     Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009.
     """
-    around(mesh, x, fold, lambda segment: None, lambda segment: None)
+    ring_with_work(mesh, x, fold, lambda segment: None, lambda segment: None)
 
 
 Work = Callable[[Tensor], None]  # changes a segment of the vector in place
 
 
-def around(mesh: Mesh | Subgroup | Idle, x: Tensor, fold: Fold, before: Work, after: Work) -> None:
-    """Reduce as `ring` does, with extra work on each of this rank's segments.
+def ring_with_work(mesh: Mesh | Subgroup | Idle, x: Tensor, fold: Fold, before: Work, after: Work) -> None:
+    """Reduce as `ring` does, and call a function with each segment of the vector before and after.
 
-    `before` is called with a segment before its first use, `after` when the segment contains the sum. The order of
-    these calls depends only on the vector's size and N.
+    `before` is called before a segment is used first, `after` as soon as the segment contains the sum. The order of
+    these calls depends only on the vector's size, N and the rank.
     """
     n, me = mesh.size, mesh.rank
     cuts = slices(x.numel(), n)
     scratch = torch.empty(min(SEGMENT_BYTES // x.element_size(), -(-x.numel() // n)), dtype=x.dtype)
 
-    def give() -> Iterator[Buffer]:
+    def first() -> Iterator[Buffer]:
         for segment in _segments(x[cuts[me]]):
             before(segment)
             yield raw(segment)
@@ -104,7 +104,7 @@ def around(mesh: Mesh | Subgroup | Idle, x: Tensor, fold: Fold, before: Work, af
 
         return work
 
-    def take() -> Iterator[Arrival]:
+    def arrivals() -> Iterator[Arrival]:
         for step in range(n - 1):
             for segment in _segments(x[cuts[(me - step - 1) % n]]):
                 arrived = scratch[: segment.numel()]
@@ -113,7 +113,7 @@ def around(mesh: Mesh | Subgroup | Idle, x: Tensor, fold: Fold, before: Work, af
             for segment in _segments(x[cuts[(me - step) % n]]):
                 yield raw(segment), sharing(segment, step == n - 2)
 
-    mesh.relay((me + 1) % n, (me - 1) % n, give(), take())
+    mesh.relay((me + 1) % n, (me - 1) % n, first(), arrivals())
 
 
 def _segments(chunk: Tensor) -> list[Tensor]:
@@ -122,31 +122,31 @@ def _segments(chunk: Tensor) -> list[Tensor]:
 
 
 class Idle:
-    """Stands in for `Mesh` on a rank that does not communicate in `around`, and runs only `before` and `after`.
+    """Replaces the `Mesh` on a rank that runs only `before` and `after` in `ring_with_work`, and does not communicate.
 
-    In the hierarchical algorithm, one rank of each host is in the ring between hosts; the others use this class.
+    In the hierarchical algorithm, one rank of each host is in the ring between hosts. The other ranks use this class.
     """
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
     def relay(self, right: int, left: int, first: Iterable[Buffer], arrivals: Iterable[Arrival]) -> None:
-        """Call the functions of `first` and `arrivals` in order; send and receive nothing."""
+        """Call the functions of `first` and `arrivals` in order, but send and receive nothing."""
         for _ in first:
             pass
         for _, work in arrivals:
             work()
 
 
-def keep(into: Tensor, other: Tensor) -> Tensor:
-    """Return `into` unchanged: the reduction of a rank that receives no data (`Idle`)."""
+def keep_first(into: Tensor, other: Tensor) -> Tensor:
+    """Return `into` unchanged. This is the reduction of a rank that receives no data (`Idle`)."""
     return into
 
 
 def star(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> None:
     """Send all vectors to rank 0, which reduces them in the order of ranks and sends the result back.
 
-    It is slow and simple: tests compare the other algorithms with it.
+    This algorithm is slow and simple. Tests compare the other algorithms with it.
     """
     others = list(range(1, mesh.size))
     if mesh.rank != 0:
@@ -161,7 +161,7 @@ def star(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> None:
 
 
 def tree(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> None:
-    """Reduce the vectors up a binomial tree to rank 0, which sends the result down: 2 log2(N) steps of the vector."""
+    """Reduce up a binomial tree to rank 0, and broadcast the result down: 2 log2(N) steps, each with a whole vector."""
     n, me = mesh.size, mesh.rank
     scratch = torch.empty_like(x)
     span = 1
@@ -187,7 +187,7 @@ def one_shot(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> None:
 
 
 def two_shot(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> None:
-    """Reduce by a reduce-scatter, then an all-gather: two steps, each sends 1/N of the vector to every rank."""
+    """Reduce by a reduce-scatter and an all-gather. In each of the two steps, a rank sends 1/N to every other rank."""
     cuts = slices(x.numel(), mesh.size)
     mine = raw(reduce_scatter(mesh, x, fold))
     x[cuts[mesh.rank]].view(torch.uint8).numpy()[:] = mine
@@ -205,7 +205,7 @@ ALGORITHMS: dict[str, Callable[[Mesh | Subgroup, Tensor, Fold], None]] = {
 
 
 def reduce_scatter(mesh: Mesh | Subgroup, x: Tensor, fold: Fold) -> Tensor:
-    """Return this rank's 1/N of the reduced vector, reduced in the order of ranks. `x` does not change."""
+    """Return this rank's 1/N of the sum (or maximum) of all vectors, in the order of ranks. `x` does not change."""
     cuts = slices(x.numel(), mesh.size)
     mine = x[cuts[mesh.rank]]
     others = _others(mesh)

@@ -1,11 +1,11 @@
-"""A barrier between ranks of one host, by counters in shared memory; system calls are needed only to sleep and to wake.
+"""A barrier between ranks of one host, by counters in shared memory. Only sleeping and waking need system calls.
 
 A rank that enters the barrier increments its counter, which all ranks can read. A rank that has waited for some time
-sets a flag and sleeps; the last rank to enter wakes the sleeping ranks through their file descriptors (eventfd). On a
-processor that makes another process's writes visible out of order, ranks signal by descriptors only: every rank signals
-every other rank, with separate descriptors for even and odd barriers, so that a rank that has entered the next barrier
-already is not counted twice. A rank that gives up decrements its counter, so that later ranks do not count it as
-present.
+sets a flag and sleeps. The last rank to enter wakes the sleeping ranks through their file descriptors (eventfd).
+
+On a processor that makes another process's writes visible out of order, ranks signal only by descriptors: every rank
+signals every other rank. Even and odd barriers have separate descriptors; otherwise a rank that has already entered the
+next barrier would count twice. A rank that gives up decrements its counter, so that other ranks do not count it.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from numpy.typing import NDArray
 from rayps.comm.link.memory import ORDERED, Fence
 from rayps.comm.ring.mesh import Mesh
 
-WORDS = 2  # int64 values per rank in the shared memory
-_YIELDS = 4  # times that a rank yields its core before it sleeps: usually the other ranks enter in that time
+WORDS = 2  # number of int64 values per rank in the shared memory
+_YIELDS = 4  # how often a rank yields its core before it sleeps; usually the other ranks enter during that time
 
 
 class Barrier:
     """A barrier of the ranks `group`, which are on one host.
 
-    `words` is shared memory, `WORDS` int64 per rank, all zero at first. `wakeups` are this rank's two eventfds, for
-    even and for odd barriers; `peer_wakeups` are two lists of the other ranks' eventfds, in the order of ranks. `close`
-    closes all these eventfds.
+    `words` is shared memory of `WORDS` int64 per rank, all zero at first. `wakeups` are this rank's two eventfds, for
+    even and for odd barriers. `peer_wakeups` are the corresponding two lists of the other ranks' eventfds, in the order
+    of ranks. `close` closes all these eventfds.
     """
 
     def __init__(
         self, mesh: Mesh, group: list[int], words: NDArray[np.int64], wakeups: list[int], peer_wakeups: list[list[int]]
     ) -> None:
-        self.turn = 0  # barriers that this rank has entered
+        self.turn = 0  # number of barriers that this rank has entered
         self._mesh = mesh
         self._group = group
         self._place = group.index(mesh.rank)
@@ -46,9 +46,9 @@ class Barrier:
         self._fence = Fence()
 
     def wait(self) -> None:
-        """Wait until every rank of the group has entered; each rank's earlier writes are then visible to all.
+        """Wait until every rank of the group has entered; each rank's earlier writes are then visible to all ranks.
 
-        Raises LinkError.
+        Raises LinkError if another rank dies, gives up or does not enter within the mesh's timeout.
         """
         with self._mesh.hold:  # the descriptors are not closed while this lock is held
             self._mesh.check()
@@ -94,7 +94,7 @@ class Barrier:
         while missing:
             self._mesh.await_wakeup(mine, self._absent)
             missing -= os.eventfd_read(mine)
-        while not self._all_here():  # a rank signalled and then gave up: wait for the ABORT that it sends
+        while not self._all_here():  # a rank has signalled and then given up: wait for its ABORT
             self._mesh.await_wakeup(mine, self._absent)
 
     def _all_here(self) -> bool:
@@ -105,7 +105,7 @@ class Barrier:
         return {rank for rank, turn in zip(self._group, self._entered.tolist(), strict=True) if turn < self.turn}
 
     def close(self) -> None:
-        """Close this rank's eventfds and its copies of the other ranks'."""
+        """Close this rank's eventfds, and its copies of the other ranks' eventfds."""
         for wakeup in [*self._wakeups, *self._peer_wakeups[0], *self._peer_wakeups[1]]:
             os.close(wakeup)
         self._wakeups, self._peer_wakeups = [], [[], []]

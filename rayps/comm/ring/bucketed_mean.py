@@ -1,9 +1,9 @@
 """The mean over samples of a vector (a gradient) that is still being computed, bucket by bucket.
 
-The result is that of `Ring.mean` over the whole vector. Between ranks of one host, a call of `give` adds the buckets
-that all ranks have submitted, without a thread; the result is equal bit for bit. Otherwise the ring's background thread
-sends the buckets one after another, in the same order on all ranks; with three or more ranks the order of additions,
-and so the last digit of the result, depends on how the vector is cut into buckets.
+The result is that of `Ring.mean` over the whole vector. Between ranks of one host, each call of `submit` adds the
+buckets that all ranks have submitted, without a thread, and the result has the same bits as that of `Ring.mean`.
+Otherwise the ring's background thread sends the buckets one after another, in the same order on all ranks. With three
+or more ranks, the order of additions and therefore the last digit of the result then depend on the cuts into buckets.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rayps.comm.ring.shared_memory import Bytes, SharedMemoryFold, Weights, fold
 from rayps.core.partition import part
 from rayps.tensors.finite import first_not_finite, is_finite
 
-_KIND = 6  # the number of this collective in `SharedMemoryFold.announce`
+_KIND = 6  # the number that identifies this collective in `SharedMemoryFold.announce`
 
 
 class BucketedMean(Protocol):
@@ -31,45 +31,46 @@ class BucketedMean(Protocol):
 
     seconds: float  # seconds that the caller has spent in these methods
     checks: bool  # whether `finish` sets `fault`; if not, each rank must check its own vector
-    # None: the last mean is finite. Otherwise: the rank whose vector is not finite (-1: all vectors are finite, their
-    # sum is not), and the index of the first such element
+    # None if the last mean is finite. Otherwise the rank whose vector is not finite (-1 if all vectors are finite, but
+    # their sum is not), and the index of the first element that is not finite
     fault: tuple[int, int] | None
 
     def begin(self, samples: int) -> None:
         """Start a mean; this rank's vector is the mean over `samples` samples."""
 
     def mine(self, i: int) -> slice:
-        """Return the elements of bucket `i` for which `hold` may be called: no other rank reads them in this vector."""
+        """Return the range of bucket `i` for which `hold` may be called. No other rank reads it in this vector."""
 
     def hold(self, i: int, lo: int, data: Tensor) -> None:
-        """Add `data` (flat) instead of the vector's elements from index `lo` on, which must all be in `mine(i)`.
+        """Use `data` (flat) instead of the vector's elements from index `lo` on, which must all be in `mine(i)`.
 
-        `data` is not copied: it must not change until bucket `i` has been added.
+        `data` is not copied, and must not change until bucket `i` has been added.
         """
 
-    def let_go(self, i: int) -> None:
-        """Copy the data passed to `hold` for bucket `i` into the vector, before the bucket is submitted."""
+    def copy_held(self, i: int) -> None:
+        """Copy the data passed to `hold` for bucket `i` into the vector. Call it before the bucket is submitted."""
 
-    def give(self, i: int) -> None:
+    def submit(self, i: int) -> None:
         """Submit bucket `i` of this rank's vector, which must not change afterwards."""
 
     def finish(self, marks: Tensor) -> Tensor:
-        """Return the mean, after this rank has submitted all buckets; read-only, valid until the next `begin`.
+        """Return the mean. Call it after this rank has submitted all buckets.
 
-        Every element of `marks` (uint8, of the length given to `pieces`) becomes its maximum over ranks.
+        The result is read-only and valid until the next `begin`. Every element of `marks` (uint8, of the length given
+        to `pieces`) is replaced by its maximum over ranks.
 
         Raises:
             LinkError: another rank died, failed or does not answer.
         """
 
     def reorder(self, order: Sequence[int]) -> None:
-        """Send the buckets in this order from the next mean on; all ranks must make the same call between two means."""
+        """Send the buckets in this order from the next mean on. All ranks must make the same call between two means."""
 
 
 def pieces(ring: Ring, vector: Tensor, cuts: Sequence[slice], marks: int) -> BucketedMean:
-    """Return the `BucketedMean` of `vector` over a ring, cut into the buckets `cuts`.
+    """Return a `BucketedMean` of `vector` over a ring. `cuts` are the ranges of the buckets.
 
-    `marks` is the number of bytes of which `finish` computes the maximum. All ranks must call it with the same
+    `marks` is the number of bytes of which `finish` computes the maximum. All ranks must call `pieces` with the same
     arguments.
     """
     if ring.size == 1:
@@ -82,20 +83,20 @@ def pieces(ring: Ring, vector: Tensor, cuts: Sequence[slice], marks: int) -> Buc
 
 
 class _Whole:
-    """Base of the means that read every element from the vector, so that `hold` cannot be used."""
+    """The base class of means that read every element from the vector. `hold` cannot be used with them."""
 
     checks = False
     fault: tuple[int, int] | None = None
 
     def mine(self, i: int) -> slice:
-        """Return an empty slice: `hold` may be called for no element."""
+        """Return an empty slice, because `hold` may be called for no element."""
         return slice(0, 0)
 
     def hold(self, i: int, lo: int, data: Tensor) -> None:
-        """Raise AssertionError: `mine` allows no element."""
+        """Raise AssertionError, because `mine` allows no element."""
         raise AssertionError("this mean reads all elements from the vector")
 
-    def let_go(self, i: int) -> None:
+    def copy_held(self, i: int) -> None:
         """Do nothing: no data is held."""
 
 
@@ -110,11 +111,11 @@ class SingleRank(_Whole):
         """Start a mean; the vector is the mean over `samples` samples."""
         self._samples = samples
 
-    def give(self, i: int) -> None:
+    def submit(self, i: int) -> None:
         """Do nothing: there is no other rank to which bucket `i` could be sent."""
 
     def finish(self, marks: Tensor) -> Tensor:
-        """Return the vector itself, zeroed if it has no samples; `marks` are their own maximum."""
+        """Return the vector itself, or zeros if it has no samples. `marks` stay unchanged."""
         return self._vector if self._samples else self._vector.zero_()
 
     def reorder(self, order: Sequence[int]) -> None:
@@ -122,10 +123,10 @@ class SingleRank(_Whole):
 
 
 class SharedMemoryMean:
-    """A mean whose buckets are in shared memory of one host; each rank adds 1/N of every bucket, for all ranks.
+    """A mean whose buckets are in shared memory of one host. Each rank adds 1/N of every bucket, for all ranks.
 
-    Each rank also checks whether the elements that it has added are finite, while they are in the cache. If one is not,
-    the rank finds the vector at fault and writes the result to shared memory, where all ranks read it after the last
+    Each rank also checks whether the sums that it has computed are finite, while they are in the cache. If one is not,
+    the rank determines whose vector is not finite, and writes this to shared memory. All ranks read it after the last
     barrier of the mean.
     """
 
@@ -152,15 +153,16 @@ class SharedMemoryMean:
         head = 8 * (1 + len(cuts))
         with ring.collectives.collective():
             shared_memory.buffer(head + 16 + marks)  # for each rank: samples, submitted buckets, fault, marks
-        notes = shared_memory.residents[-1].parts
-        self._samples = [note[:8].view(np.float64) for note in notes]
-        self._given = [note[8:head].view(np.int64) for note in notes]
-        self._faults = [note[head : head + 16].view(np.int64) for note in notes]  # 1 + element (0 = none), rank
-        self._marks = [note[head + 16 :] for note in notes]
+        parts = shared_memory.residents[-1].parts
+        self._samples = [each[:8].view(np.float64) for each in parts]
+        self._submitted = [each[8:head].view(np.int64) for each in parts]  # for each bucket: the last mean's number
+        self._faults = [each[head : head + 16].view(np.int64) for each in parts]  # 1 + element (0: no fault), rank
+        self._marks = [each[head + 16 :] for each in parts]
         self.fault: tuple[int, int] | None = None
         self._turn = 0
         self._open: list[int] = []
-        self._held: dict[int, list[tuple[int, Bytes]]] = {}  # bucket -> offset in the resident vector, and the bytes
+        # from a bucket to the data passed to `hold`: the offset in the resident vector, and the bytes
+        self._held: dict[int, list[tuple[int, Bytes]]] = {}
 
     def begin(self, samples: int) -> None:
         """Start a mean; this rank's vector is the mean over `samples` samples."""
@@ -171,7 +173,7 @@ class SharedMemoryMean:
         self._held.clear()
 
     def mine(self, i: int) -> slice:
-        """Return the elements of bucket `i` that this rank adds; no other rank reads them from this rank's vector."""
+        """Return the range of bucket `i` that this rank adds. No other rank reads it from this rank's vector."""
         cut = self._cuts[i]
         lo, hi = part(cut.stop - cut.start, self._ring.size, self._ring.rank)
         return slice(cut.start + lo, cut.start + hi)
@@ -181,22 +183,22 @@ class SharedMemoryMean:
         at = self._where[1] + lo * self._dtype.itemsize
         self._held.setdefault(i, []).append((at, data.view(torch.uint8).numpy()))
 
-    def let_go(self, i: int) -> None:
-        """Copy the data passed to `hold` for bucket `i` into the vector, before the bucket is submitted."""
+    def copy_held(self, i: int) -> None:
+        """Copy the data passed to `hold` for bucket `i` into the vector. Call it before the bucket is submitted."""
         for at, data in self._held.pop(i, []):
             self._resident.parts[self._ring.rank][at : at + len(data)] = data
 
-    def give(self, i: int) -> None:
+    def submit(self, i: int) -> None:
         """Submit bucket `i`, then add this rank's elements of all buckets that every rank has submitted."""
         start = time.perf_counter()
-        self._given[self._ring.rank][i] = self._turn
+        self._submitted[self._ring.rank][i] = self._turn
         if ORDERED:  # on a processor that does not order writes, other ranks' buckets can be read only after a barrier
-            for piece in [p for p in self._open if all(given[p] == self._turn for given in self._given)]:
+            for piece in [p for p in self._open if all(each[p] == self._turn for each in self._submitted)]:
                 self._add(piece)
-        self._count(start)
+        self._add_seconds(start)
 
     def finish(self, marks: Tensor) -> Tensor:
-        """Add the remaining buckets, then return the mean in shared memory, and set `fault` and `marks`."""
+        """Add the remaining buckets and set `fault` and `marks`; return the mean, which is in shared memory."""
         start, rank = time.perf_counter(), self._ring.rank
         self._marks[rank][:] = marks.numpy()
         shared_memory = self._shared_memory
@@ -211,7 +213,7 @@ class SharedMemoryMean:
             np.maximum.reduce(self._marks, out=marks.numpy())
             shared_memory.bytes_shared += shared_memory.bytes_by_two_shot(self._size)
             shared_memory.barrier()
-        found = [(int(at) - 1, int(blamed)) for at, blamed in self._faults if at]
+        found = [(int(at) - 1, int(rank)) for at, rank in self._faults if at]
         self.fault = min(found)[::-1] if found else None  # the result is the same on all ranks
         self.seconds += time.perf_counter() - start
         return self._mean
@@ -233,21 +235,21 @@ class SharedMemoryMean:
         if self.fault is None and own.start < own.stop:
             total = tensor_of(self._resident.out[own], self._dtype)
             if not is_finite(total):
-                self._blame(own.start + first_not_finite(total) * self._dtype.itemsize, held)
+                self._set_fault(own.start + first_not_finite(total) * self._dtype.itemsize, held)
 
-    def _blame(self, at: int, held: list[tuple[int, Bytes]]) -> None:
-        """Set `fault` for byte `at` of the resident vector: the first rank whose summand there is not finite.
+    def _set_fault(self, at: int, held: list[tuple[int, Bytes]]) -> None:
+        """Set `fault` to the element at byte `at` and the first rank whose summand there is not finite.
 
         The rank is -1 if all summands are finite, and only their sum is not.
         """
-        width, blamed = self._dtype.itemsize, -1
+        width, faulty = self._dtype.itemsize, -1
         for rank, vector in enumerate(self._resident.parts):
             data = vector[at : at + width]
             if rank == self._ring.rank:
                 data = next((own[at - lo : at - lo + width] for lo, own in held if lo <= at < lo + len(own)), data)
-            if self._samples[rank][0] and blamed < 0 and not is_finite(tensor_of(data.copy(), self._dtype)):
-                blamed = rank
-        self.fault = blamed, (at - self._where[1]) // width
+            if self._samples[rank][0] and faulty < 0 and not is_finite(tensor_of(data.copy(), self._dtype)):
+                faulty = rank
+        self.fault = faulty, (at - self._where[1]) // width
 
     def _fold(self, where: slice, weights: Weights | None, own: Bytes | None = None) -> None:
         if where.start == where.stop:
@@ -257,14 +259,14 @@ class SharedMemoryMean:
             sources[self._ring.rank] = own
         fold_parts(sources, self._resident.out[where], self._dtype, "add", weights)
 
-    def _count(self, start: float) -> None:
+    def _add_seconds(self, start: float) -> None:
         spent = time.perf_counter() - start
         self.seconds += spent
         self._ring.collectives.seconds += spent
 
 
 class SentBuckets(_Whole):
-    """A mean whose buckets the ring's background thread sends, in the same order on all ranks."""
+    """A mean in which the ring's background thread sends the buckets, in the same order on all ranks."""
 
     def __init__(self, ring: Ring, vector: Tensor, cuts: Sequence[slice]) -> None:
         self.seconds = 0.0
@@ -275,7 +277,7 @@ class SentBuckets(_Whole):
         self._samples, self._total = 0, torch.zeros(1, dtype=torch.float64)
 
     def begin(self, samples: int) -> None:
-        """Start a mean, and sum the ranks' numbers of samples before any bucket is sent."""
+        """Start a mean. The ranks' numbers of samples are summed before any bucket is sent."""
         self._samples, self._total = samples, torch.tensor([float(samples)], dtype=torch.float64)
         self._ready.clear()
         total = self._total
@@ -283,15 +285,15 @@ class SentBuckets(_Whole):
             self._ring.collectives.background.start(lambda: self._ring.collectives.fold_now(total, "add", None))
         ]
 
-    def give(self, i: int) -> None:
-        """Submit bucket `i`; it is sent after all buckets that come before it in the order."""
+    def submit(self, i: int) -> None:
+        """Submit bucket `i`. It is sent after all buckets that precede it in the order."""
         self._ready.add(i)
         while (at := len(self._under_way) - 1) < len(self._order) and self._order[at] in self._ready:
             part = self._vector[self._cuts[self._order[at]]]
             self._under_way.append(self._ring.collectives.background.start(lambda part=part: self._mean(part)))  # type: ignore[misc]
 
     def finish(self, marks: Tensor) -> Tensor:
-        """Wait for the background sums, and return the vector, which is now the mean."""
+        """Wait for the background sums; return the vector, which now contains the mean."""
         start = time.perf_counter()
         for handle in self._under_way:
             handle.wait()
@@ -300,11 +302,11 @@ class SentBuckets(_Whole):
         return self._vector
 
     def reorder(self, order: Sequence[int]) -> None:
-        """Send the buckets in this order from the next mean on; all ranks must make the same call between two means."""
+        """Send the buckets in this order from the next mean on. All ranks must make the same call between two means."""
         self._order = list(order)
 
     def _mean(self, part: Tensor) -> None:
-        """Compute sum(n_i g_i) / sum(n_i) over ranks i with n_i samples, by the operations of `Ring.mean`."""
+        """Compute sum(n_i g_i) / sum(n_i) over ranks i with n_i samples, by the same operations as `Ring.mean`."""
         wide = part.float() if part.dtype in HALF else part
         if self._samples:
             wide.mul_(self._samples)

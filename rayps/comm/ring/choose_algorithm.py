@@ -13,7 +13,7 @@ import time
 import torch
 from torch import Tensor
 
-from rayps.comm.ring.algorithms import ALGORITHMS, Idle, Subgroup, add, around, keep, largest
+from rayps.comm.ring.algorithms import ALGORITHMS, Idle, Subgroup, add, keep_first, largest, ring_with_work
 from rayps.comm.ring.describe import ProbeRow, RingChoices
 from rayps.comm.ring.mesh import Mesh
 from rayps.comm.ring.shared_memory import SharedMemoryFold, tensor_of
@@ -23,12 +23,13 @@ from rayps.core.records import RingTable
 NAMES = ("auto", *ALGORITHMS, "hierarchical")
 _HALF = (torch.float16, torch.bfloat16)
 _PROBES = (1 << 10, 16 << 10, 128 << 10, 1 << 20)  # bytes of the vectors that are measured
-_LARGE_PROBE = 4 << 20  # a further size that is measured between hosts: only a large transfer shows the bandwidth
+_LARGE_PROBE = 4 << 20  # a further size that is measured between hosts, as only a large transfer shows the bandwidth
 _TRIES, _LARGE_TRIES = 5, 3
 _SLOW_SECONDS = 0.05  # a candidate that takes longer than this at one size is not measured at larger sizes
 _STREAMS = (1, 2, 4)
-_SLOW_LINE_SECONDS = 0.5  # if the large probe takes longer, more streams are not tried: the network is the limit
-_WORTH = 0.8  # more streams, or an algorithm that sends more, are chosen only if they take less than this share of time
+_SLOW_NETWORK_SECONDS = 0.5  # if the large probe takes longer, more streams are not tried: the network is the limit
+# more streams, or an algorithm that sends more bytes, are chosen only if they take less than this share of the time
+_WORTH = 0.8
 
 
 class Autotuner:
@@ -64,7 +65,7 @@ class Autotuner:
         """Raise ConfigError if `algorithm` is not the name of an algorithm; None is allowed."""
         if algorithm is not None and algorithm not in NAMES:
             raise ConfigError(
-                f"there is no algorithm {algorithm!r}; use one of {', '.join(NAMES)}", algorithm=algorithm
+                f"there is no algorithm {algorithm!r}: use one of {', '.join(NAMES)}", algorithm=algorithm
             )
 
     def fold(self, x: Tensor, kind: str, algorithm: str | None = None) -> None:
@@ -93,7 +94,7 @@ class Autotuner:
             x.copy_(wide)
 
     def _by_host(self, x: Tensor, kind: str) -> None:
-        """Reduce within each host, then around a ring of one rank per host, then copy the result within each host."""
+        """Reduce within each host, then between one rank of each host in a ring, then copy the result within hosts."""
         wide = x.float() if x.dtype in _HALF else x
         leaders = [group[0] for group in self._hosts]
         shared_memory, host = self._local, next(i for i, group in enumerate(self._hosts) if self._mesh.rank in group)
@@ -109,30 +110,30 @@ class Autotuner:
         if len(leaders) == 1:
             before(wide)
         elif self._mesh.rank == leaders[host]:
-            around(Subgroup(self._mesh, leaders), wide, add if kind == "add" else largest, before, after)
+            ring_with_work(Subgroup(self._mesh, leaders), wide, add if kind == "add" else largest, before, after)
         else:
-            around(Idle(host, len(leaders)), wide, keep, before, after)
+            ring_with_work(Idle(host, len(leaders)), wide, keep_first, before, after)
         if wide is not x:
             x.copy_(wide)
 
     def _count_streams(self) -> tuple[int, dict[int, float]]:
-        """Measure the ring with several numbers of TCP connections between two ranks.
+        """Measure the algorithm `ring` with several numbers of TCP connections between two ranks.
 
-        Return the smallest number that is about as fast as the fastest, and the measured seconds for each number.
+        Return the smallest number that is about as fast as the fastest, and a dict from each number to its seconds.
         """
         seconds: dict[int, float] = {}
         for count in _STREAMS:
             self._mesh.use_streams(count)
             seconds[count] = self._slowest([self._time("ring", _LARGE_PROBE)])[0]
-            if seconds[count] > _SLOW_LINE_SECONDS:
+            if seconds[count] > _SLOW_NETWORK_SECONDS:
                 break
         best = next(count for count in seconds if seconds[count] * _WORTH <= min(seconds.values()))
         self._mesh.use_streams(best, for_good=True)
         return best, seconds
 
     def _measure(self) -> list[ProbeRow]:
-        """Measure every candidate at a few sizes; all ranks use the times of the slowest rank."""
-        # in ascending order of the bytes that they read or send
+        """Measure every candidate at a few sizes. All ranks use the slowest rank's times."""
+        # in ascending order of the number of bytes that they read or send
         names = ["two_shot", "one_shot"] if self.shared_memory else ["ring", "two_shot", "tree", "one_shot"]
         if 1 < len(self._hosts) < self._mesh.size:
             names.insert(0, "hierarchical")
@@ -144,7 +145,7 @@ class Autotuner:
             seconds = dict(zip(tried, times, strict=True))
             rows.append({"up_to": 2 * size, "algorithm": min(seconds, key=seconds.__getitem__), "seconds": seconds})
             slow |= {name for name in tried if seconds[name] > _SLOW_SECONDS and name != rows[-1]["algorithm"]}
-        # for vectors above the largest probe, algorithms that send more bytes fall behind
+        # for vectors above the largest probe, algorithms that send more bytes are relatively slower
         rows[-1]["algorithm"] = next(name for name in tried if seconds[name] * _WORTH <= min(times))
         rows[-1]["up_to"] = None
         return rows
@@ -165,7 +166,7 @@ class Autotuner:
             start = time.perf_counter()
             self._run(name, x, "add")
             times.append(time.perf_counter() - start)
-        # the first run does not count: it touches new pages. Of only a few runs, the fastest has the least noise
+        # the first run does not count, because it uses new pages. Of only a few runs, the fastest has the least noise
         return min(times[1:]) if large else statistics.median(times[1:])
 
 
@@ -176,7 +177,7 @@ def _transport(mesh: Mesh) -> str:
 def _hosts(mesh: Mesh) -> tuple[list[list[int]], int]:
     """Return the ranks grouped by host, and the largest number of streams between any two ranks.
 
-    Ranks are on one host if they reach each other by shared memory; each rank sends all others what it found.
+    Ranks count as being on one host if they are connected by shared memory. Each rank sends its findings to all others.
     """
     size = mesh.size
     if size == 1:

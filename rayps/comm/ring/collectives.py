@@ -1,4 +1,4 @@
-"""The collectives of one ring: they call the backend's algorithm, measure its time, and can run in the background.
+"""The collectives of one ring. They call the backend's algorithm, measure its time, and can run in the background.
 
 Background collectives run in one thread per ring, one after the other, in the order in which they were started.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from rayps.comm.ring.choose_algorithm import Autotuner
 from rayps.comm.ring.mesh import Mesh
 from rayps.comm.ring.shared_memory import SharedMemoryFold, tensor_of
-from rayps.comm.ring.torch_groups import Delegate
+from rayps.comm.ring.torch_groups import TorchGroup
 from rayps.core.errors import ConfigError, LinkError
 
 HALF = (torch.float16, torch.bfloat16)
@@ -30,10 +30,10 @@ T = TypeVar("T")
 class Collectives:
     """The operations that reduce tensors over the ranks of one ring.
 
-    Only the ring's own thread may call them, or, while it does not, the thread of `background`.
+    Only the thread that uses the ring may call them. While that thread calls none, the thread of `background` may.
     """
 
-    def __init__(self, mesh: Mesh, backend: Autotuner | Delegate) -> None:
+    def __init__(self, mesh: Mesh, backend: Autotuner | TorchGroup) -> None:
         self.mesh = mesh
         self.backend = backend
         self.background = BackgroundThread()
@@ -45,9 +45,9 @@ class Collectives:
         return self.backend.shared_memory
 
     def fold(self, t: Tensors, kind: str, algorithm: str | None) -> Tensors:
-        """Reduce tensors over the ranks, in place, after all background collectives have ended.
+        """Wait until all background collectives have ended, then reduce tensors over the ranks, in place.
 
-        `kind` is "add" or "max"; `algorithm` None lets the backend choose.
+        `kind` is "add" or "max". If `algorithm` is None, the backend chooses the algorithm.
         """
         self.background.settle()
         return self.fold_now(t, kind, algorithm)
@@ -75,7 +75,7 @@ class Collectives:
         self.mesh.begin()
         start = time.perf_counter()
         try:
-            if isinstance(self.backend, Delegate):
+            if isinstance(self.backend, TorchGroup):
                 self.backend.fold(t.detach(), kind)
             elif t.is_contiguous() and t.device.type == "cpu":
                 self.backend.fold(t.detach().view(-1), kind, algorithm)
@@ -88,9 +88,9 @@ class Collectives:
             self.seconds += time.perf_counter() - start
 
     def resident(self, t: Tensor, weight: float | None) -> Tensor | None:
-        """Return the sum (`weight` None) or weighted mean over ranks of a tensor that is in memory of `Ring.buffer`.
+        """Return the weighted mean over ranks of a tensor in memory of `Ring.buffer`, or its sum if `weight` is None.
 
-        The result is in shared memory too. Return None if the tensor is elsewhere.
+        The result is in shared memory too. Return None if the tensor is in other memory.
         """
         self.background.settle()
         shared_memory = self.shared_memory
@@ -112,7 +112,7 @@ class Collectives:
 
     @contextmanager
     def collective(self) -> Iterator[None]:
-        """Run the block as one collective of the mesh, and measure its time. A LinkError in the block ends the ring."""
+        """Run the block as one collective of the mesh, and measure its duration. A LinkError in it ends the ring."""
         self.mesh.begin()
         with self.timed():
             try:
@@ -132,7 +132,7 @@ class Collectives:
 
 @contextmanager
 def flat_cpu(t: Tensor) -> Iterator[Tensor]:
-    """Yield the tensor as one contiguous CPU vector; if that is a copy, it is copied back to the tensor at the end."""
+    """Yield the tensor as one contiguous CPU vector. If the vector is a copy, it is copied back at the end."""
     with torch.no_grad():
         whole = t.detach()
         if whole.is_contiguous() and whole.device.type == "cpu":
@@ -144,10 +144,10 @@ def flat_cpu(t: Tensor) -> Iterator[Tensor]:
 
 
 def must_add(t: Tensor) -> None:
-    """Raise ConfigError for a dtype that a ring cannot add."""
+    """Raise ConfigError if a ring cannot add tensors of this dtype."""
     if t.dtype not in _NUMBERS:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _NUMBERS)
-        raise ConfigError(f"a ring cannot add {t.dtype}; it adds {known}", dtype=str(t.dtype))
+        raise ConfigError(f"a ring cannot add {t.dtype}: convert the tensor to one of {known}", dtype=str(t.dtype))
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -171,19 +171,19 @@ class CollectiveHandle(Generic[T]):
         return self._future.done()
 
     def wait(self) -> T:
-        """Return the result, or raise the error. The ring's `timeout` bounds the wait."""
+        """Wait, at most the ring's `timeout`; return the collective's result, or raise its error."""
         return self._future.result()
 
 
 class BackgroundThread:
-    """The thread that runs a ring's background collectives; it starts with the first one."""
+    """The thread that runs a ring's background collectives. The first one starts the thread."""
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
         self._last: Future[Any] | None = None
 
     def start(self, work: Callable[[], T]) -> CollectiveHandle[T]:
-        """Run `work` in the thread after all work that was started before."""
+        """Run `work` in the thread, after all work that was started before; return a handle to wait for its end."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="rayps-ring")
         future = self._thread.submit(work)
@@ -191,13 +191,13 @@ class BackgroundThread:
         return CollectiveHandle(future)
 
     def settle(self) -> None:
-        """Wait until no collective is running, so that the caller's own thread may start one."""
+        """Wait until no collective runs in the thread. The caller's own thread may then start one."""
         if self._last is not None:
             wait([self._last])
             self._last = None
 
     def close(self, abort: Callable[[], None]) -> None:
-        """End the thread; a running collective is aborted."""
+        """End the thread. If a collective is running in it, call `abort` to end that collective."""
         if self._thread is None:
             return
         if self._last is not None and not self._last.done():

@@ -1,9 +1,9 @@
 """The mean of gradients in fewer bytes: an encoded reduce-scatter, then an encoded all-gather.
 
-Rank j of N reduces slice j (`partition.slices`) of all vectors, in the order of ranks, in float32 or wider. Both
-directions have error feedback: the error of encoding a gradient is added to that rank's next gradient, and the error of
-encoding a slice of the mean to the same slice of the next mean. A rank sends 2(N-1)/N of an encoded vector. Every rank
-decodes the same bytes, also for its own slice, so all ranks get the same bits.
+Rank j of N reduces slice j (`partition.slices`) of all vectors, in the order of ranks, in float32 or wider. Both steps
+have error feedback. The error of encoding a gradient is added to the same rank's next gradient. The error of encoding a
+slice of the mean is added to the same slice of the next mean. A rank sends 2(N-1)/N of an encoded vector. All ranks get
+the same bits, because every rank decodes the same bytes, even for its own slice.
 
 Tang et al., "DoubleSqueeze: parallel stochastic gradient descent with double-pass error-compensated compression", ICML
 2019.
@@ -29,14 +29,14 @@ from rayps.tensors.flat import Gradient
 
 PROBE_ELEMENTS = 1 << 20
 _TRIES = 3
-_COUNT = 8  # bytes of a slice's header: the sender's number of samples as float64
+_COUNT = 8  # bytes of the header of an encoded slice: the sender's number of samples as float64
 
 
 class CompressedRing:
     """A ring that computes the mean of gradients from encoded gradients.
 
-    All other collectives, also the means of plain tensors, are those of `ring`, without encoding. The error feedback is
-    zero at first, and is kept on the device of the gradients.
+    All other collectives, including the mean of a plain tensor, are those of `ring`, without encoding. The error
+    feedback is zero at first, and is stored on the device of the gradients.
     """
 
     def __init__(self, ring: Ring, codec: Codec) -> None:
@@ -48,10 +48,10 @@ class CompressedRing:
         return getattr(self._ring, name)
 
     def mean(self, x: Tensor | Gradient, *, in_place: bool = True) -> Tensor:
-        """Compute the mean as `Ring.mean` does; the mean of a gradient is always computed in place.
+        """Compute the mean as `Ring.mean` does. The mean of a gradient is always computed in place.
 
         The error feedback is added to the gradient before the gradient is weighted by its number of samples. A rank
-        without samples sends no error feedback in this mean; if no rank has samples, the mean is zero.
+        without samples keeps its error feedback for a later mean. If no rank has samples, the mean is zero.
         """
         if isinstance(x, Tensor):
             return self._ring.mean(x, in_place=in_place)
@@ -65,8 +65,8 @@ class CompressedRing:
     def mean_async(self, x: Gradient) -> None:
         """Compute the mean of a gradient in place as `mean` does, in the background.
 
-        The last element of `x.packed` becomes 1. `settle` waits for the mean; until then `x` must not be read or
-        changed.
+        The last element of `x.packed` becomes 1. `x` must not be read or changed until `settle` has returned, which
+        waits for the mean.
         """
         self._ring.collectives.mesh.check()
 
@@ -83,7 +83,7 @@ class CompressedRing:
         return CompressedRing(self._ring, self._codec)
 
     def feedback(self) -> dict[str, Tensor]:
-        """Return copies of the error feedback by name ("sent", "folded"); empty before the first mean."""
+        """Return copies of the error feedback by name ("sent", "folded"), or {} before the first mean."""
         held = {"sent": self._sent, "folded": self._folded}
         return {name: memory.residual.cpu().clone() for name, memory in held.items() if memory is not None}
 
@@ -102,15 +102,15 @@ class CompressedRing:
             self._sent = ErrorFeedback(self._codec, vector.numel(), vector.dtype, vector.device)
             self._folded = ErrorFeedback(self._codec, cuts[me].stop - cuts[me].start, vector.dtype, vector.device)
         shares = [_share(samples, self._encoded(self._sent, vector[cut], cut.start, samples)) for cut in cuts]
-        heard = _swapped(mesh, shares, [shares[me].numel()] * mesh.size)
-        total = sum(_samples(share) for share in heard)
+        received = _exchanged(mesh, shares, [shares[me].numel()] * mesh.size)
+        total = sum(_samples(share) for share in received)
         mean = torch.zeros_like(self._folded.residual)
-        for share in heard:
+        for share in received:
             if weight := _samples(share):
                 mean += self._decoded(share, mean) * (weight / total)
         mine = _share(total, self._encoded(self._folded, mean, 0, total))
         sizes = [_COUNT + self._codec.size(cut.stop - cut.start) for cut in cuts]
-        for share, cut in zip(_swapped(mesh, [mine] * mesh.size, sizes), cuts, strict=True):
+        for share, cut in zip(_exchanged(mesh, [mine] * mesh.size, sizes), cuts, strict=True):
             vector[cut] = self._decoded(share, vector[cut]) if total else 0
 
     def _encoded(self, memory: ErrorFeedback, x: Tensor, lo: int, samples: float) -> Tensor:
@@ -123,10 +123,11 @@ class CompressedRing:
 
 
 def compressed(ring: Ring, compression: str, gradient: Gradient) -> tuple[Ring | CompressedRing, JsonObject]:
-    """Return `ring`, or a `CompressedRing` over it, by the option `compression`; and an event that reports the choice.
+    """Return the ring for the option `compression`, and an event that reports the choice.
 
-    `auto` measures the mean of up to 2^20 elements of `gradient`, without compression and with each candidate, which
-    overwrites `gradient`. All ranks must call it with the same arguments.
+    The ring is `ring` itself or a `CompressedRing` over `ring`. Under `auto`, the mean of up to 2^20 elements of
+    `gradient` is measured without compression and with each candidate; this overwrites `gradient`. All ranks must call
+    `compressed` with the same arguments.
     """
     if compression != "auto":
         return CompressedRing(ring, codec(compression)), choice("ring", compression, "given")
@@ -139,7 +140,10 @@ def compressed(ring: Ring, compression: str, gradient: Gradient) -> tuple[Ring |
 
 
 def _measured(ring: Ring, packed: Tensor) -> dict[str, float]:
-    """Return the seconds of a mean without compression ("off") and with each candidate: the slowest rank's median."""
+    """Return the seconds of a mean without compression ("off") and with each candidate.
+
+    Each is the median of a rank's runs; of the ranks' medians, it is the largest.
+    """
     gradient = Gradient(packed, samples=1)
     ways: dict[str, Callable[[], Tensor]] = {"off": lambda: ring.mean(gradient)}
     for name in CANDIDATES:
@@ -159,7 +163,7 @@ def _seconds(ring: Ring, packed: Tensor, way: Callable[[], Tensor]) -> float:
         began = time.perf_counter()
         way()
         found.append(time.perf_counter() - began)
-    return statistics.median(found[1:])  # the first run does not count: it touches new pages
+    return statistics.median(found[1:])  # the first run does not count, because it uses new pages
 
 
 def _share(samples: float, data: Tensor) -> Tensor:
@@ -170,9 +174,12 @@ def _samples(share: Tensor) -> float:
     return float(share[:_COUNT].view(torch.float64))
 
 
-def _swapped(mesh: Mesh, shares: list[Tensor], sizes: list[int]) -> list[Tensor]:
-    """Send shares[i] to rank i; return the shares that the ranks sent to this rank, by rank, its own included."""
-    heard = [shares[i] if i == mesh.rank else torch.empty(size, dtype=torch.uint8) for i, size in enumerate(sizes)]
+def _exchanged(mesh: Mesh, shares: list[Tensor], sizes: list[int]) -> list[Tensor]:
+    """Send shares[i] to rank i; return the shares for this rank in the order of ranks, including its own share.
+
+    sizes[i] is the number of bytes of the share that rank i sends.
+    """
+    received = [shares[i] if i == mesh.rank else torch.empty(size, dtype=torch.uint8) for i, size in enumerate(sizes)]
     others = [peer for peer in range(mesh.size) if peer != mesh.rank]
-    mesh.exchange([(peer, raw(shares[peer])) for peer in others], [(peer, raw(heard[peer])) for peer in others])
-    return heard
+    mesh.exchange([(peer, raw(shares[peer])) for peer in others], [(peer, raw(received[peer])) for peer in others])
+    return received

@@ -1,7 +1,7 @@
 """The connections of one rank by number, and the poll over all of them.
 
 Two ranks may have several TCP connections, called streams. A connection's number is the peer's rank plus the size of
-the ring times the stream's number, so the first connection to a peer has the peer's rank as its number.
+the ring times the stream's number. The number of the first connection to a peer is therefore the peer's rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Place = tuple[int, int]  # (a peer's rank, the number of the stream to that peer
 
 
 class RingConnections(dict[int, Link]):
-    """One rank's connections, by number. `streams` is how many TCP connections are used between two ranks."""
+    """A dict from numbers to one rank's connections. `streams` is the number of TCP connections used to each rank."""
 
     def __init__(self, size: int, links: Mapping[Place, Link]) -> None:
         super().__init__({peer + size * stream: links[peer, stream] for peer, stream in sorted(links)})
@@ -30,7 +30,7 @@ class RingConnections(dict[int, Link]):
         self.ranks = [number for number in self if number < size]
         self.poll = select.poll()
         self._masks = dict.fromkeys(self, 0)
-        self._polls: dict[int, select.poll] = {}  # by eventfd: a poll over it and all connections
+        self._polls: dict[int, select.poll] = {}  # from an eventfd to a poll over this eventfd and all connections
         self._by_descriptor = {link.fileno(): number for number, link in self.items()}
         for number, link in self.items():
             link.peer = f"rank {number % size}"
@@ -41,7 +41,7 @@ class RingConnections(dict[int, Link]):
         return {peer: self[peer].transport for peer in self.ranks}
 
     def watch(self, number: int, mask: int) -> None:
-        """Poll connection `number` for the events in `mask`; 0 stops polling it."""
+        """Poll connection `number` for the events in `mask`, or stop polling it if `mask` is 0."""
         if mask == self._masks[number]:
             return
         self._masks[number] = mask
@@ -51,9 +51,9 @@ class RingConnections(dict[int, Link]):
             self.poll.unregister(self[number])
 
     def only_wakeup(self, wakeup: int, seconds: float) -> bool:
-        """Sleep until a connection or the eventfd `wakeup` is readable, at most `seconds`.
+        """Sleep at most `seconds`, until a connection or the eventfd `wakeup` is readable.
 
-        Return True if the eventfd is readable and no connection is.
+        Return whether the eventfd is readable and no connection is.
         """
         poll = self._polls.get(wakeup)
         if poll is None:
@@ -73,11 +73,11 @@ class RingConnections(dict[int, Link]):
             self.poll.unregister(wakeup)
 
     def at(self, descriptor: int) -> int:
-        """Return the number of the connection that has this file descriptor; -1 if none has."""
+        """Return the number of the connection that has this file descriptor, or -1 if none has."""
         return self._by_descriptor.get(descriptor, -1)
 
     def drop(self, number: int) -> Link:
-        """Remove a connection and stop polling it."""
+        """Remove a connection and stop polling it; return the connection."""
         self.watch(number, 0)
         link = self.pop(number)
         self._polls.clear()
@@ -85,11 +85,11 @@ class RingConnections(dict[int, Link]):
         return link
 
     def stream(self, peer: int, turn: int) -> int:
-        """Return the number of the connection that sends message `turn` to rank `peer`: the streams take turns."""
+        """Return the number of the connection for message number `turn` to rank `peer`; streams are used in turn."""
         return peer + self.size * (turn % self._streams_to(peer))
 
     def stripes(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
-        """Turn (rank, buffer) pairs into (connection, part of the buffer): large buffers are divided among streams."""
+        """Divide buffers among streams: convert (rank, buffer) pairs to (connection number, part of buffer) pairs."""
         for peer, buffer in pieces:
             parts = max(1, min(self._streams_to(peer), len(buffer) // STRIPE_BYTES))
             for i, cut in enumerate(slices(len(buffer), parts)):

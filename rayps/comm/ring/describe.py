@@ -6,7 +6,10 @@ from typing import TypedDict
 
 
 class ProbeRow(TypedDict):
-    """The algorithm for vectors of up to `up_to` bytes (None: any size), and the measured seconds of each candidate."""
+    """The algorithm for vectors of up to `up_to` bytes, and the measured seconds of each candidate.
+
+    `up_to` is None in the last row, which is for all larger vectors.
+    """
 
     up_to: int | None
     algorithm: str
@@ -26,7 +29,7 @@ class RingChoices(TypedDict, total=False):
     why: str
 
 
-def in_words(choices: RingChoices) -> str:
+def describe(choices: RingChoices) -> str:
     """Return a ring's choices as one line of text.
 
     Example: `all-reduce between 4 ranks over shm: one_shot up to 262 KB, two_shot above; measured ...`.

@@ -1,8 +1,8 @@
 """The connections between the ranks of a ring, and the operation that every algorithm is built on: `exchange`.
 
-A rank polls all its connections in one thread, so every rank sees the death of any rank at once. A mesh that has failed
-cannot be used again. A mesh only sends and receives bytes; `rayps.comm.ring.algorithms` adds numbers. `link_up` forms a
-mesh from the ranks' addresses: of two ranks, the higher one connects to the lower one.
+A rank polls all its connections in one thread. It therefore notices the death of any rank at once. A mesh that has
+failed cannot be used again. A mesh only sends and receives bytes; `rayps.comm.ring.algorithms` adds numbers. `link_up`
+forms a mesh from the ranks' addresses: of two ranks, the higher one connects to the lower one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rayps.comm.link.socket_link import deadline_left
 from rayps.comm.ring.connections import Place, RingConnections
 from rayps.comm.ring.messages import (
     Arrival,
-    Mail,
+    EarlyMessages,
     Piece,
     RingMessage,
     Want,
@@ -33,12 +33,11 @@ from rayps.core.errors import ConfigError, LinkError, PeerLost, PeerTimeout
 from rayps.core.values import Buffer
 
 LINGER_SECONDS = 0.25  # seconds during which a rank that closes tries to send its last messages
-GRACE_SECONDS = (
-    0.5  # the last seconds of a timeout, in which ranks must answer an ASK; the error names those that do not
-)
+# the last seconds of a timeout, in which the other ranks must answer an ASK; the error names the ranks that do not
+GRACE_SECONDS = 0.5
 MOST_STREAMS = 16
-TRIED_STREAMS = 4  # streams opened between two ranks if the best number is to be measured
-_AHEAD_BYTES = 1 << 20  # bytes that a relay keeps queued, so that sending continues while the rank adds
+TRIED_STREAMS = 4  # number of streams that are opened between two ranks to measure the best number
+_AHEAD_BYTES = 1 << 20  # bytes that a relay keeps queued, so that data is sent while the rank adds
 _IN = select.POLLIN
 
 
@@ -52,10 +51,10 @@ class Mesh:
         self.seconds_waiting = 0.0
         self.dead: LinkError | None = None
         self._links = RingConnections(size, links)
-        self.mail = Mail()
+        self.early = EarlyMessages()
         self._heard: set[int] = set()
-        self._left: set[int] = set()  # ranks that closed their ring without an error
-        self.number = 0  # number of the current collective
+        self._left: set[int] = set()  # ranks that have closed their ring without an error
+        self.number = 0  # the number of the current collective
         self._step = 0
         self._sent = 0
         self._quiet = 0.0  # seconds since the last progress
@@ -80,7 +79,7 @@ class Mesh:
         return self._links.streams
 
     def use_streams(self, count: int, *, for_good: bool = False) -> None:
-        """Use `count` streams between two ranks from now on; with `for_good`, close the surplus streams.
+        """Use `count` streams between two ranks from now on. With `for_good`, close the surplus streams.
 
         All ranks must make the same call.
         """
@@ -89,7 +88,7 @@ class Mesh:
         if for_good:
             spare = [self._links.drop(number) for number in list(self._links) if number >= count * self.size]
             try:
-                # after the barrier no rank polls the surplus streams, so that closing them is not taken for a failure
+                # after the barrier no rank polls the surplus streams, so no rank takes their end for a failure
                 self.barrier()
             finally:
                 for link in spare:
@@ -104,9 +103,10 @@ class Mesh:
         self._step = 0
 
     def exchange(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> None:
-        """Send `sends` and receive `receives` at the same time. Every rank must make the matching call.
+        """Send the buffers in `sends`, and fill those in `receives` at the same time.
 
-        Raises PeerLost and PeerTimeout, which name the rank at fault; the mesh cannot be used afterwards.
+        Every rank must make the matching call. Raises PeerLost if a rank is lost, PeerTimeout if a rank does not take
+        part in time. The error names the rank at fault. The mesh cannot be used afterwards.
         """
         step = self._step
         self._step += 1
@@ -119,9 +119,9 @@ class Mesh:
     def relay(self, right: int, left: int, first: Iterable[Buffer], arrivals: Iterable[Arrival]) -> None:
         """Send the buffers of `first` to rank `right`, and fill the buffers of `arrivals` with data from rank `left`.
 
-        Each arrival is a buffer and a function. When the buffer is filled, the function is called, and the buffer that
-        it returns, if any, is sent to `right` too. Sending continues while arrivals are processed. Every rank must make
-        the matching call. Raises the errors of `exchange`.
+        Each arrival is a buffer and a function. When the buffer is filled, the function is called. If the function
+        returns a buffer, this buffer is sent to `right` too. Sending continues while arrivals are processed. Every rank
+        must make the matching call. Raises the errors of `exchange`.
         """
         todo: deque[Buffer] = deque()
         gone = taken = self._step
@@ -155,9 +155,9 @@ class Mesh:
         self.exchange(nothing, nothing)
 
     def blame(self, words: str) -> LinkError:
-        """Return the error for a failure outside of the mesh, which `words` describes (that of a torch process group).
+        """Return the error for a failure outside of the mesh, such as that of a torch process group.
 
-        The error names the rank that was lost or does not answer, if there is one.
+        `words` describes the failure. The error names the rank that was lost or does not answer, if there is one.
         """
         with self.hold:
             self.check()
@@ -184,14 +184,14 @@ class Mesh:
         return self._links[peer]
 
     def await_wakeup(self, wakeup: int, absent: Callable[[], set[int]]) -> None:
-        """Wait until the eventfd `wakeup` is readable; `absent()` returns the ranks that have not signalled it yet.
+        """Wait until the eventfd `wakeup` is readable. `absent()` returns the ranks for which this rank waits.
 
         Raises the errors of `exchange`.
         """
         alone, start = not self._inside, time.perf_counter()
         with self.guarded():
-            # within a relay, sending must continue, so all connections are polled below; else the eventfd is enough
-            signalled = alone and self._links.only_wakeup(wakeup, self._patience())
+            # within a relay, sending must continue, and all connections are polled below; else this poll is enough
+            signalled = alone and self._links.only_wakeup(wakeup, self._seconds_before_ask())
             self._quiet = time.perf_counter() - start
             self.seconds_waiting += self._quiet
             if signalled:
@@ -199,7 +199,7 @@ class Mesh:
             with self._links.polling(wakeup):
                 while not (
                     gone := self._left and self._left & absent()
-                ):  # a rank that signalled and then left has taken part
+                ):  # a rank that signalled before it left has taken part
                     if not self._pause(set(), {}, wakeup):
                         return
                 raise self._gone(min(gone))
@@ -211,7 +211,7 @@ class Mesh:
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
-        """If the code in the block raises an error, end the mesh for all ranks. Blocks may be nested."""
+        """End the mesh for all ranks if the code in the block raises an error. Blocks may be nested."""
         with self.hold:
             self.check()
             outer, self._inside = self._inside, True
@@ -238,9 +238,9 @@ class Mesh:
     def finish(
         self, sending: set[int], wants: dict[int, Want], push: Callable[[], None] | None = None, drain: bool = True
     ) -> None:
-        """Receive the messages in `wants`; with `drain`, also send all data queued on the connections `sending`.
+        """Wait until the messages in `wants` are received and, with `drain`, the data queued on `sending` is sent.
 
-        `push` is called after each progress, and may queue more data.
+        `sending` are numbers of connections. `push` is called after each progress, and may queue more data.
         """
         while True:
             for key in [key for key, want in wants.items() if self.arrived(key, want)]:
@@ -250,7 +250,7 @@ class Mesh:
                 if not self._links[key].queued:
                     sending.discard(key)
             if push is not None:
-                push()  # data that `push` queues may be sent at once; its connection then leaves `sending`
+                push()  # data that `push` queues may be sent at once; then its connection is removed from `sending`
                 sending.difference_update([key for key in sending if not self._links[key].queued])
             if not wants and not (drain and sending):
                 return
@@ -259,25 +259,26 @@ class Mesh:
     def _pause(self, sending: set[int], wants: dict[int, Want], wakeup: int = -1) -> bool:
         """Sleep until a connection or the eventfd `wakeup` is ready.
 
-        Return False if the eventfd, or a connection in `sending` or `wants`, was ready. Raises PeerTimeout.
+        Return False if the eventfd, or a connection in `sending` or `wants`, was ready. Raises PeerTimeout if there is
+        no progress until the timeout.
         """
-        waited = self._sleep(sending, wants, self._patience() - self._quiet, wakeup)
+        waited = self._sleep(sending, wants, self._seconds_before_ask() - self._quiet, wakeup)
         self._quiet = 0.0 if waited < 0 else self._quiet + waited
-        if self._quiet >= self._patience():
+        if self._quiet >= self._seconds_before_ask():
             raise self._find_silent(sending | set(wants))
         return waited >= 0
 
     def arrived(self, peer: int, want: Want) -> bool:
-        """Return whether the message `want` has arrived completely on connection `peer`; if so, receive it."""
+        """If the message `want` has arrived completely on connection `peer`, receive it; return whether it has."""
         kind, tag, _, into = want
         link = self._links[peer]
-        while kind == RingMessage.DATA or not self.mail.fetch(peer, want):
+        while kind == RingMessage.DATA or not self.early.fetch(peer, want):
             if (head := link.peek()) is None:
                 return False
             if head.kind == kind == RingMessage.DATA or (head.kind == kind == RingMessage.POINT and head.tag == tag):
                 if kind == RingMessage.DATA:
                     must_match(head, link.pending_bytes, link.peer, want)
-                assert not isinstance(into, list), "only a PARCEL is appended to a list"
+                assert not isinstance(into, list), "only a message of kind PARCEL is appended to a list"
                 return link.try_recv(into) is not None
             if head.kind == RingMessage.BYE:
                 raise self._gone(peer)
@@ -290,12 +291,12 @@ class Mesh:
             message = link.try_recv()
             if message is None:
                 return False
-            self._overhear(peer, message)
+            self._process_unawaited(peer, message)
         return True
 
-    def _overhear(self, peer: int, message: Message) -> None:
+    def _process_unawaited(self, peer: int, message: Message) -> None:
         if message.kind in (RingMessage.POINT, RingMessage.PARCEL):
-            self.mail.put(peer, message)
+            self.early.put(peer, message)
         elif message.kind == RingMessage.ASK:
             self._links[peer].queue(Message(RingMessage.HERE))
         elif message.kind == RingMessage.ABORT:
@@ -310,11 +311,11 @@ class Mesh:
 
     # Waiting
 
-    def _patience(self) -> float:
+    def _seconds_before_ask(self) -> float:
         return self.timeout - min(GRACE_SECONDS, self.timeout / 4)
 
     def _sleep(self, sending: set[int], wants: dict[int, Want], seconds: float, wakeup: int = -1) -> float:
-        """Sleep, at most `seconds`, until a connection or the eventfd `wakeup` is ready, and process what has arrived.
+        """Sleep at most `seconds`, until a connection or the eventfd `wakeup` is ready; process arrived messages.
 
         Return -1 if the eventfd, or a connection in `sending` or `wants`, was ready; otherwise the seconds slept.
         """
@@ -340,25 +341,25 @@ class Mesh:
         return -1 if progress else waited
 
     def listen(self, peer: int) -> None:
-        """Process the control messages on a connection on which this rank awaits no data; data stays unread."""
+        """Process the control messages on a connection from which this rank awaits no data. Data stays unread."""
         link = self._links[peer]
         while peer not in self._left and (head := link.peek()) is not None and head.kind != RingMessage.DATA:
             message = link.try_recv()
             if message is None:
                 return
-            self._overhear(peer, message)
+            self._process_unawaited(peer, message)
 
     def _find_silent(self, awaited: set[int]) -> LinkError:
-        """Return the error of a timeout.
+        """Send an ASK to all ranks; return the error of a timeout.
 
-        It names the ranks that do not answer an ASK; if all do, the `awaited` ranks.
+        The error names the ranks that do not answer. If all answer, it names the ranks in `awaited`.
         """
         self._heard.clear()
         asked = set(self._links) - self._left
         for peer in asked:
             self._links[peer].queue(Message(RingMessage.ASK))
             self._links.watch(peer, _IN)
-        end = time.monotonic() + self.timeout - self._patience()
+        end = time.monotonic() + self.timeout - self._seconds_before_ask()
         while (left := end - time.monotonic()) > 0 and asked - self._heard - self._left:
             for fd, _ in self._links.poll.poll(max(1, math.ceil(left * 1000))):
                 peer = self._links.at(fd)
@@ -366,7 +367,7 @@ class Mesh:
                     end = 0.0  # the eventfd was signalled after the timeout: other ranks may have given up already
                 elif peer in asked:
                     for message in self._links[peer].feed():
-                        self._overhear(peer, message)
+                        self._process_unawaited(peer, message)
         blamed = asked - self._heard - self._left or self._left & awaited or awaited
         who = ranks(sorted({key % self.size for key in blamed}))
         return PeerTimeout(
@@ -376,9 +377,9 @@ class Mesh:
     # Ending
 
     def _abort_of(self, error: LinkError) -> LinkError:
-        """Return the error in the ABORT that the lost rank of `error` sent; if it sent none, return `error`.
+        """Return the error in the ABORT of the rank that `error` names as lost, or `error` if this rank sent none.
 
-        A rank closes its connections also when another rank has died, and its ABORT then names the other rank.
+        A rank also closes its connections after another rank has died. Its ABORT then names the rank that died.
         """
         if isinstance(error, PeerLost) and "told_by" not in error.data:
             for peer, link in self._links.items():
@@ -387,19 +388,19 @@ class Mesh:
                 try:
                     for message in link.feed():
                         if message.kind == RingMessage.ABORT:
-                            self._overhear(peer, message)
+                            self._process_unawaited(peer, message)
                 except LinkError as found:
                     return found
         return error
 
     def at_end(self, work: Callable[[], None]) -> None:
-        """Register `work`, which is called once, when the mesh is closed or has failed."""
+        """Register a function that is called once, when the mesh is closed or has failed."""
         self._at_end.append(work)
 
     def fail(self, error: LinkError) -> LinkError:
-        """End the mesh because of `error`, and report `error` to the other ranks.
+        """End the mesh because of `error`, and send `error` to the other ranks.
 
-        Return the error that the caller must raise: the one that ended the mesh first.
+        Return the error that the caller must raise: the first error that ended the mesh.
         """
         with self.hold:
             if self.dead is None:
@@ -410,11 +411,11 @@ class Mesh:
 
     def _send_abort_and_close(self) -> None:
         assert self.dead is not None
-        note, words = abort_message(self.dead)
-        self._part(lambda link: link.queue(note, words), failed=True)
+        message, payload = abort_message(self.dead)
+        self._send_last_and_close(lambda link: link.queue(message, payload), failed=True)
 
     def abort(self) -> None:
-        """End the ring for all ranks: a rank that waits in it raises PeerLost. Any thread may call this method."""
+        """End the ring for all ranks. A rank that waits in it raises PeerLost. Any thread may call this method."""
         self.dead = self.dead or PeerLost(f"rank {self.rank} aborted the ring", peer=f"rank {self.rank}")
         if not self.hold.settle():  # another thread is inside the mesh: wake that thread, which then sends the ABORT
             for link in list(self._links.values()):
@@ -431,27 +432,27 @@ class Mesh:
             if self.dead is None:
                 self.dead = LinkError("this ring has been closed on this rank", peer=f"rank {self.rank}")
             if not self._parted:
-                self._part(lambda link: link.queue(Message(RingMessage.BYE)), failed=False)
+                self._send_last_and_close(lambda link: link.queue(Message(RingMessage.BYE)), failed=False)
 
-    def _part(self, farewell: Callable[[Link], None], failed: bool) -> None:
+    def _send_last_and_close(self, queue_last: Callable[[Link], None], failed: bool) -> None:
         self._parted = True
         self._sent = self.bytes_sent
         for link in list(self._links.values()):
             with contextlib.suppress(LinkError):  # the other rank has closed already
-                farewell(link)
+                queue_last(link)
         end = time.monotonic() + LINGER_SECONDS
         for link in list(self._links.values()):
             with contextlib.suppress(LinkError):
                 link.send_last(end, read=failed)
             link.close()
         self._links.clear()
-        self.mail.clear()
+        self.early.clear()
         while self._at_end:
             self._at_end.pop()()
 
 
 class RingLock:
-    """A reentrant lock, held by the thread that is inside a method of the ring; it decides which thread ends the ring.
+    """A reentrant lock, held by the thread that is in a method of the ring. It decides which thread ends the ring.
 
     Connections and file descriptors must not be closed while a thread uses them. A thread that wants to end the ring
     makes `due()` return True, then calls `settle`. If no other thread holds the lock, `settle` calls `end()`; otherwise
@@ -476,7 +477,7 @@ class RingLock:
             self.settle()
 
     def settle(self) -> bool:
-        """Call `end()` if `due()` returns True; return False, and do nothing, if another thread holds the lock."""
+        """Call `end()` if `due()` returns True. If another thread holds the lock, do nothing and return False."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
@@ -501,15 +502,22 @@ def link_up(
 ) -> Mesh:
     """Form a mesh: connect this rank to every other rank.
 
-    A rank that is reached by TCP gets `streams` connections; 0 opens `TRIED_STREAMS`, of which the backend later keeps
-    the best number. Raises PeerTimeout (which names the missing ranks), PeerLost, StaleGeneration, ConfigError.
+    A rank that is reached by TCP gets `streams` connections. If `streams` is 0, it gets `TRIED_STREAMS` connections, of
+    which the backend later keeps the best number.
+
+    Raises:
+        PeerTimeout: a rank did not join within `timeout` seconds. The error names the missing ranks.
+        PeerLost: there is no listener at the address of a rank.
+        StaleGeneration: a rank has another generation.
+        ConfigError: `rank` or `streams` is out of range.
     """
     size = len(addresses)
     if not 0 <= rank < size:
         raise ConfigError(f"rank {rank} is not one of {size} ranks (0 to {size - 1})", rank=rank)
     if not 0 <= streams <= MOST_STREAMS:
         raise ConfigError(
-            f"streams is {streams}: give 1 to {MOST_STREAMS}, or 0 to measure the best number", streams=streams
+            f"streams is {streams}: give a number from 1 to {MOST_STREAMS}, or 0 to measure the best number",
+            streams=streams,
         )
     listener.generation = generation
     links: dict[Place, Link] = {}
@@ -546,7 +554,7 @@ def _name(label: str, rank: int, stream: int) -> str:
 def _accept_above(
     above: range, links: dict[Place, Link], listener: Listener, deadline: float, whom: tuple[str, float, int]
 ) -> None:
-    """Accept the connections of all ranks with a higher number. Raises PeerTimeout, which names the missing ranks."""
+    """Accept the connections of all ranks in `above`. Raises PeerTimeout, which names the missing ranks."""
     label, timeout, streams = whom
     names: dict[str, Place] = {_name(label, peer, 0): (peer, 0) for peer in above}
     while missing := sorted({place[0] for place in names.values() if place not in links}):
@@ -563,7 +571,7 @@ def _accept_above(
         if (peer, stream) in links:
             link.close()
             raise LinkError(
-                f"ring {label!r}: two workers connected as rank {peer}; each worker must have its own rank",
+                f"ring {label!r}: two workers connected as rank {peer}: give each worker another rank",
                 peer=f"rank {peer}",
             )
         links[peer, stream] = link

@@ -23,31 +23,31 @@ class RingMessage(enum.IntEnum):
     POINT = 1  # a message of `Ring.send`: tag is the caller's
     ASK = 2  # asks whether the receiver is alive
     HERE = 3  # answers ASK
-    ABORT = 4  # the ring has failed: a is the kind of error, the payload the peer at fault and the error's message
+    ABORT = 4  # the ring has failed: a is the kind of error; the payload has the rank at fault and the error's message
     BYE = 5  # the sender closes its ring without an error
     PARCEL = 6  # tensors of any shape; `rayps.comm.ring.p2p` defines tag, a and b
 
 
-class Mail:
+class EarlyMessages:
     """Messages of other ranks that arrived before this rank called a function that receives them."""
 
     def __init__(self) -> None:
-        self._boxes: dict[tuple[int, int, int], deque[Message]] = {}
+        self._messages: dict[tuple[int, int, int], deque[Message]] = {}  # by sending rank, kind and tag
 
     def put(self, peer: int, message: Message) -> None:
-        """Store a POINT or PARCEL of rank `peer`."""
-        self._boxes.setdefault((peer, message.kind, message.tag), deque()).append(message)
+        """Store a message of kind POINT or PARCEL from rank `peer`."""
+        self._messages.setdefault((peer, message.kind, message.tag), deque()).append(message)
 
     def fetch(self, peer: int, want: Want) -> bool:
-        """Return whether the message `want` of rank `peer` is stored here; if it is, remove and deliver it.
+        """If the message `want` of rank `peer` is stored, remove and deliver it; return whether it was stored.
 
-        A POINT is copied into the buffer in `want`; a PARCEL is appended to the list in `want`.
+        The payload of a POINT is copied into the buffer in `want`. A PARCEL is appended to the list in `want`.
         """
         kind, tag, _, into = want
-        box = self._boxes.get((peer, kind, tag))
-        if not box:
+        queue = self._messages.get((peer, kind, tag))
+        if not queue:
             return False
-        message = box.popleft()
+        message = queue.popleft()
         if isinstance(into, list):
             into.append(message)
         else:
@@ -56,20 +56,20 @@ class Mail:
 
     def waiting(self, peer: int, kind: int) -> Iterator[Message]:
         """Yield the stored messages of this kind from rank `peer`."""
-        for (frm, what, _), box in self._boxes.items():
+        for (frm, what, _), queue in self._messages.items():
             if frm == peer and what == kind:
-                yield from box
+                yield from queue
 
     def clear(self) -> None:
         """Drop all messages."""
-        self._boxes.clear()
+        self._messages.clear()
 
 
 _WHY: list[type[LinkError]] = [LinkError, PeerLost, PeerTimeout]  # the index is the kind of error in an ABORT
 
 
 def abort_message(error: LinkError) -> tuple[Message, bytes]:
-    """Return the ABORT message, and its payload, that report `error` to the other ranks."""
+    """Return an ABORT message that reports `error` to the other ranks, and the message's payload."""
     why = next((i for i in (1, 2) if isinstance(error, _WHY[i])), 0)
     return Message(RingMessage.ABORT, a=why), f"{error.data.get('peer', '')}\n{error.message}".encode()
 
@@ -81,20 +81,20 @@ def abort_error(abort: Message, by: str) -> LinkError:
 
 
 def must_match(head: Message, size: int, peer: str, want: Want) -> None:
-    """Raise LinkError if a message of `peer` (its header, its size in bytes) is not the awaited message `want`."""
+    """Raise LinkError if a message of `peer`, with this header and `size` bytes, is not the awaited message `want`."""
     _, number, step, into = want
     expected = 0 if isinstance(into, list) else memoryview(into).nbytes
     if (head.tag, head.a, size) != (number, step, expected):
         raise LinkError(
-            f"{peer} is at step {head.a} of collective {head.tag} and sent {size} bytes; this rank is at step {step} "
-            f"of collective {number} and expects {expected} bytes: all ranks must make the same calls with the same "
-            "sizes",
+            f"{peer} is at step {head.a} of collective {head.tag} and sent {size} bytes, but this rank is at step "
+            f"{step} of collective {number} and expects {expected} bytes: all ranks must make the same calls with the "
+            "same sizes",
             peer=peer,
         )
 
 
 def fill(into: Buffer, payload: Buffer, peer: int) -> None:
-    """Copy the payload that rank `peer` sent into a buffer of the same size. Raises LinkError."""
+    """Copy the payload that rank `peer` sent into a buffer. Raises LinkError if the sizes differ."""
     target = memoryview(into).cast("B") if memoryview(into).nbytes else memoryview(b"")
     if len(target) != len(payload):
         raise LinkError(f"rank {peer} sent {len(payload)} bytes where {len(target)} were expected", peer=f"rank {peer}")

@@ -1,10 +1,11 @@
-"""Tensors of any shape and dtype between two ranks of a ring, one message each, for the stages of a pipeline.
+"""Messages with tensors of any shape and dtype between two ranks of a ring, for the stages of a pipeline.
 
-The receiver need not know shapes or dtypes in advance. The description of a message (the sender's text `form`, and each
-tensor's shape, dtype and whether it needs a gradient) is sent in full the first time, and as a number afterwards; a
-message of one tensor then consists of a header and the tensor's bytes. Sending does not wait for the receiver: a thread
-sends the bytes that cannot be sent at once, while this rank computes. Two ranks may therefore send each other more than
-the socket buffers hold.
+The receiver need not know shapes or dtypes in advance. A message has a description: the sender's text `form`, and each
+tensor's shape, dtype and whether it needs a gradient. The description is sent in full the first time, and as a number
+afterwards. A message of one tensor then consists of a header and the tensor's bytes.
+
+Sending does not wait for the receiver. A thread sends the bytes that cannot be sent at once, while this rank computes.
+Two ranks can therefore send each other more than the socket buffers hold.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from rayps.comm.ring.messages import RingMessage, Want
 from rayps.core.errors import ConfigError, LinkError
 from rayps.core.values import Buffer
 
-BACKLOG_BYTES = 128 << 20  # bytes that may be queued to one rank; `give` waits above it
-KNOWN = 4096  # descriptions that are numbered for each receiver; further ones are sent in full each time
-SPIN_SECONDS = 200e-6  # how long a rank polls for a message, yielding its core in between, before it sleeps
-_ALIGN = 64  # alignment of each tensor in a message
-_PUMP_SECONDS = 0.05  # longest pause of the sending thread while messages are queued
+BACKLOG_BYTES = 128 << 20  # if more bytes are queued to one rank, `give` waits
+KNOWN = 4096  # most descriptions that are numbered for each receiver; further ones are sent in full each time
+SPIN_SECONDS = 200e-6  # seconds during which a rank polls for a message and yields its core, before it sleeps
+_ALIGN = 64  # alignment in bytes of each tensor in a message
+_SEND_SECONDS = 0.05  # longest pause of the sending thread while messages are queued
 
 _DTYPES: tuple[torch.dtype, ...] = (
     torch.float32,
@@ -52,7 +53,7 @@ _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 
 class TensorHeader(NamedTuple):
-    """A message's description: the sender's text `form`, each tensor's part, and the bytes of all tensors (`size`).
+    """A message's description: the sender's text `form`, one part for each tensor, and the `size` of all in bytes.
 
     A part is (dtype, shape, whether the tensor needs a gradient, offset in bytes).
     """
@@ -67,7 +68,7 @@ _Form: TypeAlias = tuple[str, torch.dtype, torch.Size, bool] | tuple[str, tuple[
 
 
 class TensorMessage(NamedTuple):
-    """A received message: the tensors, which of them need a gradient (`wants`), and the sender's text."""
+    """A received message: the tensors, whether each needs a gradient (`wants`), and the sender's text `form`."""
 
     tensors: list[Tensor]
     wants: list[bool]
@@ -75,16 +76,16 @@ class TensorMessage(NamedTuple):
 
 
 class PointToPoint:
-    """Sends and receives tensors over one mesh; each ring has one per rank (`Ring.parcels`)."""
+    """Sends and receives messages with tensors over one mesh. It is the value of `Ring.parcels`."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self.bytes = 0  # bytes of tensors sent
-        self.messages = 0
+        self.messages = 0  # number of messages sent
         self.seconds = 0.0  # seconds spent waiting
-        # by receiving rank: the descriptions that were sent to it, with their numbers
-        self._said: dict[int, dict[_Form, tuple[int, TensorHeader]]] = {}
-        self._learnt: dict[int, dict[int, TensorHeader]] = {}  # by sending rank: its descriptions, by number
+        # for each receiving rank: the descriptions that were sent to that rank, with their numbers
+        self._sent: dict[int, dict[_Form, tuple[int, TensorHeader]]] = {}
+        self._received: dict[int, dict[int, TensorHeader]] = {}  # for each sending rank: its descriptions by number
         self._pending: set[int] = set()  # ranks to which messages may be queued
         self._due = threading.Event()
         self._over = False
@@ -92,14 +93,14 @@ class PointToPoint:
         mesh.at_end(self._end)
 
     def give(self, to: int, tag: int, tensors: Sequence[Tensor], form: str = "") -> None:
-        """Send tensors to rank `to` as one message with `tag`; messages arrive in the order of the calls.
+        """Send tensors to rank `to` as one message with `tag`. Messages arrive in the order of the calls.
 
         The tensors must not change until `settle` has returned. The call waits only if more than `BACKLOG_BYTES` are
-        queued. Raises PeerLost, PeerTimeout.
+        queued to rank `to`. Raises PeerLost if a rank is lost, PeerTimeout if rank `to` does not receive in time.
         """
-        number, note, new = self._describe(to, tensors, form)
-        head = _packed(note) if new else b""
-        payload = _bytes_of(tensors, note, head)
+        number, header, new = self._describe(to, tensors, form)
+        head = _packed(header) if new else b""
+        payload = _bytes_of(tensors, header, head)
         message = Message(RingMessage.PARCEL, tag=tag, a=number, b=len(head))
         with self._mesh.guarded():
             link = self._mesh.link(to)
@@ -114,52 +115,58 @@ class PointToPoint:
             self._start()
 
     def take(self, frm: int, tag: int) -> TensorMessage:
-        """Receive the next message with `tag` from rank `frm`. Raises PeerLost, PeerTimeout."""
+        """Receive the next message with `tag` from rank `frm`.
+
+        Raises PeerLost if a rank is lost, PeerTimeout if the message does not arrive in time.
+        """
         found: list[Message] = []
         with self._mesh.guarded():
             want = (RingMessage.PARCEL, tag, 0, found)
-            if not self._soon(frm, want):
+            if not self._poll_briefly(frm, want):
                 self._wait(set(), {frm: want})
             message = found[0]
-            note = self._learn(frm, message)
+            header = self._header_of(frm, message)
         body = memoryview(message.payload)[message.b :]
-        if len(body) != note.size:
+        if len(body) != header.size:
             raise LinkError(
-                f"rank {frm} sent {len(body)} bytes of tensors where its header announced {note.size}",
+                f"rank {frm} sent {len(body)} bytes of tensors, but its header announced {header.size}",
                 peer=f"rank {frm}",
             )
         tensors = [
             torch.frombuffer(body, dtype=dtype, count=count, offset=offset).view(shape)
             if (count := math.prod(shape))
             else torch.empty(shape, dtype=dtype)
-            for dtype, shape, _, offset in note.parts
+            for dtype, shape, _, offset in header.parts
         ]
-        return TensorMessage(tensors, [wants for _, _, wants, _ in note.parts], note.form)
+        return TensorMessage(tensors, [wants for _, _, wants, _ in header.parts], header.form)
 
     def settle(self) -> None:
-        """Wait until all messages have been sent. Raises PeerLost, PeerTimeout."""
+        """Wait until all messages have been sent.
+
+        Raises PeerLost if a rank is lost, PeerTimeout if a rank does not receive in time.
+        """
         if not self._pending:
             return
         with self._mesh.guarded():
             self._wait({peer for peer in self._pending if self._mesh.link(peer).queued}, {})
             self._pending.clear()
 
-    def _soon(self, frm: int, want: Want) -> bool:
-        """Poll for a short time, and return whether the message has arrived.
+    def _poll_briefly(self, frm: int, want: Want) -> bool:
+        """Poll for at most `SPIN_SECONDS`; return whether the message `want` has arrived.
 
         Usually the message arrives in less time than this rank would need to sleep and wake up.
         """
         if self._mesh.arrived(frm, want):
             return True
         start = now = time.perf_counter()
-        came = False
-        while not came and now - start < SPIN_SECONDS:
+        arrived = False
+        while not arrived and now - start < SPIN_SECONDS:
             os.sched_yield()
-            came = self._mesh.arrived(frm, want)
+            arrived = self._mesh.arrived(frm, want)
             now = time.perf_counter()
         self.seconds += now - start
         self._mesh.seconds_waiting += now - start
-        return came
+        return arrived
 
     def _wait(self, sending: set[int], wants: dict[int, Want]) -> None:
         before = self._mesh.seconds_waiting
@@ -177,7 +184,7 @@ class PointToPoint:
             key = form, t.dtype, t.shape, t.requires_grad
         else:
             key = form, tuple((t.dtype, t.shape, t.requires_grad) for t in tensors)
-        known = self._said.setdefault(to, {})
+        known = self._sent.setdefault(to, {})
         found = known.get(key)
         if found is not None:
             return *found, False
@@ -185,43 +192,43 @@ class PointToPoint:
         for t in tensors:
             if t.dtype not in _CODES or t.layout != torch.strided:
                 raise ConfigError(
-                    f"a message cannot contain a tensor of dtype {t.dtype} and layout {t.layout}; convert it to a "
+                    f"a message cannot contain a tensor of dtype {t.dtype} and layout {t.layout}: convert it to a "
                     "dense tensor of a common dtype first"
                 )
             parts.append((t.dtype, tuple(t.shape), t.requires_grad, at))
             at += t.nbytes if len(tensors) == 1 else -(-t.nbytes // _ALIGN) * _ALIGN
-        note = TensorHeader(form, tuple(parts), at)
+        header = TensorHeader(form, tuple(parts), at)
         if len(known) >= KNOWN:
-            return -1, note, True
-        known[key] = (len(known), note)
-        return len(known) - 1, note, True
+            return -1, header, True
+        known[key] = (len(known), header)
+        return len(known) - 1, header, True
 
-    def _learn(self, frm: int, message: Message) -> TensorHeader:
-        known = self._learnt.setdefault(frm, {})
+    def _header_of(self, frm: int, message: Message) -> TensorHeader:
+        known = self._received.setdefault(frm, {})
         if message.b:
-            note = _unpacked(bytes(message.payload[: message.b]))
+            header = _unpacked(bytes(message.payload[: message.b]))
             if message.a >= 0:
-                known[message.a] = note
-            return note
-        # the description was sent in full in a message with another tag, which has arrived but was not taken yet
+                known[message.a] = header
+            return header
+        # the description was sent in full in a message with another tag, which has arrived but was not received yet
         if message.a not in known:
-            for other in self._mesh.mail.waiting(frm, RingMessage.PARCEL):
+            for other in self._mesh.early.waiting(frm, RingMessage.PARCEL):
                 if other.b and other.a >= 0:
-                    self._learn(frm, other)
+                    self._header_of(frm, other)
         return known[message.a]
 
     # Sending while this rank computes
 
     def _start(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._pump, name="parcels", daemon=True)
+            self._thread = threading.Thread(target=self._send_queued, name="parcels", daemon=True)
             self._thread.start()
         self._due.set()
 
-    def _pump(self) -> None:
+    def _send_queued(self) -> None:
         """Send queued messages until the mesh ends.
 
-        An error ends the mesh; the next call of the ring's thread raises it.
+        An error ends the mesh. The next call by the ring's thread raises the error.
         """
         with suppress(LinkError):
             while not self._over:
@@ -234,10 +241,10 @@ class PointToPoint:
                     if not links:
                         self._due.clear()
                         continue
-                watch.poll(int(1000 * _PUMP_SECONDS))
+                watch.poll(int(1000 * _SEND_SECONDS))
 
     def _unsent(self) -> list[tuple[int, Link]]:
-        """Send the queued bytes that the connections accept; return the connections with bytes left to send."""
+        """Send the queued bytes that the connections accept; return the (rank, connection) pairs with bytes left."""
         waiting = []
         for peer in list(self._pending):
             link = self._mesh.link(peer)
@@ -256,14 +263,14 @@ class PointToPoint:
         self._due.set()
 
 
-def _bytes_of(tensors: Sequence[Tensor], note: TensorHeader, head: bytes) -> Buffer:
-    """Return a message's payload: the memory of its only tensor, or else a copy of `head` and all tensors."""
+def _bytes_of(tensors: Sequence[Tensor], header: TensorHeader, head: bytes) -> Buffer:
+    """Return a message's payload: the memory of the tensor if there is one tensor and no `head`, else a copy of all."""
     if not head and len(tensors) == 1:
         return _raw(tensors[0])
-    whole = torch.empty(len(head) + note.size, dtype=torch.uint8)
+    whole = torch.empty(len(head) + header.size, dtype=torch.uint8)
     into = whole.numpy().data
     into[: len(head)] = head
-    for t, (*_, offset) in zip(tensors, note.parts, strict=True):
+    for t, (*_, offset) in zip(tensors, header.parts, strict=True):
         if t.numel():
             at = len(head) + offset
             into[at : at + t.nbytes] = _raw(t)
@@ -279,10 +286,10 @@ def _raw(t: Tensor) -> memoryview:
     return flat.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
-def _packed(note: TensorHeader) -> bytes:
-    """Return the description as JSON, padded to a multiple of the alignment."""
-    parts = [[_CODES[dtype], list(shape), wants, offset] for dtype, shape, wants, offset in note.parts]
-    text = json.dumps([note.form, parts, note.size]).encode()
+def _packed(header: TensorHeader) -> bytes:
+    """Return the description as JSON, padded to a multiple of `_ALIGN` bytes."""
+    parts = [[_CODES[dtype], list(shape), wants, offset] for dtype, shape, wants, offset in header.parts]
+    text = json.dumps([header.form, parts, header.size]).encode()
     return text.ljust(-(-len(text) // _ALIGN) * _ALIGN)
 
 

@@ -1,8 +1,8 @@
 """The ring: sums, means and transfers of tensors, in place, between the ranks of one generation.
 
-Any actors can form a ring by a name that they share (`Ring.join`); workers to which a driver gives all addresses form
+Any actors can form a ring by a name that they share (`Ring.join`). Workers that get all addresses from a driver form
 one by `Ring.form`. Only the thread that formed a ring may use it; other threads may call only `abort`. After a
-collective has failed, the ring cannot be used any more: form a new one.
+collective has failed, the ring cannot be used any more. Form a new one then.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from rayps.comm.ring import algorithms as ring_algorithms
 from rayps.comm.ring.algorithms import raw
 from rayps.comm.ring.choose_algorithm import Autotuner
 from rayps.comm.ring.collectives import HALF, CollectiveHandle, Collectives, Tensors, flat_cpu, must_add
-from rayps.comm.ring.describe import RingChoices, in_words
+from rayps.comm.ring.describe import RingChoices, describe
 from rayps.comm.ring.mesh import Mesh, link_up
 from rayps.comm.ring.p2p import PointToPoint
 from rayps.comm.ring.rendezvous import find_ranks
 from rayps.comm.ring.shared_memory import tensor_of
 from rayps.comm.ring.shared_progress import Progress, common
-from rayps.comm.ring.torch_groups import Delegate
+from rayps.comm.ring.torch_groups import TorchGroup
 from rayps.core.errors import ConfigError
 from rayps.core.records import RingTable
 from rayps.tensors.flat import Gradient
@@ -32,7 +32,7 @@ Backend = Literal["own", "gloo", "nccl"]
 
 
 class RingOptions(TypedDict, total=False):
-    """Options of `Ring.form` that `Ring.join` passes on."""
+    """The options that `Ring.join` passes to `Ring.form`."""
 
     prefer: Prefer
     backend: Backend
@@ -56,11 +56,11 @@ class Ring:
         rayps.run(add, workers=2)  # [[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]
     """
 
-    def __init__(self, mesh: Mesh, generation: int, folder: Autotuner | Delegate) -> None:
+    def __init__(self, mesh: Mesh, generation: int, folder: Autotuner | TorchGroup) -> None:
         self.rank = mesh.rank
         self.size = mesh.size
         self.generation = generation
-        self.collectives = Collectives(mesh, folder)  # the operations below the methods of this class
+        self.collectives = Collectives(mesh, folder)  # the operations that the methods of this class use
         self._parcels: PointToPoint | None = None
 
     @classmethod
@@ -85,8 +85,13 @@ class Ring:
         `timeout` limits, in seconds, the forming of the ring and every later wait. `prefer` forces a transport: shm,
         unix or tcp. `algorithm` is auto, ring, tree, one_shot, two_shot, star or hierarchical. `table` is the `choices`
         of an earlier ring: with the same choices, sums have the same bits. `streams` is the number of TCP connections
-        between two ranks; with 0, the ranks measure the best number. Raises PeerTimeout (which names the missing
-        ranks), PeerLost, StaleGeneration, ConfigError.
+        between two ranks; with 0, the ranks measure the best number.
+
+        Raises:
+            PeerTimeout: a rank did not join in time. The error names the missing ranks.
+            PeerLost: there is no listener at the address of a rank, or a rank was lost.
+            StaleGeneration: a rank has another generation.
+            ConfigError: an argument is not valid.
         """
         streams = (streams or (table or {}).get("streams", 0)) if backend == "own" else 1
         mesh = link_up(
@@ -104,7 +109,7 @@ class Ring:
             folder = (
                 Autotuner(mesh, algorithm, table, streams)
                 if backend == "own"
-                else Delegate(mesh, backend, addresses[0])
+                else TorchGroup(mesh, backend, addresses[0])
             )
         except BaseException:
             mesh.close()
@@ -125,7 +130,8 @@ class Ring:
         """Form a ring with the other actors that call `join` with the same `name` and `size`.
 
         `host` is the address of this host. `timeout` limits, in seconds, the search for the other ranks and every later
-        wait. `options` are those of `form`. Raises PeerTimeout (which names the missing ranks), ConfigError.
+        wait. `options` are those of `form`. Raises PeerTimeout, which names the missing ranks, if a rank does not join
+        in time, and ConfigError if an argument is not valid.
         """
         listener, secret, generation, addresses = find_ranks(name, rank, size, timeout, host)
         with listener:
@@ -159,7 +165,7 @@ class Ring:
     @property
     def choice(self) -> str:
         """The chosen algorithm, the transport and the reason, as one line of text."""
-        return in_words(self.collectives.backend.choices)
+        return describe(self.collectives.backend.choices)
 
     # Collectives
 
@@ -168,7 +174,7 @@ class Ring:
         return self.collectives.fold(t, "add", algorithm)
 
     def max(self, t: Tensors, *, algorithm: str | None = None) -> Tensors:
-        """Take the elementwise maximum over ranks, in place: NaN where any rank has NaN."""
+        """Compute the elementwise maximum over ranks, in place. It is NaN where any rank has NaN."""
         return self.collectives.fold(t, "max", algorithm)
 
     def sum_async(self, t: Tensors, *, algorithm: str | None = None) -> CollectiveHandle[Tensors]:
@@ -180,17 +186,17 @@ class Ring:
         return self.collectives.background.start(lambda: self.collectives.fold_now(t, "add", algorithm))
 
     def settle(self) -> None:
-        """Wait until all background collectives have ended. Raises the LinkError of one that failed."""
+        """Wait until all background collectives have ended. Raises the LinkError that ended the ring, if one failed."""
         self.collectives.background.settle()
         self.collectives.mesh.check()
 
     def mean(self, x: Tensor | Gradient, *, in_place: bool = True) -> Tensor:
         """Return the mean of `x` over ranks; if `x` is a gradient (`vector` and `samples`), the mean over all samples.
 
-        The result is in `x`. With `in_place=False`, the mean of a tensor in memory of `buffer` is not copied back to
-        it: the result is read-only and valid until this buffer's next collective. A rank with no samples does not
-        count. Half precision is added and divided in float32, and rounded once. Raises ConfigError: `x` has an integer
-        dtype.
+        The mean is written to `x`. With `in_place=False`, the mean of a tensor in memory of `buffer` is not written
+        back: the result is read-only and valid until this buffer's next collective. A rank with no samples does not
+        count. Half precision is added and divided in float32, and rounded once. Raises ConfigError if `x` has an
+        integer dtype.
         """
         vector: Tensor = x if isinstance(x, Tensor) else x.vector
         if not vector.dtype.is_floating_point:
@@ -208,10 +214,10 @@ class Ring:
         return self._mean_over_samples(x)
 
     def total(self, t: Tensor) -> Tensor:
-        """Return the sum over ranks; the sum of a tensor in memory of `buffer` is not copied back to it.
+        """Return the sum over ranks. If `t` is in memory of `buffer`, the sum is not written back to `t`.
 
-        That result is read-only and valid until this buffer's next collective. For any other tensor, do the same as
-        `sum`.
+        The result is then read-only, and valid until this buffer's next collective. For any other tensor, `total` does
+        the same as `sum`.
         """
         must_add(t)
         shared = self.collectives.resident(t, None)
@@ -220,8 +226,8 @@ class Ring:
     def buffer(self, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return a vector of `n` zeros: in shared memory if all ranks are on one host, else in ordinary memory.
 
-        In shared memory, other ranks read it directly: `sum` and `mean` of the vector, or of a contiguous part of it,
-        need one copy less. All ranks must call it with the same arguments.
+        Other ranks read shared memory directly. `sum` and `mean` of the vector, or of a contiguous part of it, then
+        need one copy less. All ranks must call `buffer` with the same arguments.
         """
         shared_memory = self.collectives.shared_memory
         size = n * torch.empty(0, dtype=dtype).element_size()
@@ -233,15 +239,15 @@ class Ring:
     def common(self, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return a vector of `n` zeros in memory that all ranks of one host read and write without locks.
 
-        All ranks must call it with the same arguments. Raises ConfigError: the ranks are on several hosts.
+        All ranks must call `common` with the same arguments. Raises ConfigError if the ranks are on several hosts.
         """
         with self.collectives.collective():
             return common(self.collectives.mesh, self.collectives.shared_memory, n, dtype)
 
     def progress(self) -> Progress:
-        """Return counters of the rounds that each rank has completed, in shared memory.
+        """Return counters in shared memory: how many rounds each rank has completed.
 
-        The call waits until every rank has called this method. Raises ConfigError: the ranks are on several hosts.
+        The call waits until every rank has called this method. Raises ConfigError if the ranks are on several hosts.
         """
         with self.collectives.collective():
             return Progress(self.collectives.mesh, self.collectives.shared_memory)
@@ -307,7 +313,7 @@ class Ring:
     # Ending
 
     def abort(self) -> None:
-        """End the ring: every rank that waits in it raises PeerLost. Any thread may call this method."""
+        """End the ring. Every rank that waits in the ring raises PeerLost. Any thread may call this method."""
         self.collectives.mesh.abort()
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
 """All-reduce between ranks of one host: each rank's data is in shared memory, where the other ranks read it.
 
-Each rank writes only its own data and reads the others', so a rank that was suspended and wakes up after an abort
-cannot corrupt the data of others. Each rank has two halves of memory, used in turn: what a rank writes into a half
-before barrier b, the other ranks read before they enter barrier b+1; the rank writes into that half again only after
-barrier b+1.
+Each rank writes only its own data and reads the others' data. A rank that was suspended and continues after an abort
+therefore cannot corrupt the data of others. Each rank has two halves of memory, which it uses in turn. The other ranks
+read what a rank writes into a half before barrier b, and have read it when they enter barrier b+1. The rank writes into
+this half again only after barrier b+1.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from rayps.comm.ring.mesh import Mesh
 from rayps.core.errors import LinkError
 from rayps.core.partition import part
 
-PIECE_BYTES = 1 << 20  # a vector is copied in and out of shared memory in parts of this size, which stay in the cache
-_MANY_BYTES = 1 << 19  # the size of the parts of a larger vector: both halves of all ranks must stay in the cache
-SMALL_BYTES = 64 << 10  # up to this size one barrier and N times the additions are faster than two barriers
-_BLOCK = 1 << 15  # elements added at a time: they stay in the L1 cache
-_SLOTS, _TABLE, _WAKEUPS = 1, 2, 3  # keys of the memory that ranks offer each other; buffers have 10 and above
+PIECE_BYTES = 1 << 20  # a vector is copied to and from shared memory in parts of this size, which stay in the cache
+_MANY_BYTES = 1 << 19  # size of the parts of a vector of several parts: both halves of all ranks must stay in the cache
+SMALL_BYTES = 64 << 10  # up to this size, one barrier with N times the additions is faster than two barriers
+_BLOCK = 1 << 15  # number of elements added at a time, so that they stay in the L1 cache
+_SLOTS, _TABLE, _WAKEUPS = 1, 2, 3  # keys under which ranks offer each other memory; buffers have keys from 10 on
 _ROW = struct.Struct("<5q")  # the collective that a rank announces: number, kind, bytes, buffer, offset
 
 _KINDS = {
@@ -44,15 +44,15 @@ Fold = np.ufunc  # (a, b, out=)
 
 @dataclass(slots=True)
 class Resident:
-    """A vector in shared memory of which every rank has one, and the memory for the sum over ranks."""
+    """A buffer: one vector in shared memory for each rank, and the memory for their sum."""
 
     start: int  # address of this rank's vector
-    parts: list[Bytes]  # the vectors of all ranks, in order
-    out: Bytes  # the sum, or mean
+    parts: list[Bytes]  # the vectors of all ranks, in the order of ranks
+    out: Bytes  # the sum or the mean
 
 
 class SharedMemoryFold:
-    """The shared memory and eventfds of ranks of one host. All ranks of `group` must make the same calls."""
+    """The shared memory and the eventfds of the ranks `group` of one host. All these ranks must make the same calls."""
 
     def __init__(self, mesh: Mesh, group: list[int]) -> None:
         self._mesh = mesh
@@ -81,7 +81,7 @@ class SharedMemoryFold:
         return link
 
     def _share(self, key: int, size: int) -> list[Bytes]:
-        """Allocate `size` bytes of shared memory on each rank of the group; return all ranks' memory, in order."""
+        """Allocate `size` bytes of shared memory on each rank of the group; return it in the order of ranks."""
         mine = Memory.create(size)
         for peer in self._others:
             self._link(peer).offer(key, mine)
@@ -102,7 +102,10 @@ class SharedMemoryFold:
         return _bytes(memory)
 
     def _exchange_wakeups(self) -> tuple[list[int], list[list[int]]]:
-        """Create this rank's two eventfds and exchange them. Return them, and two lists of the other ranks'."""
+        """Create this rank's two eventfds and exchange them with the other ranks.
+
+        Return this rank's eventfds, and two lists of the other ranks' eventfds.
+        """
         mine = [os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(2)]
         try:
             for peer in self._others:
@@ -122,9 +125,9 @@ class SharedMemoryFold:
         self._mesh.exchange(nothing, nothing)
 
     def buffer(self, size: int) -> Bytes:
-        """Allocate `size` bytes of which `reduce_resident` computes the sum.
+        """Allocate a vector of `size` bytes on each rank; return this rank's. `reduce_resident` sums the vectors.
 
-        All ranks must call it with the same size.
+        All ranks must call `buffer` with the same size.
         """
         key, self._offers = self._offers, self._offers + 2
         parts = self._share(key, size)
@@ -136,7 +139,7 @@ class SharedMemoryFold:
     def common(self, size: int) -> Bytes:
         """Allocate `size` zero bytes that every rank reads and writes.
 
-        All ranks must call it with the same size.
+        All ranks must call `common` with the same size.
         """
         key, self._offers = self._offers, self._offers + 1
         return self._share_one(key, size)
@@ -149,23 +152,26 @@ class SharedMemoryFold:
     # Agreeing
 
     def barrier(self) -> None:
-        """Wait until every rank of the group has entered; earlier writes are then visible to all. Raises LinkError."""
+        """Wait until every rank of the group has entered; earlier writes are then visible to all ranks.
+
+        Raises LinkError if another rank dies, gives up or does not enter in time.
+        """
         self._barrier.wait()
 
     @property
     def parity(self) -> int:
-        """Which of the two halves of its memory (0 or 1) this rank writes before its next barrier."""
+        """The half of its memory (0 or 1) into which this rank writes before its next barrier."""
         return self._barrier.turn & 1
 
     def announce(self, kind: int, size: int, where: tuple[int, int] = (-1, 0), weight: float = 1.0) -> None:
-        """Write to shared memory which collective this rank will run next; `agree` checks it after the barrier."""
+        """Write to shared memory which collective this rank will run next. `agree` compares this after the barrier."""
         parity = self.parity
         self._row = _ROW.pack(self._mesh.number, kind, size, *where)
         self._rows[parity][self._place * _ROW.size : (self._place + 1) * _ROW.size] = self._row
         self._weights[parity][self._place] = weight
 
     def agree(self, parity: int) -> None:
-        """Raise LinkError unless all ranks announced the same collective in the half `parity`."""
+        """Raise LinkError if the ranks announced different collectives in the half `parity`."""
         rows = self._rows[parity]
         if rows == self._row * len(self._group):
             return
@@ -185,7 +191,7 @@ class SharedMemoryFold:
         self.one_shot(x, fold) if size <= SMALL_BYTES else self.two_shot(x, fold)
 
     def one_shot(self, x: Tensor, fold: str) -> None:
-        """Reduce with one barrier per part: every rank reads and adds all data, N times the additions of `two_shot`."""
+        """Reduce with one barrier for each part. Every rank adds all data, N times the additions of `two_shot`."""
         data = _data(x)
         for a in range(0, max(1, len(data)), PIECE_BYTES):
             piece = data[a : a + PIECE_BYTES]
@@ -195,9 +201,9 @@ class SharedMemoryFold:
             fold_parts([slots[parity][: len(piece)] for slots in self._slots], piece, x.dtype, fold)
 
     def two_shot(self, x: Tensor, fold: str) -> None:
-        """Reduce with two barriers per part: each rank adds 1/N of the data, then reads the other ranks' sums.
+        """Reduce with two barriers for each part. Each rank adds 1/N of the data, then reads the other ranks' sums.
 
-        The next part is written before the sums of the current part are read, so that the two share a barrier.
+        The next part is written before the sums of the current part are read. Both parts then share a barrier.
         """
         if x.numel() == 0:
             return
@@ -219,7 +225,7 @@ class SharedMemoryFold:
             data[piece] = self._out[parity][:size]
 
     def spread(self, x: Tensor, root: int = 0) -> None:
-        """Copy the vector of one rank, whose index in the group is `root`, into `x` on all ranks."""
+        """Copy the vector of the rank whose index in the group is `root` into `x` on all ranks."""
         data = _data(x)
         for a in range(0, max(1, len(data)), PIECE_BYTES):
             piece = data[a : a + PIECE_BYTES]
@@ -247,7 +253,7 @@ class SharedMemoryFold:
     # In place
 
     def find(self, x: Tensor) -> tuple[int, int] | None:
-        """Return the number of the buffer in which `x` is, and the offset in bytes; None if `x` is in no buffer."""
+        """Return the number of the buffer that contains `x`, and the offset in bytes, or None if no buffer does."""
         start, size = x.data_ptr(), x.nbytes
         for i, resident in enumerate(self.residents):
             offset = start - resident.start
@@ -260,8 +266,8 @@ class SharedMemoryFold:
     ) -> Bytes:
         """Reduce the `size` bytes at `where` (buffer, offset) over the group; return the result, in shared memory.
 
-        With `weight`, this rank's weight, the result is the weighted mean. It is valid until the buffer's next
-        reduction.
+        If `weight`, this rank's weight, is given, the result is the weighted mean. The result is valid until the
+        buffer's next reduction.
         """
         number, offset = where
         parity = self.parity
@@ -298,7 +304,7 @@ def tensor_of(data: Bytes, dtype: torch.dtype) -> Tensor:
 
 
 def fold_parts(parts: list[Bytes], out: Bytes, dtype: torch.dtype, fold: str, weights: Weights | None = None) -> None:
-    """Reduce `parts`, in the order of ranks, into `out`. Overflow gives infinity or NaN, without a numpy warning."""
+    """Reduce `parts`, in the order of ranks, into `out`. An overflow results in infinity or NaN, without a warning."""
     with np.errstate(all="ignore"):
         _fold_quietly(parts, out, dtype, fold, weights)
 
@@ -332,16 +338,16 @@ def _fold_quietly(parts: list[Bytes], out: Bytes, dtype: torch.dtype, fold: str,
 
 def _fold_weighted(sources: list[Numbers], target: Numbers, weights: Weights) -> None:
     total = float(weights.sum())
-    voices = [(source, float(w) / total) for source, w in zip(sources, weights, strict=True) if w]
-    if not voices:
+    shares = [(source, float(w) / total) for source, w in zip(sources, weights, strict=True) if w]
+    if not shares:
         target[:] = 0
         return
     scratch = np.empty(min(_BLOCK, len(target)), target.dtype)
     for at in range(0, len(target), _BLOCK):
         block = slice(at, at + _BLOCK)
         into = target[block]
-        np.multiply(voices[0][0][block], voices[0][1], out=into)
-        for source, share in voices[1:]:
+        np.multiply(shares[0][0][block], shares[0][1], out=into)
+        for source, share in shares[1:]:
             scaled = scratch[: len(into)]
             np.multiply(source[block], share, out=scaled)
             np.add(into, scaled, out=into)

@@ -12,15 +12,15 @@ from rayps.comm.ring.mesh import Mesh
 from rayps.comm.ring.shared_memory import SharedMemoryFold, tensor_of
 from rayps.core.errors import ConfigError, PeerTimeout
 
-_LOOK_SECONDS = 0.005  # seconds between two reads of the other ranks' progress
-_APART = 8  # words from one rank's counter to the next: one cache line each, so that ranks do not slow each other
+_READ_SECONDS = 0.005  # seconds between two reads of the other ranks' counters
+_STRIDE = 8  # int64 words from one rank's counter to the next: each has its own cache line, which makes writes fast
 
 
 def common(mesh: Mesh, shared_memory: SharedMemoryFold | None, n: int, dtype: torch.dtype) -> Tensor:
-    """Return a vector of `n` zeros, the same memory on every rank. All ranks must call it with the same arguments.
+    """Return a vector of `n` zeros in memory that all ranks share. All ranks must make the same call.
 
     Raises:
-        ConfigError: the ranks share no memory.
+        ConfigError: the ranks are on several hosts.
     """
     if mesh.size == 1:
         return torch.zeros(n, dtype=dtype)
@@ -39,15 +39,15 @@ class Progress:
 
     def __init__(self, mesh: Mesh, shared_memory: SharedMemoryFold | None) -> None:
         self._mesh = mesh
-        words = common(mesh, shared_memory, mesh.size * _APART, torch.int64)
-        self._words = words.numpy()[::_APART]
+        words = common(mesh, shared_memory, mesh.size * _STRIDE, torch.int64)
+        self._words = words.numpy()[::_STRIDE]
 
     def reach(self, rounds: int) -> None:
-        """Set this rank's number of completed rounds."""
+        """Set this rank's number of completed rounds to `rounds`."""
         self._words[self._mesh.rank] = rounds
 
     def meet(self, rounds: int) -> None:
-        """Wait until every rank has completed `rounds` rounds; the ranks' earlier writes are then visible.
+        """Wait until every rank has completed `rounds` rounds; the ranks' writes in these rounds are then visible.
 
         Raises:
             PeerTimeout: no rank completed a round within the timeout.
@@ -57,7 +57,7 @@ class Progress:
         seen = self._words.copy()
         while int(seen.min()) < rounds:
             self._mesh.check()
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_READ_SECONDS)
             now = self._words.copy()
             if not np.array_equal(now, seen):
                 seen, since = now, time.monotonic()

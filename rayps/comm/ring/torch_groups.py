@@ -1,7 +1,7 @@
-"""The ring's backends gloo and NCCL: each ring creates a process group of torch.distributed for itself.
+"""The ring's backends gloo and NCCL: each ring creates its own process group of torch.distributed.
 
 The group is created and destroyed with its ring, has the ring's timeout, and is not the process's default group. Use
-NCCL between GPUs. The ring keeps its own connections too, to find the rank at fault when the process group fails.
+NCCL between GPUs. The ring also has its own connections, by which it finds the rank at fault if the group fails.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _store = dist.TCPStore  # type: ignore[attr-defined]
 _OPS = {"add": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
-class Delegate:
+class TorchGroup:
     """A ring's backend that reduces vectors by a process group of torch.distributed."""
 
     shared_memory = None
 
     def __init__(self, mesh: Mesh, backend: str, address: str) -> None:
         if backend not in ("gloo", "nccl"):
-            raise ConfigError(f"there is no backend {backend!r}; use own, gloo or nccl", backend=backend)
+            raise ConfigError(f"there is no backend {backend!r}: use own, gloo or nccl", backend=backend)
         if backend == "nccl" and not torch.cuda.is_available():
-            raise ConfigError("the backend nccl needs a CUDA device; use own or gloo", backend=backend)
+            raise ConfigError("the backend nccl needs a CUDA device: use own or gloo", backend=backend)
         self._mesh = mesh
         self._cuda = backend == "nccl"
         self.choices: RingChoices = {"algorithm": backend, "transport": backend, "ranks": mesh.size, "why": "given"}
@@ -42,7 +42,7 @@ class Delegate:
             mesh.at_end(self._close)
 
     def must_know(self, algorithm: str | None) -> None:
-        """Raise ConfigError unless `algorithm` is None: a process group chooses the algorithm itself."""
+        """Raise ConfigError if `algorithm` is given, because a process group chooses the algorithm itself."""
         if algorithm is not None:
             raise ConfigError(
                 f"algorithm={algorithm!r} was given, but the backend {self.choices['algorithm']} chooses the algorithm "
@@ -52,7 +52,7 @@ class Delegate:
     def fold(self, x: Tensor, kind: str) -> None:
         """Reduce a tensor over the ranks, in place; `kind` is "add" or "max". Half precision is added in float32.
 
-        For NCCL, a CPU tensor is copied to the GPU and back; for gloo, a GPU tensor to the CPU and back.
+        NCCL copies a CPU tensor to the GPU and back; gloo copies a GPU tensor to the CPU and back.
         """
         target = x.float() if kind == "add" and x.dtype in (torch.float16, torch.bfloat16) else x.contiguous()
         if target.is_cuda != self._cuda:

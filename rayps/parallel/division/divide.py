@@ -14,7 +14,7 @@ from rayps.parallel.division.division import Borrowed, Column, Division, TensorS
 from rayps.parallel.pipeline import cut, loss_proxy
 from rayps.parallel.pipeline.skip import Route, routes
 from rayps.parallel.tensor import Plan, pieces, plan
-from rayps.tensors.flat import Layout, beside
+from rayps.tensors.flat import Layout, outside_vector
 from rayps.workload.base import Workload
 
 SAMPLE_ROWS = 8  # rows of the batch on which a cut is checked and layers are timed
@@ -170,7 +170,9 @@ def _column(
         else:
             borrowed.append(Borrowed(piece, stage * tensor, False))
     here = [
-        _piece(name, tuple(value.shape), slices[rank]) for name, value in beside(model).items() if stage in users[name]
+        _piece(name, tuple(value.shape), slices[rank])
+        for name, value in outside_vector(model).items()
+        if stage in users[name]
     ]
     return Column(tuple(owned), tuple(borrowed), tuple(here), spans, layout.dtype)
 

@@ -130,7 +130,6 @@ class SplitLinear(nn.Module):
         self.out_features, self.in_features = self.weight.shape
         self._way, self._group, self._region = way, group, region
         self._widths = way.widths(group.size)
-        self._region = region
 
     def extra_repr(self) -> str:
         """Describe the layer: this worker's inputs and outputs, the split, and the unsplit layer's width."""

@@ -277,9 +277,9 @@ class RetainedStates(RetainedParts[bytes]):
         """Return whether to retain the state after `rounds` rounds."""
         return rounds in self.requested or rounds in self._boundary
 
-    def keep(self, rounds: int, part: bytes) -> None:
+    def retain(self, rounds: int, part: bytes) -> None:
         """Retain the state after `rounds` rounds, and drop older ones (see `RetainedParts`)."""
-        super().keep(rounds, part)
+        super().retain(rounds, part)
         passing("host: state kept, not collected")
         self.requested = {each for each in self.requested if each > rounds}
 
@@ -494,7 +494,7 @@ class Shard:
     def _closed(self, finished: int) -> None:
         self.changes.closed(finished)
         if self.retained.due(finished + 1):
-            self.retained.keep(finished + 1, self.state(parts=False).pack())
+            self.retained.retain(finished + 1, self.state(parts=False).pack())
 
     # ---- as a backup
 

@@ -1,13 +1,13 @@
 """The client of sparse tables: pull rows by id, push their gradients, prefetch the rows of the next batch.
 
-The ids of a lookup are made unique and sorted once, for the pull and the push. Each table is cut into segments by a
-hash of the id (`rayps.ps.tables.wire_format`). The push of a step includes a piece for every segment, so that the
-clocks of all segments advance.
+The ids of a lookup are made unique and sorted once, for both the pull and the push. Each table is cut into segments by
+a hash of the id (`rayps.ps.tables.wire_format`). The push of a step includes a piece for every segment, because each
+piece advances the clock of its segment.
 
-Prefetch: `Tables.ahead` announces the next batch, and a thread pulls its rows over its own connections. These rows lack
-this worker's newest push: they are one round older than rows pulled at the beginning of the round. With staleness 0
-that would not be synchronous, so the thread only sorts the ids, and the rows are pulled after the push. When rows are
-prefetched, the same thread sends the pushes, in the order of the rounds.
+`Tables.ahead` announces the next batch. A thread then pulls the rows of this batch over separate connections. These
+rows lack this worker's newest push, so they are one round older than rows pulled at the beginning of the round. With
+staleness 0 this is not allowed: the thread only sorts the ids, and the rows are pulled after the push. When rows are
+prefetched, the same thread also sends the pushes, in the order of the rounds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rayps.ps.tables import wire_format
 from rayps.ps.tables.ids import GivenIds
 from rayps.ps.tables.local import TableSession
 from rayps.ps.tables.lookup import Lookup, lookup_of, merged, spans
-from rayps.ps.tables.prefetch import Prefetched, Prefetcher, PrefetchOrder
+from rayps.ps.tables.prefetch import PrefetchCall, Prefetched, Prefetcher
 from rayps.tensors.finite import first_not_finite, is_finite
 from rayps.tensors.flat import square_of
 
@@ -38,12 +38,12 @@ class TableClient:
     def __init__(self, session: TableSession, space: Space, name: str, half: bool = False) -> None:
         """Use the table `name` of a space over a session.
 
-        `half`: send rows as bfloat16. Raises ConfigError: the space has no such table.
+        `half`: whether to send rows as bfloat16. Raises ConfigError if the space has no such table.
         """
         self.table, self.first = space.table(name)
         self.half = half
         self.prefetched: Callable[[str], Prefetched | None] = lambda name: None
-        self.settle: Callable[[], None] = lambda: None  # waits until no other thread uses the session
+        self.await_push: Callable[[], None] = lambda: None  # waits until no other thread uses the session
         self.seconds = 0.0  # seconds that forward passes have waited for pulls
         self.session = session
         self._lockstep = space.servers.in_step
@@ -52,25 +52,25 @@ class TableClient:
 
     # ---- ids
 
-    def look(self, ids: Tensor | wire_format.Ids) -> Lookup:
-        """Return the lookup of int64 ids of any shape. Raises DataError: an id is negative."""
+    def lookup(self, ids: Tensor | wire_format.Ids) -> Lookup:
+        """Return the lookup of int64 ids of any shape. Raises DataError if an id is negative."""
         given = torch.as_tensor(ids).detach().cpu()
         if self._last is None or not torch.equal(self._last[0], given):
-            self._last = given.clone(), lookup_of(given, self.table)  # a copy: the caller may write to its ids
+            self._last = given.clone(), lookup_of(given, self.table)  # cloned, because the caller may change the ids
         return self._last[1]
 
     # ---- rows
 
     def rows(self, ids: Tensor, learns: bool = True) -> tuple[Lookup, Tensor]:
-        """Return the lookup of the ids of a forward pass, and its rows [n, dim], prefetched if possible.
+        """Return the lookup of a forward pass's ids, and the rows of its n unique ids [n, dim], prefetched if possible.
 
-        With `learns` (training) or staleness 0, the staleness bound applies to the pull; otherwise the servers return
-        the current rows at once. Raises LinkError, DataError.
+        With `learns` (training) or staleness 0, the pull waits for the staleness bound; otherwise the servers return
+        the current rows at once. Raises LinkError if the pull fails, DataError if an id is negative.
         """
         began = time.perf_counter()
         held = self.prefetched(self.table.name) if learns else None
         if held is None:
-            lookup = self.look(ids)
+            lookup = self.lookup(ids)
             found = self.fetch(lookup, GroupMessage.PULL if learns or self._lockstep else GroupMessage.READ)
         else:
             lookup, found = self._from_prefetched(held, ids)
@@ -78,10 +78,10 @@ class TableClient:
         return lookup, found
 
     def _from_prefetched(self, held: Prefetched, ids: Tensor) -> tuple[Lookup, Tensor]:
-        """Return the lookup and the rows of `ids`: prefetched rows where possible; the other rows are pulled."""
+        """Return the lookup and the rows of `ids`. Rows that were not prefetched are pulled."""
         if held.given.shape == ids.shape and torch.equal(held.given, ids.cpu()):
             return held.lookup, held.rows
-        lookup = self.look(ids)
+        lookup = self.lookup(ids)
         places, known = held.lookup.places(lookup.ids)
         found = held.rows[torch.from_numpy(places)] if len(held.rows) else self.room(lookup)
         if not known.all():
@@ -90,56 +90,57 @@ class TableClient:
         return lookup, found
 
     def pull(self, ids: Tensor | wire_format.Ids, counts: bool = False) -> Tensor:
-        """Pull the rows of ids of any shape: [*ids.shape, dim].
+        """Pull the rows of ids of any shape; return them as [*ids.shape, dim].
 
-        With `counts` the pull stores the rows and counts their use.
+        With `counts`, the servers also store missing rows and count a use of all rows.
         """
-        lookup = self.look(ids)
+        lookup = self.lookup(ids)
         return self.fetch(lookup, uses=counts)[lookup.inverse]
 
     def fetch(self, lookup: Lookup, kind: GroupMessage = GroupMessage.PULL, uses: bool = False) -> Tensor:
-        """Pull the rows [n, dim] of a lookup, in the order of `lookup.ids`. Raises LinkError."""
-        self.settle()
+        """Pull the rows [n, dim] of a lookup, in the order of `lookup.ids`. Raises LinkError if the pull fails."""
+        self.await_push()
         rows = self.room(lookup)
-        answers = self.session.exchange(kind, self.asked(lookup, uses), landing=self.landing(lookup, rows))
-        self.land(lookup, rows, answers)
+        answers = self.session.exchange(kind, self.pull_pieces(lookup, uses), landing=self.landing(lookup, rows))
+        self.convert_answers(lookup, rows, answers)
         return rows
 
     def room(self, lookup: Lookup) -> Tensor:
-        """Allocate memory for the rows of a lookup, [n, dim], which servers of this host can write."""
+        """Allocate a tensor [n, dim] for the rows of a lookup, in memory that servers of this host can write."""
         dtype, n = wire_format.DTYPES[self.table.dtype], len(lookup.ids)
         if not n:
             return torch.empty(0, self.table.dim, dtype=dtype)
         memory = self.session.room(n * self.table.dim * dtype.itemsize)
         return torch.from_numpy(memory).view(dtype).view(n, self.table.dim)
 
-    def asked(self, lookup: Lookup, uses: bool = False) -> dict[int, Buffer]:
-        """Return the pieces of a pull by segment, for the segments that have ids of the lookup."""
+    def pull_pieces(self, lookup: Lookup, uses: bool = False) -> dict[int, Buffer]:
+        """Return the pieces of a pull, as a dict from each segment with ids of the lookup to its piece."""
         room, found = self._block(lookup, 0), dict[int, Buffer]()
         for s, lo, hi in spans(lookup):
             counts = lookup.counts[lo:hi] if uses else None
             found[self.first + s] = wire_format.encode_pull(lookup.ids[lo:hi], counts, self.half, room).data
         return found
 
-    def _block(self, lookup: Lookup, row: int) -> wire_format.Room:
+    def _block(self, lookup: Lookup, row: int) -> wire_format.Allocator:
         """Allocate one block for all pieces of a request, and return an allocator that divides this block.
 
-        Each id needs `row` bytes for its values (0 in a pull), besides the bytes of the id and its count.
+        `row` is the number of bytes of an id's gradient (0 in a pull).
         """
-        return wire_format.carved(self.session.room, 40 * (self.table.segments + 1) + len(lookup.ids) * (12 + row))
+        size = 40 * (self.table.segments + 1) + len(lookup.ids) * (12 + row)
+        return wire_format.block_allocator(self.session.room, size)
 
     def landing(self, lookup: Lookup, rows: Tensor) -> dict[int, Buffer] | None:
-        """Return, by segment, the part of `rows` that receives the segment's answer.
+        """Return a dict from each segment to the part of `rows` into which the session writes the segment's answer.
 
-        None if answers travel in half precision, which `land` converts to the dtype of `rows`.
+        Return None if answers are in half precision; `convert_answers` then writes `rows`.
         """
         if self.half:
             return None
         memory = rows.numpy()
         return {self.first + s: memory[lo:hi].data.cast("B") for s, lo, hi in spans(lookup)}
 
-    def land(self, lookup: Lookup, rows: Tensor, answers: SegmentReplies) -> None:
-        """Convert answers to the dtype of `rows` and write them there. Answers of the same dtype are there already."""
+    def convert_answers(self, lookup: Lookup, rows: Tensor, answers: SegmentReplies) -> None:
+        """Convert answers in half precision and write them to `rows`. Other answers are in `rows` already."""
         if not self.half:
             return
         for s, lo, hi in spans(lookup):
@@ -148,23 +149,23 @@ class TableClient:
     # ---- gradients
 
     def gradient(self, ids: Lookup | Tensor | wire_format.Ids, grads: Tensor) -> None:
-        """Add gradients of rows to the next push: [n, dim] for a lookup, or [*ids.shape, dim] for ids."""
+        """Add gradients of rows to the next push. `grads` is [n, dim] for a lookup, [*ids.shape, dim] for ids."""
         if not isinstance(ids, Lookup):
-            lookup = self.look(ids)
+            lookup = self.lookup(ids)
             summed = torch.zeros(len(lookup.ids), self.table.dim, dtype=wire_format.DTYPES[self.table.dtype])
             summed.index_add_(0, lookup.inverse.reshape(-1), grads.reshape(-1, self.table.dim).to(summed.dtype))
             ids, grads = lookup, summed
         self._pending.append((ids, grads.detach()))
 
     def gradient_fault(self) -> int | None:
-        """Return the first id whose gradient in the next push is not finite; None = all are finite."""
+        """Return the first id whose gradient in the next push is not finite, or None if all are finite."""
         for lookup, grads in self._pending:
             if not is_finite(grads):
                 return int(lookup.ids[first_not_finite(grads) // self.table.dim])
         return None
 
     def square(self) -> Tensor:
-        """Return the squared Euclidean norm of the next push, after summing gradients by id."""
+        """Return the squared Euclidean norm of the next push, in which the gradients of equal ids are summed."""
         if len(self._pending) > 1:
             self._pending = [merged(self._pending, self.table)]
         return sum((square_of(grads) for _, grads in self._pending), torch.zeros((), dtype=torch.float64))
@@ -173,12 +174,12 @@ class TableClient:
         """Multiply the next push by `factor`."""
         self._pending = [(lookup, grads * factor) for lookup, grads in self._pending]
 
-    def drop(self) -> None:
+    def drop_gradients(self) -> None:
         """Discard the gradients of the next push."""
         self._pending.clear()
 
     def pieces(self) -> dict[int, Buffer]:
-        """Return the next push, a piece for every segment of the table, and begin an empty one."""
+        """Return the next push as a dict from every segment of the table to its piece; then begin an empty push."""
         pending, self._pending = self._pending, []
         lookup, grads = pending[0] if len(pending) == 1 else merged(pending, self.table)
         ids, counts, rows = lookup.ids, lookup.counts, grads.numpy()
@@ -194,9 +195,9 @@ class TableClient:
 class Tables:
     """One worker's client of all tables of a space.
 
-    In each round call `begin`, run forward and backward, then call `push`. If the model has dense parameters on servers
-    too, call `pieces` instead, and add them to the push of these parameters. `lookups(batch)` returns the ids of a
-    coming batch by table; None = no prefetch.
+    In each round call `begin`, run forward and backward, then call `push`. If the model also has dense parameters on
+    servers, call `pieces` instead of `push`, and add the pieces to the push of these parameters. `lookups(batch)`
+    returns a dict from each table's name to the batch's ids; if `lookups` is None, nothing is prefetched.
     """
 
     def __init__(
@@ -206,37 +207,38 @@ class Tables:
         self.clients = {table.name: TableClient(session, space, table.name) for table in space.tables}
         self.step = 0
         self._pushing = 0.0
-        self._sent: PrefetchOrder | None = None  # the push that the prefetch thread sends
+        self._sent: PrefetchCall | None = None  # the push that the prefetch thread sends
         self._ahead: Prefetcher | None = None
         if lookups is not None:
             self._ahead = Prefetcher(self.clients, session, lookups, pulls=not space.servers.in_step)
             for client in self.clients.values():
-                client.prefetched, client.settle = self._ahead.rows, self.settle
+                client.prefetched, client.await_push = self._ahead.rows, self.settle
         self._reported = (0.0, 0.0)
 
     def begin(self, step: int) -> None:
-        """Begin a round whose push has number `step`."""
+        """Begin the round whose push has the number `step`."""
         self.step = step
         if self._ahead is not None:
             self._ahead.begin(step)
 
     def ahead(self, batch: Batch | None) -> None:
-        """Announce the batch of the next round.
+        """Announce the batch of the next round, so that its rows are prefetched.
 
-        Call it once a round, in order; for the first batch, before or after `begin`.
+        Call `ahead` once for each batch, in the order of the rounds. For the first batch, call it before or after
+        `begin`.
         """
         if self._ahead is not None:
             self._ahead.announce(batch)
 
     def pieces(self) -> dict[int, Buffer]:
-        """Return the next push, a piece for every segment of all tables, and begin an empty one."""
+        """Return the next push as a dict from every segment of all tables to its piece; then begin an empty push."""
         found: dict[int, Buffer] = {}
         for client in self.clients.values():
             found.update(client.pieces())
         return found
 
     def gradient_fault(self) -> tuple[str, int] | None:
-        """Return the first table and id whose gradient in the next push is not finite; None = all are finite."""
+        """Return the first (table, id) whose gradient in the next push is not finite, or None if all are finite."""
         for name, client in self.clients.items():
             found = client.gradient_fault()
             if found is not None:
@@ -255,9 +257,9 @@ class Tables:
     def push(self, step: int, weight: float) -> None:
         """Push this round's gradients, which are means over `weight` samples.
 
-        For a model without dense parameters on servers; other models use `pieces`.
-        If rows are prefetched, the prefetch thread sends the push, and the call returns before it is acknowledged; its
-        error is raised by the next call. Raises LinkError.
+        Use `push` for a model without dense parameters on servers, and `pieces` for other models. If rows are
+        prefetched, the prefetch thread sends the push, and `push` returns before the push is acknowledged. If this push
+        fails, the next call raises its error. Raises LinkError if this push or the one before fails.
         """
         began = time.perf_counter()
         self.settle()
@@ -273,20 +275,20 @@ class Tables:
         self.session.exchange(GroupMessage.PUSH, pieces, step=step, weight=weight)
 
     def settle(self) -> None:
-        """Wait until all pushes are acknowledged. Raises LinkError."""
+        """Wait until all pushes are acknowledged. Raises LinkError if one fails."""
         sent, self._sent = self._sent, None
         if sent is not None:
             sent.wait(self.session.timeout)
 
     @property
     def seconds_waiting(self) -> float:
-        """Return the seconds that the worker has waited for its tables so far."""
+        """The seconds that the worker has waited for its tables so far."""
         return self._pushing + sum(client.seconds for client in self.clients.values())
 
     def point(self) -> dict[str, float]:
-        """Return two numbers of seconds since the last call.
+        """Return two durations in seconds, counted since the last call of `point`.
 
-        `pull`: the duration of all pulls. `pull_hidden`: the part of it that overlapped computation.
+        `pull` is the duration of all pulls; `pull_hidden` is the part of that duration that overlapped computation.
         """
         waited = sum(client.seconds for client in self.clients.values())
         pulled = waited
@@ -296,7 +298,7 @@ class Tables:
         return {"pull": pulled - before[0], "pull_hidden": max(0.0, pulled - waited - before[1])}
 
     def close(self) -> None:
-        """End the prefetch thread, but do not await a push in flight (call `settle` first). The session stays open."""
+        """End the prefetch thread without waiting for its push (call `settle` first). The session stays open."""
         self._sent = None
         if self._ahead is not None:
             self._ahead.close()

@@ -1,9 +1,10 @@
 """A delta: the rows of a table's segment that changed since a version, as an Arrow stream.
 
-It is for a system that serves the rows during training. A record has id, row, version, and `gone`: whether the row was
-evicted (then `row` is null). The schema's metadata contains the table, the segment, the first and last version, and
-whether the delta is `whole`: a whole delta contains all stored rows, so a row that it lacks was evicted. A delta is
-whole if it begins at version 0, or if the segment no longer remembers all evictions since the requested version.
+A system that serves the rows during training reads deltas. A record has the fields id, row, version and `gone`. `gone`
+is true if the row was evicted; then `row` is null. The schema's metadata contains the table, the segment, the first and
+last version, and whether the delta is `whole`. A whole delta contains all stored rows; a row that is not in it was
+evicted. A delta is whole if it begins at version 0, or if the segment's log lacks evictions since the requested
+version.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _KEY = b"rayps.delta"
 
 
 class DeltaHead(TypedDict):
-    """The metadata of a delta. The delta covers the versions after `since` up to `version`."""
+    """The metadata of a delta. The delta covers the versions after `since` up to and including `version`."""
 
     table: str
     segment: int
@@ -39,7 +40,7 @@ class DeltaHead(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A decoded delta: the rows [n, dim] that changed, by id, and the ids of evicted rows."""
+    """A decoded delta: `ids` [n], `rows` [n, dim] and `versions` [n] of changed rows, and the ids of evicted rows."""
 
     segment: int
     since: int
@@ -62,13 +63,13 @@ def schema(table: SparseTable) -> pa.Schema:
 def delta(segment: TableSegment, since: int) -> bytes:
     """Encode the rows that changed or were evicted in versions after `since`, as an Arrow IPC stream."""
     with segment.store.lock:
-        gone = segment.life.gone(since) if since > 0 else None
+        evicted = segment.life.evicted_since(since) if since > 0 else None
         ids, life = segment.store.life()
-        whole = gone is None
+        whole = evicted is None
         columns = segment.store.export(ids if whole else ids[life[:, USED] > since])
-        lost = np.empty(0, np.int64)
-        if gone is not None and len(gone):
-            lost = np.setdiff1d(gone, ids)
+        gone = np.empty(0, np.int64)  # ids that were evicted and not stored again
+        if evicted is not None and len(evicted):
+            gone = np.setdiff1d(evicted, ids)
         version = segment.version
     table = segment.table
     head: DeltaHead = {
@@ -89,14 +90,14 @@ def delta(segment: TableSegment, since: int) -> bytes:
                 schema=kind,
             )
         )
-        if len(lost):
+        if len(gone):
             writer.write_batch(
                 pa.record_batch(
                     [
-                        pa.array(lost),
-                        pa.nulls(len(lost), kind.field("row").type),
-                        pa.array(np.full(len(lost), version)),
-                        _all(True, len(lost)),
+                        pa.array(gone),
+                        pa.nulls(len(gone), kind.field("row").type),
+                        pa.array(np.full(len(gone), version)),
+                        _all(True, len(gone)),
                     ],
                     schema=kind,
                 )
@@ -109,13 +110,13 @@ def _all(value: bool, count: int) -> pa.Array:
 
 
 def read_delta(data: Buffer) -> Delta:
-    """Decode a delta. Raises DataError: it is truncated or not a delta."""
+    """Decode a delta. Raises DataError if `data` is truncated or not a delta."""
     try:
         with pa.ipc.open_stream(data) as reader:
             head: DeltaHead = json.loads(reader.schema.metadata[_KEY])
             batches = list(reader)
         kept = [batch for batch in batches if not batch["gone"].true_count]
-        lost = [batch["id"].to_numpy() for batch in batches if batch["gone"].true_count]
+        gone = [batch["id"].to_numpy() for batch in batches if batch["gone"].true_count]
         whole = pa.Table.from_batches(kept, reader.schema)
         width = reader.schema.field("row").type.list_size
         rows = whole["row"].combine_chunks().flatten().to_numpy().reshape(-1, width)
@@ -129,7 +130,7 @@ def read_delta(data: Buffer) -> Delta:
         whole["id"].to_numpy(),
         rows,
         whole["version"].to_numpy(),
-        np.concatenate(lost) if lost else np.empty(0, np.int64),
+        np.concatenate(gone) if gone else np.empty(0, np.int64),
     )
 
 
@@ -137,20 +138,23 @@ class Served:
     """A serving system's copy of the rows by id, updated by deltas."""
 
     def __init__(self) -> None:
-        self.rows: dict[int, dict[int, Rows]] = {}  # by segment, by id: [dim]
-        self.versions: dict[int, int] = {}  # by segment: the `since` of the next delta
+        self.rows: dict[int, dict[int, Rows]] = {}  # for each segment: from id to row [dim]
+        self.versions: dict[int, int] = {}  # for each segment: the version of its rows, the `since` of the next delta
 
     def apply(self, data: Buffer) -> None:
-        """Apply an encoded delta. Raises DataError: the delta is truncated, or its `since` is newer than this copy."""
-        self.take(read_delta(data))
+        """Apply an encoded delta.
 
-    def take(self, found: Delta) -> None:
-        """Apply a decoded delta. Raises DataError: the delta's `since` is newer than this copy."""
+        Raises DataError if the delta is truncated, or begins at a newer version than this copy has.
+        """
+        self.apply_decoded(read_delta(data))
+
+    def apply_decoded(self, found: Delta) -> None:
+        """Apply a decoded delta. Raises DataError if the delta begins at a newer version than this copy has."""
         known = self.versions.get(found.segment, 0)
         if not found.whole and found.since > known:
             raise DataError(
                 f"the delta of segment {found.segment} begins at version {found.since}, but this copy is of version "
-                f"{known}: request one since version {known}"
+                f"{known}: request a delta since version {known}"
             )
         rows = {} if found.whole else self.rows.get(found.segment, {})
         rows.update(zip(found.ids.tolist(), found.rows, strict=True))

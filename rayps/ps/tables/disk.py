@@ -1,10 +1,10 @@
-"""The rows of a segment that do not fit into memory, in an SQLite file of their own.
+"""The rows of a segment that do not fit into memory, in an SQLite file for each segment.
 
-Nothing here survives the process: the file is unlinked as soon as it is open. Checkpoints make rows durable.
-SQLite comes with Python; a row takes about 30 bytes more than its numbers, and is read in a few microseconds. (LMDB,
+The file does not survive the process, because it is unlinked as soon as it is open. Checkpoints make rows durable.
+SQLite comes with Python. A row takes about 30 bytes more than its numbers, and is read in a few microseconds. (LMDB,
 measured for comparison, reads 2.5 times as fast, writes as fast, and takes three times the space.)
-A Bloom filter in memory, 2 to 4 bytes a row, answers for nearly all ids that are not on disk (Bloom, "Space/Time
-Trade-offs in Hash Coding with Allowable Errors", CACM 1970).
+A Bloom filter in memory, 2 to 4 bytes a row, tells without a read that an id is not on disk, for nearly all such ids
+(Bloom, "Space/Time Trade-offs in Hash Coding with Allowable Errors", CACM 1970).
 """
 
 from __future__ import annotations
@@ -23,17 +23,20 @@ from rayps.ps.tables.pages import Field
 from rayps.ps.tables.wire_format import Bytes, Ids, Rows, mix
 
 FieldValues: TypeAlias = dict[str, Rows]  # values by field: [n, width]
-_ASKED = 500  # ids in one query
-_BITS = 16  # bits of the filter for each row that the filter is sized for
-_WAYS = 4  # bits that are set for one id
+_QUERY_IDS = 500  # most ids in one query
+_BITS = 16  # bits of the Bloom filter for each row
+_HASHES = 4  # bits of the Bloom filter that are set for one id
 _CACHE = 1024  # KiB of SQLite's page cache
 
 
 class Disk:
-    """Records by id in an SQLite file; a record has the values of all `fields`. For one thread at a time."""
+    """A map from ids to records in an SQLite file. A record has the values of all `fields`.
+
+    Only one thread at a time may use it.
+    """
 
     def __init__(self, fields: Sequence[Field], folder: str | None) -> None:
-        """Create the file. Raises ConfigError: `folder` cannot be written to."""
+        """Create the file in `folder` (None: the system's temporary folder). Raises ConfigError if this fails."""
         self._fields, self._folder = tuple(fields), folder
         self._size = sum(field.width * np.dtype(field.dtype).itemsize for field in fields)
         self._count = 0
@@ -63,11 +66,11 @@ class Disk:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of memory in use: of the filter, and of SQLite's cache."""
+        """The bytes of memory that the Bloom filter and SQLite's cache use."""
         return int(self._filter.nbytes) + (_CACHE << 10 if self._count else 0)
 
     def put(self, ids: Ids, values: FieldValues) -> None:
-        """Store records of ids that have none; `values` by field [n, width], in the order of the ids."""
+        """Store records of ids that have none. `values` maps each field to [n, width], in the order of the ids."""
         raw = np.concatenate([_bytes(values[field.name]) for field in self._fields], axis=1)
         order = np.argsort(ids)
         records = raw[order].reshape(-1).data
@@ -88,7 +91,7 @@ class Disk:
         self._mark(ids)
 
     def has(self, ids: Ids) -> NDArray[np.bool_]:
-        """Return which ids may have a record, bool [n]: true for every id that has one, and for few other ids."""
+        """Return bool [n]: True for every id that has a record, and rarely for an id that has none."""
         found = np.full(len(ids), self._count > 0)
         if self._count:
             for byte, bit in self._places(ids):
@@ -96,11 +99,11 @@ class Disk:
         return found
 
     def peek(self, ids: Ids) -> tuple[Ids, FieldValues]:
-        """Return the ids that have a record, ascending, and the records by field."""
+        """Return those of `ids` that have a record, ascending, and the values of their records by field."""
         wanted = np.sort(ids[self.has(ids)]).tolist()
         found: list[tuple[int, bytes]] = []
-        for lo in range(0, len(wanted), _ASKED):
-            some = ",".join(map(str, wanted[lo : lo + _ASKED]))
+        for lo in range(0, len(wanted), _QUERY_IDS):
+            some = ",".join(map(str, wanted[lo : lo + _QUERY_IDS]))
             found += self._db.execute(f"select id, record from rows where id in ({some}) order by id")
         return self._read(found)
 
@@ -113,11 +116,11 @@ class Disk:
             self._count -= len(ids)
 
     def all(self) -> tuple[Ids, FieldValues]:
-        """Return all records by field, in the order of the ids."""
+        """Return all ids, ascending, and the values of their records by field."""
         return self._read(self._db.execute("select id, record from rows order by id").fetchall())
 
     def column(self, name: str) -> tuple[Ids, Rows]:
-        """Return one field of all records, in the order of the ids."""
+        """Return all ids, ascending, and one field of their records [n, width]."""
         at = 1
         for field in self._fields:
             size = field.width * np.dtype(field.dtype).itemsize
@@ -130,7 +133,7 @@ class Disk:
         return ids, np.frombuffer(raw, field.dtype).reshape(-1, field.width)
 
     def branch(self) -> Disk:
-        """Return a copy with a file of its own."""
+        """Return a copy in another file."""
         other = Disk(self._fields, self._folder)
         self._db.backup(other._db)
         other._count, other._filter = self._count, self._filter.copy()
@@ -155,7 +158,7 @@ class Disk:
     def _places(self, ids: Ids) -> Iterator[tuple[Ids, Bytes]]:
         hashed = mix(ids)
         step = (hashed >> np.uint64(32)) | np.uint64(1)
-        for _ in range(_WAYS):
+        for _ in range(_HASHES):
             place = hashed & np.uint64(len(self._filter) * 8 - 1)
             yield (place >> np.uint64(3)).view(np.int64), np.uint8(1) << (place & np.uint64(7)).astype(np.uint8)
             hashed = hashed + step

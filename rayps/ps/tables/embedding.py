@@ -1,8 +1,8 @@
 """`torch.nn` embeddings whose rows are in a sparse table instead of a dense weight.
 
-A forward pulls the rows of its ids, each once; a backward adds the rows' gradients, summed by id, to the table's next
-push. In a rayps job the table is on servers (`bind`). Elsewhere it is in the process, and `step(model)` applies the
-gradients.
+A forward pass pulls the row of each id once. A backward pass adds the rows' gradients, summed by id, to the table's
+next push. In a rayps job the table is on servers (`bind`). Outside of a job the table is in this process, and
+`step(model)` applies the gradients.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MODES = ("sum", "mean")
 
 
 class _Rows(nn.Module):
-    """The base of `Embedding` and `EmbeddingBag`: a module whose rows are in a sparse table."""
+    """The base class of `Embedding` and `EmbeddingBag`: a module whose rows are in a sparse table."""
 
     rows_in_table: ClassVar[bool] = True  # see `rayps.workload.model.has_tables`
 
@@ -81,7 +81,7 @@ class _Rows(nn.Module):
         self._tables = tables
         tables.clients[self.table.name].half = self.wire == "bf16"
 
-    def _bound(self) -> TableClient:
+    def _client(self) -> TableClient:
         return self._bound_tables().clients[self.table.name]
 
     def _bound_tables(self) -> Tables:
@@ -90,43 +90,44 @@ class _Rows(nn.Module):
         assert self._tables is not None
         return self._tables
 
-    def _look(self, ids: Tensor) -> tuple[Lookup, Tensor]:
-        """Return the lookup of the ids and its rows [n, dim]; their gradient becomes part of the next push."""
-        client, learns = self._bound(), torch.is_grad_enabled()
+    def _pull_rows(self, ids: Tensor) -> tuple[Lookup, Tensor]:
+        """Return the lookup of the ids and its rows [n, dim]. A backward adds the rows' gradient to the next push."""
+        client, learns = self._client(), torch.is_grad_enabled()
         with peers_awaited():
             lookup, rows = client.rows(ids, learns=learns)
         rows = rows.to(ids.device)
         if learns:
             rows = rows.detach().requires_grad_()
-            rows.register_post_accumulate_grad_hook(_taker(client, lookup))  # type: ignore[no-untyped-call]
+            rows.register_post_accumulate_grad_hook(_gradient_hook(client, lookup))  # type: ignore[no-untyped-call]
         return lookup, rows
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_tables": None}  # connections and rows are not pickled
 
 
-def _taker(client: TableClient, lookup: Lookup) -> Callable[[Tensor], None]:
-    def take(rows: Tensor) -> None:
+def _gradient_hook(client: TableClient, lookup: Lookup) -> Callable[[Tensor], None]:
+    def hook(rows: Tensor) -> None:
         if rows.grad is not None:
             client.gradient(lookup, rows.grad.cpu())
             rows.grad = None
 
-    return take
+    return hook
 
 
 class Embedding(_Rows):
-    """`torch.nn.Embedding` over a sparse table: every 64-bit id has a row, created on first use from seed and id.
+    """`torch.nn.Embedding` over a sparse table, in which every id from 0 to 2**63 - 1 has a row.
 
     Args:
-        dim: elements of a row.
-        table: the table's name. Modules of one model with the same name share its rows, and need the same options.
-        seed: the seed of the initial rows.
+        dim: number of elements of a row.
+        table: the table's name. Modules of one model with the same table name share the table's rows, and need the
+            same options.
+        seed: the seed from which the initial value of each row is computed, together with the id.
         init: initial value of a row: "normal:scale=0.01", "uniform:scale=0.05", "zeros", or {"name": ..., ...}.
         optimizer: the optimizer of the rows: "sgd:lr=0.1", "adagrad:lr=0.1", "adam:lr=0.001", or a dict.
         policy: admission and eviction, e.g. {"admit": 3}; see `rayps.ps.tables.row_lifecycle`.
         dtype: the dtype of the rows, float32 or float64.
-        wire: "bf16" halves the bytes sent.
-        segments: number of parts of the table; at most so many servers can share it.
+        wire: "bf16" sends rows as bfloat16; None sends them in the table's dtype.
+        segments: number of parts of the table. At most this many servers can share the table.
 
     Raises:
         ConfigError: an argument is not valid.
@@ -139,19 +140,19 @@ class Embedding(_Rows):
     def forward(self, ids: GivenIds) -> Tensor:
         """Return the rows of `ids`, [*ids.shape, dim].
 
-        Ids are int64 of any shape, at least 0, or strings (see `ids_of`).
+        Ids are whole numbers from 0 or strings, of any shape (see `ids_of`).
         """
         given = ids_of(ids, self.table.name)
         if not given.numel():
             return torch.zeros(*given.shape, self.dim, dtype=getattr(torch, self.table.dtype), device=given.device)
-        lookup, rows = self._look(given)
+        lookup, rows = self._pull_rows(given)
         return functional.embedding(lookup.inverse.to(given.device), rows)
 
 
 class EmbeddingBag(_Rows):
     """`torch.nn.EmbeddingBag` over a sparse table: the sum or the mean of the rows of each bag of ids.
 
-    `mode` is "sum" or "mean"; the result of an empty bag is zeros. The other arguments are those of `Embedding`.
+    `mode` is "sum" or "mean". The result of an empty bag is zeros. The other arguments are those of `Embedding`.
 
     Raises:
         ConfigError: an argument is not valid.
@@ -170,16 +171,16 @@ class EmbeddingBag(_Rows):
     def forward(self, ids: GivenIds, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Return one row for each bag, [bags, dim].
 
-        `ids` [bags, n]: each row is a bag. `ids` [m] with `offsets` [bags]: bag i begins at offsets[i].
-        `per_sample_weights`, of the shape of `ids`, multiply the rows (only with mode "sum").
+        If `ids` is [bags, n], each of its rows is a bag. If `ids` is [m], give `offsets` [bags]: bag i begins at
+        offsets[i]. `per_sample_weights`, of the shape of `ids`, multiply the rows (only with mode "sum").
         """
         given = ids_of(ids, self.table.name)
         offsets = self._offsets(given, offsets)
         bags = len(given) if offsets is None else len(offsets)
         if not given.numel():
             return torch.zeros(bags, self.dim, dtype=getattr(torch, self.table.dtype), device=given.device)
-        lookup, rows = self._look(given)
-        if lookup.order is not None:  # torch sums in the order of the ids, for any number of segments
+        lookup, rows = self._pull_rows(given)
+        if lookup.order is not None:  # sort by id: torch then sums in the same order for any number of segments
             rows = rows[lookup.order.to(given.device)]
         numbers = lookup.numbers.to(given.device)
         return functional.embedding_bag(numbers, rows, offsets, mode=self.mode, per_sample_weights=per_sample_weights)
@@ -203,8 +204,8 @@ class EmbeddingBag(_Rows):
             shown = offsets.flatten()[:6].tolist()
             raise WorkloadError(
                 f"EmbeddingBag {self.table.name!r} got offsets {shown}{' ...' if offsets.numel() > 6 else ''} of "
-                f"shape {list(offsets.shape)} for {ids} ids: give whole numbers [bags] from 0 to {ids}, the first 0, "
-                "not decreasing"
+                f"shape {list(offsets.shape)} for {ids} ids: give whole numbers [bags] from 0 to {ids}, of which the "
+                "first is 0 and none is smaller than the one before"
             )
         return offsets.to(torch.int64)
 
@@ -222,7 +223,7 @@ def rows_of(model: nn.Module) -> Iterator[_Rows]:
 
 
 def tables_of(model: nn.Module) -> tuple[SparseTable, ...]:
-    """Return the tables of a model, in the order of their modules; () if there are none.
+    """Return the tables of a model, in the order of their modules, or () if there are none.
 
     Raises:
         ConfigError: two modules give one table different options.
@@ -260,7 +261,8 @@ def bind(
 ) -> Tables:
     """Connect a model's tables to those of a space on servers.
 
-    `lookups(batch)` returns the ids of a coming batch by table, see `Workload.lookups`; None = no prefetch.
+    `lookups(batch)` returns a dict from each table's name to the batch's ids (see `Workload.lookups`). If `lookups` is
+    None, nothing is prefetched.
 
     Raises:
         ConfigError: the space has no such table, or the table has other options there.
@@ -280,7 +282,7 @@ def bind(
 
 
 def local(model: nn.Module) -> Tables | None:
-    """Create a model's tables in this process, without rows; return their client, or None if there are no tables."""
+    """Create a model's tables in this process, without rows; return the tables' client, or None without tables."""
     found = tables_of(model)
     if not found:
         return None
@@ -297,7 +299,7 @@ def _local(found: Iterable[SparseTable]) -> Tables:
 
 
 def save(model: nn.Module, folder: str | Path) -> None:
-    """Write a model's tables in this process as Parquet, each into `folder`/NAME; `load` reads them."""
+    """Write a model's tables, which are in this process, as Parquet files into `folder`/NAME. `load` reads them."""
     for tables, session in _locals(model):
         for client in tables.clients.values():
             segment = session.segments[client.first]
@@ -305,12 +307,12 @@ def save(model: nn.Module, folder: str | Path) -> None:
 
 
 def load(model: nn.Module, folder: str | Path) -> nn.Module:
-    """Create a model's tables in this process with the rows of the Parquet files in `folder`/NAME.
+    """Create a model's tables in this process with the rows of the Parquet files in `folder`/NAME; return the model.
 
-    The files may be of any number of segments, e.g. in the folder `tables` of a checkpoint.
+    The files may contain any number of segments. `folder` can be the folder `tables` of a checkpoint.
 
     Raises:
-        CheckpointError: there are no files, or they are of another table.
+        CheckpointError: a table has no files, or files of another table.
     """
     tables = local(model)
     for name, client in tables.clients.items() if tables is not None else ():
@@ -319,9 +321,10 @@ def load(model: nn.Module, folder: str | Path) -> nn.Module:
 
 
 def load_states(model: nn.Module, states: Mapping[str, Iterable[Buffer]]) -> nn.Module:
-    """Create a model's tables in this process from the states of all segments (`TableSegment.dump`), by table name.
+    """Create a model's tables in this process from states of segments; return the model.
 
-    A table that `states` does not name has no rows.
+    `states` maps a table's name to the states of all its segments (`TableSegment.dump`). A table that is not in
+    `states` has no rows.
     """
     tables = local(model)
     for name, client in tables.clients.items() if tables is not None else ():
@@ -339,18 +342,18 @@ def _fill(client: TableClient, folder: Path) -> None:
 
 
 def step(model: nn.Module) -> None:
-    """Apply the gradients of the last backward to the tables, in a plain torch loop, after `optimizer.step()`.
+    """Apply the gradients of the last backward to the tables. Call it in a plain torch loop after `optimizer.step()`.
 
-    Without this call the gradients are added to those of the next backward.
+    Without this call, the gradients are added to those of the next backward.
     """
     for tables, _ in _locals(model):
         tables.push(tables.step, 1.0)
 
 
 def _locals(model: nn.Module) -> list[tuple[Tables, InProcess]]:
-    """Return the distinct tables of a model, and their sessions in this process.
+    """Return the clients of a model's tables, each with its session in this process.
 
-    Raises ConfigError: the tables are on servers.
+    Raises ConfigError if the tables are on servers.
     """
     found = list({id(tables): tables for tables in (module._bound_tables() for module in rows_of(model))}.values())
     local = [(tables, tables.session) for tables in found if isinstance(tables.session, InProcess)]
@@ -363,7 +366,7 @@ def _locals(model: nn.Module) -> list[tuple[Tables, InProcess]]:
 
 
 def try_out(workload: Workload, model: nn.Module) -> None:
-    """Compute the loss of one batch here, to find invalid ids before any worker starts.
+    """Compute the loss of one batch in this process, to find invalid ids before any worker starts.
 
     Raises:
         WorkloadError, DataError: e.g. ids are not whole numbers, or one is negative.
@@ -381,7 +384,9 @@ def try_out(workload: Workload, model: nn.Module) -> None:
 def _check_lookups(given: Mapping[str, GivenIds], model: nn.Module) -> None:
     known = {table.name for table in tables_of(model)}
     if not isinstance(given, Mapping):
-        raise WorkloadError(f"lookups(batch) returned {type(given).__name__}: return a dict of ids by table")
+        raise WorkloadError(
+            f"lookups(batch) returned {type(given).__name__}: return a dict from each table's name to its ids"
+        )
     for name, ids in given.items():
         if name not in known:
             raise WorkloadError(

@@ -1,9 +1,9 @@
 """A hash index from ids to slots, by open addressing, vectorised over many ids. Pure numpy.
 
-A cell contains the slot of an id; a lookup reads one cell and one key. Memory: 10 to 24 bytes of cells and 8 of keys
-for each row. The index assigns the slots; the slot freed last is reused first. Knuth, "The Art of Computer
-Programming", vol. 3, section 6.4: deleted cells are marked, and disappear when the index is rebuilt; probe steps of 1,
-2, 3, ... reach every cell of a table whose size is a power of two (exercise 20).
+A cell contains the slot of an id. A lookup usually reads one cell and one key. Each row needs 10 to 24 bytes of cells
+and 8 bytes of keys. The index assigns the slots; the slot freed last is reused first. A deleted cell is marked, and
+disappears when the index is rebuilt. Probe steps of 1, 2, 3, ... reach every cell of a table whose size is a power of
+two (Knuth, "The Art of Computer Programming", vol. 3, section 6.4, exercise 20).
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ class HashIndex:
 
     def __init__(self) -> None:
         self._cells = np.zeros(_LEAST, np.int32)
-        self.keys = np.full(_LEAST, -1, np.int64)  # by slot: its id, -1 = free
-        self.top = FIRST  # slots from here on were never assigned
+        self.keys = np.full(_LEAST, -1, np.int64)  # the id of each slot; -1 if the slot is free
+        self.top = FIRST  # slots from `top` on were never assigned
         self._free: list[Slots] = []  # arrays of free slots below `top`
         self._filled = 0  # cells that are not empty
         self._live = 0
         self._shared = False
-        self.lost = 0  # deletions so far: a slot found before the last deletion may belong to another id now
+        self.deletions = 0  # calls that deleted ids: a slot found before the last one may belong to another id now
 
     def __len__(self) -> int:
         return self._live
 
     @property
     def nbytes(self) -> int:
-        """The bytes of cells and keys."""
+        """The bytes of memory that cells and keys use."""
         return int(self._cells.nbytes + self.keys.nbytes)
 
     def find(self, ids: Ids) -> Slots:
@@ -73,7 +73,7 @@ class HashIndex:
     def insert(self, ids: Ids) -> Slots:
         """Insert distinct ids that are not in the index; return their slots, int64 [n]."""
         count = len(ids)
-        self._own()
+        self._copy_shared()
         if (self._filled + count) * _SPARSE > len(self._cells):
             self._rebuild(self._live + count)
         slots = self._assign(count)
@@ -84,7 +84,7 @@ class HashIndex:
 
     def delete(self, ids: Ids) -> Slots:
         """Delete distinct ids that are in the index; return the slots that they had, int64 [n]."""
-        self._own()
+        self._copy_shared()
         cells, mask = self._cells, len(self._cells) - 1
         slots = self.find(ids)
         place = self._first(ids)
@@ -96,7 +96,7 @@ class HashIndex:
         cells[place] = _GONE
         self.keys[slots] = -1
         if len(slots):
-            self.lost += 1
+            self.deletions += 1
             self._free.append(slots)
         self._live -= len(ids)
         return slots
@@ -113,7 +113,7 @@ class HashIndex:
         self._shared = other._shared = True
         return other
 
-    def _own(self) -> None:
+    def _copy_shared(self) -> None:
         if self._shared:
             self._cells, self.keys, self._shared = self._cells.copy(), self.keys.copy(), False
 
@@ -155,6 +155,6 @@ class HashIndex:
             before = cells[place]
             free = before <= _GONE
             cells[place[free]] = rest[free]
-            lost = cells[place] != rest
-            self._filled += int(np.count_nonzero(~lost & (before == ABSENT)))
-            rest, place = rest[lost], (place[lost] + step) & mask
+            missed = cells[place] != rest
+            self._filled += int(np.count_nonzero(~missed & (before == ABSENT)))
+            rest, place = rest[missed], (place[missed] + step) & mask

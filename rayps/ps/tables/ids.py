@@ -16,7 +16,7 @@ GivenIds: TypeAlias = Tensor | ArrayLike  # whole numbers, or strings, of any sh
 
 
 def ids_of(given: GivenIds, table: str = "") -> Tensor:
-    """Return ids as an int64 tensor of the same shape; strings become 63-bit ids by `hash_ids`.
+    """Return ids as an int64 tensor of the same shape. Strings are converted to 63-bit ids by `hash_ids`.
 
     Raises:
         WorkloadError: the values are neither whole numbers nor strings.
@@ -37,13 +37,13 @@ def ids_of(given: GivenIds, table: str = "") -> Tensor:
 
 
 def hash_ids(strings: ArrayLike) -> Tensor:
-    """Return strings or bytes, in a list or an array of any shape, as 63-bit ids: the low bits of a blake2b hash.
+    """Convert strings or bytes, in a list or an array of any shape, to 63-bit ids: the low bits of a blake2b hash.
 
-    Collisions are rare: among 200,000 sets of ten million different strings each, about one set has two strings with
-    the same id.
+    The result is an int64 tensor of the same shape. Collisions are rare: among 200,000 sets of ten million different
+    strings each, about one set has two strings with the same id.
 
     Raises:
-        WorkloadError: a value is not a string.
+        WorkloadError: a value is neither a string nor bytes.
 
     Example:
         ids = rayps.hash_ids(["plane=N101", "plane=N102"])

@@ -1,8 +1,9 @@
 """The initial value of a row: a function of the table's seed and the id alone. Pure.
 
-The value is the same to the bit on every processor, server and library version: it uses only whole-number arithmetic
-and exactly rounded operations. Element j of row i is a hash of (seed, i, j), so rows can be made in any order, at any
-time, on any server (a counter-based generator: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011).
+The value has the same bits on every processor, server and library version, because only whole-number arithmetic and
+exactly rounded operations are used. Element j of row i is computed from a hash of (seed, i, j). Rows can therefore be
+made in any order, at any time, on any server. This is a counter-based generator (Salmon et al., "Parallel Random
+Numbers: As Easy as 1, 2, 3", SC 2011).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _BLOCK = 4096  # rows made at a time: temporaries stay in the processor's cache
 
 
 def check(table: SparseTable) -> None:
-    """Check `table.init`. Raises ConfigError: the name or a number in it is not valid."""
+    """Check `table.init`. Raises ConfigError if its name or a number in it is not valid."""
     _read(table)
 
 
@@ -49,10 +50,11 @@ def _read(table: SparseTable) -> tuple[str, float]:
 
 
 def initial(table: SparseTable, ids: Ids) -> Rows:
-    """Return the initial values of rows, [n, dim] of the table's dtype.
+    """Return the initial values of the rows of n ids, [n, dim] of the table's dtype.
 
-    normal: mean 0, standard deviation `scale`, one of 65,536 equally likely quantiles; uniform: between -scale and
-    scale, one of 2^32 levels; constant: `value`.
+    Under "normal" an element is one of 65,536 equally likely quantiles of the normal distribution with mean 0 and
+    standard deviation `scale`. Under "uniform" it is one of 2^32 levels between -scale and scale. Under "constant" it
+    is `value`.
     """
     name, value = _read(table)
     dtype, count = np.dtype(table.dtype), len(ids)
@@ -73,7 +75,7 @@ def initial(table: SparseTable, ids: Ids) -> Rows:
 
 
 def _bits(table: SparseTable, ids: Ids, kind: type[_Bits]) -> NDArray[_Bits]:
-    """Return random whole numbers [n, dim] of 16 or 32 bits."""
+    """Return pseudo-random whole numbers [n, dim] of the dtype `kind` (16 or 32 bits), computed from seed and ids."""
     words = -(-table.dim * np.dtype(kind).itemsize // 8)
     key = mix(ids ^ np.int64(key_of(table.seed)))
     steps = (np.arange(1, words + 1, dtype=np.uint64) * np.uint64(_GOLDEN))[None, :]

@@ -21,7 +21,7 @@ from rayps.ps.tables.wire_format import Bytes
 
 
 class TableSession(Protocol):
-    """The interface of a session for tables; it is `rayps.ps.client.session.Session` or `InProcess`."""
+    """The interface of a session for tables. `rayps.ps.client.session.Session` and `InProcess` implement it."""
 
     timeout: float
 
@@ -34,7 +34,10 @@ class TableSession(Protocol):
         weight: float = 0.0,
         landing: Mapping[int, Buffer] | None = None,
     ) -> SegmentReplies:
-        """Send a piece to each segment and wait for the answers. Raises LinkError."""
+        """Send the pieces to their segments and wait for the answers. Raises LinkError if a server fails.
+
+        `landing` maps a segment to the memory into which its answer is written.
+        """
 
     def room(self, size: int) -> Bytes:
         """Allocate `size` bytes for a piece or for received rows, in memory that servers of this host can access."""
@@ -44,14 +47,14 @@ class TableSession(Protocol):
         """Return a session of the same rank for another thread."""
 
     def hang_up(self) -> None:
-        """Let exchanges that wait for answers fail at once."""
+        """Make exchanges that wait for answers fail at once."""
 
     def close(self) -> None:
         """Close the connections."""
 
 
 class InProcess:
-    """A session of the only worker, rank 0, that calls the segments in this process. For one thread."""
+    """A session of the only worker, rank 0. It calls segments in this process. Only one thread may use it."""
 
     timeout = 60.0
 
@@ -74,7 +77,7 @@ class InProcess:
     ) -> SegmentReplies:
         """Apply the pieces as servers would.
 
-        Raises ConfigError, ValueError: a piece is invalid; nothing was applied.
+        Raises ConfigError or ValueError if a piece is invalid; then no piece was applied.
         """
         views = {index: memoryview(as_bytes(piece)) for index, piece in pieces.items()}
         answers: dict[int, Buffer] = dict.fromkeys(views, EMPTY)
@@ -93,7 +96,7 @@ class InProcess:
                 else:
                     as_bytes(place)[:] = as_bytes(value)
         else:
-            raise ConfigError(f"tables in this process do not support {kind.name}")
+            raise ConfigError(f"tables in this process do not support requests of kind {kind.name}")
         versions = [self.segments[index].version for index in views]
         return SegmentReplies(answers, 0, min(versions, default=0), step)
 

@@ -1,4 +1,4 @@
-"""The unique ids of a batch, grouped by segment: computed once, used by the pull and the push. Pure."""
+"""The unique ids of a batch, grouped by segment. They are computed once for both the pull and the push. No I/O."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from rayps.ps.tables.wire_format import Counts, Ids, Slots
 class Lookup:
     """The unique ids of a batch: `ids` [n], grouped by segment and ascending within each segment.
 
-    `counts` [n]: how often each id occurs in the batch.
+    `counts` [n] is how often each id occurs in the batch.
     """
 
     ids: Ids
     counts: Counts
     bounds: list[int]  # segment s has ids[bounds[s]:bounds[s + 1]]
-    inverse: Tensor  # of the batch's shape: the index in `ids` of each id
+    inverse: Tensor  # for each id of the batch its index in `ids`; in the batch's shape
 
     @cached_property
     def order(self) -> Tensor | None:
@@ -35,7 +35,7 @@ class Lookup:
 
     @cached_property
     def numbers(self) -> Tensor:
-        """The index of each id of the batch in the sorted ids; of the batch's shape."""
+        """For each id of the batch its index in the sorted ids, in the batch's shape."""
         if self.order is None:
             return self.inverse
         return torch.empty_like(self.order).index_copy_(0, self.order, torch.arange(len(self.ids)))[self.inverse]
@@ -54,10 +54,10 @@ class Lookup:
 def lookup_of(ids: Tensor, table: SparseTable) -> Lookup:
     """Make ids of any shape unique and group them by segment.
 
-    Raises DataError: an id is negative. Raises WorkloadError: the ids are not int64.
+    If segment, id and position fit into 63 bits together, one integer for each id contains all three, and these
+    integers are sorted. Otherwise an indirect sort is used, which is slower.
 
-    If segment, id and position fit into 63 bits, one integer for each id contains all three and these are sorted, which
-    is faster than the indirect sort that is used otherwise.
+    Raises DataError if an id is negative, WorkloadError if the ids are not int64.
     """
     if ids.dtype is not torch.int64:
         raise WorkloadError(f"the ids of table {table.name!r} are {ids.dtype}: give int64", table=table.name)
@@ -92,7 +92,7 @@ def lookup_of(ids: Tensor, table: SparseTable) -> Lookup:
 
 
 def merged(pending: list[tuple[Lookup, Tensor]], table: SparseTable) -> tuple[Lookup, Tensor]:
-    """Merge the gradients of several lookups, or of none: gradients and counts are summed by id."""
+    """Merge the gradients of any number of lookups. Gradients and counts of equal ids are summed."""
     ids = np.concatenate([np.empty(0, np.int64), *(lookup.ids for lookup, _ in pending)])
     one = lookup_of(torch.from_numpy(ids), table)
     grads = torch.zeros(len(one.ids), table.dim, dtype=wire_format.DTYPES[table.dtype])
@@ -103,6 +103,6 @@ def merged(pending: list[tuple[Lookup, Tensor]], table: SparseTable) -> tuple[Lo
 
 
 def spans(lookup: Lookup) -> list[tuple[int, int, int]]:
-    """Return (segment, index of its first row, index after its last row) for each segment that has rows."""
+    """Return (segment, index of its first row, index after its last row) for each segment with ids in the lookup."""
     bounds = lookup.bounds
     return [(s, bounds[s], bounds[s + 1]) for s in range(len(bounds) - 1) if bounds[s] < bounds[s + 1]]

@@ -13,9 +13,10 @@ from rayps.ps.tables.wire_format import DTYPES, Counts, Ids, TablePush
 
 
 def union(table: SparseTable, pushes: Sequence[TablePush]) -> tuple[Ids, Counts, list[Tensor]]:
-    """Return the union of the pushed ids, their summed counts, and each push's gradients over the union.
+    """Return the union of the pushed ids [n], their summed counts [n], and for each push its gradients [n, dim].
 
-    The gradient of an id that a push did not contain is 0.
+    If a push does not contain an id of the union, its gradient of this id is 0. If no push has ids, there are no
+    gradients.
     """
     several = [push.ids for push in pushes]
     if not any(len(ids) for ids in several):

@@ -1,8 +1,8 @@
-"""The memory of rows: columns in pages, shared by stores and copied on write. Pure.
+"""The memory of rows: columns in pages, shared by stores and copied on write. No I/O.
 
-A store numbers its rows by slots; its page table maps a slot to a page of the columns. A branch copies the page table,
-so both stores share a page until one of them writes to it. In a store that was never branched, slots are row numbers of
-the columns, and the page table is not needed.
+A store numbers its rows by slots. Its page table maps a slot to a page of the columns. A branch copies only the page
+table; both stores then share a page until one of them writes to it. In a store that was never branched, slots are row
+numbers of the columns, and the page table is not needed.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from rayps.ps.tables.wire_format import Rows, Slots, cells
 
 BITS = 6
-ROWS = 1 << BITS  # rows of a page: few, because ids are spread over all pages and a page is copied whole
+ROWS = 1 << BITS  # rows of a page; few, because a write copies a whole page, and the ids of a push are in many pages
 _MASK = ROWS - 1
 
 
 class Field(NamedTuple):
-    """A column of a table: elements for each row, their dtype, and the value in a new row."""
+    """A column of a table: the number of elements (`width`) of each row, their dtype, and their value in a new row."""
 
     name: str
     width: int
@@ -54,7 +54,7 @@ class _Column:
             BufferError,
             SystemError,
             ValueError,
-        ):  # another thread reads the memory now, or the system cannot remap it
+        ):  # another thread is reading the memory, or the system cannot remap it
             before = None if self._memory is None else _array(self._memory, self.dtype, held, self.width)
             self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE") and size >= 1 << 22:
@@ -70,13 +70,13 @@ def _array(memory: mmap.mmap, dtype: np.dtype[np.generic], rows: int, width: int
 
 
 class Pages:
-    """The memory of a store and its branches, by columns. Hold `lock` during every call, and while using the result."""
+    """The memory of a store and its branches, by columns. Hold `lock` during every call and while using the result."""
 
     def __init__(self, fields: Sequence[Field]) -> None:
         self.fields = tuple(fields)
         self.columns = {field.name: _Column(field) for field in self.fields}
         self.lock = threading.RLock()
-        self.users: NDArray[np.int32] = np.zeros(0, np.int32)  # by page: number of stores that use the page
+        self.users: NDArray[np.int32] = np.zeros(0, np.int32)  # for each page the number of stores that use it
         self._top = 0  # pages allocated so far
         self._free: list[int] = []
         self.row_bytes = sum(field.width * np.dtype(field.dtype).itemsize for field in self.fields)
@@ -104,7 +104,7 @@ class Pages:
         self._free.extend(pages[self.users[pages] == 0].tolist())
 
     def copy(self, pages: Slots) -> Slots:
-        """Copy shared pages for one of their users, who stops using the originals; return the numbers of the copies."""
+        """Copy shared pages for one store, and release the originals for it; return the numbers of the copies."""
         found = self.allocate(len(pages))
         within = np.arange(ROWS)
         source, target = ((each[:, None] << BITS) + within for each in (pages, found))
@@ -115,12 +115,12 @@ class Pages:
 
 
 def places(table: Slots, slots: Slots) -> Slots:
-    """Return the row numbers of slots in the columns, by a store's page table."""
+    """Return the row numbers in the columns of a store's slots; `table` is the store's page table."""
     found: Slots = (table[slots >> BITS] << BITS) + (slots & _MASK)
     return found
 
 
 def release(pages: Pages, held: list[Slots]) -> None:
-    """Free the pages of a store that is garbage-collected; `held` contains the store's page table."""
+    """Release the pages of a store that is garbage-collected; `held` contains the store's page table."""
     with pages.lock:
         pages.drop(held[0])

@@ -1,9 +1,9 @@
-"""A table as Parquet files, one for each segment; any number of segments can load them.
+"""A table as Parquet files, one for each segment. A table with another number of segments can load them too.
 
-Columns of `rows-NNNNN.parquet`: id; row, a list of `dim` numbers; one column for each part of the optimizer's state;
-uses, the use count; used, the segment's version at the last use. Rows are in the order of their ids. Columns of
-`counted-NNNNN.parquet`, for ids that are counted and not stored: id, uses, used. The segment's plain data is in the
-files' metadata.
+A file `rows-NNNNN.parquet` has these columns: id; row, a list of `dim` numbers; one column for each field of the
+optimizer's state; uses, the use count; used, the segment's version at the last use. Its rows are in the order of ids. A
+file `counted-NNNNN.parquet` contains the ids that are counted and not stored, in the columns id, uses and used. The
+segment's JSON data is in the metadata of the file of rows.
 """
 
 from __future__ import annotations
@@ -46,14 +46,16 @@ class _Metadata(TypedDict):
 
 
 class _Counted(NamedTuple):
-    """The ids that are counted and not stored: ids [n], and [n, 2] of use count and version of the last use."""
+    """The ids [n] that are counted and not stored, and their use count and version of the last use [n, 2]."""
 
     ids: Ids
     seen: NDArray[np.int64]
 
 
 def write(folder: str | Path, table: SparseTable, states: Iterable[Buffer]) -> list[Path]:
-    """Save the states of a table's segments (`TableSegment.dump` or `.part`), one file each; return the files' paths.
+    """Save the states of a table's segments (`TableSegment.dump` or `.part`), each in one file of rows.
+
+    Return the paths of the files of rows.
 
     Raises:
         CheckpointError: a state is truncated, or of another table.
@@ -105,9 +107,9 @@ def as_arrow(table: SparseTable, fields: Sequence[Field], columns: Columns) -> p
 
 
 def as_columns(table: SparseTable, fields: Sequence[Field], given: pa.Table) -> Columns:
-    """Return the rows in the Arrow table that `as_arrow` made.
+    """Return the rows in an Arrow table that `as_arrow` made.
 
-    Raises CheckpointError: columns are missing or too wide.
+    Raises CheckpointError if a column is missing or has another width.
     """
     try:
         rows = _array(given["row"], table.dim, table.dtype)
@@ -143,11 +145,12 @@ def read(
 ) -> Iterator[tuple[int, bytes]]:
     """Yield (index, state for `TableSegment.load`) of each segment of a table, from files that `write` saved.
 
-    The files may be of another number of segments. `only`: the wanted segments; None = all. `marks`: the first step of
-    each rank; None = the saved clocks and ledgers if the numbers of segments and workers are the saved ones, else 0.
+    The files may be of another number of segments. `only`: the wanted segments; None means all. `marks`: the first step
+    of each rank. If `marks` is None, the saved clocks and ledgers are used if the numbers of segments and workers are
+    the saved ones; otherwise the first step is 0.
 
     Raises:
-        CheckpointError: the folder has no such table, or its files are truncated or do not fit.
+        CheckpointError: the folder has no files of the table, or a file is truncated or of another table.
     """
     files = sorted(Path(folder).glob("rows-*.parquet"))
     if not files:
@@ -175,7 +178,7 @@ def _cut_anew(
     table: SparseTable, fields: Sequence[Field], files: list[Path], wanted: list[int], clock: tuple[int, Ledger]
 ) -> Iterator[tuple[int, bytes]]:
     parts: dict[int, list[tuple[Columns, Columns]]] = {index: [] for index in wanted}
-    none = {field.name: np.empty((0, field.width), field.dtype) for field in fields}
+    empty = {field.name: np.empty((0, field.width), field.dtype) for field in fields}
     for path in files:
         columns, (ids, seen) = as_columns(table, fields, _load(path)), _counted(path)
         counted = Columns(ids, seen, {}, seen)
@@ -186,7 +189,7 @@ def _cut_anew(
             mine = columns.take(slice(bounds[index], bounds[index + 1]))
             parts[index].append((mine, counted.take(np.flatnonzero(held == index))))
     for index in wanted:
-        rows = _joined([each for each, _ in parts[index]], none)
+        rows = _joined([each for each, _ in parts[index]], empty)
         counted = _joined([each for _, each in parts.pop(index)], {})
         life: LifeHead = {"evicted": 0, "known_from": clock[0], "log": []}
         head: SegmentHead = {
@@ -210,7 +213,7 @@ def _joined(several: list[Columns], none: FieldValues) -> Columns:
 
 def _state(columns: Columns, head: SegmentHead, counted: _Counted) -> bytes:
     life = head["life"]
-    if life["log"]:  # the ids of evicted rows are not saved: a delta since an earlier version is whole
+    if life["log"]:  # the ids of evicted rows are not saved; a delta since an earlier version will be whole
         life = {"evicted": life["evicted"], "known_from": head["version"], "log": []}
     none = np.empty(0, np.int64)
     return segment_state.pack(

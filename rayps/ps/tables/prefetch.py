@@ -1,7 +1,7 @@
 """Prefetch: a thread pulls the rows of the next batch while the worker computes the current one.
 
-Prefetched rows are one round older than rows pulled at the beginning of the round. Lian et al., "Persia", KDD 2022
-(arXiv:2111.05897): the pulls of the sparse part overlap the computation of the dense part.
+Prefetched rows are one round older than rows pulled at the beginning of the round. The pulls of the sparse part overlap
+the computation of the dense part, as in Lian et al., "Persia", KDD 2022 (arXiv:2111.05897).
 """
 
 from __future__ import annotations
@@ -28,26 +28,29 @@ if TYPE_CHECKING:
     from rayps.data.base import Batch
     from rayps.ps.tables.client import TableClient
 
-GRACE_SECONDS = 10.0  # added to the timeout, so that the session's error, which names the server, comes first
+GRACE_SECONDS = 10.0  # added to the timeout, so that the session raises its error first: that error names the server
 
 
 class Prefetched(NamedTuple):
-    """The ids of one table as the user gave them, their lookup, and the rows [n, dim] in its order."""
+    """The ids of one table as the user gave them, their lookup, and the rows [n, dim] in the order of `lookup.ids`."""
 
     given: Tensor
     lookup: Lookup
     rows: Tensor
 
 
-class PrefetchOrder:
-    """A call that the prefetch thread has to make. Callers await its end with `wait`."""
+class PrefetchCall:
+    """A call that was submitted to the prefetch thread. `wait` waits for its end."""
 
     def __init__(self, run: Callable[[], None]) -> None:
         self.run, self.done = run, threading.Event()
         self.error: Exception | None = None
 
     def wait(self, timeout: float) -> None:
-        """Wait until the call is done. Raises the exception of the call; PeerTimeout: the call takes too long."""
+        """Wait until the call has ended, at most `timeout` seconds and `GRACE_SECONDS`.
+
+        Raises the exception of the call, or PeerTimeout if the call takes longer.
+        """
         if not self.done.wait(timeout + GRACE_SECONDS):
             raise PeerTimeout(
                 f"the servers of the tables did not answer within {timeout:g} s: raise `timeout` if they need longer",
@@ -59,17 +62,20 @@ class PrefetchOrder:
 
 
 @dataclass(slots=True)
-class _Coming:
-    """A coming batch: its ids by table, and once `order` is done, their lookups and, if rows are prefetched, rows."""
+class _AnnouncedBatch:
+    """A batch that was announced: its ids for each table.
+
+    Once `call` has ended, also their lookups and, if rows are prefetched, the rows.
+    """
 
     given: dict[str, Tensor]
     lookups: dict[str, Lookup] = field(default_factory=dict)
     rows: dict[str, Tensor] = field(default_factory=dict)
-    order: PrefetchOrder | None = None
+    call: PrefetchCall | None = None
 
 
 class Prefetcher:
-    """The prefetch thread and its coming batches, by number. Call `begin`, `announce` and `rows` from one thread."""
+    """The prefetch thread and the announced batches. Call `begin`, `announce` and `rows` from one thread only."""
 
     def __init__(
         self,
@@ -78,12 +84,12 @@ class Prefetcher:
         lookups: Callable[[Batch], Mapping[str, GivenIds]],
         pulls: bool,
     ) -> None:
-        """Prepare the thread. `pulls`: prefetch the rows; otherwise only sort the ids in advance."""
+        """Prepare the thread, which starts later. With `pulls` it prefetches rows, else it only sorts the ids."""
         self._clients, self._session, self._lookups, self._pulls = clients, session, lookups, pulls
         self._announced, self._begun = 0, 0  # numbers of batches announced, and of rounds begun
         self._first: int | None = None
-        self._coming: dict[int, _Coming] = {}
-        self._queue: queue.SimpleQueue[PrefetchOrder | None] = queue.SimpleQueue()
+        self._coming: dict[int, _AnnouncedBatch] = {}
+        self._queue: queue.SimpleQueue[PrefetchCall | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._reader: TableSession | None = None
         self._closed = False
@@ -99,51 +105,54 @@ class Prefetcher:
             del self._coming[place]
 
     def announce(self, batch: Batch | None) -> None:
-        """Announce the next batch, in order; None or an empty batch has no ids. Starts its prefetch."""
+        """Announce the next batch, in the order of the rounds, and start its prefetch.
+
+        If `batch` is None or empty, nothing is prefetched.
+        """
         given: dict[str, Tensor] = {}
         if batch is not None and batch.size:
             with user_code("lookups"):
                 found = self._lookups(batch)
             # copies: the user may write to the batch before its round
             given = {name: ids_of(ids, name).cpu().clone() for name, ids in found.items() if name in self._clients}
-        coming = _Coming(given)
+        coming = _AnnouncedBatch(given)
         if self._announced >= self._begun and given:
             self._coming[self._announced] = coming
-            coming.order = self.submit(lambda: self._prepare(coming))
+            coming.call = self.submit(lambda: self._prepare(coming))
         self._announced += 1
 
-    def submit(self, run: Callable[[], None]) -> PrefetchOrder:
-        """Make a call in the thread, after all calls that were submitted before."""
+    def submit(self, run: Callable[[], None]) -> PrefetchCall:
+        """Run `run` in the thread after all calls that were submitted before; return a handle to wait for its end."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True, name="rayps-prefetch")
             self._thread.start()
-        order = PrefetchOrder(run)
-        self._queue.put(order)
-        return order
+        call = PrefetchCall(run)
+        self._queue.put(call)
+        return call
 
     @property
     def pulls(self) -> bool:
-        """Whether this round's rows are prefetched, so that the thread may use the session for a push."""
+        """Whether this round's rows are prefetched; the thread may then use the session for a push."""
         return self._pulls and self._begun in self._coming
 
     def rows(self, name: str) -> Prefetched | None:
-        """Return this round's rows of a table; None if the batch was not announced.
+        """Return this round's rows of the table `name`, or None if no ids of the table were announced.
 
-        Raises the exception of the prefetch thread, or PeerTimeout.
+        Raises the exception of the prefetch, or PeerTimeout if the prefetch takes too long.
         """
         coming = self._coming.get(self._begun)
         if coming is None or name not in coming.given:
             return None
         began = time.perf_counter()
-        assert coming.order is not None
-        coming.order.wait(self._session.timeout)
+        assert coming.call is not None
+        coming.call.wait(self._session.timeout)
         self.waited += time.perf_counter() - began
         if not coming.rows:
             self._pull(coming, self._session)
         return Prefetched(coming.given[name], coming.lookups[name], coming.rows[name])
 
     def close(self) -> None:
-        """End the prefetch thread; a pull in progress there fails."""
+        """End the prefetch thread. A pull that is in progress in the thread fails."""
         self._closed = True
         self._queue.put(None)
         if self._reader is not None:
@@ -153,18 +162,18 @@ class Prefetcher:
 
     def _run(self) -> None:
         while not self._closed:
-            order = self._queue.get()
-            if order is None:
+            call = self._queue.get()
+            if call is None:
                 break
             try:
-                order.run()
-            except Exception as error:  # raised by `PrefetchOrder.wait`
-                order.error = error
-            order.done.set()
+                call.run()
+            except Exception as error:  # raised by `PrefetchCall.wait`
+                call.error = error
+            call.done.set()
         if self._reader is not None:
             self._reader.close()
 
-    def _prepare(self, coming: _Coming) -> None:
+    def _prepare(self, coming: _AnnouncedBatch) -> None:
         began = time.perf_counter()
         for name, ids in coming.given.items():
             coming.lookups[name] = lookup_of(ids, self._clients[name].table)
@@ -174,17 +183,17 @@ class Prefetcher:
             self._pull(coming, self._reader)
         self.pulled += time.perf_counter() - began
 
-    def _pull(self, coming: _Coming, session: TableSession) -> None:
-        """Pull the rows of all tables in one exchange."""
+    def _pull(self, coming: _AnnouncedBatch, session: TableSession) -> None:
+        """Pull the batch's rows of all tables in one exchange."""
         asked: dict[int, Buffer] = {}
         landing: dict[int, Buffer] = {}
         rows: dict[str, Tensor] = {}
         for name, lookup in coming.lookups.items():
             client = self._clients[name]
             rows[name] = client.room(lookup)
-            asked |= client.asked(lookup)
+            asked |= client.pull_pieces(lookup)
             landing |= client.landing(lookup, rows[name]) or {}
         answers: SegmentReplies = session.exchange(GroupMessage.PULL, asked, landing=landing)
         for name, lookup in coming.lookups.items():
-            self._clients[name].land(lookup, rows[name], answers)
+            self._clients[name].convert_answers(lookup, rows[name], answers)
         coming.rows = rows

@@ -1,12 +1,17 @@
-"""Admission and eviction of rows. Pure: each decision is a function of the pushes, so a segment and its backups agree.
+"""Admission and eviction of rows. No I/O.
 
-A table's `policy` is plain data; an option that is left out has no effect:
+Each decision is a function of the pushes alone. A segment and its backups therefore make the same decisions.
+
+A table's `policy` is a dict of options. An option that is left out has no effect:
 
 - `admit`, `probability`: a row is stored at the `admit`-th use of its id, and only for a share `probability` of all
-  ids. While its row is not stored, a pull of an id returns the initial value, and gradients of the id are dropped.
-- `capacity` bytes: rows beyond it are evicted, by last use (`evict="lru"`) or by use count (`"lfu"`, duplicates count).
-- `ttl` steps: rows that were not used for longer are evicted, while the table has more than `floor` rows.
-- `memory` bytes: rows beyond it are on disk, in `folder`, until a push names them. It changes no value or decision.
+  ids. While the row of an id is not stored, a pull returns its initial value, and its gradients are dropped.
+- `capacity`: if the rows take more than this number of bytes, rows are evicted, by last use (`evict="lru"`) or by use
+  count (`evict="lfu"`; each occurrence of an id in a batch counts).
+- `ttl`: rows that were not used for more than this number of steps are evicted, while the table has more than `floor`
+  rows.
+- `memory`: if the rows take more than this number of bytes, the least recently used rows are on disk, in `folder`,
+  until a push contains their ids. This changes no value and no decision.
 
 `capacity`, `floor` and `memory` are for the whole table, and are divided among its segments.
 """
@@ -28,14 +33,14 @@ from rayps.ps.tables.row_store import USED, USES, RowStore
 from rayps.ps.tables.segment_state import LifeHead
 from rayps.ps.tables.wire_format import Counts, Ids, mix
 
-LOGGED = 1 << 16  # ids of evicted rows that a segment remembers
-CANDIDATES = 1 << 20  # most ids of a table that are counted and not stored; the least recently seen are dropped
-_SLACK = 16  # an eviction frees one row in 16 at once, because choosing rows reads all of them
+LOGGED = 1 << 16  # most ids of evicted rows in a segment's log
+CANDIDATES = 1 << 20  # most ids of a table that are counted and not stored; the least recently used are dropped first
+_SLACK = 16  # an eviction removes one row in 16 at once, because choosing the rows reads all of them
 
 
 @dataclass(frozen=True, slots=True)
 class RowPolicy:
-    """The options of a table's `policy`. Raises ConfigError: an option is unknown, or a value is not valid."""
+    """The options of a table's `policy`; the module's docstring explains them."""
 
     admit: int = 1
     probability: float = 1.0
@@ -44,11 +49,11 @@ class RowPolicy:
     floor: int = 0
     capacity: int | None = None
     memory: int | None = None  # bytes of rows in memory; the least recently used rows are on disk
-    folder: str | None = None  # of the rows on disk; None: the folder of temporary files
+    folder: str | None = None  # the folder of the rows on disk; None means the system's temporary folder
 
     @classmethod
     def of(cls, table: SparseTable) -> RowPolicy:
-        """Return a table's policy. Raises ConfigError: an option is unknown, or a value is not valid."""
+        """Return a table's policy. Raises ConfigError if an option is unknown or a value is not valid."""
         known = [field.name for field in dataclasses.fields(cls)]
         for key in table.policy:
             if key not in known:
@@ -66,7 +71,7 @@ class RowPolicy:
                 )
         p = found.probability
         if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 < p <= 1:
-            raise table.error(ConfigError, f"probability is {p!r}: give a share above 0 and up to 1", field="policy")
+            raise table.error(ConfigError, f"probability is {p!r}: give a number above 0 and at most 1", field="policy")
         if found.folder is not None and not isinstance(found.folder, str):
             raise table.error(ConfigError, f"folder is {found.folder!r}: give a path", field="policy")
         if found.evict not in (None, "lru", "lfu"):
@@ -84,10 +89,11 @@ class RowLifecycle:
     def __init__(self, table: SparseTable, row_bytes: int, unit: int) -> None:
         """Apply a table's policy to a segment whose rows take `row_bytes` bytes each.
 
-        In one training step the segment's version grows by `unit`.
+        `unit` is the number by which the segment's version grows in one training step.
 
         Raises:
-            ConfigError: as `RowPolicy.of`; or the capacity is below one row in each segment, or below the floor.
+            ConfigError: `RowPolicy.of` raises it; or the capacity is less than one row in each segment, or less than
+                the floor.
         """
         self.policy = policy = RowPolicy.of(table)
         self.unit, self._name = unit, table.name
@@ -102,13 +108,13 @@ class RowLifecycle:
                 field="policy",
             )
         self._key = np.int64(key_of(table.seed ^ 0x7A11))
-        self._luck = np.uint64(min(int(policy.probability * 2.0**64), 2**64 - 1))
+        self._threshold = np.uint64(min(int(policy.probability * 2.0**64), 2**64 - 1))  # ids of lower hash are admitted
         self._most = max(64, CANDIDATES // table.segments)
         self._index = HashIndex()  # the index of the candidates
-        self._seen = np.zeros((0, 2), np.int64)  # by slot: number of uses, version of the last use
+        self._seen = np.zeros((0, 2), np.int64)  # for each slot: the number of uses, and the version of the last use
         self.evicted = 0
-        self.log: deque[tuple[int, Ids]] = deque()  # version, and the ids evicted in it
-        self.known_from = 0  # the log has all evictions of later versions than this
+        self.log: deque[tuple[int, Ids]] = deque()  # a version, and the ids that were evicted in it
+        self.known_from = 0  # the log contains all evictions in versions after this one
 
     @property
     def candidates(self) -> int:
@@ -121,29 +127,29 @@ class RowLifecycle:
         return int(self._seen.nbytes) + self._index.nbytes if len(self._seen) else 0
 
     def admit(self, ids: Ids, counts: Counts, version: int) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-        """Count a use of ids that are not stored.
+        """Count the uses `counts` of n ids that are not stored.
 
-        Return which of the ids to store now, bool [n], and their earlier uses, int64 [n].
+        Return which of the ids to store now, bool [n], and the number of earlier uses of each id, int64 [n].
         """
-        good = np.ones(len(ids), bool)
+        admitted = np.ones(len(ids), bool)
         before = np.zeros(len(ids), np.int64)
         if self.policy.probability < 1:
-            good = mix(ids ^ self._key) < self._luck
+            admitted = mix(ids ^ self._key) < self._threshold
         if self.policy.admit > 1:
-            lucky = np.flatnonzero(good)
-            slots = self._index.find(ids[lucky])
+            counted = np.flatnonzero(admitted)
+            slots = self._index.find(ids[counted])
             fresh = slots == ABSENT
-            slots[fresh] = self._index.insert(ids[lucky][fresh])
+            slots[fresh] = self._index.insert(ids[counted][fresh])
             self._widen()
             self._seen[slots[fresh]] = 0
-            before[lucky] = self._seen[slots, 0]
-            self._seen[slots, 0] += counts[lucky]
+            before[counted] = self._seen[slots, 0]
+            self._seen[slots, 0] += counts[counted]
             self._seen[slots, 1] = version
             enough = self._seen[slots, 0] >= self.policy.admit
-            good[lucky] = enough
-            self._index.delete(ids[lucky][enough])
+            admitted[counted] = enough
+            self._index.delete(ids[counted][enough])
             self._drop_oldest()
-        return good, before
+        return admitted, before
 
     def _widen(self) -> None:
         if len(self._seen) < len(self._index.keys):
@@ -162,17 +168,14 @@ class RowLifecycle:
         return self._index.keys[slots], self._seen[slots] if len(slots) else np.zeros((0, 2), np.int64)
 
     def due(self, rows: int, version: int) -> bool:
-        """Return whether rows may have to be evicted after this version."""
+        """Return whether `victims` must be called after this version; `rows` is the number of stored rows."""
         if self.limit is not None and rows > self.limit:
             return True
         ttl = self.policy.ttl
         return ttl is not None and rows > self._floor and version % max(1, ttl * self.unit // 8) == 0
 
     def victims(self, ids: Ids, life: NDArray[np.int64], version: int) -> Ids:
-        """Return the ids of the rows to evict, ascending.
-
-        `ids` and `life` are as `RowStore.life` returns them, in any order.
-        """
+        """Return the ids of the rows to evict, ascending. `ids` and `life` are the results of `RowStore.life`."""
         count, kept = len(ids), max(self._floor, 0)
         gone = 0
         order = np.lexsort((ids, life[:, USED]))
@@ -188,31 +191,34 @@ class RowLifecycle:
         return np.sort(ids[np.concatenate([expired, rest[:more]])])
 
     def evict(self, store: RowStore, version: int) -> Ids:
-        """Evict the rows that are due after `version`; return their ids."""
+        """Evict the rows that the policy does not allow after `version`; return their ids."""
         if not self.due(len(store), version):
             return np.empty(0, np.int64)
         ids = self.victims(*store.life(), version)
         if len(ids):
             store.delete(ids)
-            self.note(version, ids)
+            self.log_evicted(version, ids)
         return ids
 
-    def note(self, version: int, ids: Ids) -> None:
-        """Add evicted rows to the log, and drop its oldest entries beyond `LOGGED` ids."""
+    def log_evicted(self, version: int, ids: Ids) -> None:
+        """Add evicted rows to the log, and drop its oldest entries while it has more than `LOGGED` ids."""
         self.evicted += len(ids)
         self.log.append((version, ids))
         while self.log and sum(len(each) for _, each in self.log) > LOGGED:
             self.known_from = self.log.popleft()[0]
 
-    def gone(self, since: int) -> Ids | None:
-        """Return the ids evicted in versions after `since`, possibly repeated; None if the log lacks some of them."""
+    def evicted_since(self, since: int) -> Ids | None:
+        """Return the ids evicted in versions after `since`, or None if the log lacks some of them.
+
+        An id that was evicted several times may be repeated.
+        """
         if since < self.known_from:
             return None
         found = [ids for version, ids in self.log if version > since]
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def dump(self) -> tuple[LifeHead, dict[str, Ids]]:
-        """Return the state as plain data and arrays."""
+        """Return the state as JSON data and arrays."""
         ids, seen = self._candidates()
         order = np.argsort(ids)
         logged = [ids for _, ids in self.log]

@@ -1,9 +1,9 @@
-"""Optimizers of rows: each row has its own state, and only rows with a gradient change. Pure.
+"""Optimizers of rows: each row has its own state, and only rows with a gradient change. No I/O.
 
-On those rows their steps equal torch.optim.SGD, torch.optim.Adagrad and torch.optim.SparseAdam to the bit. Adam counts
-the steps of each row separately, so the bias correction of a rare row is that of its own steps.
-Weight decay applies to the rows of a push, scaled by the share of a step that the push counts for: a row that all
-workers push in a round decays by a whole step, a row that few push decays by less.
+On rows with a gradient, the steps have the same bits as those of torch.optim.SGD, torch.optim.Adagrad and
+torch.optim.SparseAdam. Adam counts the steps of each row separately, and the bias correction of a row uses this count.
+Weight decay applies only to the rows of a push, and is scaled by the share of a step for which the push counts. A row
+that all workers push in a round decays by a whole step; a row that few workers push decays by less.
 Duchi et al., "Adaptive Subgradient Methods", JMLR 2011; Kingma and Ba, "Adam", ICLR 2015.
 """
 
@@ -26,33 +26,33 @@ from rayps.ps.protocol.space import SparseTable
 from rayps.ps.tables.pages import Field
 from rayps.tensors.learning_rate import Rates, Recipe, Ticks
 
-State = Mapping[str, Tensor]  # optimizer state by field: [n, width]
+State = Mapping[str, Tensor]  # optimizer state of n rows: from field to [n, width]
 Betas: TypeAlias = tuple[float, float]
-Knobs = Mapping[str, Any]  # the options of an optimizer, with torch's names: numbers, and betas
+OptimizerOptions = Mapping[str, Any]  # the options of an optimizer, with torch's names: numbers, and betas
 _Doubles = NDArray[np.float64]
 
 
 class RowRule(Protocol):
-    """The optimizer of a table, applied to a block of rows."""
+    """The optimizer of a table, which steps a block of rows."""
 
     fields: tuple[Field, ...]
-    knobs: Knobs
+    options: OptimizerOptions
 
-    def step(self, rows: Tensor, state: State, grad: Tensor, now: Knobs) -> None:
-        """Step rows [n, dim] and their state in place, with the options `now`; `grad` is overwritten."""
+    def step(self, rows: Tensor, state: State, grad: Tensor, now: OptimizerOptions) -> None:
+        """Step rows [n, dim] and their state in place, with the options `now`. `grad` [n, dim] is overwritten."""
 
 
 class SGD:
     """SGD on rows w with gradients g: w <- w - lr (g + weight_decay w).
 
-    With momentum m and state b, g including the decay: b <- m b + g, w <- w - lr b.
+    With momentum m and state b: b <- m b + (g + weight_decay w), w <- w - lr b.
     """
 
     def __init__(self, table: SparseTable, lr: float, momentum: float, weight_decay: float) -> None:
-        self.knobs: Knobs = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        self.options: OptimizerOptions = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         self.fields = (Field("momentum", table.dim, table.dtype),) if momentum else ()
 
-    def step(self, rows: Tensor, state: State, grad: Tensor, now: Knobs) -> None:
+    def step(self, rows: Tensor, state: State, grad: Tensor, now: OptimizerOptions) -> None:
         """Apply one step, in place."""
         if now["weight_decay"]:
             grad.add_(rows, alpha=now["weight_decay"])
@@ -67,10 +67,10 @@ class Adagrad:
     def __init__(
         self, table: SparseTable, lr: float, eps: float, initial_accumulator_value: float, weight_decay: float
     ):
-        self.knobs: Knobs = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
+        self.options: OptimizerOptions = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
         self.fields = (Field("sum", table.dim, table.dtype, initial_accumulator_value),)
 
-    def step(self, rows: Tensor, state: State, grad: Tensor, now: Knobs) -> None:
+    def step(self, rows: Tensor, state: State, grad: Tensor, now: OptimizerOptions) -> None:
         """Apply one step, in place."""
         if now["weight_decay"]:
             grad.add_(rows, alpha=now["weight_decay"])
@@ -86,8 +86,8 @@ class Adam:
 
     def __init__(self, table: SparseTable, lr: float, betas: tuple[float, float], eps: float) -> None:
         self._betas = tuple(betas)
-        self.knobs: Knobs = {"lr": lr, "betas": betas, "eps": eps}
-        self._roots, self._firsts = np.ones(1), np.ones(1)  # by step: the two bias corrections, see `_corrections`
+        self.options: OptimizerOptions = {"lr": lr, "betas": betas, "eps": eps}
+        self._roots, self._firsts = np.ones(1), np.ones(1)  # the two bias corrections of each step: see `_corrections`
         self._last = 1  # from this step on both corrections are 1, to the bit
         while max(betas) ** self._last > 2.0**-54:
             self._last *= 2
@@ -97,7 +97,7 @@ class Adam:
             Field("step", 1, "int64"),
         )
 
-    def step(self, rows: Tensor, state: State, grad: Tensor, now: Knobs) -> None:
+    def step(self, rows: Tensor, state: State, grad: Tensor, now: OptimizerOptions) -> None:
         """Apply one step, in place."""
         first, second = now["betas"]
         mean, square, taken = state["mean"], state["square"], state["step"].add_(1)
@@ -125,13 +125,13 @@ class Adam:
 
 
 def _corrections(steps: Iterable[int], betas: Betas) -> tuple[_Doubles, _Doubles]:
-    """Return for each step t: sqrt(1 - b2^t), and 1 - b1^t."""
+    """Return sqrt(1 - b2^t) for each step t, and 1 - b1^t for each step t."""
     steps = list(steps)
     first, second = betas
     return np.array([math.sqrt(1 - second**t) for t in steps]), np.array([1 - first**t for t in steps])
 
 
-_KNOBS: dict[str, Knobs] = {
+_DEFAULTS: dict[str, OptimizerOptions] = {
     "sgd": {"lr": 0.01, "momentum": 0.0, "weight_decay": 0.0},
     "adagrad": {"lr": 0.01, "eps": 1e-10, "initial_accumulator_value": 0.0, "weight_decay": 0.0},
     "adam": {"lr": 0.001, "betas": (0.9, 0.999), "eps": 1e-8},
@@ -149,20 +149,20 @@ def rule_of(table: SparseTable) -> RowRule:
     name = given.pop("name", None)
     if name not in _KINDS:
         raise table.error(ConfigError, f"optimizer is {name!r}: give sgd, adagrad or adam", field="optimizer")
-    knobs = _KNOBS[name]
+    options = _DEFAULTS[name]
     for key, value in given.items():
-        if key not in knobs:
+        if key not in options:
             raise table.error(
-                ConfigError, f"{name} has no option {key!r}; its options are {', '.join(knobs)}", field="optimizer"
+                ConfigError, f"{name} has no option {key!r}; its options are {', '.join(options)}", field="optimizer"
             )
         if not _fits(key, value):
             raise table.error(
                 ConfigError,
                 f"{key} of {name} is {value!r}: give "
-                f"{'two numbers from 0 to below 1' if key == 'betas' else 'a number of at least 0'}",
+                f"{'two numbers of at least 0 and below 1' if key == 'betas' else 'a number of at least 0'}",
                 field="optimizer",
             )
-    found: RowRule = _KINDS[name](table, **{**knobs, **given})
+    found: RowRule = _KINDS[name](table, **{**options, **given})
     return found
 
 
@@ -173,25 +173,29 @@ class Scheduled:
     recipe: Recipe
     ticks: Ticks
 
-    def pace(self, table: SparseTable, rule: RowRule) -> TablePace:
-        """Return the schedule of one table. Raises WorkloadError."""
-        return TablePace(self, table, rule)
+    def pace(self, table: SparseTable, rule: RowRule) -> TableSchedule:
+        """Return the schedule of one table. Raises WorkloadError if the schedule cannot be evaluated."""
+        return TableSchedule(self, table, rule)
 
 
-class TablePace:
+class TableSchedule:
     """The options of one table's optimizer in each round."""
 
     def __init__(self, scheduled: Scheduled, table: SparseTable, rule: RowRule) -> None:
-        """Prepare the schedule of a table. Raises WorkloadError: the schedule cannot be evaluated."""
+        """Prepare the schedule of a table. Raises WorkloadError if the schedule cannot be evaluated."""
         self._table, self._rule, self._scheduled = table, rule, scheduled
         self._rates = Rates(scheduled.recipe.make, lambda: _torch_optimizer(table, rule))
 
-    def at(self, number: int) -> Knobs:
-        """Return the options in round `number`. Raises WorkloadError."""
+    def at(self, number: int) -> OptimizerOptions:
+        """Return the options in round `number`.
+
+        Raises WorkloadError if the schedule cannot be evaluated, or changes the momentum of an optimizer without
+        momentum.
+        """
         tick = self._scheduled.ticks.of(self._scheduled.recipe.every, number)
-        knobs = self._rule.knobs
-        now = {**knobs, **{key: value for (_, key), value in self._rates.at(tick).items() if key in knobs}}
-        if now.get("momentum") and not knobs["momentum"]:
+        options = self._rule.options
+        now = {**options, **{key: value for (_, key), value in self._rates.at(tick).items() if key in options}}
+        if now.get("momentum") and not options["momentum"]:
             raise WorkloadError(
                 f"the schedule changes the momentum of table {self._table.name!r}, whose optimizer has none: give the "
                 "optimizer a momentum, or keep it constant (cycle_momentum=False)",
@@ -201,15 +205,15 @@ class TablePace:
 
 
 def _torch_optimizer(table: SparseTable, rule: RowRule) -> Optimizer:
-    """Return torch's optimizer with the same options, over a placeholder parameter; its group names the table."""
+    """Return torch's optimizer with the same options over a placeholder; its group has the table's name as "table"."""
     kinds: dict[str, Callable[..., Optimizer]] = {
         "sgd": torch.optim.SGD,
         "adagrad": torch.optim.Adagrad,
         "adam": torch.optim.Adam,
     }
     placeholder = nn.Parameter(torch.zeros(1, table.dim))
-    knobs = {key: tuple(value) if isinstance(value, list) else value for key, value in rule.knobs.items()}
-    return kinds[str(table.optimizer["name"])]([{"params": [placeholder], "table": table.name}], **knobs)
+    options = {key: tuple(value) if isinstance(value, list) else value for key, value in rule.options.items()}
+    return kinds[str(table.optimizer["name"])]([{"params": [placeholder], "table": table.name}], **options)
 
 
 def _fits(key: str, value: Json) -> bool:

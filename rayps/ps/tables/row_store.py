@@ -1,7 +1,7 @@
-"""The rows of one segment by id: values, optimizer state, last use and use counts. Pure.
+"""The rows of one segment by id: values, optimizer state, last use and use counts.
 
-A row that is not stored has its initial value: `read` returns it, and `make` stores it. Rows beyond a memory limit are
-on disk, the least recently used first, until `warm` loads them. Hold `lock` in every call.
+For a row that is not stored, `read` returns the initial value, and `make` stores it. If the rows exceed a memory limit,
+the least recently used rows are moved to disk, until `load_from_disk` loads them again. Hold `lock` during every call.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from rayps.ps.tables.disk import Disk, FieldValues
 from rayps.ps.tables.hash_index import ABSENT, HashIndex
 from rayps.ps.tables.initial_rows import initial
 from rayps.ps.tables.pages import BITS, ROWS, Field, Pages, places, release
-from rayps.ps.tables.row_optimizers import Knobs, RowRule
+from rayps.ps.tables.row_optimizers import OptimizerOptions, RowRule
 from rayps.ps.tables.wire_format import Counts, Ids, Rows, Slots, cells
 from rayps.tensors.finite import first_not_finite, is_finite
 
 _BLOCK = 4096  # rows stepped at a time: they stay in the processor's cache
-_LEAST = 64  # rows of a segment that may be in memory, however low the limit is
-LIFE = (Field("life", 2, "int64"),)  # number of uses, version of the last use
+_LEAST = 64  # rows of a segment that may be in memory even if the limit is lower
+LIFE = (Field("life", 2, "int64"),)  # the number of uses, and the version of the last use
 USES, USED = range(2)
 
 
@@ -36,7 +36,7 @@ _threads = threading.local()
 
 
 def _scratch(fields: tuple[Field, ...]) -> list[Rows]:
-    """Return memory for a block of rows of each field. A thread reuses it, because mapping new memory costs more."""
+    """Return memory for a block of rows of each field. A thread gets the same memory again, which saves mapping it."""
     if getattr(_threads, "fields", None) != fields:
         _threads.fields = fields
         _threads.blocks = [np.empty((_BLOCK, each.width), each.dtype) for each in fields]
@@ -46,15 +46,15 @@ def _scratch(fields: tuple[Field, ...]) -> list[Rows]:
 
 @dataclass(slots=True)
 class Columns:
-    """Rows as arrays in the order of their ids: the form in which they are dumped, saved and loaded."""
+    """Rows as arrays, in the order of their ids. Rows are dumped, saved and loaded in this form."""
 
     ids: Ids
     rows: Rows  # [n, dim]
-    state: FieldValues  # by field of the optimizer: [n, width]
-    life: NDArray[np.int64]  # [n, 2]: uses, version of the last use
+    state: FieldValues  # from each field of the optimizer's state to [n, width]
+    life: NDArray[np.int64]  # [n, 2]: number of uses, and version of the last use
 
     def take(self, places: Slots | slice) -> Columns:
-        """Select rows by index, or by a slice (as a view)."""
+        """Return the rows at some indices as copies, or the rows of a slice as views."""
         if isinstance(places, slice):
             state = {name: value[places] for name, value in self.state.items()}
             return Columns(self.ids[places], self.rows[places], state, self.life[places])
@@ -70,30 +70,30 @@ def _taken(values: NDArray[_T], places: Slots) -> NDArray[_T]:
 
 
 class RowStore:
-    """Rows by id; rows beyond `memory` bytes are on disk, in `folder`."""
+    """Rows by id. Rows that do not fit into `memory` bytes are on disk, in `folder`; if `memory` is None, none are."""
 
     def __init__(self, table: SparseTable, rule: RowRule, memory: int | None = None, folder: str | None = None) -> None:
         self.table, self.rule = table, rule
         self.fields = (Field("rows", table.dim, table.dtype), *rule.fields, *LIFE)
         self._index = HashIndex()
         self._pages = Pages(self.fields)
-        self._adopt(np.zeros(0, np.int64), plain=True)
-        self.row_bytes = self._pages.row_bytes + 24  # with the row's key and cells in the index
+        self._set_page_table(np.zeros(0, np.int64), plain=True)
+        self.row_bytes = self._pages.row_bytes + 24  # includes the row's key and cells in the index
         self._limit = None if memory is None else max(_LEAST, memory // self.row_bytes)
         self._folder = folder
         self._disk: Disk | None = None
 
-    def _adopt(self, table: Slots, plain: bool) -> None:
+    def _set_page_table(self, table: Slots, plain: bool) -> None:
         self._held: list[Slots] = [table]  # the page table, in a list that the finalizer reads
         self._nbytes = 0
-        self._plain = plain  # the pages are in order: a slot is its own row number
+        self._plain = plain  # whether the pages are in order, so that each slot is also its row number
         weakref.finalize(self, release, self._pages, self._held).atexit = False
 
     def __len__(self) -> int:
-        return len(self._index) + self.cold
+        return len(self._index) + self.rows_on_disk
 
     @property
-    def cold(self) -> int:
+    def rows_on_disk(self) -> int:
         """The number of rows on disk."""
         return 0 if self._disk is None else len(self._disk)
 
@@ -104,9 +104,10 @@ class RowStore:
 
     @property
     def nbytes(self) -> int:
-        """The bytes in memory of rows, state and index; a shared page is divided among its users.
+        """The bytes of memory of rows, state and index. The bytes of a shared page are divided among its users.
 
-        While another thread has the lock, the value is the last one: a load report must not wait for a long dump.
+        While another thread has the lock, the last computed value is returned, because a load report must not wait for
+        a long dump.
         """
         if self.lock.acquire(blocking=False):
             try:
@@ -119,22 +120,22 @@ class RowStore:
         return self._nbytes
 
     def find(self, ids: Ids) -> Slots:
-        """Return the slot of each id; `ABSENT` for a row that is not in memory.
+        """Return the slot of each id, int64 [n]; `ABSENT` for a row that is not in memory.
 
-        Slots are valid while `lost` is unchanged.
+        Slots are valid while `deletions` is unchanged.
         """
         return self._index.find(ids)
 
     @property
-    def lost(self) -> int:
+    def deletions(self) -> int:
         """The number of deletions so far. When it changes, slots found earlier are invalid."""
-        return self._index.lost
+        return self._index.deletions
 
     def read(self, ids: Ids, slots: Slots, out: Rows | None = None) -> Rows:
         """Return the rows [n, dim] of ascending ids, given the slots that `find` returned.
 
-        Rows that are not stored have their initial values. The rows are written to `out`, if given: an array of that
-        shape and the table's dtype.
+        A row that is not stored has its initial value. If `out`, an array [n, dim] of the table's dtype, is given, the
+        rows are written to it.
         """
         found: Rows = np.empty((len(ids), self.table.dim), self.table.dtype) if out is None else out
         whole = slots.all()
@@ -143,14 +144,14 @@ class RowStore:
         if not whole:
             missing = np.flatnonzero(slots == ABSENT)
             found[missing] = initial(self.table, ids[missing])
-            if self._disk is not None and self.cold:
+            if self._disk is not None and self.rows_on_disk:
                 held, values = self._disk.peek(ids[missing])
                 found[np.searchsorted(ids, held)] = values["rows"]
         return found
 
-    def warm(self, ids: Ids) -> bool:
-        """Load the rows of these ids that are on disk into memory; return whether there were any."""
-        if self._disk is None or not self.cold:
+    def load_from_disk(self, ids: Ids) -> bool:
+        """Load those rows of `ids` that are on disk into memory; return whether there were any."""
+        if self._disk is None or not self.rows_on_disk:
             return False
         held, values = self._disk.peek(ids)
         if len(held):
@@ -158,8 +159,8 @@ class RowStore:
             self._disk.delete(held)
         return len(held) > 0
 
-    def cool(self) -> None:
-        """Move the least recently used rows to disk while more rows are in memory than the limit."""
+    def move_to_disk(self) -> None:
+        """If more rows are in memory than the limit allows, move the least recently used ones to disk."""
         if self._limit is None or len(self._index) <= self._limit:
             return
         if self._disk is None:
@@ -175,10 +176,13 @@ class RowStore:
         self._index.delete(self._index.keys[slots[coldest]])
 
     def make(self, ids: Ids, uses: NDArray[np.int64], version: int) -> Slots:
-        """Store rows that are not stored, with their initial values and `uses` so far; return their slots."""
+        """Store rows that are not stored yet, with their initial values; return their slots, int64 [n].
+
+        `uses` [n] is the number of earlier uses of each row.
+        """
         slots = self._index.insert(ids)
         self._grow(self._index.top)
-        place = self._own(slots)
+        place = self._writable_places(slots)
         self._put("rows", place, initial(self.table, ids))
         for field in self.rule.fields:
             self._pages.columns[field.name].rows[place] = field.start
@@ -187,23 +191,23 @@ class RowStore:
         self._put("life", place, life)
         return slots
 
-    def use(self, slots: Slots, counts: Counts, version: int) -> None:
-        """Add `counts` (how often each id occurred in the batch) to the use counts of rows; set their last use."""
-        place = self._own(slots)
+    def count_uses(self, slots: Slots, counts: Counts, version: int) -> None:
+        """Add `counts` (how often each id occurred in the batch) to the rows' use counts; set their last use."""
+        place = self._writable_places(slots)
         life = self._life(place)
         life[:, USES] += counts
         life[:, USED] = version
         self._put("life", place, life)
 
-    def step(self, slots: Slots, grad: Tensor, scale: float, now: Knobs | None = None) -> int | None:
-        """Step rows with the optimizer by `scale` times a gradient [n, dim], which is only read.
+    def step(self, slots: Slots, grad: Tensor, scale: float, now: OptimizerOptions | None = None) -> int | None:
+        """Step rows with the optimizer by `scale` times the gradient `grad` [n, dim], which does not change.
 
-        `now`: the optimizer's options for this step; None = the table's. Returns the index of the first row whose value
-        or state is not finite after the step; None = all are finite.
+        `now`: the optimizer's options for this step; None means the table's options. Return the index of the first row
+        whose value or state is not finite after the step, or None if all are finite.
         """
-        now = self.rule.knobs if now is None else now
+        now = self.rule.options if now is None else now
         fault: int | None = None
-        place = self._own(slots)
+        place = self._writable_places(slots)
         fields = self.fields[:-1]  # all fields except `life`
         spare = _scratch((self.fields[0], *fields))
         for lo in range(0, len(place), _BLOCK):
@@ -230,23 +234,23 @@ class RowStore:
         self._index.delete(ids)
 
     def life(self) -> tuple[Ids, NDArray[np.int64]]:
-        """Return of all stored rows, in any order, the ids [n], and use count and version of the last use [n, 2]."""
+        """Return the ids [n] of all stored rows, in any order, and [n, 2]: use count and version of the last use."""
         slots = self._index.slots()
         ids, life = self._index.keys[slots], self._life(self._places(slots))
-        if self._disk is None or not self.cold:
+        if self._disk is None or not self.rows_on_disk:
             return ids, life
         held, other = self._disk.column("life")
         return np.concatenate([ids, held]), np.concatenate([life, other.view(np.int64)])
 
     def export(self, ids: Ids | None = None) -> Columns:
-        """Return all stored rows, or those of `ids`, in the order of the ids."""
+        """Return all stored rows, or the stored rows of `ids`, in the order of their ids."""
         slots = self._index.slots() if ids is None else self._index.find(ids)
         slots = slots[slots != ABSENT]
         slots = slots[np.argsort(self._index.keys[slots])]
         place = self._places(slots)
         state = {field.name: self._gather(field.name, place) for field in self.rule.fields}
         found = Columns(self._index.keys[slots], self._gather("rows", place), state, self._life(place))
-        if self._disk is None or not self.cold:
+        if self._disk is None or not self.rows_on_disk:
             return found
         held, values = self._disk.all() if ids is None else self._disk.peek(ids)
         state = {name: np.concatenate([value, values[name]]) for name, value in state.items()}
@@ -262,12 +266,12 @@ class RowStore:
             part = slice(lo, lo + step)
             values = {name: value[part] for name, value in columns.state.items()}
             self._fill(columns.ids[part], {**values, "rows": columns.rows[part], "life": columns.life[part]})
-            self.cool()
+            self.move_to_disk()
 
     def _fill(self, ids: Ids, values: FieldValues) -> None:
         slots = self._index.insert(ids)
         self._grow(self._index.top)
-        place = self._own(slots)
+        place = self._writable_places(slots)
         for name, value in values.items():
             self._put(name, place, value)
 
@@ -279,7 +283,7 @@ class RowStore:
         other._index, other._pages = self._index.branch(), self._pages
         other._disk = None if self._disk is None else self._disk.branch()
         self._pages.users[self._held[0]] += 1
-        other._adopt(self._held[0].copy(), plain=False)
+        other._set_page_table(self._held[0].copy(), plain=False)
         self._plain = False
         return other
 
@@ -294,8 +298,8 @@ class RowStore:
     def _places(self, slots: Slots) -> Slots:
         return slots if self._plain else places(self._held[0], slots)
 
-    def _own(self, slots: Slots) -> Slots:
-        """Return the row numbers of rows to be written; shared pages are copied first."""
+    def _writable_places(self, slots: Slots) -> Slots:
+        """Return the row numbers of rows that the caller will write. Shared pages of these rows are copied first."""
         if self._plain:
             return slots
         table = self._held[0]

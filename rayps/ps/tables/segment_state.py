@@ -1,6 +1,7 @@
-"""The complete state of a segment as bytes, for backups and checkpoints. Pure.
+"""The complete state of a segment as bytes, for backups and checkpoints. No I/O.
 
-Format: magic, length of the JSON head, the head padded to 8 bytes, then its arrays, each padded to 8 bytes.
+The format is: 8 bytes that identify it, the length of the JSON head, the head, and the arrays. The head and each array
+are padded to a multiple of 8 bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _DTYPES = {"int64", "uint32", "float32", "float64"}
 
 
 class LifeHead(TypedDict):
-    """The part of a `RowLifecycle`'s state that is JSON; the rest is arrays."""
+    """The part of a `RowLifecycle`'s state that is stored as JSON; the other part is arrays."""
 
     evicted: int
     known_from: int
@@ -32,7 +33,7 @@ class LifeHead(TypedDict):
 
 
 class SegmentHead(TypedDict):
-    """The part of a segment's state that is JSON; the rest is arrays."""
+    """The part of a segment's state that is stored as JSON; the other part is arrays."""
 
     table: str
     index: int
@@ -44,7 +45,7 @@ class SegmentHead(TypedDict):
 
 
 def pack(head: SegmentHead, arrays: Mapping[str, Rows]) -> bytes:
-    """Encode a head of plain data, and arrays by name."""
+    """Encode a head of JSON data, and arrays by name, as bytes."""
     shapes = {name: [str(value.dtype), list(value.shape)] for name, value in arrays.items()}
     text = json.dumps({"head": dict(head), "arrays": shapes}).encode()
     text += b" " * (-len(text) % 8)
@@ -56,7 +57,7 @@ def pack(head: SegmentHead, arrays: Mapping[str, Rows]) -> bytes:
 
 
 def unpack(data: Buffer) -> tuple[SegmentHead, dict[str, Rows]]:
-    """Decode what `pack` returned; the arrays are views. Raises CheckpointError."""
+    """Decode the result of `pack`; the arrays are views of `data`. Raises CheckpointError if `data` is not valid."""
     view = memoryview(data).cast("B") if len(data) else memoryview(b"")
     try:
         if view[:8] != _MAGIC:
@@ -84,7 +85,7 @@ def as_arrays(columns: Columns) -> dict[str, Rows]:
 
 
 def as_columns(table: SparseTable, fields: tuple[Field, ...], arrays: Mapping[str, Rows]) -> Columns:
-    """Return the rows in the arrays that `as_arrays` returned.
+    """Return the rows that `as_arrays` converted to arrays.
 
     Raises:
         CheckpointError: the rows or the optimizer state do not fit this table.

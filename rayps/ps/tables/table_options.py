@@ -45,7 +45,7 @@ def made_table(
     dtype: str | torch.dtype,
     segments: int,
 ) -> SparseTable:
-    """Parse a table's options, and return the table. Raises ConfigError: an option is not valid."""
+    """Parse a table's options, and return the table. Raises ConfigError if an option is not valid."""
     for field, value, least in (("dim", dim, 1), ("segments", segments, 1), ("seed", seed, 0)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ConfigError(f"{field} is {value!r}: give a whole number of at least {least}", field=field)
@@ -69,9 +69,9 @@ def made_table(
 
 
 def wire_of(given: str | None) -> str | None:
-    """Return the dtype of rows on the wire, "bf16", or None for the table's dtype.
+    """Return the dtype in which rows are sent: "bf16", or None for the table's dtype.
 
-    Raises ConfigError: `given` is neither.
+    Raises ConfigError if `given` is neither.
     """
     if given in (None, "bf16"):
         return given
@@ -79,9 +79,9 @@ def wire_of(given: str | None) -> str | None:
 
 
 def options_of(field: str, given: Options) -> dict[str, Json]:
-    """Return the option `field` as a dict of a name and numbers, from such a dict or from text like "sgd:lr=0.1".
+    """Convert the option `field` to a dict of a name and numbers, from such a dict or from text like "sgd:lr=0.1".
 
-    Raises ConfigError: `given` is neither.
+    Raises ConfigError if `given` is neither.
     """
     if isinstance(given, Mapping) and isinstance(given.get("name"), str):
         return dict(given)

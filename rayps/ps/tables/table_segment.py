@@ -1,10 +1,10 @@
-"""One segment of a table, as its primary and as a backup: a `rayps.ps.protocol.space.ServedSegment`.
+"""One segment of a table, on its primary or on a backup: a `rayps.ps.protocol.space.ServedSegment`.
 
-No sockets, no threads. A push is applied once: the ledger drops repeated pushes. If the strategy applies each push on
-arrival (`PerPush`), its `on_push` is called and the push itself is forwarded to the backups. If the strategy applies
-whole rounds (`PerRound`), its `on_round` gets the pushes of a round, extended to the union of their ids, and the
-gradients of the resulting steps are forwarded. A pull changes nothing unless it has counts: then missing rows are
-stored and all its rows are counted, here and on the backups.
+It uses no sockets and no threads. Each push is applied once, because the ledger recognises repeated pushes. If the
+strategy applies each push on arrival (`PerPush`), its `on_push` is called, and the push is forwarded to the backups. If
+the strategy applies whole rounds (`PerRound`), its `on_round` is called with the pushes of a round, extended to the
+union of their ids, and the gradients of the resulting steps are forwarded. A pull with counts stores missing rows and
+counts a use of all its rows, on the primary and on the backups. A pull without counts changes nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rayps.ps.tables import initial_rows, segment_state
 from rayps.ps.tables.hash_index import ABSENT
 from rayps.ps.tables.merge_pushes import union
 from rayps.ps.tables.row_lifecycle import RowLifecycle, RowPolicy
-from rayps.ps.tables.row_optimizers import Knobs, Scheduled, TablePace, rule_of
+from rayps.ps.tables.row_optimizers import OptimizerOptions, Scheduled, TableSchedule, rule_of
 from rayps.ps.tables.row_store import RowStore
 from rayps.ps.tables.segment_state import SegmentHead
 from rayps.ps.tables.wire_format import (
@@ -47,9 +47,9 @@ from rayps.ps.tables.wire_format import (
 from rayps.tensors.snapshot import RetainedParts
 
 _PUSH, _ROUND, _USE = 1, 2, 3  # kinds of changes for backups
-_HEAD = 32  # bytes of a change's head: kind, rank, step: int64; weight: float64
-_NONE = np.empty(0, np.int64)
-_DECAYS = struct.Struct("<d")  # before each gradient of a round: the number of whole steps that the gradient counts for
+_HEAD = 32  # bytes of a change's head: kind, rank and step (int64 each), weight (float64)
+_NO_IDS = np.empty(0, np.int64)
+_DECAYS = struct.Struct("<d")  # precedes each gradient of a round: the number of whole steps for which it counts
 
 
 def check_table(table: SparseTable) -> None:
@@ -69,12 +69,12 @@ def check_table(table: SparseTable) -> None:
 
 
 class _OpenRounds:
-    """The pushes gathered so far for each round that still lacks the push of some rank."""
+    """The pushes received so far for each round in which at least one rank has not pushed yet."""
 
     def __init__(self, closed: int, gathers: bool) -> None:
         self.gathers = gathers  # whether the strategy applies whole rounds
         self.closed = closed  # rounds that all ranks have pushed
-        self._pushes: dict[int, dict[int, tuple[TablePush, float]]] = {}  # by step, by rank: push and weight
+        self._pushes: dict[int, dict[int, tuple[TablePush, float]]] = {}  # for each step: from rank to push and weight
 
     def add(self, rank: int, step: int, push: TablePush, weight: float) -> None:
         self._pushes.setdefault(step, {})[rank] = push, weight
@@ -86,25 +86,26 @@ class _OpenRounds:
 
 
 class _RowUpdate:
-    """The optimizer steps of the rows that the current push or round names."""
+    """Steps the rows of the current push or round with the table's optimizer."""
 
-    def __init__(self, table: SparseTable, knobs: Knobs, pace: TablePace | None) -> None:
+    def __init__(self, table: SparseTable, options: OptimizerOptions, pace: TableSchedule | None) -> None:
         self.pace = pace
-        self.recorded: list[tuple[Tensor, float]] = []  # gradients of a round, and the number of whole steps for each
-        self._table, self._knobs = table, knobs  # `knobs`: the optimizer's options in the current round
+        # the gradients of a round's steps, each with the number of whole steps for which it counts
+        self.recorded: list[tuple[Tensor, float]] = []
+        self._table, self._options = table, options  # `options`: the optimizer's options in the current round
         self._ids: Ids | None = None
         self._slots: Slots = np.empty(0, np.int64)
-        self._stored: Slots | None = None  # indices of the rows of the gradient that are stored; None: all
-        self._overflown: int | None = None  # the first id whose row became not finite
+        self._stored: Slots | None = None  # indices of the ids in the gradient whose rows are stored; None means all
+        self._overflown: int | None = None  # the id of the first row that was not finite after a step
         self._fault: TrainingError | None = None  # raised for every later push
 
     def begin_round(self, step: int) -> None:
-        """Set the options that the schedule gives for a round."""
+        """Set the optimizer's options to those of the schedule in round `step`."""
         if self.pace is not None:
-            self._knobs = self.pace.at(step)
+            self._options = self.pace.at(step)
 
     def select(self, ids: Ids, slots: Slots, stored: Slots | None) -> None:
-        """Select the rows that `step` changes."""
+        """Select the rows that the method `step` changes."""
         self._ids, self._slots, self._stored = ids, slots, stored
 
     def deselect(self) -> None:
@@ -113,18 +114,18 @@ class _RowUpdate:
     def step(self, store: RowStore, grad: Tensor, scale: float, decays: float) -> None:
         """Step the selected rows by `scale` times `grad` [n, dim]; weight decay is multiplied by `decays`."""
         assert self._ids is not None
-        knobs, decay = self._knobs, self._knobs.get("weight_decay")
+        options, decay = self._options, self._options.get("weight_decay")
         if decays != 1 and isinstance(decay, float) and decay:
-            knobs = {**knobs, "weight_decay": decay * decays}
+            options = {**options, "weight_decay": decay * decays}
         grad = grad if self._stored is None else grad[torch.from_numpy(self._stored)]
-        fault = store.step(self._slots, grad, scale, knobs)
+        fault = store.step(self._slots, grad, scale, options)
         if fault is not None and self._overflown is None:
             self._overflown = int(self._ids[fault])
 
     def must_be_finite(self, step: int, rank: int | None = None) -> None:
-        """Raise TrainingError if round `step` or an earlier round made a row not finite.
+        """Raise TrainingError if a row is not finite after round `step` or an earlier round.
 
-        `rank`: the worker whose push was applied; None: a whole round was applied.
+        `rank`: the worker whose push was applied; None if a whole round was applied.
         """
         if self._fault is None and self._overflown is not None:
             source = "" if rank is None else f" by the push of worker-{rank}"
@@ -141,21 +142,22 @@ class _RowUpdate:
 
 
 class _SlotCache:
-    """The slots of recently pulled ids: a rank pushes mostly the ids that it pulled."""
+    """The slots of recently pulled ids, which pushes use again: a rank usually pushes the ids that it has pulled."""
 
     def __init__(self, ranks: int) -> None:
         self._limit = 2 * ranks
-        # by number of ids, first and last id: the ids, their slots, indices of ids not stored, `lost` of the index
+        # key: number of ids, first id, last id; value: the ids, their slots, indices of ids not stored, and the number
+        # of the index's deletions
         self._found: dict[tuple[int, ...], tuple[Ids, Slots, Slots, int]] = {}
 
     def find(self, store: RowStore, ids: Ids, keep: bool) -> tuple[Slots, Slots]:
-        """Return the slots of ids, and the indices of the ids that are not stored; `keep`: remember the result.
+        """Return the slots of ids [n], and the indices of the ids that are not stored.
 
-        The caller may change only the slots of ids that are not stored.
+        With `keep`, the result is cached. The caller may change only the slots of ids that are not stored.
         """
         key = (len(ids), int(ids[0]), int(ids[-1])) if len(ids) else ()
         held = self._found.get(key)
-        if held is not None and held[3] == store.lost and (held[0] == ids).all():
+        if held is not None and held[3] == store.deletions and (held[0] == ids).all():
             _, slots, missing, _ = held
             if len(missing):  # these ids may have been stored since
                 slots = slots.copy()
@@ -163,28 +165,31 @@ class _SlotCache:
                 missing = np.flatnonzero(slots == ABSENT)
             return slots, missing
         slots = store.find(ids)
-        missing = _NONE if slots.all() else np.flatnonzero(slots == ABSENT)
+        missing = _NO_IDS if slots.all() else np.flatnonzero(slots == ABSENT)
         if keep:
             self._found.pop(key, None)
-            self._found[key] = ids.copy(), slots, missing, store.lost
+            self._found[key] = ids.copy(), slots, missing, store.deletions
             if len(self._found) > self._limit:
                 del self._found[next(iter(self._found))]
         return slots, missing
 
 
 class _Snapshots:
-    """The states after the rounds that a checkpoint needs; they share memory with the segment until rows change."""
+    """The segment's states after the rounds that a checkpoint needs.
+
+    They share memory with the segment until rows change.
+    """
 
     def __init__(self) -> None:
         self.wanted: set[int] = set()
         self._parts: RetainedParts[tuple[RowStore, SegmentHead, dict[str, Rows]]] = RetainedParts()
 
-    def keep(self, rounds: int, store: RowStore, state: tuple[SegmentHead, dict[str, Rows]]) -> None:
+    def retain(self, rounds: int, store: RowStore, state: tuple[SegmentHead, dict[str, Rows]]) -> None:
         self.wanted.discard(rounds)
-        self._parts.keep(rounds, (store.branch(), *state))
+        self._parts.retain(rounds, (store.branch(), *state))
 
     def dump(self, rounds: int) -> bytes | None:
-        """Return the state after `rounds` rounds; None if it is not retained."""
+        """Return the state after `rounds` rounds, or None if it is not retained."""
         held = self._parts.get(rounds)
         if held is None:
             return None
@@ -208,21 +213,22 @@ class TableSegment:
     ) -> None:
         """Prepare an empty segment.
 
-        `start_marks`: the first step of each rank; None = 0. `scheduled`: the job's learning-rate schedule.
+        `start_marks`: the first step of each rank; None means 0 for all. `scheduled`: the job's learning-rate schedule.
 
         Raises:
-            ConfigError, WorkloadError: an option of the table, or the schedule, is not valid.
+            ConfigError: an option of the table is not valid.
+            WorkloadError: the schedule cannot be evaluated.
         """
         self.table, self.index, self.strategy, self.size = table, index, strategy, workers
         self.rounds = 1  # see ShardView
         self.seq = self.version = 0
-        self.operations = 0  # number of ids pulled and pushed; a count of requests would be the same for all segments
-        self.copied = True  # whether there are backups; without them changes are empty
+        self.operations = 0  # number of ids pulled and pushed; the number of requests is the same for all segments
+        self.copied = True  # whether there are backups; if not, the changes for backups are empty
         self.store = self._store()
         pace = None if scheduled is None else scheduled.pace(table, self.store.rule)
         self._begin(Ledger([0] * workers if start_marks is None else start_marks), pace)
 
-    def _begin(self, ledger: Ledger, pace: TablePace | None) -> None:
+    def _begin(self, ledger: Ledger, pace: TableSchedule | None) -> None:
         self.ledger = ledger
         servers = servers_of(self.strategy) or Servers()
         gathers = servers.update.gathers
@@ -230,7 +236,7 @@ class TableSegment:
         self.life = RowLifecycle(self.table, self.store.row_bytes, 1 if gathers else max(1, self.size))
         self._open = _OpenRounds(self.clock.slowest, gathers)
         self._snapshots = _Snapshots()
-        self._update = _RowUpdate(self.table, self.store.rule.knobs, pace)
+        self._update = _RowUpdate(self.table, self.store.rule.options, pace)
         self._checked: tuple[Buffer, TablePush] | None = None  # the push that was checked last, decoded
         self._slots = _SlotCache(self.size)
 
@@ -250,11 +256,11 @@ class TableSegment:
         return self.store.nbytes + self.life.nbytes
 
     def marks(self) -> dict[int, int]:
-        """Return for each rank its next step: the pushes of all earlier steps are recorded."""
+        """Return a dict from each rank to its next step. The pushes of all earlier steps are in the ledger."""
         return dict(self.ledger.marks)
 
     def durable(self, rank: int) -> int:
-        """Return the step of this rank below which all pushes are applied here."""
+        """Return the first step of `rank` that is not applied on this server; all earlier steps are."""
         mark = self.ledger.marks[rank]
         return min(self._open.closed, mark) if self._open.gathers else mark
 
@@ -263,16 +269,16 @@ class TableSegment:
         return self.clock.may_pull(rank)
 
     def laggards(self) -> list[int]:
-        """Return the slowest ranks, for whose pushes pulls wait."""
+        """Return the slowest ranks, whose pushes the delayed pulls wait for."""
         return self.clock.laggards()
 
     # pushes
 
     def check(self, rank: int, step: int, weight: float, data: Buffer) -> None:
-        """Raise what `push` would raise.
+        """Check a push without applying it.
 
         Raises:
-            ConfigError: see `rayps.ps.tables.wire_format.decode_push`.
+            ConfigError: the push is not valid: see `rayps.ps.tables.wire_format.decode_push`.
             ValueError: there is no such rank, or too many steps were skipped.
         """
         if not self.ledger.seen(rank, step):
@@ -285,13 +291,13 @@ class TableSegment:
             self._checked = (data, decode_push(data, self.table))
 
     def push(self, rank: int, step: int, weight: float, data: Buffer) -> list[bytes]:
-        """Record a push, which may close rounds; returns the changes that backups must replay.
+        """Record a push and apply all rounds that are complete now; return the changes that backups must replay.
 
-        A push that the ledger has already seen has no effect.
+        A push that is in the ledger already has no effect.
 
         Raises:
-            ConfigError, ValueError: as `check`; nothing was applied.
-            TrainingError: a step, of this push or an earlier one, made a row not finite.
+            ConfigError, ValueError: `check` raises them. Nothing was applied.
+            TrainingError: a row is not finite after a step of this push or of an earlier one.
         """
         if self.ledger.seen(rank, step):
             self._update.must_be_finite(step)
@@ -309,7 +315,7 @@ class TableSegment:
         if self.clock.slowest <= step:  # the round stays open, and the memory of `data` is the caller's
             push = TablePush(push.ids.copy(), push.counts.copy(), push.rows.clone())
         self._open.add(rank, step, push, weight)
-        changes = self._close()
+        changes = self._apply_rounds()
         self._update.must_be_finite(step)
         return changes
 
@@ -319,16 +325,16 @@ class TableSegment:
         self.version += 1
         with self.store.lock:
             if len(push.ids) and weight:
-                self._use(push.ids, push.counts)
+                self._select_rows(push.ids, push.counts)
                 self._update.begin_round(step)
                 self.strategy.on_push(self, push.rows, weight)
-            self._after()
+            self._finish_change()
         while self._open.closed < self.clock.slowest:
             self._open.closed += 1
-            self._keep()
+            self._retain_wanted()
 
-    def _close(self) -> list[bytes]:
-        """Apply the rounds that all ranks have pushed; return a change for each."""
+    def _apply_rounds(self) -> list[bytes]:
+        """Apply the rounds that all ranks have pushed; return one change for each of these rounds."""
         changes = []
         update = self._update
         while self._open.closed < self.clock.slowest:
@@ -338,10 +344,10 @@ class TableSegment:
             update.recorded = []
             with self.store.lock:
                 if len(ids) and any(weights):
-                    self._use(ids, counts)
+                    self._select_rows(ids, counts)
                     update.begin_round(self._open.closed)
                     self.strategy.on_round(self, values, weights)
-                self._after()
+                self._finish_change()
             pieces = [
                 b"".join([_DECAYS.pack(decays), encode_push(ids, grad, counts).data])
                 for grad, decays in update.recorded
@@ -350,13 +356,13 @@ class TableSegment:
             changes.append(b"".join([head, *pieces]) if self.copied else b"")
             update.recorded = []
             self._open.closed += 1
-            self._keep()
+            self._retain_wanted()
         return changes
 
-    def _use(self, ids: Ids, counts: Counts) -> None:
-        """Admit rows that are not stored yet, count the use of all, and select the stored ones for `step`."""
+    def _select_rows(self, ids: Ids, counts: Counts) -> None:
+        """Admit rows that are not stored yet, count a use of all rows, and select the stored ones for `step`."""
         slots, missing = self._slots.find(self.store, ids, keep=False)
-        if len(missing) and self.store.warm(ids[missing]):
+        if len(missing) and self.store.load_from_disk(ids[missing]):
             slots[missing] = self.store.find(ids[missing])
             missing = np.flatnonzero(slots == ABSENT)
         stored = None
@@ -368,13 +374,14 @@ class TableSegment:
             if not admitted.all():
                 stored = np.flatnonzero(slots != ABSENT)
                 ids, slots, counts = ids[stored], slots[stored], counts[stored]
-        self.store.use(slots, counts, self.version)
+        self.store.count_uses(slots, counts, self.version)
         self._update.select(ids, slots, stored)
 
     def step(self, grad: Tensor, scale: float = 1.0, decays: float | None = None) -> None:
         """Step the rows of the current push by `scale` times a gradient [n, dim].
 
-        `decays`: the number of whole steps for which this step counts, a factor of the weight decay. None = |`scale`|.
+        `decays` is the number of whole steps for which this step counts, the factor of the weight decay. If it is None,
+        it is |`scale`|.
         """
         decays = abs(scale) if decays is None else decays
         if self._open.gathers and self.copied:
@@ -385,15 +392,18 @@ class TableSegment:
         """Step the rows of the current push by the mean sum(w_i v_i) / sum(w_i), summed in the order given."""
         self.step(weighted_mean(list(values), list(weights)))
 
-    def _after(self) -> None:
+    def _finish_change(self) -> None:
         self.seq += 1
         self.life.evict(self.store, self.version)
-        self.store.cool()
+        self.store.move_to_disk()
 
     # backups
 
     def replay(self, change: Buffer) -> None:
-        """On a backup: apply one change that `push` or `pull` returned on the primary. Raises ConfigError."""
+        """On a backup: apply one change that `push` or `pull` returned on the primary.
+
+        Raises ConfigError if the change is not valid.
+        """
         view = memoryview(change)
         kind, rank, step = np.frombuffer(view[:24], np.int64).tolist()
         weight = float(np.frombuffer(view[24:_HEAD], np.float64)[0])
@@ -403,7 +413,7 @@ class TableSegment:
         elif kind == _USE:
             pull = decode_pull(data, self.table)
             assert pull.counts is not None
-            self._count(pull.ids, pull.counts)
+            self._count_pull(pull.ids, pull.counts)
         elif kind == _ROUND:
             self._replay_round(rank, step, data)
         else:
@@ -420,31 +430,30 @@ class TableSegment:
                 one = data[k * size : (k + 1) * size]
                 push = decode_push(one[_DECAYS.size :], self.table)
                 if k == 0:
-                    self._use(push.ids, push.counts)
+                    self._select_rows(push.ids, push.counts)
                 self.step(push.rows, decays=_DECAYS.unpack_from(one)[0])
             self._update.recorded = []
-            self._after()
+            self._finish_change()
         self._open.closed = step + 1
-        self._keep()
+        self._retain_wanted()
 
     # pulls
 
     def pull(self, rank: int, data: Buffer, out: memoryview | None = None) -> tuple[Buffer, int, list[bytes]]:
         """Serve a pull.
 
-        Return the rows as bytes, the lead of `rank` in rounds, and the changes that backups must replay.
-
-        The rows are written to `out` if it is given and of their size.
+        Return the rows as bytes, the number of rounds by which `rank` is ahead of the slowest rank, and the changes
+        that backups must replay. The rows are written to `out` if `out` is given and has their size.
 
         Raises:
-            ConfigError: see `rayps.ps.tables.wire_format.decode_pull`.
+            ConfigError: the pull is not valid: see `rayps.ps.tables.wire_format.decode_pull`.
         """
         asked = decode_pull(data, self.table)
         self.operations += len(asked.ids)
         changes: list[bytes] = []
         with self.store.lock:
             if asked.counts is not None and len(asked.ids):
-                self._count(asked.ids, asked.counts)
+                self._count_pull(asked.ids, asked.counts)
                 head = _head(_USE, rank, 0, 0.0)
                 changes = [b"".join([head, encode_pull(asked.ids, asked.counts).data]) if self.copied else b""]
             slots = self._slots.find(self.store, asked.ids, keep=rank >= 0)[0]
@@ -454,7 +463,7 @@ class TableSegment:
         return value, self.ledger.marks[rank] - self.clock.slowest, changes
 
     def _rows_at(self, out: memoryview, count: int) -> Rows | None:
-        """Return `out` as rows [count, dim]; None if it is not of their size."""
+        """Return `out` as rows [count, dim], or None if `out` has another size."""
         size = count * self.table.dim * DTYPES[self.table.dtype].itemsize
         if len(out) != size or not size:
             return None
@@ -462,34 +471,34 @@ class TableSegment:
         return found
 
     def read(self, data: Buffer) -> Buffer:
-        """Serve a pull whatever the clock; return the rows as bytes. Changes nothing."""
+        """Serve a pull regardless of the clock, and count no use; return the rows as bytes."""
         asked = decode_pull(data, self.table)
         with self.store.lock:
             return encode_rows(self.store.read(asked.ids, self.store.find(asked.ids)), asked.half).data
 
-    def _count(self, ids: Ids, counts: Counts) -> None:
+    def _count_pull(self, ids: Ids, counts: Counts) -> None:
         with self.store.lock:
-            self._use(ids, counts)
+            self._select_rows(ids, counts)
             self._update.deselect()
-            self._after()
+            self._finish_change()
 
     # states
 
     def keep(self, rounds: Sequence[int]) -> None:
-        """Retain the states after these rounds of the slowest worker."""
+        """Retain the state after each of these numbers of rounds (see `RetainedParts`)."""
         self._snapshots.wanted.update(each for each in rounds if each >= self._open.closed)
 
-    def _keep(self) -> None:
+    def _retain_wanted(self) -> None:
         if self._open.closed in self._snapshots.wanted:
             with self.store.lock:
-                self._snapshots.keep(self._open.closed, self.store, self._head_and_life())
+                self._snapshots.retain(self._open.closed, self.store, self._head_and_life())
 
     def part(self, rounds: int) -> bytes | None:
-        """Return the state after `rounds` rounds; None if it is not retained."""
+        """Return the state after `rounds` rounds, or None if it is not retained."""
         return self._snapshots.dump(rounds)
 
     def dump(self) -> bytes:
-        """Return the complete state, but without the pushes of rounds that are still open."""
+        """Return the complete state, without the pushes of rounds that are not complete."""
         with self.store.lock:
             head, arrays = self._head_and_life()
             return segment_state.pack(head, {**segment_state.as_arrays(self.store.export()), **arrays})
@@ -541,7 +550,10 @@ class TableSegment:
     def branch(
         self, workers: int | None = None, strategy: ServerHalf | None = None, scheduled: Scheduled | None = None
     ) -> TableSegment:
-        """Return a branch for `workers` workers, which shares memory until rows change; its clock begins at step 0."""
+        """Return a branch of this segment for `workers` workers, with a clock that begins at step 0.
+
+        The branch and this segment share memory until rows change.
+        """
         other = TableSegment(
             self.table, self.index, strategy or self.strategy, workers or self.size, scheduled=scheduled
         )

@@ -1,9 +1,9 @@
-"""The wire format of table requests, and the mapping from ids to segments. Pure.
+"""The wire format of table requests, and the mapping from ids to segments. No I/O.
 
-A piece is the part of a request for one segment: n, flags and dim (int64 each); n ids (int64, strictly ascending);
-with flag COUNTS, n counts (uint32, padded to 8 bytes): how often each id occurred in the batch. A push then has n
-rows [n, dim]. The answer to a pull is n rows and nothing else. Rows have the table's dtype; with flag HALF, bfloat16.
-A piece of 0 bytes names no ids.
+A piece is the part of a request for one segment. It contains n, flags and dim (int64 each), then n ids (int64, strictly
+ascending), then, with the flag COUNTS, n counts (uint32, padded to 8 bytes). A count is how often the id occurred in
+the batch. A push also contains n rows [n, dim]. The answer to a pull consists of n rows. Rows have the table's dtype,
+or bfloat16 with the flag HALF. A piece of 0 bytes has no ids.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ _FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "float64": torch.float64}
 
 Ids = NDArray[np.int64]  # [n]
-Counts = NDArray[np.uint32]  # [n]: uses of each id
+Counts = NDArray[np.uint32]  # [n]: how often each id occurs in a batch
 Slots = NDArray[np.int64]  # [n]: row numbers within a store or an index
 Rows = NDArray[np.generic]  # [n, dim] of the table's dtype, or [n, width] of a field's
 Bytes = NDArray[np.uint8]
-Room = Callable[[int], Bytes]  # allocates so many bytes
+Allocator = Callable[[int], Bytes]  # allocates a number of bytes
 
 
-def fresh(size: int) -> Bytes:
-    """Allocate ordinary memory, not cleared."""
+def allocate(size: int) -> Bytes:
+    """Allocate `size` bytes of ordinary memory, which is not cleared."""
     return np.empty(size, np.uint8)
 
 
 class TablePull(NamedTuple):
-    """A decoded pull. With `counts` the pull counts as a use of its rows; with None it does not."""
+    """A decoded pull. If `counts` is not None, the pull counts as a use of its rows."""
 
     ids: Ids
     counts: Counts | None
@@ -54,7 +54,7 @@ class TablePull(NamedTuple):
 
 
 class TablePush(NamedTuple):
-    """A decoded push: gradients of rows [n, dim], and how often each id occurred in the batch."""
+    """A decoded push: the ids [n], how often each id occurred in the batch [n], and the gradients of rows [n, dim]."""
 
     ids: Ids
     counts: Counts
@@ -62,7 +62,7 @@ class TablePush(NamedTuple):
 
 
 def mix(ids: Ids) -> NDArray[np.uint64]:
-    """Hash int64 [n] to uint64 [n], every bit well mixed (finaliser of splitmix64, Steele et al., 2014)."""
+    """Hash int64 [n] to uint64 [n] by the finaliser of splitmix64 (Steele et al., 2014)."""
     x = ids.view(np.uint64)
     part = x >> _SHIFTS[0]
     x = x ^ part
@@ -76,9 +76,9 @@ def mix(ids: Ids) -> NDArray[np.uint64]:
 
 
 def bucket(ids: Ids, segments: int) -> Slots:
-    """Return the segment of each id, 0 to `segments` - 1, int64 [n], from the upper half of the id's hash.
+    """Return the segment of each id, int64 [n]: a number from 0 to `segments` - 1.
 
-    `HashIndex` uses the lower half.
+    It depends on the upper half of the id's hash; `HashIndex` uses the lower half.
     """
     if segments == 1:
         return np.zeros(len(ids), np.int64)
@@ -87,7 +87,7 @@ def bucket(ids: Ids, segments: int) -> Slots:
 
 
 def split(ids: Ids, segments: int) -> tuple[Slots, list[int]]:
-    """Return a stable order that groups the ids by segment, and the segments + 1 bounds of the groups."""
+    """Return a stable order [n] that groups the ids by segment, and the `segments` + 1 bounds of the groups."""
     if segments == 1:
         return np.arange(len(ids)), [0, len(ids)]
     held = bucket(ids, segments)
@@ -98,7 +98,7 @@ def split(ids: Ids, segments: int) -> tuple[Slots, list[int]]:
 
 
 def cells(rows: Rows) -> NDArray[np.generic]:
-    """Return a view of rows [n, width] as n cells, one item for each row: numpy copies cells faster than rows."""
+    """Return a view of rows [n, width] as n cells, one item for each row, because numpy copies cells faster."""
     return rows.view(_cell(rows.shape[1] * rows.itemsize)).reshape(-1)
 
 
@@ -107,8 +107,8 @@ def _cell(size: int) -> np.dtype[np.generic]:
     return np.dtype(np.complex128) if size == 16 else np.dtype((np.void, size))  # numpy copies 16 bytes at once
 
 
-def carved(room: Room, size: int) -> Room:
-    """Allocate one block of `size` bytes by `room`; return an allocator that divides it into consecutive parts."""
+def block_allocator(room: Allocator, size: int) -> Allocator:
+    """Allocate one block of `size` bytes by `room`; return an allocator that takes consecutive parts of it."""
     left = room(size)
 
     def take(count: int) -> Bytes:
@@ -119,8 +119,8 @@ def carved(room: Room, size: int) -> Room:
     return take
 
 
-def _piece(flags: int, dim: int, ids: Ids, counts: Counts | None, tail: int, room: Room) -> tuple[Bytes, int]:
-    """Return a piece whose rows are not written yet, and the offset at which its `tail` bytes of rows begin."""
+def _piece(flags: int, dim: int, ids: Ids, counts: Counts | None, tail: int, room: Allocator) -> tuple[Bytes, int]:
+    """Return a piece with room for `tail` bytes of rows, which are not written yet, and the offset of the rows."""
     n = len(ids)
     rows = _HEAD + 8 * n + (0 if counts is None else (4 * n + 7) // 8 * 8)
     found = room(rows + (tail + 7) // 8 * 8)
@@ -131,15 +131,15 @@ def _piece(flags: int, dim: int, ids: Ids, counts: Counts | None, tail: int, roo
     return found, rows
 
 
-def encode_pull(ids: Ids, counts: Counts | None = None, half: bool = False, room: Room = fresh) -> Bytes:
-    """Encode a pull. With `counts` the pull is a use of the rows: missing rows are stored, and all rows are counted."""
+def encode_pull(ids: Ids, counts: Counts | None = None, half: bool = False, room: Allocator = allocate) -> Bytes:
+    """Encode a pull. With `counts` the pull stores missing rows and counts a use of all its rows."""
     return _piece(HALF if half else 0, 0, ids, counts, 0, room)[0]
 
 
 def encode_push(
-    ids: Ids, rows: Rows | Tensor, counts: Counts | None = None, half: bool = False, room: Room = fresh
+    ids: Ids, rows: Rows | Tensor, counts: Counts | None = None, half: bool = False, room: Allocator = allocate
 ) -> Bytes:
-    """Encode a push: gradients [n, dim] as a numpy array or a tensor on the CPU, one row for each id."""
+    """Encode a push. `rows` [n, dim] are the gradients: a numpy array or a tensor on the CPU, one row for each id."""
     given: Rows = rows.detach().numpy() if isinstance(rows, Tensor) else rows
     n, dim = len(ids), given.shape[1]
     if half:
@@ -160,7 +160,7 @@ def _head(data: Buffer, table: SparseTable, push: bool) -> tuple[Bytes, int, int
         raise table.error(ConfigError, f"a request has {len(raw)} bytes; expected at least {_HEAD}")
     n, flags, dim = _HEADER.unpack_from(data)
     if bool(flags & _ROWS) != push:
-        raise table.error(ConfigError, f"expected a {'push with' if push else 'pull without'} rows")
+        raise table.error(ConfigError, f"expected {'a push, which has rows' if push else 'a pull, which has no rows'}")
     if n < 0 or _HEAD + n * (12 if flags & COUNTS else 8) > len(raw):
         raise table.error(ConfigError, f"a request of {len(raw)} bytes is too short for {n} ids")
     return raw, n, flags, dim
@@ -202,7 +202,8 @@ def decode_push(data: Buffer, table: SparseTable) -> TablePush:
     """Decode a push. The arrays are views of `data`; bfloat16 rows are converted to the table's dtype.
 
     Raises:
-        ConfigError: as `decode_pull`; or the rows have another dim than the table's, or a row is not finite.
+        ConfigError: an id is negative, ids do not ascend, the piece is not a push, the rows have another dim than the
+            table, or a row is not finite.
     """
     raw, n, flags, dim = _head(data, table, push=True)
     ids, counts, at = _ids(raw, n, flags, table)
@@ -239,7 +240,7 @@ def decode_push(data: Buffer, table: SparseTable) -> TablePush:
 
 
 class _Writable:
-    """A read-only array that is declared writable, because torch warns about read-only memory; it is only read."""
+    """A read-only array that is declared writable, because torch warns about read-only memory. It is never written."""
 
     def __init__(self, array: Rows) -> None:
         self.array = array  # keeps the memory alive
@@ -261,10 +262,10 @@ def encode_rows(rows: Rows, half: bool = False) -> Bytes:
 
 
 def decode_rows(data: Buffer, n: int, table: SparseTable, half: bool = False) -> Tensor:
-    """Decode the answer to a pull: a tensor [n, dim] of the table's dtype; a view, unless `half`.
+    """Decode the answer to a pull as a tensor [n, dim] of the table's dtype. It is a view of `data`, unless `half`.
 
     Raises:
-        ConfigError: `data` has another number of bytes.
+        ConfigError: `data` has another number of bytes than n rows.
     """
     dtype = DTYPES[table.dtype]
     size = n * table.dim * (2 if half else dtype.itemsize)
@@ -278,6 +279,6 @@ def decode_rows(data: Buffer, n: int, table: SparseTable, half: bool = False) ->
     return _tensor(raw.view(np.float32 if dtype is torch.float32 else np.float64).reshape(n, table.dim))
 
 
-def empty_push(table: SparseTable, room: Room = fresh) -> Bytes:
+def empty_push(table: SparseTable, room: Allocator = allocate) -> Bytes:
     """Encode a push without ids, which only advances the clock of a segment that the step does not change."""
     return _piece(_ROWS, table.dim, np.empty(0, np.int64), None, 0, room)[0]
