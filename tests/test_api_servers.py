@@ -284,7 +284,7 @@ def test_a_group_that_is_larger_than_the_own_ray_is_refused(site: Site, client: 
     said = str(caught.value)
     assert "1000 servers" in said and "has 8" in said and "--cpus" in said and caught.value.data["code"] == "too_large"
     client.start_servers("first", servers=5).wait(10)
-    with pytest.raises(ConfigError, match="4 servers beside 5 of other groups"):
+    with pytest.raises(ConfigError, match="4 servers, and other groups use 5"):
         client.start_servers("second", servers=4)
     second = client.start_servers("second", servers=3).wait(10)
     with pytest.raises(ConfigError, match="has 8"):

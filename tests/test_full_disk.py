@@ -157,7 +157,7 @@ def test_a_store_that_finds_no_room_at_its_start_says_so(tmp_path: Path, monkeyp
     monkeypatch.setattr("rayps.service.store._migrate", full)
     with pytest.raises(ConfigError, match="is full") as caught:
         asyncio.run(Store.open(tmp_path / "s.db"))
-    assert "Move it away" not in str(caught.value)
+    assert "Move the file away" not in str(caught.value)
 
 
 @pytest.fixture
@@ -232,7 +232,7 @@ def test_a_service_on_a_full_disk_serves_or_says_why_not(small_disk: Path, left:
     try:
         if left == 0:
             assert process.wait(120) not in (0, -9), log.read_text()
-            assert "is full" in log.read_text() and "Move it away" not in log.read_text()
+            assert "is full" in log.read_text() and "Move the file away" not in log.read_text()
             return
         url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 120
         while "Application startup complete" not in log.read_text():

@@ -323,7 +323,7 @@ def test_a_stop_of_a_job_that_cannot_be_seen_has_a_deadline(
             "a",
             S.STOPPED,
             f"stopped: the job's driver could not be reached for {deadline:g} s (no route); "
-            "if the driver is found again, it is killed",
+            "a driver that is found later is killed",
         )
     ]
     assert (actions == sealed) is ends and (ends or not any(isinstance(action, Seal) for action in actions))

@@ -1,12 +1,13 @@
-"""Limit the number of the service's connections and their silent time; reserve descriptors for token holders.
+"""Limit the number of the service's connections and their silent time, and reserve descriptors for token holders.
 
 Guarantee: peers without a token cannot keep a token holder out. A connection is *known* after a request on it has had a
 valid token. When a limit is reached, the service closes an unknown connection and accepts the new one. It closes the
-oldest unknown connection on which it waits for the peer, if that is older than `grace` seconds; otherwise new
-connections wait in the kernel's queue. A token holder's connection is known long before `grace` seconds have passed.
+oldest unknown connection on which the service waits for the peer, if this connection is older than `grace` seconds.
+Otherwise new connections wait in the kernel's queue. A token holder's connection is known long before `grace` seconds
+have passed.
 
 uvicorn parses HTTP, but has no header or body time-out and no limit on connections. This module has the decisions (pure
-functions), a protocol for uvicorn that collects the facts for them, and a loop that accepts.
+functions), a protocol for uvicorn that collects the facts for these decisions, and a loop that accepts connections.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from uvicorn.server import ServerState
 
 log = logging.getLogger(__name__)
 
-STATE = "rayps_connection"  # the key of the connection's `Held` in a request's scope["state"]
+STATE = "rayps_connection"  # the key of the connection's `ConnectionFacts` in a request's scope["state"]
 _MOST = 1000
 _WORK = 48  # descriptors reserved for the store, job folders and Ray
-_BATCH = 8  # connections accepted before other callbacks run and closed connections free their descriptors
+_BATCH = 8  # connections accepted in one callback; between callbacks, closed connections free their descriptors
 _PAUSE = 0.5  # seconds without accepting when there is no free descriptor and no connection can be closed
 _SWEEP = 1.0  # seconds between two checks of the time-outs
 
@@ -49,21 +50,21 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of a service's connections: numbers of connections, and times in seconds."""
+    """The limits of a service's connections."""
 
     total: int  # connections in all
     unknown: int  # unknown connections; the rest is reserved for token holders
     per_address: int  # unknown connections of one address
-    grace: float = 0.25  # age after which an unknown connection may be closed to make room for a new one
-    header: float = 10.0  # until the request's head is complete
-    body: float = 30.0  # without a byte of the body; the whole body may take `body` plus its bytes / `body_rate`
+    grace: float = 0.25  # age in seconds after which an unknown connection may be closed to accept a new one
+    header: float = 10.0  # seconds until the request's head is complete
+    body: float = 30.0  # seconds without a byte of the body; the whole body may take `body` + its bytes / `body_rate`
     body_rate: float = 1000.0  # bytes per second
-    idle: float = 15.0  # between two requests
-    write: float = 60.0  # in which the peer reads no byte of the answer
+    idle: float = 15.0  # seconds between two requests
+    write: float = 60.0  # seconds in which the peer reads no byte of the answer
 
 
 def limits(most_descriptors: int, used: int) -> Limits:
-    """Return the limits for a process that may open `most_descriptors` and uses `used` before it serves. Pure."""
+    """Return the limits for a process that may open `most_descriptors` and has `used` of them open already. Pure."""
     total = min(_MOST, max(8, (most_descriptors - used - _WORK) * 3 // 4))
     unknown = total * 3 // 4
     return Limits(total, unknown, unknown * 3 // 4)
@@ -81,8 +82,8 @@ class Held:
     """The facts about an open connection that the decisions need."""
 
     address: str
-    since: float = 0.0  # when the connection was accepted
-    known: bool = False
+    since: float = 0.0  # when the connection was accepted, in seconds of the event loop's clock
+    known: bool = False  # whether a request on it has had a valid token
     phase: Phase = Phase.HEADER
     waited: float = 0.0  # seconds in this phase
     silent: float = 0.0  # seconds in this phase without a byte read or written
@@ -91,7 +92,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """The decision on a new connection: accept it (and close `closed`), retry after `wait` seconds, or refuse it."""
+    """The decision on a new connection: accept (and close `closed`), decide again after `wait` seconds, or refuse."""
 
     accepted: bool
     closed: Held | None = None
@@ -123,7 +124,7 @@ def _replace(among: Sequence[Held], reason: str, most: Limits, now: float) -> Ad
 
 
 def overdue(held: Held, most: Limits) -> str | None:
-    """Return why a connection must be closed now; None if it stays. Pure."""
+    """Return why a connection must be closed now, or None if it stays open. Pure."""
     if held.phase is Phase.HEADER and held.waited > most.header:
         return f"no complete request head within {most.header:g} s"
     if held.phase is Phase.BODY and held.silent > most.body:
@@ -138,7 +139,7 @@ def overdue(held: Held, most: Limits) -> str | None:
 
 
 class Protocol(H11Protocol):
-    """uvicorn's HTTP/1.1 protocol, which also collects the facts for `overdue` and `admit`, and can be closed."""
+    """uvicorn's HTTP/1.1 protocol, which also collects the facts for `overdue` and `admit`, and can be dropped."""
 
     def __init__(
         self, held: Held, config: uvicorn.Config, server_state: ServerState, app_state: dict[str, Any]
@@ -150,7 +151,7 @@ class Protocol(H11Protocol):
         self._dropped = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start to serve the connection, unless it was closed before."""
+        """Serve the connection, or close it if `drop` was called before."""
         super().connection_made(transport)
         if self._dropped:
             transport.close()
@@ -192,7 +193,7 @@ class Protocol(H11Protocol):
         return Phase.HEADER if self.cycle is None or self.conn.trailing_data[0] else Phase.IDLE
 
     def drop(self, reason: str) -> None:
-        """Close the connection, with a 408 if a request has begun and has no answer yet."""
+        """Close the connection. If a request has begun and has no answer yet, first answer it with status 408."""
         self._dropped = True
         if self.transport is None or self.transport.is_closing():
             return
@@ -205,7 +206,7 @@ class Protocol(H11Protocol):
             self.cycle.message_event.set()
         self.transport.close()
         if self.transport.get_write_buffer_size():
-            self.transport.abort()  # otherwise a peer that does not read would keep the descriptor in use
+            self.transport.abort()  # otherwise the descriptor stays in use until the peer reads
 
     def _answer(self, status: int, detail: str) -> None:
         body = json.dumps(
@@ -239,7 +240,7 @@ class Connections:
         self._updated_at = 0.0
 
     def decide(self, address: str, now: float) -> Admission:
-        """Decide on a new connection; if another must be closed to make room, close it."""
+        """Decide on a new connection, and close the open connection that the decision names, if there is one."""
         self._remove_closed()
         found = admit(address, list(self._protocols), self.most, now)
         if found.reason:  # the facts may be as old as the last sweep: update them, and decide again
@@ -271,7 +272,7 @@ class Connections:
         return found.closed is not None
 
     def sweep(self, now: float) -> None:
-        """Close overdue connections. A pause of the service itself does not count as silence of a peer."""
+        """Close overdue connections. Call it once a second; a pause of over two seconds counts as two."""
         elapsed = min(now - self._updated_at, 2 * _SWEEP) if self._updated_at else 0.0
         self._updated_at = now
         self._remove_closed()
@@ -297,14 +298,17 @@ class Connections:
 
 
 class Acceptor:
-    """The loop that accepts connections on one listening socket. Without a free descriptor it makes room or pauses."""
+    """The loop that accepts connections on one listening socket.
+
+    If there is no free descriptor, the loop closes an unknown connection, or pauses.
+    """
 
     def __init__(self, listener: socket.socket, server: Server) -> None:
         self._listener, self._server = listener, server
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._again: asyncio.TimerHandle | None = None
-        self._pending: tuple[socket.socket, str] | None = None  # accepted, but not decided on by `admit` yet
+        self._pending: tuple[socket.socket, str] | None = None  # an accepted connection on which `admit` has to decide
         listener.setblocking(False)
         self._listen()
 
@@ -368,12 +372,12 @@ class Acceptor:
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server whose connections are limited by `Connections`; it serves on given sockets only."""
+    """A uvicorn server whose connections are limited by `Connections`. It serves only on given sockets."""
 
     def __init__(self, config: uvicorn.Config, most: Limits | None = None) -> None:
         super().__init__(config)
         self.held = Connections(most or limits_here())
-        config.timeout_keep_alive = int(self.held.most.idle) + 5  # so that `sweep`, which logs the reason, is earlier
+        config.timeout_keep_alive = int(self.held.most.idle) + 5  # later than `sweep`, which logs the reason
         self._acceptors: list[Acceptor] = []
 
     def protocol(self, held: Held) -> Protocol:
@@ -381,9 +385,11 @@ class Server(uvicorn.Server):
         return Protocol(held, self.config, self.server_state, self.lifespan.state)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start the app, then accept."""
+        """Start the app, then accept connections."""
         if not sockets:
-            raise ValueError("give listening sockets: on sockets that uvicorn opens itself, connections have no limits")
+            raise ValueError(
+                "give listening sockets, because connections on sockets that uvicorn opens itself have no limits"
+            )
         await super().startup([])
         if self.started:
             self._acceptors = [Acceptor(listener, self) for listener in sockets]

@@ -48,11 +48,11 @@ def is_private(path: str) -> bool:
 
 
 class Guard:
-    """The ASGI layer around the app that authenticates every request."""
+    """The ASGI layer that authenticates every request before the app gets it."""
 
     def __init__(self, app: ASGIApp, settings: Settings, failures: deque[float]) -> None:
         self._app = RequestBodyLimitMiddleware(app, BODY_LIMIT)
-        # for updates of federated clients; the route checks the exact limit of the round
+        # the limit for updates of federated clients; the route then checks the round's own limit
         self._updates = RequestBodyLimitMiddleware(app, UPDATE_LIMIT)
         self._hosts = {*LOOPBACK, settings.host, *settings.allowed_hosts}
         self._failures = failures
@@ -92,7 +92,7 @@ class Guard:
         except Exception:  # the answer must not contain a traceback
             log.exception("request %s %s %s failed", scope["request_id"], request.method, scope["path"])
             if not started:
-                detail = f"the service failed; its log has request {scope['request_id']}"
+                detail = f"the service failed: its log has the error of request {scope['request_id']}"
                 answer = problem(request, 500, detail)
                 await answer(scope, receive, with_headers)
 
@@ -103,7 +103,7 @@ class Guard:
                 request,
                 400,
                 code="bad_host",
-                detail=f"Host {host[:100]!r} is not accepted: allow it with `rayps serve --allow-host`",
+                detail=f"Host {host[:100]!r} is not accepted: allow this host with `rayps serve --allow-host`",
             )
         length = request.headers.get("content-length", "0")
         limit = UPDATE_LIMIT if _is_update(request) else BODY_LIMIT
@@ -135,7 +135,7 @@ class Guard:
                 return None
         elif cookie and await store.accepts(cookie):
             if no_origin:
-                return problem(request, 403, "a write by cookie needs an Origin header", code="bad_origin")
+                return problem(request, 403, "a write with a session cookie needs an Origin header", code="bad_origin")
             request.scope.update(rayps_known=True, rayps_secret=cookie)
             return None
         return self.failed(request)
@@ -147,7 +147,7 @@ class Guard:
         if grant is None:
             return self.failed(
                 request,
-                "this client token is wrong, was revoked or has expired: ask its issuer for another "
+                "this client token is wrong, was revoked or has expired: ask its issuer for another token "
                 "(`rayps token create`)",
             )
         if not request.scope["path"].startswith(CLIENTS):

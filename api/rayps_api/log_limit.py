@@ -1,4 +1,4 @@
-"""Limit the log messages that a peer can cause: a few per minute of each kind, then the number of those omitted."""
+"""Limit the log messages that a peer can cause: a few per minute of each kind. The others are only counted."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class _Kind:
 
 
 class LogLimit(logging.Filter):
-    """A log filter that passes `most` messages of one kind per `seconds`.
+    """A log filter that passes `most` messages of each kind in a period of `seconds`.
 
-    After a period, the next message of a kind says how many were omitted. Two messages are of one kind if they have the
-    same logger, level and format string (not the same text, which may contain an address). Messages of loggers that are
-    not in `LIMITED` always pass.
+    The first message of a kind after a period says how many were omitted in the period. Two messages are of one kind if
+    they have the same logger, level and format string. (The texts may differ, because they contain addresses.) Messages
+    of loggers that are not in `LIMITED` always pass.
     """
 
     def __init__(self, most: int = 5, seconds: float = 60.0) -> None:
@@ -45,7 +45,7 @@ class LogLimit(logging.Filter):
         return True
 
     def ask(self, kind: tuple[str, int, str], now: float) -> int | None:
-        """Return None if a message must be omitted, else how many of its kind were omitted before it."""
+        """Count a message. Return None to omit it, else how many of its kind were omitted in the last period."""
         found = self._kinds.get(kind)
         if found is None:
             found = self._kinds[kind] = _Kind(now)

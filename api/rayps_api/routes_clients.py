@@ -1,7 +1,7 @@
 """The routes of real federated clients, and the routes by which a user admits them.
 
-Guarantees: a client can use only the routes under /api/v1/client, and sees only its own orders. All state is in files
-in the job's folder (`rayps.federated.remote.mailbox`), so that the service can be restarted at any moment.
+Guarantees: a client can use only the routes under /api/v1/client, and sees only its own orders. The service can be
+restarted at any moment, because all state is in files in the job's folder (`rayps.federated.remote.mailbox`).
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from rayps_api.schemas_clients import (
 )
 from rayps_api.service import Known, Service
 
-LONGEST_WAIT = 30.0
-_PAUSE = 0.1
-_SEEN_SECONDS = 2.0
-_BLOCK = 1 << 20
+LONGEST_WAIT = 30.0  # seconds that a request for work may wait
+_PAUSE = 0.1  # seconds between two checks for an order
+_SEEN_SECONDS = 2.0  # seconds between two records that a client was seen
+_BLOCK = 1 << 20  # bytes
 MOST_UPDATES = 8  # updates that are received at one time; further requests are answered with 429
 
 router = APIRouter(prefix="/api/v1", tags=["clients"], responses=problems(400, 401, 403, 404, 409, 413, 422))
@@ -108,7 +108,7 @@ Joined = Annotated[Caller, Depends(_joined)]
 
 @router.post("/client-tokens", status_code=201, response_model=NewToken)
 async def create_token(body: TokenIn, known: Known) -> Any:
-    """Create a token for clients; the token is shown once."""
+    """Create a token for clients. The answer is the only one that shows the token."""
     job = None if body.job is None else await known.record(body.job)
     if job is not None:
         _check_remote(job)
@@ -126,7 +126,7 @@ async def tokens(known: Known, job: Annotated[str | None, Query(max_length=100)]
 
 @router.delete("/client-tokens/{token_id}", response_model=TokenOut)
 async def revoke(token_id: Annotated[str, InPath(min_length=1, max_length=100)], known: Known) -> Any:
-    """Revoke a token at once; the updates of its clients in an open round do not count."""
+    """Revoke a token at once. Updates that its clients have sent in an open round do not count."""
     grant = await known.client_tokens.revoke(token_id)
     for job in await known.store.live():
         mailbox = known.mailbox(job.id)
@@ -138,7 +138,7 @@ async def revoke(token_id: Annotated[str, InPath(min_length=1, max_length=100)],
 
 @router.post("/client-tokens/{token_id}/rotate", status_code=201, response_model=NewToken)
 async def rotate(token_id: Annotated[str, InPath(min_length=1, max_length=100)], known: Known) -> Any:
-    """Replace a token by a new one for the same job, client and expiry; the old one is revoked."""
+    """Replace a token by a new one for the same job, client and expiry. The old token is revoked."""
     old = await known.client_tokens.get(token_id)
     seconds = None if old.expires_at is None else old.expires_at - time.time()
     if old.revoked_at is not None or (seconds is not None and seconds <= 0):
@@ -173,7 +173,7 @@ async def join(body: JoinIn, grant: Granted, request: Request) -> Any:
     running: Service = request.app.state.service
     wanted = grant.job or body.job
     if wanted is None:
-        raise ConfigError("this token is valid for any job: give the job with --job ID", field="job")
+        raise ConfigError("this token is valid for any job: choose one with --job ID", field="job")
     if body.job not in (None, wanted):
         raise ConfigError(f"this token is for job {wanted}, not for {body.job}", field="job")
     name = grant.name or body.name
@@ -204,12 +204,12 @@ async def work(
     after: Annotated[int, Query(ge=0, lt=2**53)] = 0,
     wait: Annotated[float, Query(ge=0, le=LONGEST_WAIT, allow_inf_nan=False)] = 20.0,
 ) -> Any:
-    """Return the order that follows order `after`, or the job's end; wait up to `wait` seconds for either."""
+    """Return the first order after order `after`, or the job's end. Wait up to `wait` seconds for one of them."""
     running, ends = caller.service, time.monotonic() + wait
     seen, version, record = time.monotonic(), -1, None
 
     async def answer(**found: Any) -> WorkOut:
-        """Return the answer with the verdict on the update of order `after`; its round may have closed in the wait."""
+        """Add why the update of order `after` did not count, read now because the round may have closed just before."""
         verdict = await asyncio.to_thread(caller.mailbox.verdict, after, caller.member.number) if after else None
         return WorkOut(verdict=verdict, **found)
 
@@ -269,7 +269,7 @@ async def update(
     request: Request,
     rayps_sha256: Annotated[str, Header(pattern=r"^[0-9a-f]{64}$", description="The SHA-256 hash of the body.")],
 ) -> Any:
-    """Receive a client's update of a round, as safetensors. Its first complete update counts; 409 if it is late."""
+    """Receive a client's update of a round, as safetensors. The first complete update counts. 409 if it is late."""
     if caller.service.receiving >= MOST_UPDATES:
         raise HTTPException(429, f"{MOST_UPDATES} updates are being received: retry", {"Retry-After": "2"})
     caller.service.receiving += 1
@@ -290,7 +290,7 @@ async def update(
 
 @router.post("/client/leave", status_code=204)
 async def leave(caller: Joined) -> Response:
-    """Let the client leave the job; it may join again."""
+    """Record that the client leaves the job. The client may join again."""
     await asyncio.to_thread(caller.mailbox.leave, caller.member.number)
     return Response(status_code=204)
 
@@ -321,12 +321,12 @@ async def _receive(request: Request, caller: Caller, part: Path, most: int, dige
     if found.hexdigest() != digest:
         raise HTTPException(
             422,
-            "the update does not have the hash in Rayps-Sha256: it was cut off or changed in transit: send it again",
+            "the update's hash is not the one in Rayps-Sha256: it was cut off or changed on the way; send it again",
         )
 
 
 def _open_order(caller: Caller, serial: int, delivering: bool = False) -> Any:
-    """Return this client's open order; None if `delivering` and its update was already received.
+    """Return this client's open order. With `delivering`, return None if the client's update was already received.
 
     Raises:
         Conflict: the round is closed, or the order is not for this client.

@@ -37,7 +37,7 @@ Cursor = Annotated[int, Query(ge=0, lt=2**53)]
 async def submit(
     body: JobIn, known: Known, idempotency_key: Annotated[str | None, Header(min_length=1, max_length=255)] = None
 ) -> Any:
-    """Submit a job. With an Idempotency-Key a repeated identical request returns the first job, with 200."""
+    """Submit a job. A repeated identical request with the same Idempotency-Key returns the first job, with 200."""
     spec, name, phases = await _spec(body)
     if spec.server_group is not None:
         known.groups.must_exist(spec.server_group)
@@ -82,7 +82,7 @@ async def show(job_id: str, known: Known) -> Any:
 
 @router.post("/{job_id}/stop", status_code=202, response_model=JobOut)
 async def stop(job_id: str, known: Known) -> Any:
-    """Request a job to stop; 409 if it has ended."""
+    """Request a job to stop. 409 if the job has ended."""
     record = await known.store.request_stop((await known.record(job_id)).id)
     passing("stop: stored, not acknowledged")
     known.scheduler.wake()
@@ -91,7 +91,10 @@ async def stop(job_id: str, known: Known) -> Any:
 
 @router.delete("/{job_id}", response_model=JobOut)
 async def delete(job_id: str, known: Known) -> Any:
-    """Delete an ended job with its logs, metrics and checkpoints. 409 while the job, or one that resumes it, runs."""
+    """Delete an ended job with its logs, metrics and checkpoints.
+
+    409 if the job has not ended, or if another job that has not ended resumes one of its checkpoints.
+    """
     record = await known.record(job_id)
     if not record.status.terminal:
         raise Conflict(
@@ -106,7 +109,7 @@ async def delete(job_id: str, known: Known) -> Any:
             status=409,
         )
     shown = known.show(record)
-    # the folder is deleted first: that frees space on a full disk, and an ended job may lack its folder
+    # the folder is deleted before the row: this frees space on a full disk, and an ended job may lack its folder
     await asyncio.to_thread(job_folders.remove, known.settings.jobs_dir, record.id)
     await known.store.delete(record.id)
     return JSONResponse(shown)
@@ -167,7 +170,7 @@ async def _write_row(job_id: str, known: Service) -> None:
 
 
 def _refuse_without_servers(spec: JobSpec, phases: list[PhaseFacts]) -> None:
-    """Raise ConfigError if a server group or a branch is given, and the strategy stores nothing on servers."""
+    """Raise ConfigError if the strategy cannot use the job's server group or branch: it stores nothing on servers."""
     if not any(each.servers or each.tables for each in phases):
         names = " and ".join(dict.fromkeys(each.name for each in phases))
         raise ConfigError(
@@ -202,7 +205,7 @@ async def _check_branch(spec: JobSpec, known: Service) -> None:
 
 
 async def _checkpoint(resume: str, working_dir: str | None, known: Service) -> str:
-    """Return the folder of the checkpoint that `resume` names, by an ended job's id (or its beginning) or by path."""
+    """Return the folder of the checkpoint that `resume` names: an ended job's id, the beginning of an id, or a path."""
     with contextlib.suppress(NotFound):
         job = await known.store.find(resume)
         if job.checkpoint is None:
@@ -260,7 +263,7 @@ def _finite_strategy(given: Any) -> Any:
 
 
 def _check_files(spec: JobSpec) -> None:
-    """Raise ConfigError, before a driver is started, if the workload's file or the working directory does not exist."""
+    """Raise ConfigError if the workload's file or the working directory does not exist."""
     home = None if spec.working_dir is None else Path(spec.working_dir)
     if home is not None and not (home.is_absolute() and home.is_dir()):
         raise ConfigError(

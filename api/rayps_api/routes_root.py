@@ -1,4 +1,4 @@
-"""The routes of session, cluster, strategies, health, Prometheus, and the page that lists the routes."""
+"""The routes of sessions, cluster, strategies, health and Prometheus, and the page that lists all routes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rayps_api.schemas import ClusterOut, Login, Ready, StrategyOut, problems
 from rayps_api.service import Known, Service
 
 router = APIRouter(responses=problems(401, 403))
-_SILENT_SECONDS = 300.0  # seconds without a tick of the scheduler; on an overloaded machine a tick can take minutes
+_SILENT_SECONDS = 300.0  # seconds without a tick after which /healthz answers 503; a slow tick can take minutes
 
 
 @router.post("/api/v1/session", status_code=204, tags=["session"], responses=problems(400, 413, 422, 429))
@@ -38,7 +38,7 @@ async def login(body: Login, request: Request) -> Response:
         guard: Guard = request.scope["rayps_guard"]
         return guard.failed(
             request,
-            "the code is wrong, used or expired (five minutes): `rayps open` prints a new address"
+            "the code is wrong, used, or older than five minutes: `rayps open` prints an address with a new code"
             if body.code
             else None,
         )
@@ -97,7 +97,7 @@ async def strategies(known: Known) -> Any:
 @router.head("/healthz", include_in_schema=False)
 @router.get("/healthz", responses={503: {"description": "The scheduler's loop does not run"}}, tags=["health"])
 async def healthz(request: Request, response: Response) -> dict[str, bool]:
-    """Answer 200 while the scheduler runs, even if Ray does not answer; 503 when the service should be restarted."""
+    """Answer 200 while the scheduler runs, even if Ray does not answer, and 503 if the service should be restarted."""
     ok = request.app.state.service.scheduler.silent < _SILENT_SECONDS
     response.status_code = 200 if ok else 503
     return {"ok": ok}
@@ -106,7 +106,7 @@ async def healthz(request: Request, response: Response) -> dict[str, bool]:
 @router.head("/readyz", include_in_schema=False)
 @router.get("/readyz", response_model=Ready, responses={503: {"model": Ready}}, tags=["health"])
 async def readyz(request: Request) -> Any:
-    """Answer 200 while jobs can be submitted and can start; 503 with the reason while they cannot."""
+    """Answer 200 while jobs can be submitted and can start, and otherwise 503 with the reason."""
     running: Service = request.app.state.service
     view, full = running.scheduler.view, running.store.disk.trouble
     ready = view.ready and full is None
@@ -165,7 +165,7 @@ async def openapi(request: Request, known: Known) -> JSONResponse:
 
 @router.get("/docs", include_in_schema=False)
 async def docs(request: Request, known: Known) -> HTMLResponse:
-    """List the routes on one page without scripts, made from the OpenAPI document."""
+    """List the routes of the OpenAPI document on one page without scripts."""
     rows = [
         f"<tr><td>{verb.upper()}</td><td><code>{html.escape(path)}</code></td>"
         f"<td>{html.escape(what.get('description') or what.get('summary', ''))}</td></tr>"

@@ -31,13 +31,18 @@ router = APIRouter(
 Name = Annotated[str, Path(pattern=NAME, description="The group's name.")]
 
 Space = Annotated[
-    str, Path(min_length=1, max_length=200, description="A space's name: its job's id, or ID/1, ID/2, ... by column.")
+    str,
+    Path(
+        min_length=1,
+        max_length=200,
+        description="A space's name: its job's id, or ID/1, ID/2, ... for the further columns of a divided model.",
+    ),
 ]
 
 
 @router.post("", status_code=201, response_model=GroupOut)
 async def start(body: GroupIn, known: Known) -> Any:
-    """Start a server group; it runs until it is stopped or the cluster ends."""
+    """Start a server group, which runs until it is stopped or the cluster ends."""
     await known.groups.start(body.name, body.servers, body.replicas, body.silence)
     place = {"Location": f"/api/v1/server-groups/{body.name}"}
     return JSONResponse(await show_group(known, body.name), 201, place)
@@ -57,14 +62,14 @@ async def show(name: Name, known: Known) -> Any:
 
 @router.patch("/{name}", status_code=202, response_model=GroupOut)
 async def resize(name: Name, body: ResizeIn, known: Known) -> Any:
-    """Grow or shrink a group; jobs continue while segments move. 409 during a resize."""
+    """Grow or shrink a group. Jobs continue while segments move. 409 if the group is resizing already."""
     await known.groups.resize(name, body.servers)
     return JSONResponse(await show_group(known, name), 202)
 
 
 @router.post("/{name}/drain", status_code=202, response_model=GroupOut)
 async def drain(name: Name, body: DrainIn, known: Known) -> Any:
-    """Move all segments off one server, then stop it."""
+    """Move all segments from one server to the others, then stop this server."""
     await known.groups.drain(name, body.server)
     return JSONResponse(await show_group(known, name), 202)
 
@@ -75,18 +80,18 @@ async def stop(
     known: Known,
     force: Annotated[bool, Query(description="Stop the group also if jobs use it; these jobs fail.")] = False,
 ) -> Any:
-    """Stop a group; its parameters are lost. 409 while jobs use it."""
+    """Stop a group. Its parameters are lost. 409 if jobs use the group and `force` is not set."""
     group = await show_group(known, name)
     if group["jobs"] and not force:
         jobs = ", ".join(f"{job['id']} ({job['name']})" for job in group["jobs"][:3])
         more = ", ..." if len(group["jobs"]) > 3 else ""
         raise Conflict(
-            f"server group {name!r} is used by {jobs}{more}: stop them first (`rayps stop ID`), or stop the group with "
-            "--force, and these jobs fail",
+            f"server group {name!r} is used by {jobs}{more}: stop these jobs first (`rayps stop ID`), or stop the "
+            "group with --force, which makes them fail",
             status=409,
         )
     await known.groups.stop(name)
-    known.scheduler.wake()  # so that the group's jobs fail now, and not later at a worker's time-out
+    known.scheduler.wake()  # so that the group's jobs fail now, not only at a worker's time-out
     with contextlib.suppress(NotFound):  # the group may have ended already
         group = await show_group(known, name)
     return JSONResponse({**group, "status": "stopping"}, 202)
@@ -94,14 +99,14 @@ async def stop(
 
 @router.patch("/{name}/spaces/{space:path}", status_code=202, response_model=GroupOut)
 async def limit(name: Name, space: Space, body: QuotaIn, known: Known) -> Any:
-    """Set the quota of a job's space; null = no limit."""
+    """Set the quota of a job's space. null means no limit."""
     await known.groups.limit(name, space, {"bytes": body.bytes, "operations": body.operations})
     return JSONResponse(await show_group(known, name), 202)
 
 
 @router.delete("/{name}/spaces/{space:path}", status_code=202, response_model=GroupOut)
 async def drop(name: Name, space: Space, known: Known) -> Any:
-    """Delete a space, e.g. an unused branch; 409 while its job runs."""
+    """Delete a space, e.g. an unused branch. 409 if the job of the space has not ended."""
     group = await show_group(known, name)
     space = known.groups.space(name, space)
     if any(job["id"] == space.partition("/")[0] for job in group["jobs"]):
@@ -111,7 +116,7 @@ async def drop(name: Name, space: Space, known: Known) -> Any:
 
 
 async def show_group(known: Service, name: str) -> dict[str, Any]:
-    """Return a group with the jobs that use it, as JSON data. Raises NotFound."""
+    """Return a group and the jobs that use it, as JSON data. Raises NotFound if there is no such group."""
     shown: dict[str, Any] = finite(group_out(known.groups.get(name), await known.store.live()))
     return shown
 

@@ -1,8 +1,8 @@
-"""Streams of server-sent events: of a job with its metrics, logs and events, of all jobs, of one server group or all.
+"""Streams of server-sent events about a job (status, metrics, logs, events), all jobs, a server group, or all groups.
 
-Guarantee: a reader that reconnects, also after a restart of the service, misses no message and gets none twice. Each
-message of a job has, as `id:`, the cursor after the message (byte offsets into the job's files). A job's stream closes
-only after the message `end`.
+Guarantee for a job's stream: a reader that reconnects, also after a restart of the service, misses no message and gets
+none twice. The `id:` of each message is the cursor after this message (byte offsets into the job's files). The last
+message is `end`. If a job's stream closes before `end`, for example after an hour, the reader has to reconnect.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from rayps_api.schemas import problems
 from rayps_api.service import MOST_STREAMS, Known, Service
 
 TOPICS = ("job", "metrics", "logs", "events")
-_PAUSE = 0.25
-_LIST_PAUSE = 0.5
+_PAUSE = 0.25  # seconds between two reads of a job's files
+_LIST_PAUSE = 0.5  # seconds between two reads of the list of jobs or of groups
 _LONGEST = 3600.0  # seconds; then the stream is closed, and the reader reconnects with its cursor
-_LIST = 100
+_LIST = 100  # the most jobs in a stream of all jobs
 ALL_GROUPS = "*"
 
 router = APIRouter(tags=["stream"], responses=problems(401, 403, 404, 422, 429))
@@ -59,7 +59,7 @@ class Cursor:
 
 
 async def _slot(known: Known) -> AsyncIterator[None]:
-    """Count a stream as open until it ends. Raises HTTPException (429): MOST_STREAMS streams are open."""
+    """Count a stream as open until it ends. Raises HTTPException (429) if MOST_STREAMS streams are open."""
     if known.streams >= MOST_STREAMS:
         raise HTTPException(429, f"{MOST_STREAMS} streams are open: close one", {"Retry-After": "5"})
     known.streams += 1
@@ -77,7 +77,7 @@ async def _start(
     last_event_id: Annotated[str | None, Header(max_length=100)] = None,
     group: Annotated[str | None, Query(max_length=100)] = None,
 ) -> Cursor:
-    """Check a stream's request, because no error status can be sent once the stream has started."""
+    """Check the request before the stream starts, because no error status can be sent afterwards; return the cursor."""
     if job is not None:
         await known.record(job)
     if group is not None and group != ALL_GROUPS:
@@ -94,9 +94,9 @@ async def stream(
     topics: Annotated[str, Query(max_length=100)] = ",".join(TOPICS),
     group: Annotated[str | None, Query(max_length=100)] = None,
 ) -> AsyncIterator[ServerSentEvent]:
-    """Stream the changes of a job, or without `job` the changes of the list of jobs.
+    """Stream the changes of a job, or of the list of jobs if `job` is not given.
 
-    With `group`, stream the changes of this server group (`*`: of all server groups) instead.
+    With `group`, stream the changes of this server group instead; `*` means all server groups.
     """
     if group is not None:
         messages = _groups(known, group)
@@ -122,7 +122,7 @@ async def _one(known: Service, job_id: str, topics: set[str], at: Cursor) -> Asy
             version = known.store.version
             try:
                 record = await known.store.get(job_id)
-            except NotFound:  # the job was deleted, so it had ended
+            except NotFound:  # the job had ended and was deleted
                 gone = {"status": record.status.value if record else None, "reason": "the job was deleted"}
                 yield ServerSentEvent(raw_data=json.dumps(gone), event="end", id=str(at))
                 return
@@ -135,7 +135,7 @@ async def _one(known: Service, job_id: str, topics: set[str], at: Cursor) -> Asy
         found = False
         for topic in TOPICS[1:]:
             data = await _read_new(known, job_id, topic, at) if topic in topics else None
-            if data is not None:  # the cursor is advanced topic by topic, as data is sent
+            if data is not None:  # `at` has advanced by the data of this topic only
                 found = True
                 yield ServerSentEvent(raw_data=json.dumps(data), event=topic, id=str(at))
         if ended and not found:
@@ -147,7 +147,7 @@ async def _one(known: Service, job_id: str, topics: set[str], at: Cursor) -> Asy
 
 
 async def _read_new(known: Service, job_id: str, topic: str, at: Cursor) -> dict[str, Any] | None:
-    """Return the next new data of one topic, of bounded size, and advance the cursor `at`; None if there is none."""
+    """Return the next data of one topic, and advance the cursor `at`. Return None if there is no new data."""
     home = known.folder(job_id)
     if topic == "metrics":
         found, at.m = await asyncio.to_thread(folder.objects, home / "metrics.jsonl", at.m, 2000)
@@ -181,7 +181,7 @@ async def _list(known: Service) -> AsyncIterator[ServerSentEvent]:
 
 
 async def _groups(known: Service, name: str) -> AsyncIterator[ServerSentEvent]:
-    """Stream a group, or a summary of all groups, after each change. A stream of one group ends with `end`."""
+    """Stream one group, or the summary of all groups, after each change. A stream of one group ends with `end`."""
     shown = ""
     began = time.monotonic()
     while not known.closing.is_set() and time.monotonic() - began < _LONGEST:

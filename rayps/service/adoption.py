@@ -34,17 +34,17 @@ log = logging.getLogger(__name__)
 
 LOST = "the store had no row for this job: the row was restored from the job's folder"
 BEHIND = "the store's row was older than this job's folder: the row was updated from the folder"
-_SHOWN = 5
+_SHOWN = 5  # the most job ids that a message lists
 
 
 @dataclass(frozen=True, slots=True)
 class FolderRow:
-    """The facts in a job's folder: the job's row, the number of its last attempt (0: none), its outcome if it ended."""
+    """The facts in a job's folder."""
 
-    row: JobRow | None
-    attempt: int = 0
+    row: JobRow | None  # the content of `job.json`; None if the file is missing or invalid
+    attempt: int = 0  # the number of the last attempt; 0 if no attempt has started
     failures: int = 0
-    outcome: OutcomeRecord | None = None
+    outcome: OutcomeRecord | None = None  # None if the job has not ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class StoreRow:
 
 @dataclass(frozen=True, slots=True)
 class FolderDifferences:
-    """The jobs whose folder and row differ, by kind of difference; each field lists job ids."""
+    """The ids of the jobs whose folder and row differ: one field for each kind of difference."""
 
     lost: tuple[str, ...] = ()  # the folder has a job.json, the store has no row
     behind: tuple[str, ...] = ()  # the row has not ended, and its attempt is earlier than the folder's
@@ -80,9 +80,9 @@ def trace(folder: Path) -> FolderRow:
 
 
 def find(jobs_dir: Path, rows: Mapping[str, StoreRow]) -> tuple[FolderDifferences, dict[str, FolderRow]]:
-    """Compare the job folders with the store's rows; return the differences, and the facts of the folders read.
+    """Compare the job folders with the store's rows; return the differences, and a dict from job id to folder facts.
 
-    Only the folders of jobs that have not ended or have no row are read.
+    A folder is read only if its job has no row or has not ended.
     """
     traces: dict[str, FolderRow] = {}
     for job_id in job_folders.ids(jobs_dir):
@@ -104,10 +104,9 @@ def compare(rows: Mapping[str, StoreRow], traces: Mapping[str, FolderRow]) -> Fo
 
 
 def filed(found: FolderRow) -> JobRow:
-    """Return the columns that a restored row takes from the folder: status, attempt, failures and the outcome's.
+    """Return the columns that a restored row takes from the folder: status, attempt, failures and those of the outcome.
 
-    The status is the outcome's status if there is an outcome, QUEUED if no attempt has started, and otherwise UNKNOWN
-    until the driver is found.
+    The status is that of the outcome if there is one, QUEUED if no attempt has started, and otherwise UNKNOWN.
     """
     if found.outcome is not None:
         end = plan([OpenJob("", status=Status.UNKNOWN, outcome=found.outcome)], None, None, None)[0]
@@ -127,7 +126,7 @@ def filed(found: FolderRow) -> JobRow:
 
 
 async def adopt(store: Store, jobs_dir: Path) -> FolderDifferences:
-    """Restore the rows that the store lost; log the folders that cannot be restored."""
+    """Restore the rows that the store lost, and log the folders from which no row can be restored."""
     await asyncio.to_thread(job_folders.sweep, jobs_dir)
     rows = {job_id: StoreRow(status, attempt) for job_id, status, attempt in await store.statuses()}
     findings, traces = await asyncio.to_thread(find, jobs_dir, rows)
@@ -138,7 +137,7 @@ async def adopt(store: Store, jobs_dir: Path) -> FolderDifferences:
     if restored:
         await store.restore(restored)
         log.warning(
-            "%d jobs have a folder and no row, or a row older than the folder: rows restored: %s",
+            "the rows of %d jobs were missing, or older than the jobs' folders, and were restored from the folders: %s",
             len(restored),
             named([*findings.lost, *findings.behind]),
         )
@@ -156,13 +155,13 @@ async def adopt(store: Store, jobs_dir: Path) -> FolderDifferences:
 
 
 def named(job_ids: list[str] | tuple[str, ...]) -> str:
-    """Return a text with the first few ids and the number of the ids that it omits."""
+    """Return the first few ids, and how many more there are, as text."""
     more = f" and {len(job_ids) - _SHOWN} more" if len(job_ids) > _SHOWN else ""
     return ", ".join(job_ids[:_SHOWN]) + more
 
 
 def _end_driver(folder: Path) -> None:
-    """Kill the driver of a job without a row; its workers end with it and free their CPUs."""
+    """Kill the driver of a job without a row. The driver's workers then end too, and free their CPUs."""
     begun = job_folders.read_attempt(folder / "driver.json")
     pid, since = begun.get("pid"), begun.get("started")
     if isinstance(pid, int) and isinstance(since, int) and processes.alive(pid, since):

@@ -1,9 +1,9 @@
 """Copy a state directory while the service runs. A service can be started on the copy.
 
-The store is copied first, by SQLite's online backup: the copy is the store as of one moment. The folders of jobs and
-server groups are copied next, so a job's folder may be newer than its row; `rayps.service.adoption` updates such rows
-when a service starts on the copy. Files that belong to running processes are not copied: Ray's token and address,
-locks, the service's address. To restore, copy the backup to the path of the lost state directory.
+SQLite's online backup first copies the store as of one moment. The folders of jobs and server groups are copied after
+the store, and a job's folder may therefore be newer than the job's row. When a service starts on the copy,
+`rayps.service.adoption` updates such rows. Files of running processes (Ray's token and address, locks, the service's
+address) are not copied. To restore, copy the backup to the path of the lost state directory.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Backup:
 def backup(settings: Settings, target: Path, *, checkpoints: bool = True) -> Backup:
     """Copy the state directory to `target`, which must be new or empty.
 
-    Without `checkpoints` no checkpoint is copied: a service that is started on the copy starts jobs that had not ended
-    again at round 0.
+    If `checkpoints` is False, no checkpoint is copied. A service that is started on the copy then repeats the jobs that
+    had not ended from round 0.
 
     Raises:
         ConfigError: there is no store, the target is not empty or inside the state directory, or the store is damaged.
@@ -60,7 +60,7 @@ def backup(settings: Settings, target: Path, *, checkpoints: bool = True) -> Bac
         )
     if target.resolve() == source or source in target.resolve().parents:
         raise ConfigError(
-            f"the backup's folder {target} is inside the state directory {source}: give a folder outside of it",
+            f"the backup's folder {target} is inside the state directory {source}: give a folder that is not inside",
             field="target",
         )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -86,9 +86,7 @@ def _copy_store(database: Path, target: Path) -> int:
         source.backup(copy)
         verdict = copy.execute("PRAGMA integrity_check").fetchone()[0]
         if verdict != "ok":
-            raise ConfigError(
-                f"the store {database} is damaged, and its copy {target} too: {verdict}", field="state_dir"
-            )
+            raise ConfigError(f"the store {database} and its copy {target} are damaged: {verdict}", field="state_dir")
         jobs: int = copy.execute("SELECT count(*) FROM jobs").fetchone()[0]
     except sqlite3.DatabaseError as error:
         raise ConfigError(f"the store {database} cannot be copied: {error}", field="state_dir") from error
@@ -116,7 +114,7 @@ def _files(source: Path, checkpoints: bool) -> Iterator[Path]:
 
 
 def _copy(path: Path, target: Path) -> int | None:
-    """Copy a file, readable by its owner only; return its bytes, or None if the service has just deleted the file.
+    """Copy a file, readable by its owner only; return its size in bytes, or None if the service has just deleted it.
 
     The service deletes old checkpoints while it runs.
     """
@@ -140,7 +138,7 @@ def _make(folder: Path) -> None:
 
 
 def _drop_torn(source: Path, target: Path) -> None:
-    """Delete from the copy each checkpoint that the service deleted while it was copied; newer checkpoints exist."""
+    """Delete the copy of each checkpoint that the service has deleted since: the copy may be incomplete."""
     for copy in target.glob(f"jobs/*/{_CHECKPOINTS}/*"):
         if not (source / copy.relative_to(target)).exists():
             shutil.rmtree(copy, ignore_errors=True)

@@ -1,8 +1,8 @@
 """The client of a job service: submit, list, follow, stop. Imports neither torch nor ray.
 
 Guarantees: a call that changes nothing, or that carries an Idempotency-Key, is repeated when the connection fails, and
-takes effect once. A stream survives a restart of the service: it continues from its cursor, without a gap and without
-repetition, and ends only when the service reports its end.
+takes effect once. After a restart of the service a stream continues from its cursor, without a gap and without
+repetition. A stream ends only when the service reports that the job has ended.
 
     client = rayps.Client()                                   # RAYPS_URL and RAYPS_TOKEN, or this machine's service
     job = client.submit("digits:Digits", strategy="all_reduce", workers=2, epochs=3)
@@ -50,6 +50,8 @@ StreamEvent: TypeAlias = tuple[str, Any]  # the kind of an event of the stream, 
 class Client:
     """A connection to a job service: the one that RAYPS_URL and RAYPS_TOKEN name, or that of this machine and user.
 
+    `timeout`: seconds to wait for each answer of the service.
+
     Example:
         with rayps.Client() as client:
             job = client.submit("digits.py:Digits", strategy="all_reduce", workers=2, working_dir="examples")
@@ -89,7 +91,8 @@ class Client:
 
         Raises:
             ConfigError: the service refused the job, or the class of a strategy object is not defined in a file.
-            Unreachable, Unauthorized.
+            Unreachable: no service answers.
+            Unauthorized: the token is missing, wrong or revoked.
         """
         body: dict[str, Json] = {key: value for key, value in spec.items() if value is not None}
         if strategy is not None:
@@ -133,7 +136,8 @@ class Client:
         Raises:
             ConfigError: the group is larger than the service allows.
             Conflict: a group of that name exists.
-            Unreachable, Unauthorized.
+            Unreachable: no service answers.
+            Unauthorized: the token is missing, wrong or revoked.
         """
         body = {"name": name, "servers": servers, "replicas": replicas}
         if silence is not None:
@@ -141,7 +145,7 @@ class Client:
         return RemoteGroup(self.call, self.call("POST", "/api/v1/server-groups", json=body))
 
     def servers(self, name: str) -> RemoteGroup:
-        """Return a server group by its name. Raises NotFound, which lists the existing ones."""
+        """Return the server group of that name. Raises NotFound if there is none; the error lists the groups."""
         return RemoteGroup(self.call, {"name": name}).refresh()
 
     def server_groups(self) -> list[GroupRow]:
@@ -164,12 +168,15 @@ class Client:
         return f"{self.url}/#code={self.call('POST', '/api/v1/codes')['code']}"
 
     def call(self, method: str, path: str, **kwargs: Any) -> Any:
-        """Send a request and return the answer's JSON. While the connection fails, repeat it if that is harmless.
+        """Send a request and return the answer's JSON.
+
+        If the connection fails, a request that is a GET or has an Idempotency-Key is sent again, at most three times.
 
         Raises:
-            Unreachable, Unauthorized, NotFound, Conflict, ConfigError, ServiceError.
-            ConfigError also if the argument `json` has a value that JSON cannot hold (NaN, infinity, an object); then
-                nothing is sent.
+            Unreachable: no service answers.
+            ConfigError: the argument `json` has a value that JSON cannot hold (NaN, infinity, an object), and nothing
+                was sent; or the service refused a value.
+            Unauthorized, NotFound, Conflict, ServiceError: the service answered with the HTTP status of this error.
         """
         harmless = method == "GET" or "Idempotency-Key" in kwargs.get("headers", {})
         for field, value in (kwargs.get("json") or {}).items():
@@ -190,13 +197,14 @@ class Client:
         raise self._unreachable(failure)
 
     def stream(self, job_id: str, topics: str, cursor: str = "") -> Iterator[StreamEvent]:
-        """Yield (event, data) as events happen, until the job has ended; survives lost connections.
+        """Yield (event, data) as events happen, until the job has ended. A lost connection is opened again.
 
         `topics` is a text such as "job,logs,metrics,events". `cursor` is the position after which to start.
 
         Raises:
             Unreachable: the service did not answer for a minute.
-            NotFound, Unauthorized.
+            NotFound: there is no such job.
+            Unauthorized: the token is missing, wrong or revoked.
         """
         silent_since: float | None = None
         attempt = 0
@@ -241,7 +249,7 @@ class Client:
 
 
 def _json_only(field: str, value: Json) -> None:
-    """Check that JSON can hold a value. Raises ConfigError, which names the field and the value."""
+    """Raise ConfigError, with the field and the value, if JSON cannot hold the value."""
     if not is_json(value):
         raise ConfigError(
             f"{field} is {value!r}, which JSON cannot hold: give finite numbers, text, lists and dicts of them",
@@ -266,7 +274,7 @@ class Job:
 
     @property
     def status(self) -> Status:
-        """The job's status now; asks the service unless the job has ended."""
+        """The job's status now, read from the service unless the job had ended at the last answer."""
         if not Status(self.data["status"]).terminal:
             self.refresh()
         return Status(self.data["status"])
@@ -282,7 +290,7 @@ class Job:
         return self
 
     def stop(self) -> Self:
-        """Request the job to stop; it ends as STOPPED after the current round.
+        """Request the job to stop. The job ends as STOPPED after the current round.
 
         Raises:
             Conflict: the job has ended.
@@ -299,7 +307,7 @@ class Job:
         self._client.call("DELETE", f"/api/v1/jobs/{self.id}")
 
     def wait(self, timeout: float | None = None, pause: float = 0.5) -> Self:
-        """Wait until the job has ended; survives a restart of the service.
+        """Wait until the job has ended, also during a restart of the service; read the status every `pause` seconds.
 
         Raises:
             TimeoutError: the job had not ended within `timeout` seconds.
@@ -335,7 +343,7 @@ class Job:
         return self._all("events", "events", follow)
 
     def follow(self) -> Iterator[StreamEvent]:
-        """Yield (topic, data) of logs, metrics and events as they happen, until the job has ended."""
+        """Yield (kind, data) as data arrives; the kinds are "job", "logs", "events", and last "end"."""
         for event, data in self._client.stream(self.id, "job,logs,events"):
             if event == "job":
                 self.data = data

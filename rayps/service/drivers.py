@@ -1,11 +1,13 @@
 """Find, start, stop and kill the drivers of jobs in the cluster. Called from one thread.
 
-A driver is a detached actor named after its job: a job has at most one, and a later service finds it. A driver starts
-its work by itself. Two files in the job's folder show how far a start has come: the driver writes `driver.json` when it
-begins, and the service writes `launch.json` when the call that starts the driver has returned.
+A driver is a detached actor with the name of its job. A job therefore has at most one driver, and a restarted service
+finds the driver by this name. A driver starts its work by itself. Two files in the job's folder show how far a start
+has come: the driver writes `driver.json` when it begins, and the service writes `launch.json` when the call that starts
+the driver has returned.
 
-Both files contain the driver's protocol number. A driver of another protocol was started by another version of rayps:
-no method of it is called. Such a driver finishes its job, or is killed when a stop is requested.
+Both files contain the driver's protocol number. If it differs from this service's number, another version of rayps
+started the driver. The service calls no method of such a driver. The driver finishes its job, or is killed when a stop
+is requested.
 """
 
 from __future__ import annotations
@@ -45,19 +47,19 @@ class RayHome(Protocol):
 
     @property
     def address(self) -> str | None:
-        """The address host:port of the Ray cluster; None before it is known."""
+        """The address host:port of the Ray cluster, or None if it is not known yet."""
 
     def capacity(self) -> Bundle | None:
-        """Return the total resources if they are known before Ray has started; None otherwise."""
+        """Return the total resources, or None if they are not known before Ray has started."""
 
     def cluster(self) -> Actors:
-        """Return the joined cluster. Raises ClusterError while it cannot be joined."""
+        """Return the joined cluster. Raises ClusterError if the cluster cannot be joined."""
 
     def renew_lease(self) -> None:
         """Tell a Ray that rayps owns that the service is alive."""
 
     def disconnect(self, *, end: bool) -> None:
-        """Disconnect from Ray; with `end` also stop a Ray that rayps owns."""
+        """Disconnect from Ray. With `end`, also stop Ray if rayps owns it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,7 @@ class Drivers:
             private_write(folder / LAUNCHED, json.dumps({"attempt": start.attempt, "protocol": PROTOCOL}))
 
     def ask(self, job_id: str) -> None:
-        """Request a driver to stop, at most every few seconds. The driver stops and writes the job's outcome."""
+        """Request a driver to stop, and to write the job's outcome. A request within 5 s of the last one is omitted."""
         handle = self._handles.get(job_id)
         if handle is None or time.monotonic() - self._asked.get(job_id, -1e9) < _ASK_SECONDS:
             return
@@ -149,15 +151,15 @@ class Drivers:
         passing("kill: done")
 
     def ended(self, job_id: str) -> None:
-        """Record that a job has ended: if its driver does not end by itself, a later `view` kills the driver."""
+        """Record that a job has ended. If its driver is still alive after 10 s, a later `view` kills the driver."""
         self._asked.pop(job_id, None)
         self._killed.pop(job_id, None)
         self._ended[job_id] = time.monotonic()
 
     def crash(self, job: JobRecord, begun: AttemptRecord) -> str | None:
-        """Return why the driver of the current attempt was killed or ended without an outcome.
+        """Return why the driver of the current attempt was killed or crashed, or None if neither is known.
 
-        None if it was not killed and reported no crash. `begun` is the content of `driver.json`.
+        `begun`: the content of `driver.json`.
         """
         attempt, reason = self._killed.get(job.id, (0, None))
         if attempt == job.attempt:
@@ -186,9 +188,10 @@ def _name(job_id: str) -> str:
 
 
 def foreign(attempt: int, begun: AttemptRecord, launched: AttemptRecord) -> str | None:
-    """Return why the service must not call this attempt's driver; None if it may, or if the protocol is not known yet.
+    """Return why the service must not call the driver of this attempt.
 
-    `begun` is the content of `driver.json`, `launched` that of `launch.json`.
+    Return None if the service may call it, or if the driver's protocol is not known yet. `begun` is the content of
+    `driver.json`, `launched` is the content of `launch.json`.
     """
     for found in (begun, launched):
         if found.get("attempt") == attempt:
@@ -203,7 +206,7 @@ def foreign(attempt: int, begun: AttemptRecord, launched: AttemptRecord) -> str 
 
 
 def end_process(folder: Path) -> None:
-    """Kill the process that `driver.json` names if it is alive: a process can still run although Ray has lost it."""
+    """Kill the process that `driver.json` names, if it is alive: Ray may have lost a process that still runs."""
     found = read_attempt(folder / BEGUN)
     pid, since = found.get("pid"), found.get("started")
     if isinstance(pid, int) and isinstance(since, int) and pid != os.getpid() and processes.alive(pid, since):

@@ -1,7 +1,7 @@
 """Start, find, watch and stop the server groups of this service, one idempotent tick at a time.
 
 A group runs in the Ray cluster: a detached actor named `rayps-servers-NAME` (its manager) and the servers that the
-manager starts. The wanted state of a group is a small file in the group's folder, beside the manager's record. A
+manager starts. The group's folder holds the manager's record, and a small file with the wanted state of the group. A
 restarted service finds the managers by name. If a manager has ended, the service starts a new one from the record.
 """
 
@@ -33,12 +33,15 @@ MANAGER = "rayps.ps.manager.manager:ManagerActor"
 NAME = r"^[A-Za-z0-9]([A-Za-z0-9_-]{0,38}[A-Za-z0-9])?$"
 MOST_SERVERS, MOST_REPLICAS = 1000, 8
 SILENCE, LEAST_SILENCE, MOST_SILENCE = 10.0, 0.5, 3600.0  # seconds: the default, least and largest `silence`
-_WATCHED_SECONDS, _QUIET_SECONDS = 0.5, 3.0  # seconds between two ticks: while clients read the facts, and otherwise
+_WATCHED_SECONDS, _QUIET_SECONDS = (
+    0.5,
+    3.0,
+)  # seconds between two ticks: the first while clients read the facts, else the second
 _ATTENTION = 10.0  # seconds after a client's last read of the facts in which ticks are _WATCHED_SECONDS apart
-_FRESH_SECONDS = 15.0  # seconds; older facts are not shown
-_ANSWER_SECONDS = 10.0
+_FRESH_SECONDS = 15.0  # facts older than this are not shown
+_ANSWER_SECONDS = 10.0  # seconds in which a manager must answer
 _CHECK_SECONDS = 1.0  # seconds that a tick waits for the threads that it has started
-_END_SECONDS = 30.0
+_END_SECONDS = 30.0  # seconds in which a manager must stop; then it is killed
 _MOST_PAUSE = 30.0  # seconds: the longest pause between two attempts to start a manager that does not answer
 
 
@@ -62,7 +65,7 @@ class Wanted:
 
     @property
     def foreign(self) -> str | None:
-        """Why the service must not call the group's manager: their protocols differ. None if they are the same."""
+        """Why the service must not call the group's manager, or None if both have the same protocol."""
         if not self.launched or self.protocol == PROTOCOL:
             return None
         return (
@@ -85,7 +88,7 @@ class GroupView:
     at: float = -1e9
     handle: ActorHandle | None = None
     reason: str | None = None
-    changes: int = 0  # number of changes requested so far: facts read before the newest change are not shown
+    changes: int = 0  # number of changes made so far; facts that were requested before the newest one are dropped
     failures: int = 0
     retry_at: float = 0.0
 
@@ -94,8 +97,8 @@ class GroupView:
 class _Entry:
     wanted: Wanted
     view: GroupView = field(default_factory=GroupView)
-    written: bool = True  # the wanted state is on disk; the manager is not started before that
-    joined: int = 0  # number of the connection to Ray to which the view's handle belongs
+    written: bool = True  # whether the wanted state is on disk; the manager is started only then
+    joined: int = 0  # number of the connection to Ray that returned the view's handle
     checking: asyncio.Future[None] | None = None
     # each group has threads of its own: a manager that does not answer delays no other group
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "rayps-group"))
@@ -124,7 +127,7 @@ class Groups:
         return [self.get(name) for name in sorted(self._entries)]
 
     def get(self, name: str) -> GroupFacts:
-        """Describe a group: the manager's facts if they are fresh, else the wanted state and why no facts are fresh.
+        """Describe a group: its manager's newest facts, or the wanted state and the reason why there are no new facts.
 
         Raises:
             NotFound: there is no such group; the error lists the existing groups.
@@ -161,7 +164,10 @@ class Groups:
         }
 
     def spaces(self, name: str) -> list[str] | None:
-        """List the spaces of a group; None while its manager does not answer. Raises NotFound."""
+        """Return the names of a group's spaces, or None if its manager does not answer.
+
+        Raises NotFound if there is no such group.
+        """
         view = self._find(name).view
         if view.facts is None or time.monotonic() - view.at >= _FRESH_SECONDS:
             return None
@@ -205,13 +211,13 @@ class Groups:
             )
 
     def ended(self, spec: JobSpec) -> str | None:
-        """Return why a job can never continue, because its server group was stopped; None otherwise."""
+        """Return why a job can never continue: its server group was stopped. Return None if this is not so."""
         if spec.server_group is None or spec.server_group in self.names:
             return None
         return f"the server group {spec.server_group!r} was stopped with --force"
 
     def wait_reason(self, spec: JobSpec) -> str | None:
-        """Return why a job has to wait for its server group; None if it need not."""
+        """Return why a job has to wait for its server group, or None if the job can start."""
         name = spec.server_group
         if name is None:
             return None
@@ -223,9 +229,9 @@ class Groups:
         return f"waits for server group {name!r}: {group['reason'] or 'none of its servers is ready yet'}"
 
     async def start(self, name: str, servers: int, replicas: int, silence: float = SILENCE) -> None:
-        """Request a new group; the next tick starts it. A server that is silent for `silence` seconds is replaced.
+        """Request a new group, which the next tick starts. A server that is silent for `silence` seconds is replaced.
 
-        A group that is larger than a joined cluster waits, because the cluster may grow.
+        A group that is larger than a joined cluster waits until the cluster has grown.
 
         Raises:
             ConfigError: the sizes are not valid; with code too_large, the group is larger than this service's Ray.
@@ -283,7 +289,7 @@ class Groups:
         await self._call_manager(entry, "drain", server)
 
     async def limit(self, name: str, space: str, quota: dict[str, float | None]) -> None:
-        """Set a space's quota: {"bytes": ..., "operations": operations per second}; None = no limit.
+        """Set a space's quota: {"bytes": ..., "operations": ... per second}; a value of None means no limit.
 
         Raises the errors of `drain`.
         """
@@ -308,7 +314,7 @@ class Groups:
         self._wake.set()
 
     async def run(self) -> None:
-        """Run ticks until cancelled; an error in a tick is logged, and the next tick tries again."""
+        """Run ticks until this task is cancelled. If a tick fails, log the error and run the next tick."""
         while True:
             try:
                 await self.tick()
@@ -320,7 +326,7 @@ class Groups:
             self._wake.clear()
 
     async def tick(self) -> None:
-        """Check every group, start what is missing, stop what is not wanted.
+        """Check every group; start missing managers, and stop the groups whose stop was requested.
 
         Each group is checked in its own thread. A tick waits at most `_CHECK_SECONDS` for the checks; the next ticks
         skip a group until its check has returned.
@@ -337,7 +343,7 @@ class Groups:
                 check.result()
 
     def close(self) -> None:
-        """Disconnect from the groups' managers; groups end with their cluster, not with the service."""
+        """Disconnect from the groups' managers. The groups continue until they are stopped or the cluster ends."""
         for entry in self._entries.values():
             entry.threads.shutdown(wait=False, cancel_futures=True)
 
@@ -354,14 +360,14 @@ class Groups:
             )
 
     def _too_many(self, name: str, servers: int) -> str | None:
-        """Return why the cluster has no room for this many servers; None if it has room, or if its size is unknown."""
+        """Return why the cluster has too few CPUs for the servers, or None if it has enough or its size is unknown."""
         total = {**(self._scheduler.place.capacity() or {}), **(self._scheduler.view.total or {})}.get("cpu")
         others = sum(entry.wanted.servers for other, entry in self._entries.items() if other != name)
         if total is None or servers + others <= total:
             return None
         has = "this service's Ray" if self._scheduler.place.owned else "the whole cluster"
-        beside = f" beside {others} of other groups" if others else ""
-        return f"group {name!r} needs a CPU for each of {servers} servers{beside}, and {has} has {total:g}"
+        others_too = f", and other groups use {others}" if others else ""
+        return f"group {name!r} needs a CPU for each of {servers} servers{others_too}; {has} has {total:g}"
 
     def _check(self, name: str, entry: _Entry, cluster: Actors | None) -> None:
         if entry.joined != self._scheduler.joined:  # a new connection: the handle of an earlier connection is invalid
@@ -384,7 +390,7 @@ class Groups:
             entry.view.reason = first
 
     def _refresh(self, entry: _Entry, cluster: Actors) -> None:
-        """Find the group's manager or start it, and read its facts."""
+        """Find or start the group's manager, and read the manager's facts."""
         wanted, view = entry.wanted, entry.view
         view.handle = cluster.find(actor(wanted.name))
         if view.handle is not None and wanted.foreign is not None:
@@ -445,13 +451,16 @@ class Groups:
         log.info("server group %s has ended", name)
 
     async def _call_manager(self, entry: _Entry, method: str, *args: Json) -> None:
-        """Call a method of a group's manager that only starts the change. Raises the manager's error, or Conflict."""
+        """Call a method by which a group's manager begins a change.
+
+        Raises the manager's error, or Conflict if the manager cannot be called now or does not answer in time.
+        """
         name, handle = entry.wanted.name, entry.view.handle
         if entry.wanted.stopping or handle is None:
             why = "it is stopping" if entry.wanted.stopping else self.get(name)["reason"]
             raise Conflict(
                 f"server group {name!r} cannot {method.replace('_', ' ')} now: {why};\n"
-                f"`rayps servers show {name}` shows when the group is ready",
+                f"`rayps servers show {name}` shows the status of the group",
                 status=409,
             )
 
@@ -467,8 +476,8 @@ class Groups:
         except TimeoutError as error:
             raise Conflict(
                 f"server group {name!r} did not {method.replace('_', ' ')} yet: its manager has not answered within "
-                f"{_ANSWER_SECONDS:g} s\n`rayps servers show {name}` says when it answers; then repeat the request if "
-                "it had no effect",
+                f"{_ANSWER_SECONDS:g} s\n`rayps servers show {name}` shows the group's state; when the manager "
+                "answers, repeat the request if it had no effect",
                 status=409,
             ) from error
         except (ActorDied, ClusterError) as error:
@@ -491,13 +500,13 @@ class Groups:
 
 def _check_size(servers: int, replicas: int) -> None:
     if not 1 <= servers <= MOST_SERVERS:
-        raise ConfigError(f"servers is {servers}: give 1 to {MOST_SERVERS}", field="servers")
+        raise ConfigError(f"servers is {servers}: give a number from 1 to {MOST_SERVERS}", field="servers")
     if not 0 <= replicas <= MOST_REPLICAS:
-        raise ConfigError(f"replicas is {replicas}: give 0 to {MOST_REPLICAS}", field="replicas")
+        raise ConfigError(f"replicas is {replicas}: give a number from 0 to {MOST_REPLICAS}", field="replicas")
     if servers < replicas + 1:
         raise ConfigError(
             f"servers is {servers} and replicas is {replicas}: a segment's primary and its "
-            f"{'replica' if replicas == 1 else 'replicas'} need different servers; give at least {replicas + 1} "
+            f"{'backup' if replicas == 1 else 'backups'} need different servers; give at least {replicas + 1} "
             "servers, or fewer --replicas",
             field="servers",
         )

@@ -42,10 +42,10 @@ _UNCLEAR = (
 
 
 def read(path: Path, changes: Sequence[str] = ()) -> Keywords:
-    """Read a job from a file and apply `key=value` changes; a relative working_dir is relative to the file.
+    """Read a job from a file and apply `key=value` changes. A relative working_dir is relative to the file's folder.
 
     Raises:
-        ConfigError: the file is not a valid job; names the file, the line or the field.
+        ConfigError: the file is not a valid job. The error names the file, and the line or the field.
     """
     data = load(_text(path), str(path))
     if not isinstance(data, dict):
@@ -68,7 +68,9 @@ def _text(path: Path) -> str:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            kind = os.fstat(descriptor).st_mode  # of the opened file: the path may name another file by now
+            kind = os.fstat(
+                descriptor
+            ).st_mode  # of the opened descriptor, because the path may name another file by now
             if not stat.S_ISREG(kind):
                 name = next((name for known, name in _KINDS if known(kind)), "no regular file")
                 raise ConfigError(f"the job file {path} is {name}: give a regular file")
@@ -86,13 +88,13 @@ def _text(path: Path) -> str:
 
 
 def load(text: str, where: str) -> Any:
-    """Parse YAML into plain data, by the part of YAML 1.2's core schema that YAML 1.1 reads in the same way.
+    """Parse YAML into plain data: only what YAML 1.1 and the core schema of YAML 1.2 read in the same way.
 
     A plain scalar that YAML 1.1 reads differently is refused: `1:30` (90 in base 60), `010` (8 in base 8), `yes`, `no`,
     `on`, `off` (booleans), dates. The exception is `1e-3`, which is a number as in YAML 1.2.
 
     Raises:
-        ConfigError: the text is not valid YAML, or has a refused scalar; names the line.
+        ConfigError: the text is not valid YAML, or has a refused scalar. The error names `where` and the line.
     """
     try:
         return yaml.load(text, _Loader)  # a SafeLoader

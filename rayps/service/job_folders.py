@@ -50,7 +50,7 @@ class JobRow(TypedDict, total=False):
 
 
 def keep(folder: Path, row: JobRow, *, sync: bool = True) -> None:
-    """Write a job's row to `job.json` in its folder (mode 0700). With `sync`, the file is on disk when this returns."""
+    """Write a job's row to `job.json` in its folder, which only the owner can read. With `sync`, call fsync."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = folder / f".{SPEC}.{os.getpid()}"
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -63,7 +63,7 @@ def keep(folder: Path, row: JobRow, *, sync: bool = True) -> None:
 
 
 def read(folder: Path) -> JobRow | None:
-    """Return the row that `keep` wrote; None if there is none, or if it is of another job or of a newer rayps."""
+    """Return the row in a folder's `job.json`, or None if it is missing, of another job, or of a newer rayps."""
     found = read_json(folder / SPEC)
     if found is None or found.pop("version", None) != VERSION or found.get("id") != folder.name:
         return None
@@ -72,7 +72,7 @@ def read(folder: Path) -> JobRow | None:
 
 
 def read_attempt(path: Path) -> AttemptRecord:
-    """Read `driver.json` or `launch.json`; an empty record if the file does not exist."""
+    """Return the content of `driver.json` or `launch.json`; an empty dict if the file does not exist."""
     found: AttemptRecord | None = read_json(path)
     return {} if found is None else found
 
@@ -99,7 +99,7 @@ def remove(jobs_dir: Path, job_id: str) -> None:
 
 
 def sweep(jobs_dir: Path) -> None:
-    """Complete the removals of folders that were interrupted."""
+    """Complete the interrupted removals of folders."""
     for doomed in jobs_dir.glob(f"{_DELETED}*"):
         try:
             shutil.rmtree(doomed)

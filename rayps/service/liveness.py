@@ -1,7 +1,7 @@
 """Measure how long a watched value has not changed, in seconds during which this process itself ran.
 
-A long gap between two observations means that this process was suspended, stopped or starved, and that probably the
-watched process was too; such a gap counts as `MOST_STEP` seconds. The system's wall clock is not used.
+After a long gap between two observations, this process was suspended, stopped or starved, and the watched process
+probably too. Such a gap counts as `MOST_STEP` seconds. The system's wall clock is not used.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Hashable
 
-MOST_STEP = 5.0  # seconds that a gap between two observations counts at most
+MOST_STEP = 5.0  # the most seconds that a gap between two observations counts
 
 
 class QuietTime:
@@ -39,7 +39,7 @@ class QuietTimes:
         self._held: dict[Hashable, QuietTime] = {}
 
     def observe(self, key: Hashable, sign: Hashable) -> float:
-        """Observe the value of `key`; return the seconds since it changed, 0 for a new key."""
+        """Observe the value of `key`; return the seconds since the value changed, or 0 for a new key."""
         held = self._held.get(key)
         if held is None:
             held = self._held[key] = QuietTime(self._clock)

@@ -1,4 +1,4 @@
-"""Cache in memory the jobs that have not ended: only rows that changed are read from the store.
+"""Cache the jobs that have not ended in memory, and read only changed rows from the store.
 
 The service is the only writer of its store, and the store records which rows each transaction changed. At the first
 refresh, and after an error, the rows of all jobs that have not ended are read.
@@ -13,7 +13,7 @@ from rayps.service.waiting import Waiting, WaitingJobs
 
 
 class OpenJobs:
-    """The jobs that have not ended: the QUEUED ones in `waiting`, the records of the others, by id, in `started`."""
+    """The jobs that have not ended. `waiting`: the QUEUED jobs; `started`: a dict from id to record of the others."""
 
     def __init__(self, store: Store) -> None:
         self.waiting = WaitingJobs()

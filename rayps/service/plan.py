@@ -15,23 +15,23 @@ from rayps.strategies.job import JobSpec
 
 Bundle = dict[str, float]
 
-PATIENCE = 30.0  # seconds without a view of the drivers until their jobs become UNKNOWN
-STOP_SECONDS = 60.0  # seconds after a request to stop in which a driver may stop by itself; then it is killed
+PATIENCE = 30.0  # seconds without a list of the drivers after which their jobs become UNKNOWN
+STOP_SECONDS = 60.0  # seconds in which a driver must stop after a request; then it is killed
 SIGN_SECONDS = 900.0  # seconds that a STARTING or RECOVERING job may show no progress; `Settings.stall` sets it
 
 
 @dataclass(frozen=True, slots=True)
 class Dependencies:
-    """Why a job cannot continue although its driver could: because of its server group, or of its remote clients."""
+    """Why a job cannot continue: reasons outside of its driver, in its server group or its remote clients."""
 
-    group: str | None = None  # why the server group cannot serve the job yet; None: it can, or the job uses no group
-    group_ended: str | None = None  # why the server group will never serve the job: the group was stopped
-    clients: str | None = None  # why the job waits for federated clients outside of the cluster; None: it does not
+    group: str | None = None  # why the server group cannot serve the job yet; None if it can, or if there is no group
+    group_ended: str | None = None  # why the server group was stopped and cannot serve the job any more
+    clients: str | None = None  # why the job waits for federated clients outside of the cluster; None if it does not
 
 
 @dataclass(frozen=True, slots=True)
 class OpenJob:
-    """A job that has not ended: what its row in the database and its folder say."""
+    """A job that has not ended: the facts in its row of the store and in its folder."""
 
     id: str
     name: str = "job"
@@ -41,7 +41,7 @@ class OpenJob:
     attempt: int = 0
     failures: int = 0  # losses of the job's driver or of an actor before this attempt
     max_failures: int = 3
-    interrupted: bool = False  # the service ended its own Ray on purpose
+    interrupted: bool = False  # the job's driver ended because the service stopped its own Ray on purpose
     stopping: float | None = None  # seconds since a stop was requested
     outcome: OutcomeRecord | None = None  # the content of outcome.json
     progress: ProgressRecord | None = None  # the content of progress.json, if this attempt wrote it
@@ -85,7 +85,7 @@ class Show:
     job: str
     status: Status
     reason: str | None = None
-    has_event: bool = False  # the driver has written an event about it: the store needs none
+    has_event: bool = False  # the driver has written an event about the status, so the store writes none
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +106,14 @@ class Seal:
     metrics: dict[str, float] | None = None
     checkpoint: str | None = None
     finished_at: float | None = None
-    has_event: bool = False  # the driver has written an event about it: the store needs none
+    has_event: bool = False  # the driver has written an event about the end, so the store writes none
 
 
 Action = Start | AskToStop | Kill | Show | Wait | Seal
 
 
 def needs(spec: JobSpec) -> Bundle:
-    """Return the resources that a running job takes: those of all its workers; the driver and the servers take none."""
+    """Return the resources that a running job reserves for all its workers. Its driver and servers reserve none."""
     return {kind: spec.workers * spec.resources.get(kind, 0.0) for kind in ("cpu", "gpu")}
 
 
@@ -128,8 +128,8 @@ def plan(
 ) -> list[Action]:
     """Decide what the scheduler does next; return the actions.
 
-    `jobs` are the jobs that have not ended, oldest first. `drivers` are the ids of the jobs whose driver is alive;
-    `drivers` is None if Ray has not listed them for `unseen` seconds, and then `why` is the reason.
+    `jobs`: the jobs that have not ended, oldest first. `drivers`: the ids of the jobs whose driver is alive; None if
+    Ray has not listed the drivers for `unseen` seconds, for the reason `why`. `free`, `total`: the cluster's resources.
     Jobs start first in, first out: no job overtakes a large job that waits for resources. Jobs overtake only a job that
     is larger than the whole cluster, or whose server group is not ready.
     """
@@ -177,7 +177,7 @@ def _unseen(job: OpenJob, unseen: float, why: str) -> list[Action]:
                 job.id,
                 Status.STOPPED,
                 f"stopped: the job's driver could not be reached for {job.deadline:g} s ({why}); "
-                "if the driver is found again, it is killed",
+                "a driver that is found later is killed",
             )
         ]
     if unseen < PATIENCE or job.status is Status.UNKNOWN:
@@ -284,8 +284,8 @@ def _wait(job: OpenJob, reason: str) -> list[Action]:
 
 
 def _room(jobs: Sequence[OpenJob], free: Bundle, total: Bundle) -> Bundle:
-    # the free resources less those that starting drivers will take; at most the total less the needs of all started
-    # jobs, because a recovering job takes its resources again
+    # subtract what starting jobs will reserve from the free resources; the result is at most the total less the needs
+    # of all started jobs, because a recovering job reserves its resources again
     room = {}
     for kind, amount in total.items():
         held = sum(job.needs.get(kind, 0.0) for job in jobs if job.status is not Status.QUEUED)

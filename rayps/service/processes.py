@@ -17,7 +17,7 @@ _SET_CHILD_SUBREAPER = 36
 
 
 def started(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot; None if it has ended or is a zombie."""
+    """Return when a process started, in clock ticks since boot, or None if it has ended or is a zombie."""
     fields = _stat(pid)
     return None if fields is None or fields[0] in "ZX" else int(fields[19])
 
@@ -28,7 +28,7 @@ def alive(pid: int, since: int | None) -> bool:
 
 
 def command(pid: int) -> list[str]:
-    """Return the command line or title of a process; empty if it has ended."""
+    """Return the command line or title of a process as a list of arguments; an empty list if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
     except OSError:
@@ -53,9 +53,9 @@ def below(root: int) -> list[int]:
 def left_in(folder: str, session: int | None) -> list[int]:
     """Return the ids of the processes that a killed Ray left.
 
-    Such a process has Ray's folder in its command line, or belongs to Ray's session and has a file of the folder open
-    (some processes change their title). A client of that Ray opens such files too, in another session: it is not
-    included.
+    Such a process has Ray's folder in its command line. Or it belongs to Ray's process session and has a file of the
+    folder open, because some processes change their title. Clients of that Ray open such files too, but belong to other
+    sessions, and are not included.
     """
     found = []
     for entry in Path("/proc").iterdir():
@@ -80,7 +80,7 @@ def _session(pid: int) -> int | None:
 
 
 def end_tree(root: int) -> None:
-    """Kill all descendants of this process, which must be their subreaper."""
+    """Kill all descendants of process `root`, which must be this process, after `adopt_orphans`."""
     deadline = time.monotonic() + 15.0
     while time.monotonic() < deadline and ((pids := below(root)) or _has_children()):
         end_all(pids)
@@ -89,7 +89,7 @@ def end_tree(root: int) -> None:
 
 
 def end_all(pids: Iterable[int]) -> None:
-    """Kill processes: stop all of them with SIGSTOP first, so that none reacts to the end of another."""
+    """Kill processes. First stop all of them with SIGSTOP, so that none reacts to the end of another."""
     pids = list(pids)
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in pids:
@@ -100,7 +100,7 @@ def end_all(pids: Iterable[int]) -> None:
 
 
 def reap() -> list[int]:
-    """Collect children that have ended, adopted ones included; return their ids."""
+    """Collect the children, including adopted ones, that have ended; return their ids."""
     gone: list[int] = []
     while True:
         try:
@@ -121,7 +121,7 @@ def _has_children() -> bool:
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of each of its descendants whose own parent ends."""
+    """Make this process the new parent of each descendant whose parent ends."""
     _prctl(_SET_CHILD_SUBREAPER, 1)
 
 

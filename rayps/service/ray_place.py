@@ -1,7 +1,7 @@
 """The Ray in which drivers run: one that rayps owns, run by `rayps.service.ray_daemon`, or a cluster that rayps joins.
 
 Jobs survive the death of the service, because the service starts no Ray process itself. The service survives a Ray that
-hangs or dies, because it calls Ray only through a child process (`ray_process`).
+hangs or dies, because the service calls Ray only through a child process (`ray_process`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _START_SECONDS = 150.0
 _RETRY_SECONDS = 15.0
 _END_SECONDS = 30.0
 _LEAVING = "the service is stopping"
-_UNRESPONSIVE_SECONDS = 180.0  # Ray is restarted after these seconds without an answer of Ray and a job's progress
+_UNRESPONSIVE_SECONDS = 180.0  # seconds without an answer of Ray and without progress of a job: Ray is restarted
 
 
 def place(settings: Settings) -> OwnRay | JoinedRay:
@@ -43,8 +43,8 @@ def place(settings: Settings) -> OwnRay | JoinedRay:
 class OwnRay:
     """A Ray on this machine that belongs to one state directory.
 
-    This Ray is restarted when it has ended, and when for `unresponsive_seconds` Ray has not answered and no job has
-    written its progress.
+    Ray is restarted when it has ended. It is also restarted when, for `unresponsive_seconds`, it has not answered and
+    no job has written its progress.
     """
 
     owned = True
@@ -63,7 +63,7 @@ class OwnRay:
 
     @property
     def address(self) -> str | None:
-        """The address host:port of the Ray, once it is ready; None before."""
+        """The address host:port of the Ray, or None if the Ray is not ready."""
         return None if self._record is None else self._record.address
 
     def capacity(self) -> Bundle:
@@ -72,7 +72,7 @@ class OwnRay:
         return {"cpu": float(cpus)}
 
     def cluster(self) -> Actors:
-        """Return the joined cluster; start the daemon if there is none.
+        """Return the joined cluster; first start the daemon if none is running.
 
         Raises:
             ClusterError: Ray did not become ready, or the service is stopping.
@@ -100,7 +100,7 @@ class OwnRay:
         (self._dir / HEARTBEAT).touch(mode=0o600)
 
     def disconnect(self, *, end: bool) -> None:
-        """Disconnect; with `end` also stop the daemon and wait until all its processes have ended."""
+        """Disconnect from Ray. With `end`, also stop the daemon and wait until all its processes have ended."""
         self._leaving.set()
         got = self._busy.acquire(timeout=5.0)
         try:
@@ -112,7 +112,7 @@ class OwnRay:
                 self._busy.release()
 
     def _give_up_reason(self) -> str | None:
-        """Return why the service should not wait for Ray's answer any longer; None if it should wait.
+        """Return why the service should not wait for Ray's answer any longer, or None if it should wait.
 
         `ClusterProcess` calls this several times a second while it waits for an answer.
         """
@@ -226,7 +226,7 @@ class JoinedRay:
         return None
 
     def cluster(self) -> Actors:
-        """Return the joined cluster; join it at the first call, and again after the connection was lost.
+        """Return the joined cluster. Join it at the first call, and again after the connection was lost.
 
         Raises:
             ClusterError: no cluster answers at the address.
@@ -242,7 +242,7 @@ class JoinedRay:
         """Do nothing: a joined cluster has no lease."""
 
     def disconnect(self, *, end: bool) -> None:
-        """Disconnect; the cluster keeps running."""
+        """Disconnect from the cluster, which keeps running."""
         self._leaving.set()
         self._drop_connection(graceful=True)
 
@@ -270,7 +270,7 @@ class JoinedRay:
 
 
 class _UnresponsiveTime:
-    """Measure how long Ray has not answered and no job has made progress; report when that exceeds `seconds`."""
+    """Measure how long Ray has not answered while no job made progress, and report when that exceeds `seconds`."""
 
     def __init__(self, jobs_dir: Path, seconds: float) -> None:
         self.seconds = seconds
@@ -292,7 +292,7 @@ class _UnresponsiveTime:
         return self._over
 
     def reset(self) -> None:
-        """Start again at zero, after a restart of Ray."""
+        """Start again at zero. Call it after a restart of Ray."""
         self._quiet, self._over = QuietTime(), False
 
     def _newest(self) -> int:

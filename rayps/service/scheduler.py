@@ -1,8 +1,8 @@
 """Run the store's jobs, one idempotent tick at a time. `rayps.service.plan` decides what to do.
 
-The scheduler is the only writer of a job's status. A tick reads the list of drivers first and the job folders second: a
-driver writes the job's outcome before it ends. If a driver that ended by itself is missing from the list, the folder
-therefore has the outcome.
+The scheduler is the only writer of a job's status. A tick reads the list of drivers first and the job folders second.
+A driver writes the job's outcome before it ends. Therefore, if a driver that ended by itself is missing from the list,
+the folder has the outcome.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ _SIGNS = (
     "log.txt",
     BEGUN,
 )  # files that change while a job makes progress
-_TIMEOUTS = 5.0  # a job may show no progress for 5 times its `timeout`, if that is more than the service's limit
+_TIMEOUTS = 5.0  # the limit without progress is 5 times the job's `timeout`, or the service's limit if that is more
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The newest known state of the Ray cluster: whether it answers, the reason if not, and its resources."""
+    """The newest known state of the Ray cluster: whether the cluster answers, why not, and its resources."""
 
     ready: bool = False
     reason: str | None = "Ray is starting"
@@ -85,7 +85,7 @@ class Scheduler:
         self.group_wait_reason: Callable[[JobSpec], str | None] = lambda _: (
             None
         )  # returns why a job must wait for its server group
-        self.group_ended: Callable[[JobSpec], str | None] = lambda _: None  # returns why the group is gone forever
+        self.group_ended: Callable[[JobSpec], str | None] = lambda _: None  # returns why the group was stopped
         self._store = store
         self._jobs_dir = jobs_dir
         self._interval = interval
@@ -102,7 +102,7 @@ class Scheduler:
 
     @property
     def cluster(self) -> Actors | None:
-        """The joined cluster; None while it does not answer."""
+        """The joined cluster, or None if it does not answer."""
         return self._drivers.cluster if self.view.ready else None
 
     @property
@@ -120,7 +120,7 @@ class Scheduler:
         self._wake.set()
 
     async def run(self) -> None:
-        """Run ticks until cancelled; an error in a tick is logged, and the next tick tries again."""
+        """Run ticks until this task is cancelled. If a tick fails, log the error and run the next tick."""
         while True:
             self._active_at = time.monotonic()
             try:
@@ -134,7 +134,7 @@ class Scheduler:
     async def close(self, *, end: bool) -> int:
         """Disconnect from Ray; return the number of jobs that were running.
 
-        With `end`, also stop Ray and the drivers in it, if rayps owns this Ray; the next service restarts these jobs.
+        With `end`, also stop Ray and its drivers if rayps owns this Ray. The next service then restarts these jobs.
         """
         await self._open_jobs.refresh()
         held = len(self._open_jobs.started)
@@ -145,7 +145,7 @@ class Scheduler:
         return held
 
     def refuse_too_large(self, spec: JobSpec) -> None:
-        """Refuse a job that is larger than the Ray that rayps owns. In a joined cluster, which may grow, the job waits.
+        """Refuse a job that is larger than the Ray that rayps owns. In a joined cluster such a job waits.
 
         Raises:
             ConfigError: the job is too large (code too_large).
@@ -165,9 +165,9 @@ class Scheduler:
                 )
 
     async def tick(self) -> list[Action]:
-        """View the cluster, decide, act; return the actions."""
+        """View the cluster, decide on the actions, and carry them out; return the actions."""
         await self._open_jobs.refresh()
-        done = await self._act([*self._open_jobs.waiting.stopped()], {})  # these actions need no answer of Ray
+        done = await self._act([*self._open_jobs.waiting.stopped()], {})  # ends queued jobs, without an answer of Ray
         records = list(self._open_jobs.started.values())
         seen = await self._view_drivers([r.id for r in records])
         facts = await asyncio.to_thread(lambda: [self._facts(r, seen) for r in records])
@@ -187,7 +187,7 @@ class Scheduler:
         )
         running = {fact.id: (fact.status, fact.needs) for fact in facts if fact.outside.group_ended is None}
         room = None if seen is None else room_beside(running, seen.free, seen.total)
-        await self._open_jobs.refresh()  # stops that were requested during the view
+        await self._open_jobs.refresh()  # a stop may have been requested during the view
         actions += self._open_jobs.waiting.stopped()
         actions += self._open_jobs.waiting.decide(
             room, None if seen is None else seen.total, self._groups(), self.view.reason or "Ray is starting"
@@ -208,7 +208,7 @@ class Scheduler:
         return actions
 
     def reason(self, job: JobRecord) -> str | None:
-        """Return why a job has its status. For a waiting job the reason is computed here, because it is not stored."""
+        """Return the reason for a job's status. The reason of a queued job is not stored, but computed here."""
         waits = job.status is Status.QUEUED and job.id in self._open_jobs.waiting
         return (self._open_jobs.waiting.reason(job.id) or job.reason) if waits else job.reason
 
@@ -289,7 +289,7 @@ class Scheduler:
         progress: ProgressRecord | None = read_json(folder / "progress.json")
         if progress is not None:
             old = progress.get("time", 0) < (record.attempt_at or 0) and begun.get("attempt") != record.attempt
-            progress = None if old else progress  # old: an earlier attempt wrote it
+            progress = None if old else progress  # an earlier attempt wrote the old progress
         return progress
 
     def _silent(self, record: JobRecord) -> float:
@@ -372,7 +372,7 @@ class Scheduler:
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-    """Return a file's modification time and size, which change when the file is written; (0, 0) without a file."""
+    """Return a file's modification time (ns) and size (bytes); (0, 0) if there is no file."""
     try:
         found = path.stat()
     except OSError:

@@ -1,9 +1,9 @@
 """The queue of jobs: first in, first out, at a cost per decision that does not grow with the number of jobs.
 
 Jobs with the same resources and the same server group have the same shape. Whether the cluster is large enough, and
-whether the group is ready, is decided once per shape. Of each shape that could start, only the oldest job is examined:
-the job starts, or it becomes the head, behind which every later job waits. The reason why a job waits is computed on
-request.
+whether the group is ready, is decided once for each shape. Only the oldest job of each shape that could start is
+examined. This job starts, or it becomes the head of the queue, and every later job waits behind it. The reason why a
+job waits is computed on request.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Shape = tuple[tuple[tuple[str, float], ...], str | None]  # a job's resources an
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A QUEUED job. `group` is the name of its server group; None if it needs none."""
+    """A QUEUED job. `group`: the name of its server group, or None if it uses none."""
 
     id: str
     name: str
@@ -32,7 +32,7 @@ class Waiting:
 
     @property
     def shape(self) -> Shape:
-        """The job's resources and server group: with the job's age, they decide whether it can start."""
+        """The job's resources and server group. Together with its age, they decide whether the job can start."""
         return tuple(sorted(self.needs.items())), self.group
 
 
@@ -48,7 +48,7 @@ class WaitingJobs:
     """The queued jobs, and the last decision about each."""
 
     def __init__(self) -> None:
-        self.examined = 0  # jobs and shapes that decisions have examined so far
+        self.examined = 0  # number of jobs and shapes that all decisions so far have examined
         self._jobs: dict[str, Waiting] = {}
         self._oldest: dict[Shape, list[str]] = {}  # heaps of ids; removed ids are dropped when they reach the top
         self._counts: dict[Shape, int] = {}
@@ -92,13 +92,14 @@ class WaitingJobs:
             self.drop(job_id)
 
     def stopped(self) -> list[Seal]:
-        """Return the actions that end the queued jobs whose stop was requested; no view of the cluster is needed."""
+        """Return the actions that end the queued jobs whose stop was requested. They need no answer of Ray."""
         return [Seal(job_id, Status.STOPPED, "stopped before it started") for job_id in sorted(self._stopping)]
 
     def decide(self, room: Bundle | None, total: Bundle | None, groups: GroupReasons, why: str) -> list[Start | Seal]:
         """Decide which jobs start now, and which end because their server group was stopped.
 
-        `room`: the part of `total` that new jobs may take; None if the cluster cannot be seen, because of `why`.
+        `room`: the part of the resources `total` that new jobs may reserve; None if Ray does not answer, for the reason
+        `why`.
         """
         names = {group for _, group in self._counts if group is not None}
         ended = {name: text for name in names if (text := groups.ended(name)) is not None}
@@ -122,7 +123,7 @@ class WaitingJobs:
         return [*ends, *self._starts(room)]
 
     def reason(self, job_id: str) -> str | None:
-        """Return why a job waited at the last decision; None if the decision started the job or did not include it."""
+        """Return why a job waited at the last decision, or None if the decision started it or did not include it."""
         job = self._jobs.get(job_id)
         if job is None or job.stopping:
             return None
@@ -183,10 +184,10 @@ class WaitingJobs:
 
 
 def room_beside(running: Mapping[str, tuple[Status, Bundle]], free: Bundle, total: Bundle) -> Bundle:
-    """Return the resources that new jobs may take beside the jobs that were started.
+    """Return the resources that new jobs may reserve.
 
-    They are the free resources less those that starting drivers will take; at most the total less the needs of all
-    started jobs, because a recovering job takes its resources again.
+    These are the free resources less those that starting jobs will reserve. They are at most the total less the needs
+    of all started jobs, because a recovering job reserves its resources again.
     """
     room = {}
     for kind, amount in total.items():
