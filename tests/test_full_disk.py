@@ -177,7 +177,7 @@ def test_on_a_disk_that_is_really_full_deleting_makes_room(
     try:
         made = [site.add(), site.add()]
         home = site.start(made[0])
-        site.store("move", made[0], Status.SUCCEEDED, message="")
+        site.store("change_status", made[0], Status.SUCCEEDED, message="")
         with (home / "model.bin").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
             while file.write(b"x" * 4096):
                 pass

@@ -138,7 +138,7 @@ def test_a_stream_ends_with_its_token(site: Site) -> None:
         lines = answer.iter_lines()
         assert next(line for line in lines if line.startswith("data"))
         site.http.delete(f"/api/v1/tokens/{made['id']}")
-        site.store("move", job, Status.STOPPED, message="secret", reason="secret")
+        site.store("change_status", job, Status.STOPPED, message="secret", reason="secret")
         assert "STOPPED" not in "".join(lines)
 
 

@@ -14,10 +14,10 @@ from test_scheduler import FakeCluster, FakePlace
 
 from rayps.core.job_status import Status
 from rayps.service import store as store_module
-from rayps.service.plan import Action, Dependencies, OpenJob, Seal, Start, Wait, needs, plan
+from rayps.service.plan import Action, Dependencies, EndJob, OpenJob, SetReason, Start, needs, plan
 from rayps.service.scheduler import Scheduler
 from rayps.service.store import Store
-from rayps.service.waiting import GroupReasons, Waiting, WaitingJobs, room_beside
+from rayps.service.waiting import GroupReasons, Waiting, WaitingJobs, room_for_new_jobs
 from rayps.strategies.job import JobSpec
 
 S = Status
@@ -97,14 +97,14 @@ class World:
 
     def fast(self, jobs: WaitingJobs) -> list[Action]:
         running = {job.id: (job.status, job.needs) for job in self.running.values()}
-        room = None if self.total is None else room_beside(running, self.free, self.total)
+        room = None if self.total is None else room_for_new_jobs(running, self.free, self.total)
         groups = GroupReasons(lambda name: self.wait_reason[name], lambda name: self.ended[name])
         return [*jobs.stopped(), *jobs.decide(room, self.total, groups, WHY)]
 
     def carry_out(self, actions: list[Action], jobs: WaitingJobs) -> None:
         """Some decisions do not come to pass: the next one asks for the same."""
         for action in actions:
-            if self.random.random() < 0.8 and isinstance(action, Start | Seal):
+            if self.random.random() < 0.8 and isinstance(action, Start | EndJob):
                 job = self.waiting.pop(action.job)
                 jobs.drop(action.job)
                 if isinstance(action, Start):
@@ -120,11 +120,11 @@ def test_the_decision_equals_the_plan_over_all_jobs_on_random_histories(seed: in
         world.step(jobs)
         slow, quick = world.naive(), world.fast(jobs)
         lost = {job.id for job in world.waiting.values() if job.stopping and job.group and world.ended[job.group]}
-        acts = sorted((a for a in slow if isinstance(a, Start | Seal) and a.job not in lost), key=lambda a: a.job)
+        acts = sorted((a for a in slow if isinstance(a, Start | EndJob) and a.job not in lost), key=lambda a: a.job)
         assert sorted((a for a in quick if a.job not in lost), key=lambda a: a.job) == acts
-        assert lost <= {a.job for a in quick if isinstance(a, Seal) and a.status is S.STOPPED}
-        waits = {action.job: action.reason for action in slow if isinstance(action, Wait)}
-        ends = {action.job for action in slow if isinstance(action, Seal)}
+        assert lost <= {a.job for a in quick if isinstance(a, EndJob) and a.status is S.STOPPED}
+        waits = {action.job: action.reason for action in slow if isinstance(action, SetReason)}
+        ends = {action.job for action in slow if isinstance(action, EndJob)}
         for job_id in set(world.waiting) - ends:
             assert jobs.reason(job_id) == waits.get(job_id), job_id
         assert len(jobs) == len(world.waiting)
@@ -153,7 +153,7 @@ def counted(path: Path, number: int, body: Callable[[Store, Scheduler, FakeClust
                 )
                 for n in range(number)
             ]
-            await store.restore(rows)
+            await store.restore_rows(rows)
             cluster = FakeCluster()
             scheduler = Scheduler(store, FakePlace(cluster), path / f"jobs-{number}")  # type: ignore[arg-type]
             with Counts(store, scheduler) as counts:
@@ -224,7 +224,7 @@ def test_what_a_change_costs_does_not_depend_on_how_many_wait(tmp_path: Path, wh
         elif what == "stop":
             await store.request_stop(f"{7:026}")
         else:  # the one that ran; another one starts, and every other waits behind a new head
-            await store.move(f"{0:026}", S.SUCCEEDED, message="")
+            await store.change_status(f"{0:026}", S.SUCCEEDED, message="")
             cluster.actors.clear()
         await scheduler.tick()
         if what == "stop":
@@ -249,7 +249,7 @@ def test_the_state_in_memory_equals_the_store_after_an_error(tmp_path: Path, mon
             raise OSError("cannot be read")
 
         with monkeypatch.context() as patch:
-            patch.setattr(store, "some", broken)
+            patch.setattr(store, "get_many", broken)
             with pytest.raises(OSError, match="cannot be read"):
                 await scheduler.tick()
         await scheduler.tick()

@@ -52,7 +52,7 @@ def create_app(
         await adoption.adopt(store, settings.jobs_dir)
         scheduler = Scheduler(store, place or choose(settings), settings.jobs_dir, stall=settings.stall)
         groups = Groups(scheduler, settings.servers_dir)
-        scheduler.group_wait_reason, scheduler.group_ended = groups.wait_reason, groups.ended
+        scheduler.group_wait_reason, scheduler.group_end_reason = groups.wait_reason, groups.end_reason
         tokens = ClientTokens(store, Key.kept(settings.client_key))
         users = UserTokens(store, settings.token_file)
         app.state.service = Service(settings, store, scheduler, groups, tokens, users)

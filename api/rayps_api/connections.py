@@ -78,7 +78,7 @@ def limits_here() -> Limits:
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class ConnectionFacts:
     """The facts about an open connection that the decisions need."""
 
     address: str
@@ -95,12 +95,12 @@ class Admission:
     """The decision on a new connection: accept (and close `closed`), decide again after `wait` seconds, or refuse."""
 
     accepted: bool
-    closed: Held | None = None
+    closed: ConnectionFacts | None = None
     wait: float | None = None
     reason: str = ""
 
 
-def admit(address: str, held: Sequence[Held], most: Limits, now: float) -> Admission:
+def admit(address: str, held: Sequence[ConnectionFacts], most: Limits, now: float) -> Admission:
     """Decide on a new connection from `address`; `held` are the open connections, oldest first. Pure."""
     unknown = [each for each in held if not each.known]
     of_address = [each for each in unknown if each.address == address]
@@ -113,7 +113,7 @@ def admit(address: str, held: Sequence[Held], most: Limits, now: float) -> Admis
     return Admission(True)
 
 
-def _replace(among: Sequence[Held], reason: str, most: Limits, now: float) -> Admission:
+def _replace(among: Sequence[ConnectionFacts], reason: str, most: Limits, now: float) -> Admission:
     if not among:
         return Admission(False, reason=reason)
     waiting = [each for each in among if each.phase is not Phase.ANSWER]
@@ -123,7 +123,7 @@ def _replace(among: Sequence[Held], reason: str, most: Limits, now: float) -> Ad
     return Admission(False, wait=left, reason=reason) if left > 0 else Admission(True, waiting[0], reason=reason)
 
 
-def overdue(held: Held, most: Limits) -> str | None:
+def overdue(held: ConnectionFacts, most: Limits) -> str | None:
     """Return why a connection must be closed now, or None if it stays open. Pure."""
     if held.phase is Phase.HEADER and held.waited > most.header:
         return f"no complete request head within {most.header:g} s"
@@ -142,10 +142,10 @@ class Protocol(H11Protocol):
     """uvicorn's HTTP/1.1 protocol, which also collects the facts for `overdue` and `admit`, and can be dropped."""
 
     def __init__(
-        self, held: Held, config: uvicorn.Config, server_state: ServerState, app_state: dict[str, Any]
+        self, held: ConnectionFacts, config: uvicorn.Config, server_state: ServerState, app_state: dict[str, Any]
     ) -> None:
-        self.held = held
-        super().__init__(config, server_state, {**app_state, STATE: self.held})
+        self.facts = held
+        super().__init__(config, server_state, {**app_state, STATE: self.facts})
         self._seen: object = None  # the request that was being served at the last update
         self._unwritten = 0
         self._dropped = False
@@ -158,18 +158,18 @@ class Protocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Count the bytes, then parse them."""
-        self.held.silent = 0.0
-        self.held.received += len(data)
+        self.facts.silent = 0.0
+        self.facts.received += len(data)
         super().data_received(data)
 
     def resume_writing(self) -> None:
         """Record that the peer has read, and continue to write."""
-        self.held.silent = 0.0
+        self.facts.silent = 0.0
         super().resume_writing()
 
     def update(self, elapsed: float) -> None:
         """Update the facts, `elapsed` seconds after the last update."""
-        held, phase, unwritten = self.held, self._phase(), self.transport.get_write_buffer_size()
+        held, phase, unwritten = self.facts, self._phase(), self.transport.get_write_buffer_size()
         if phase is not held.phase or self.cycle is not self._seen:
             held.phase, held.waited, held.silent = phase, 0.0, 0.0
             held.received, self._seen = 0, self.cycle
@@ -236,14 +236,14 @@ class Connections:
 
     def __init__(self, most: Limits) -> None:
         self.most = most
-        self._protocols: dict[Held, Protocol] = {}  # oldest first
+        self._protocols: dict[ConnectionFacts, Protocol] = {}  # oldest first
         self._updated_at = 0.0
 
     def decide(self, address: str, now: float) -> Admission:
         """Decide on a new connection, and close the open connection that the decision names, if there is one."""
         self._remove_closed()
         found = admit(address, list(self._protocols), self.most, now)
-        if found.reason:  # the facts may be as old as the last sweep: update them, and decide again
+        if found.reason:  # the facts may be as old as the last close_overdue: update them, and decide again
             self._update(0.0)
             found = admit(address, list(self._protocols), self.most, now)
         if found.closed is not None:
@@ -254,11 +254,11 @@ class Connections:
 
     def add(self, protocol: Protocol) -> None:
         """Add an accepted connection."""
-        self._protocols[protocol.held] = protocol
+        self._protocols[protocol.facts] = protocol
 
     def remove(self, protocol: Protocol) -> None:
         """Remove a connection that could not be started."""
-        self._protocols.pop(protocol.held, None)
+        self._protocols.pop(protocol.facts, None)
 
     def make_room(self, error: OSError, now: float) -> bool:
         """Close the oldest unknown connection on which the service waits for the peer; return whether there was one."""
@@ -271,7 +271,7 @@ class Connections:
             self._close(found.closed, found.reason)
         return found.closed is not None
 
-    def sweep(self, now: float) -> None:
+    def close_overdue(self, now: float) -> None:
         """Close overdue connections. Call it once a second; a pause of over two seconds counts as two."""
         elapsed = min(now - self._updated_at, 2 * _SWEEP) if self._updated_at else 0.0
         self._updated_at = now
@@ -287,7 +287,7 @@ class Connections:
             if protocol.transport is not None:
                 protocol.update(elapsed)
 
-    def _close(self, held: Held, reason: str) -> None:
+    def _close(self, held: ConnectionFacts, reason: str) -> None:
         log.info("a connection was closed: %s", reason)
         self._protocols.pop(held).drop(reason)
 
@@ -337,11 +337,11 @@ class Acceptor:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
-                if not self._server.held.make_room(error, self._loop.time()):
+                if not self._server.open_connections.make_room(error, self._loop.time()):
                     self._pause(_PAUSE)
                 return  # a closed connection frees its descriptor after this callback
             self._pending = None
-            found = self._server.held.decide(address, self._loop.time())
+            found = self._server.open_connections.decide(address, self._loop.time())
             if found.accepted:
                 self._start(peer, address)
             elif found.wait is None:
@@ -356,8 +356,8 @@ class Acceptor:
         return peer, str(address[0])
 
     def _start(self, peer: socket.socket, address: str) -> None:
-        protocol = self._server.protocol(Held(address, self._loop.time()))
-        self._server.held.add(protocol)
+        protocol = self._server.protocol(ConnectionFacts(address, self._loop.time()))
+        self._server.open_connections.add(protocol)
         task = self._loop.create_task(self._serve(protocol, peer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -367,7 +367,7 @@ class Acceptor:
             await self._loop.connect_accepted_socket(lambda: protocol, peer)
         except OSError as error:
             log.warning("a connection was lost at its start: %s", error)
-            self._server.held.remove(protocol)
+            self._server.open_connections.remove(protocol)
             peer.close()
 
 
@@ -376,11 +376,13 @@ class Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, most: Limits | None = None) -> None:
         super().__init__(config)
-        self.held = Connections(most or limits_here())
-        config.timeout_keep_alive = int(self.held.most.idle) + 5  # later than `sweep`, which logs the reason
+        self.open_connections = Connections(most or limits_here())
+        config.timeout_keep_alive = (
+            int(self.open_connections.most.idle) + 5
+        )  # later than `close_overdue`, which logs the reason
         self._acceptors: list[Acceptor] = []
 
-    def protocol(self, held: Held) -> Protocol:
+    def protocol(self, held: ConnectionFacts) -> Protocol:
         """Return the protocol object of a new connection."""
         return Protocol(held, self.config, self.server_state, self.lifespan.state)
 
@@ -397,7 +399,7 @@ class Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Check the time-outs once a second."""
         if counter % 10 == 0:
-            self.held.sweep(asyncio.get_running_loop().time())
+            self.open_connections.close_overdue(asyncio.get_running_loop().time())
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

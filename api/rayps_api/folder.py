@@ -73,19 +73,27 @@ def tail(path: Path, count: int) -> int:
     return start if end < 0 and start == 0 else start + end + 1
 
 
-def events(path: Path, noted: list[StoredEvent], cursor: int, limit: int) -> tuple[list[dict[str, Any]], int]:
+def events(
+    path: Path, scheduler_events: list[StoredEvent], cursor: int, limit: int
+) -> tuple[list[dict[str, Any]], int]:
     """Return up to `limit` events of a job from a cursor on, in the order of time, and the next cursor.
 
-    The driver's events are read from `path`. `noted`: all events that the scheduler has written about the job. Each
-    event gets a `seq`, which is the cursor after this event and grows from event to event.
+    The driver's events are read from `path`. `scheduler_events`: all events of the job that the scheduler has written.
+    Each event gets a `seq`, which is the cursor after this event and grows from event to event.
     """
     count, offset = divmod(cursor, EVENT_SHIFT)
     written, _ = lines(path, offset, limit)
-    mine = [(event, 0, after) for line, after in written if (event := _object(line)) is not None]
-    theirs = [({**event, "by": "scheduler"}, number + 1, 0) for number, event in enumerate(noted)][count:]
+    from_driver = [(event, 0, after) for line, after in written if (event := _object(line)) is not None]
+    from_scheduler = [({**event, "by": "scheduler"}, number + 1, 0) for number, event in enumerate(scheduler_events)][
+        count:
+    ]
     merged: list[dict[str, Any]] = []
-    while (mine or theirs) and len(merged) < limit:
-        first = mine if not theirs or (mine and mine[0][0].get("time", 0) < theirs[0][0]["time"]) else theirs
+    while (from_driver or from_scheduler) and len(merged) < limit:
+        first = (
+            from_driver
+            if not from_scheduler or (from_driver and from_driver[0][0].get("time", 0) < from_scheduler[0][0]["time"])
+            else from_scheduler
+        )
         event, number, after = first.pop(0)
         count, offset = max(count, number), max(offset, after)
         merged.append({**event, "seq": count * EVENT_SHIFT + offset})

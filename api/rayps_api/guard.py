@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rayps.federated.remote.signed_orders import is_client_token
 from rayps.service.settings import LOOPBACK, Settings
-from rayps_api.connections import STATE, Held
+from rayps_api.connections import STATE, ConnectionFacts
 from rayps_api.problems import problem
 from rayps_api.service import Service
 
@@ -112,13 +112,13 @@ class Guard:
         path = request.scope["path"]
         origin = request.headers.get("origin")
         writes = request.method not in _READS
-        if writes and origin is not None and not _same(origin, request.headers.get("host", "")):
+        if writes and origin is not None and not _same_origin(origin, request.headers.get("host", "")):
             return problem(request, 403, f"pages of {origin[:100]} may not write to this service", code="bad_origin")
         if (request.method, path) in OPEN or not is_private(path):
             return None
         refused = await self._authenticate(request, writes and origin is None)
         connection = request.scope.get("state", {}).get(STATE)
-        if isinstance(connection, Held):
+        if isinstance(connection, ConnectionFacts):
             connection.known = refused is None
         return refused
 
@@ -130,13 +130,13 @@ class Guard:
         if scheme.lower() == "bearer" and is_client_token(token.strip()):
             return await self._client(request, token.strip())
         if scheme.lower() == "bearer" and token:
-            if await store.accepts(token.strip()):
-                request.scope.update(rayps_known=True, rayps_bearer=True, rayps_secret=token.strip())
+            if await store.accepts_secret(token.strip()):
+                request.scope.update(rayps_user=True, rayps_bearer=True, rayps_secret=token.strip())
                 return None
-        elif cookie and await store.accepts(cookie):
+        elif cookie and await store.accepts_secret(cookie):
             if no_origin:
                 return problem(request, 403, "a write with a session cookie needs an Origin header", code="bad_origin")
-            request.scope.update(rayps_known=True, rayps_secret=cookie)
+            request.scope.update(rayps_user=True, rayps_secret=cookie)
             return None
         return self.failed(request)
 
@@ -189,7 +189,7 @@ def _host(header: str) -> str:
     return host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() and ":" in host else host
 
 
-def _same(origin: str, host: str) -> bool:
+def _same_origin(origin: str, host: str) -> bool:
     try:
         return urlsplit(origin).netloc.lower() == host.strip().lower()
     except ValueError:

@@ -58,7 +58,7 @@ class Bucket:
         for age, times in other.staleness.items():
             self.staleness[age] = self.staleness.get(age, 0) + times
 
-    def out(self, begin: int, size: int, newest: int) -> dict[str, Any]:
+    def to_dict(self, begin: int, size: int, newest: int) -> dict[str, Any]:
         """Return the bucket as JSON data. It covers `size` rounds from `begin` on, but none after round `newest`.
 
         `loss` is null if no round had a finite loss.
@@ -115,7 +115,7 @@ class Rollup:
         size, buckets = self.size, self.buckets
         while len(buckets) > most:
             size, buckets = self._coarser(size * 2)
-        return [buckets[index].out(index * size, size, self.newest) for index in sorted(buckets)]
+        return [buckets[index].to_dict(index * size, size, self.newest) for index in sorted(buckets)]
 
     def _coarser(self, size: int) -> tuple[int, dict[int, Bucket]]:
         found: dict[int, Bucket] = {}
@@ -129,15 +129,15 @@ class Rollups:
 
     def __init__(self, most: int = 32) -> None:
         self._most = most
-        self._held: OrderedDict[Path, Rollup] = OrderedDict()
+        self._rollups: OrderedDict[Path, Rollup] = OrderedDict()
         self._lock = threading.Lock()
 
     def read(self, path: Path, most: int) -> dict[str, Any]:
         """Return the series of a metrics file, in at most `most` buckets, and its evaluations."""
         with self._lock:
-            rollup = self._held.setdefault(path, Rollup())
-            self._held.move_to_end(path)
-            while len(self._held) > self._most:
-                self._held.popitem(last=False)
+            rollup = self._rollups.setdefault(path, Rollup())
+            self._rollups.move_to_end(path)
+            while len(self._rollups) > self._most:
+                self._rollups.popitem(last=False)
             rollup.read(path)
             return {"series": rollup.series(most), "evaluations": list(rollup.evaluations)}

@@ -40,7 +40,7 @@ from rayps_api.schemas_clients import (
     UpdateOut,
     WorkOut,
 )
-from rayps_api.service import Known, Service
+from rayps_api.service import RunningService, Service
 
 LONGEST_WAIT = 30.0  # seconds that a request for work may wait
 _PAUSE = 0.1  # seconds between two checks for an order
@@ -107,29 +107,29 @@ Joined = Annotated[Caller, Depends(_joined)]
 
 
 @router.post("/client-tokens", status_code=201, response_model=NewToken)
-async def create_token(body: TokenIn, known: Known) -> Any:
+async def create_token(body: TokenIn, running: RunningService) -> Any:
     """Create a token for clients. The answer is the only one that shows the token."""
-    job = None if body.job is None else await known.record(body.job)
+    job = None if body.job is None else await running.record(body.job)
     if job is not None:
         _check_remote(job)
     seconds = None if body.days is None else body.days * 86400
-    grant, text = await known.client_tokens.create(job.id if job else None, body.name, seconds)
+    grant, text = await running.client_tokens.create(job.id if job else None, body.name, seconds)
     return {**_token(grant), "token": text}
 
 
 @router.get("/client-tokens", response_model=TokensOut)
-async def tokens(known: Known, job: Annotated[str | None, Query(max_length=100)] = None) -> Any:
+async def tokens(running: RunningService, job: Annotated[str | None, Query(max_length=100)] = None) -> Any:
     """List the tokens of clients, newest first."""
-    job_id = None if job is None else (await known.record(job)).id
-    return {"tokens": [_token(grant) for grant in await known.client_tokens.all(job_id)]}
+    job_id = None if job is None else (await running.record(job)).id
+    return {"tokens": [_token(grant) for grant in await running.client_tokens.all(job_id)]}
 
 
 @router.delete("/client-tokens/{token_id}", response_model=TokenOut)
-async def revoke(token_id: Annotated[str, InPath(min_length=1, max_length=100)], known: Known) -> Any:
+async def revoke(token_id: Annotated[str, InPath(min_length=1, max_length=100)], running: RunningService) -> Any:
     """Revoke a token at once. Updates that its clients have sent in an open round do not count."""
-    grant = await known.client_tokens.revoke(token_id)
-    for job in await known.store.live():
-        mailbox = known.mailbox(job.id)
+    grant = await running.client_tokens.revoke(token_id)
+    for job in await running.store.unfinished():
+        mailbox = running.mailbox(job.id)
         for member in await asyncio.to_thread(mailbox.members):
             if member.token == grant.id:
                 await asyncio.to_thread(mailbox.withdraw, member.number)
@@ -137,23 +137,23 @@ async def revoke(token_id: Annotated[str, InPath(min_length=1, max_length=100)],
 
 
 @router.post("/client-tokens/{token_id}/rotate", status_code=201, response_model=NewToken)
-async def rotate(token_id: Annotated[str, InPath(min_length=1, max_length=100)], known: Known) -> Any:
+async def rotate(token_id: Annotated[str, InPath(min_length=1, max_length=100)], running: RunningService) -> Any:
     """Replace a token by a new one for the same job, client and expiry. The old token is revoked."""
-    old = await known.client_tokens.get(token_id)
+    old = await running.client_tokens.get(token_id)
     seconds = None if old.expires_at is None else old.expires_at - time.time()
     if old.revoked_at is not None or (seconds is not None and seconds <= 0):
         raise Conflict(
             f"client token {old.id} was revoked or has expired: create another with `rayps token create`", status=409
         )
-    grant, text = await known.client_tokens.create(old.job, old.name, seconds)
-    await revoke(token_id, known)
+    grant, text = await running.client_tokens.create(old.job, old.name, seconds)
+    await revoke(token_id, running)
     return {**_token(grant), "token": text}
 
 
 @router.get("/jobs/{job_id}/clients", response_model=ClientsOut)
-async def clients(job_id: str, known: Known) -> Any:
+async def clients(job_id: str, running: RunningService) -> Any:
     """List the clients that have joined a job, and what the job waits for."""
-    mailbox = known.mailbox((await known.record(job_id)).id)
+    mailbox = running.mailbox((await running.record(job_id)).id)
     return JSONResponse(await asyncio.to_thread(_shown, mailbox))
 
 
@@ -320,8 +320,7 @@ async def _receive(request: Request, caller: Caller, part: Path, most: int, dige
         raise HTTPException(400, "the update is incomplete: the connection was closed") from None
     if found.hexdigest() != digest:
         raise HTTPException(
-            422,
-            "the update's hash is not the one in Rayps-Sha256: it was cut off or changed on the way; send it again",
+            422, "the update's hash is not the one in Rayps-Sha256: it was cut off or changed on the way; send it again"
         )
 
 

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends, HTTPException, Path, Request
 from rayps.service.user_tokens import UserToken
 from rayps_api.schemas import problems, timestamp
 from rayps_api.schemas_tokens import NewUserToken, UserTokenIn, UserTokenOut, UserTokensOut
-from rayps_api.service import Known, Service
+from rayps_api.service import RunningService, Service
 
 router = APIRouter(prefix="/api/v1/tokens", tags=["tokens"], responses=problems(400, 401, 403, 404, 409, 413, 422))
 
@@ -18,14 +18,14 @@ TokenId = Annotated[
 ]
 
 
-def _bearer(request: Request, known: Known) -> Service:
+def _bearer(request: Request, running: RunningService) -> Service:
     if not request.scope.get("rayps_bearer"):
         raise HTTPException(
             403,
             "tokens are created, listed and revoked with a token (Authorization: Bearer rps_...), "
             "not with a browser's session: use `rayps token`",
         )
-    return known
+    return running
 
 
 Bearer = Annotated[Service, Depends(_bearer)]

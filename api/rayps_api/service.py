@@ -87,10 +87,10 @@ class Service:
 
 def service(request: Request) -> Service:
     """Return the running service. Raises Unauthorized if the request has no valid token or session of a user."""
-    if not request.scope.get("rayps_known"):
+    if not request.scope.get("rayps_user"):
         raise Unauthorized("the token is missing, wrong or revoked: send `Authorization: Bearer rps_...`", status=401)
     found: Service = request.app.state.service
     return found
 
 
-Known = Annotated[Service, Depends(service)]
+RunningService = Annotated[Service, Depends(service)]

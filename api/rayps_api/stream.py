@@ -23,7 +23,7 @@ from rayps.core.errors import ConfigError, NotFound
 from rayps_api import folder
 from rayps_api.routes_servers import list_groups, show_group
 from rayps_api.schemas import problems
-from rayps_api.service import MOST_STREAMS, Known, Service
+from rayps_api.service import MOST_STREAMS, RunningService, Service
 
 TOPICS = ("job", "metrics", "logs", "events")
 _PAUSE = 0.25  # seconds between two reads of a job's files
@@ -58,19 +58,19 @@ class Cursor:
         return f"m{self.m}.l{self.l}.e{self.e}"
 
 
-async def _slot(known: Known) -> AsyncIterator[None]:
+async def _slot(running: RunningService) -> AsyncIterator[None]:
     """Count a stream as open until it ends. Raises HTTPException (429) if MOST_STREAMS streams are open."""
-    if known.streams >= MOST_STREAMS:
+    if running.streams >= MOST_STREAMS:
         raise HTTPException(429, f"{MOST_STREAMS} streams are open: close one", {"Retry-After": "5"})
-    known.streams += 1
+    running.streams += 1
     try:
         yield
     finally:
-        known.streams -= 1
+        running.streams -= 1
 
 
 async def _start(
-    known: Known,
+    running: RunningService,
     slot: Annotated[None, Depends(_slot)],
     job: Annotated[str | None, Query(max_length=100)] = None,
     cursor: Annotated[str, Query(max_length=100)] = "",
@@ -79,15 +79,15 @@ async def _start(
 ) -> Cursor:
     """Check the request before the stream starts, because no error status can be sent afterwards; return the cursor."""
     if job is not None:
-        await known.record(job)
+        await running.record(job)
     if group is not None and group != ALL_GROUPS:
-        known.groups.get(group)
+        running.groups.get(group)
     return Cursor.read(last_event_id or cursor)
 
 
 @router.get("/api/v1/stream", response_class=EventSourceResponse)
 async def stream(
-    known: Known,
+    running: RunningService,
     request: Request,
     at: Annotated[Cursor, Depends(_start)],
     job: Annotated[str | None, Query(max_length=100)] = None,
@@ -99,42 +99,42 @@ async def stream(
     With `group`, stream the changes of this server group instead; `*` means all server groups.
     """
     if group is not None:
-        messages = _groups(known, group)
+        messages = _groups(running, group)
     elif job is None:
-        messages = _list(known)
+        messages = _list(running)
     else:
         chosen = {topic for topic in TOPICS if topic in topics.split(",")}
-        messages = _one(known, (await known.record(job)).id, chosen, at)
-    secret, version = request.scope["rayps_secret"], known.store.version
+        messages = _one(running, (await running.record(job)).id, chosen, at)
+    secret, version = request.scope["rayps_secret"], running.store.version
     async for message in messages:
-        if version != known.store.version:  # the token may have been revoked since
-            version = known.store.version
-            if not await known.store.accepts(secret):
+        if version != running.store.version:  # the token may have been revoked since
+            version = running.store.version
+            if not await running.store.accepts_secret(secret):
                 return
         yield message
 
 
-async def _one(known: Service, job_id: str, topics: set[str], at: Cursor) -> AsyncIterator[ServerSentEvent]:
+async def _one(running: Service, job_id: str, topics: set[str], at: Cursor) -> AsyncIterator[ServerSentEvent]:
     shown, version, record = "", -1, None
     began = time.monotonic()
-    while not known.closing.is_set() and time.monotonic() - began < _LONGEST:
-        if version != known.store.version or record is None:
-            version = known.store.version
+    while not running.closing.is_set() and time.monotonic() - began < _LONGEST:
+        if version != running.store.version or record is None:
+            version = running.store.version
             try:
-                record = await known.store.get(job_id)
+                record = await running.store.get(job_id)
             except NotFound:  # the job had ended and was deleted
                 gone = {"status": record.status.value if record else None, "reason": "the job was deleted"}
                 yield ServerSentEvent(raw_data=json.dumps(gone), event="end", id=str(at))
                 return
         ended = record.status.terminal  # read before the files, so that the files of an ended job are complete
         if "job" in topics:
-            text = json.dumps(known.show(record))
+            text = json.dumps(running.show(record))
             if text != shown:
                 shown = text
                 yield ServerSentEvent(raw_data=text, event="job", id=str(at))
         found = False
         for topic in TOPICS[1:]:
-            data = await _read_new(known, job_id, topic, at) if topic in topics else None
+            data = await _read_new(running, job_id, topic, at) if topic in topics else None
             if data is not None:  # `at` has advanced by the data of this topic only
                 found = True
                 yield ServerSentEvent(raw_data=json.dumps(data), event=topic, id=str(at))
@@ -143,50 +143,50 @@ async def _one(known: Service, job_id: str, topics: set[str], at: Cursor) -> Asy
             yield ServerSentEvent(raw_data=json.dumps(end), event="end", id=str(at))
             return
         if not found:
-            await _pause(known, _PAUSE)
+            await _pause(running, _PAUSE)
 
 
-async def _read_new(known: Service, job_id: str, topic: str, at: Cursor) -> dict[str, Any] | None:
+async def _read_new(running: Service, job_id: str, topic: str, at: Cursor) -> dict[str, Any] | None:
     """Return the next data of one topic, and advance the cursor `at`. Return None if there is no new data."""
-    home = known.folder(job_id)
+    home = running.folder(job_id)
     if topic == "metrics":
         found, at.m = await asyncio.to_thread(folder.objects, home / "metrics.jsonl", at.m, 2000)
         return {"points": found} if found else None
     if topic == "logs":
         lines, at.l = await asyncio.to_thread(folder.log_lines, home / "log.txt", at.l, 1000)
         return {"lines": lines} if lines else None
-    noted = await known.store.events(job_id)
-    events, at.e = await asyncio.to_thread(folder.events, home / "events.jsonl", noted, at.e, 500)
+    scheduler_events = await running.store.events(job_id)
+    events, at.e = await asyncio.to_thread(folder.events, home / "events.jsonl", scheduler_events, at.e, 500)
     return {"events": events} if events else None
 
 
-async def _list(known: Service) -> AsyncIterator[ServerSentEvent]:
+async def _list(running: Service) -> AsyncIterator[ServerSentEvent]:
     shown: dict[str, str] = {}
     version, records = -1, []
     began = time.monotonic()
-    while not known.closing.is_set() and time.monotonic() - began < _LONGEST:
-        if version != known.store.version:
-            version = known.store.version
-            records = await known.store.page(limit=_LIST)
+    while not running.closing.is_set() and time.monotonic() - began < _LONGEST:
+        if version != running.store.version:
+            version = running.store.version
+            records = await running.store.page(limit=_LIST)
         changed = []
         for record in records:
-            job = known.show(record)
+            job = running.show(record)
             text = json.dumps(job)
             if shown.get(record.id) != text:
                 shown[record.id] = text
                 changed.append(job)
         if changed:
             yield ServerSentEvent(raw_data=json.dumps({"jobs": changed}), event="jobs")
-        await _pause(known, _LIST_PAUSE)
+        await _pause(running, _LIST_PAUSE)
 
 
-async def _groups(known: Service, name: str) -> AsyncIterator[ServerSentEvent]:
+async def _groups(running: Service, name: str) -> AsyncIterator[ServerSentEvent]:
     """Stream one group, or the summary of all groups, after each change. A stream of one group ends with `end`."""
     shown = ""
     began = time.monotonic()
-    while not known.closing.is_set() and time.monotonic() - began < _LONGEST:
+    while not running.closing.is_set() and time.monotonic() - began < _LONGEST:
         try:
-            data = await list_groups(known) if name == ALL_GROUPS else await show_group(known, name)
+            data = await list_groups(running) if name == ALL_GROUPS else await show_group(running, name)
         except NotFound as error:
             yield ServerSentEvent(raw_data=json.dumps({"reason": str(error)}), event="end")
             return
@@ -194,9 +194,9 @@ async def _groups(known: Service, name: str) -> AsyncIterator[ServerSentEvent]:
         if text != shown:
             shown = text
             yield ServerSentEvent(raw_data=text, event="groups" if name == ALL_GROUPS else "group")
-        await _pause(known, _LIST_PAUSE)
+        await _pause(running, _LIST_PAUSE)
 
 
-async def _pause(known: Service, seconds: float) -> None:
+async def _pause(running: Service, seconds: float) -> None:
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(known.closing.wait(), seconds)
+        await asyncio.wait_for(running.closing.wait(), seconds)

@@ -23,7 +23,7 @@ from rayps.core.errors import ConfigError
 from rayps.service.settings import Settings, private_write
 
 MANIFEST = "backup.json"
-_APART = re.compile(
+_NOT_COPIED = re.compile(
     r"(ray[._]|service\.|rayps\.db|\.|lost\+found|backup\.json).*"
 )  # not copied by `_files`: files of running processes, and the store, which `_copy_store` copies
 _CHECKPOINTS = "checkpoints"
@@ -72,14 +72,14 @@ def backup(settings: Settings, target: Path, *, checkpoints: bool = True) -> Bac
     for path in _files(source, checkpoints):
         copied = _copy(path, target / path.relative_to(source))
         files, size = files + (copied is not None), size + (copied or 0)
-    _drop_torn(source, target)
+    _remove_incomplete(source, target)
     made = Backup(time.time(), rayps.__version__, str(source), jobs, files, size, checkpoints)
     private_write(target / MANIFEST, json.dumps(asdict(made)))  # written last: a backup without it is incomplete
     return made
 
 
 def _copy_store(database: Path, target: Path) -> int:
-    os.close(_private(target))
+    os.close(_create_private(target))
     source = sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True, timeout=30.0)
     copy = sqlite3.connect(target)
     try:
@@ -101,8 +101,8 @@ def _files(source: Path, checkpoints: bool) -> Iterator[Path]:
     for folder, folders, names in os.walk(source):
         here = Path(folder)
         if here == source:
-            folders[:] = [name for name in folders if not _APART.fullmatch(name)]
-            names = [name for name in names if not _APART.fullmatch(name)]
+            folders[:] = [name for name in folders if not _NOT_COPIED.fullmatch(name)]
+            names = [name for name in names if not _NOT_COPIED.fullmatch(name)]
         folders[:] = sorted(
             name
             for name in folders
@@ -118,26 +118,26 @@ def _copy(path: Path, target: Path) -> int | None:
 
     The service deletes old checkpoints while it runs.
     """
-    _make(target.parent)
+    _make_folder(target.parent)
     try:
-        with path.open("rb") as read, os.fdopen(_private(target), "wb") as write:
+        with path.open("rb") as read, os.fdopen(_create_private(target), "wb") as write:
             shutil.copyfileobj(read, write, 1 << 20)
     except FileNotFoundError:
         return None
     return target.stat().st_size
 
 
-def _private(path: Path) -> int:
+def _create_private(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
 
 
-def _make(folder: Path) -> None:
+def _make_folder(folder: Path) -> None:
     if not folder.exists():
-        _make(folder.parent)
+        _make_folder(folder.parent)
         folder.mkdir(mode=0o700)
 
 
-def _drop_torn(source: Path, target: Path) -> None:
+def _remove_incomplete(source: Path, target: Path) -> None:
     """Delete the copy of each checkpoint that the service has deleted since: the copy may be incomplete."""
     for copy in target.glob(f"jobs/*/{_CHECKPOINTS}/*"):
         if not (source / copy.relative_to(target)).exists():

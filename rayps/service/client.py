@@ -61,7 +61,7 @@ class Client:
 
     def __init__(self, url: str | None = None, token: str | None = None, *, timeout: float = 30.0) -> None:
         settings = Settings.read(url=url)
-        self.url = settings.url or _running(settings) or f"http://127.0.0.1:{settings.port}"
+        self.url = settings.url or _running_address(settings) or f"http://127.0.0.1:{settings.port}"
         self._token = token if token is not None else _token(settings)
         self._state_dir = settings.state_dir
         self._http = httpx2.Client(
@@ -110,7 +110,7 @@ class Client:
             NotFound: no job has such an id.
             ConfigError: the ids of several jobs begin with the text.
         """
-        return Job(self, self.call("GET", f"/api/v1/jobs/{_part(job_id)}"))
+        return Job(self, self.call("GET", f"/api/v1/jobs/{_checked_id(job_id)}"))
 
     def jobs(self, *, status: Status | str | None = None, limit: int = 50) -> list[Job]:
         """List the newest `limit` jobs, newest first; with `status`, only the jobs that have this status."""
@@ -178,11 +178,11 @@ class Client:
                 was sent; or the service refused a value.
             Unauthorized, NotFound, Conflict, ServiceError: the service answered with the HTTP status of this error.
         """
-        harmless = method == "GET" or "Idempotency-Key" in kwargs.get("headers", {})
+        repeatable = method == "GET" or "Idempotency-Key" in kwargs.get("headers", {})
         for field, value in (kwargs.get("json") or {}).items():
-            _json_only(field, value)
+            _check_json(field, value)
         failure: Exception | None = None
-        for attempt in range(_RETRIES if harmless else 1):
+        for attempt in range(_RETRIES if repeatable else 1):
             if attempt:
                 time.sleep(_pause(attempt))
             try:
@@ -190,7 +190,7 @@ class Client:
             except httpx2.TransportError as error:
                 failure = error
                 continue
-            if answer.status_code in (502, 503, 504) and harmless and attempt < _RETRIES - 1:
+            if answer.status_code in (502, 503, 504) and repeatable and attempt < _RETRIES - 1:
                 failure = None
                 continue
             return self._checked(answer)
@@ -248,7 +248,7 @@ class Client:
         )
 
 
-def _json_only(field: str, value: Json) -> None:
+def _check_json(field: str, value: Json) -> None:
     """Raise ConfigError, with the field and the value, if JSON cannot hold the value."""
     if not is_json(value):
         raise ConfigError(
@@ -332,15 +332,15 @@ class Job:
 
     def logs(self, *, follow: bool = False) -> Iterator[dict[str, str]]:
         """Yield the log lines, as {"time", "source", "text"}; with `follow` until the job has ended."""
-        return self._all("logs", "lines", follow)
+        return self._entries("logs", "lines", follow)
 
     def metrics(self, *, follow: bool = False) -> Iterator[Point]:
         """Yield the metric points: one for each round and one for each evaluation."""
-        return self._all("metrics", "points", follow)
+        return self._entries("metrics", "points", follow)
 
     def events(self, *, follow: bool = False) -> Iterator[Event]:
         """Yield the job's events, as {"time", "kind", "message", ...}."""
-        return self._all("events", "events", follow)
+        return self._entries("events", "events", follow)
 
     def follow(self) -> Iterator[StreamEvent]:
         """Yield (kind, data) as data arrives; the kinds are "job", "logs", "events", and last "end"."""
@@ -350,7 +350,7 @@ class Job:
             yield event, data
         self.refresh()
 
-    def _all(self, topic: str, key: str, follow: bool) -> Iterator[Any]:
+    def _entries(self, topic: str, key: str, follow: bool) -> Iterator[Any]:
         if follow:
             for event, data in self._client.stream(self.id, topic):
                 if event == topic:
@@ -401,13 +401,13 @@ def _pause(attempt: int) -> float:
     return random.uniform(0.5, 1.0) * min(5.0, 0.1 * 2.0**attempt)
 
 
-def _part(text: str) -> str:
+def _checked_id(text: str) -> str:
     if not text or not text.isascii() or not text.isalnum():
         raise NotFound(f"there is no job {text!r}: `rayps ls` lists them", status=404)
     return text
 
 
-def _running(settings: Settings) -> str | None:
+def _running_address(settings: Settings) -> str | None:
     try:
         return str(json.loads(settings.service_file.read_text())["url"])
     except (OSError, ValueError, KeyError, TypeError):

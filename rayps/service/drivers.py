@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 
 DRIVER = "rayps.runtime.driver_actor:DriverActor"
 BEGUN, LAUNCHED = "driver.json", "launch.json"
-_TIDY_SECONDS = 10.0  # seconds in which a driver must end by itself after it wrote its outcome
-_ASK_SECONDS = 5.0  # seconds between two requests to stop
+_END_SECONDS = 10.0  # seconds in which a driver must end by itself after it wrote its outcome
+_STOP_PAUSE = 5.0  # seconds between two requests to stop
 
 
 class RayHome(Protocol):
@@ -80,8 +80,8 @@ class Drivers:
         self._place = place
         self._jobs_dir = jobs_dir
         self._handles: dict[str, ActorHandle] = {}
-        self._asked: dict[str, float] = {}
-        self._ended: dict[str, float] = {}
+        self._stop_requested_at: dict[str, float] = {}
+        self._ended_at: dict[str, float] = {}
         self._killed: dict[str, tuple[int, str]] = {}
 
     def view(self, watched: list[str]) -> DriverView:
@@ -96,10 +96,10 @@ class Drivers:
             self.cluster = cluster
             self.joined += 1
             self._handles.clear()
-        self._dismiss(cluster)
+        self._kill_ended(cluster)
         living = set()
         for job_id in watched:
-            handle = cluster.find(_name(job_id))
+            handle = cluster.find(_actor_name(job_id))
             if handle is not None:
                 self._handles[job_id] = handle
                 living.add(job_id)
@@ -115,13 +115,13 @@ class Drivers:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         end_process(folder)
         try:
-            self._handles[job.id] = self._there().spawn(
+            self._handles[job.id] = self._joined_cluster().spawn(
                 DRIVER,
                 job.spec.to_dict(),
                 str(folder),
                 start.attempt,
                 start.failures,
-                name=_name(job.id),
+                name=_actor_name(job.id),
                 detached=True,
                 here=True,
                 cpus=0.0,
@@ -130,12 +130,12 @@ class Drivers:
         finally:
             private_write(folder / LAUNCHED, json.dumps({"attempt": start.attempt, "protocol": PROTOCOL}))
 
-    def ask(self, job_id: str) -> None:
+    def request_stop(self, job_id: str) -> None:
         """Request a driver to stop, and to write the job's outcome. A request within 5 s of the last one is omitted."""
         handle = self._handles.get(job_id)
-        if handle is None or time.monotonic() - self._asked.get(job_id, -1e9) < _ASK_SECONDS:
+        if handle is None or time.monotonic() - self._stop_requested_at.get(job_id, -1e9) < _STOP_PAUSE:
             return
-        self._asked[job_id] = time.monotonic()
+        self._stop_requested_at[job_id] = time.monotonic()
         passing("stop: stored, driver not asked")
         handle.call("stop")
         passing("stop: driver asked")
@@ -146,17 +146,17 @@ class Drivers:
         handle = self._handles.pop(job.id, None)
         passing("kill: chosen, not done")
         if handle is not None:
-            self._there().kill(handle)
+            self._joined_cluster().kill(handle)
         end_process(self._jobs_dir / job.id)
         passing("kill: done")
 
-    def ended(self, job_id: str) -> None:
+    def record_end(self, job_id: str) -> None:
         """Record that a job has ended. If its driver is still alive after 10 s, a later `view` kills the driver."""
-        self._asked.pop(job_id, None)
+        self._stop_requested_at.pop(job_id, None)
         self._killed.pop(job_id, None)
-        self._ended[job_id] = time.monotonic()
+        self._ended_at[job_id] = time.monotonic()
 
-    def crash(self, job: JobRecord, begun: AttemptRecord) -> str | None:
+    def crash_reason(self, job: JobRecord, begun: AttemptRecord) -> str | None:
         """Return why the driver of the current attempt was killed or crashed, or None if neither is known.
 
         `begun`: the content of `driver.json`.
@@ -167,27 +167,27 @@ class Drivers:
         crash = begun.get("crash") if begun.get("attempt") == job.attempt else None
         return None if crash is None else str(crash)
 
-    def _there(self) -> Actors:
+    def _joined_cluster(self) -> Actors:
         if self.cluster is None:
             raise ClusterError("the service has not joined a Ray cluster yet")
         return self.cluster
 
-    def _dismiss(self, cluster: Actors) -> None:
-        for job_id, since in list(self._ended.items()):
-            if time.monotonic() - since > _TIDY_SECONDS:
-                handle = cluster.find(_name(job_id))
+    def _kill_ended(self, cluster: Actors) -> None:
+        for job_id, since in list(self._ended_at.items()):
+            if time.monotonic() - since > _END_SECONDS:
+                handle = cluster.find(_actor_name(job_id))
                 if handle is not None:
                     log.warning("the driver of job %s did not end by itself and is killed", job_id)
                     cluster.kill(handle)
                 self._handles.pop(job_id, None)
-                self._ended.pop(job_id)
+                self._ended_at.pop(job_id)
 
 
-def _name(job_id: str) -> str:
+def _actor_name(job_id: str) -> str:
     return f"driver-{job_id}"
 
 
-def foreign(attempt: int, begun: AttemptRecord, launched: AttemptRecord) -> str | None:
+def version_conflict(attempt: int, begun: AttemptRecord, launched: AttemptRecord) -> str | None:
     """Return why the service must not call the driver of this attempt.
 
     Return None if the service may call it, or if the driver's protocol is not known yet. `begun` is the content of
@@ -209,6 +209,6 @@ def end_process(folder: Path) -> None:
     """Kill the process that `driver.json` names, if it is alive: Ray may have lost a process that still runs."""
     found = read_attempt(folder / BEGUN)
     pid, since = found.get("pid"), found.get("started")
-    if isinstance(pid, int) and isinstance(since, int) and pid != os.getpid() and processes.alive(pid, since):
+    if isinstance(pid, int) and isinstance(since, int) and pid != os.getpid() and processes.is_alive(pid, since):
         log.warning("process %d of an attempt that was abandoned is killed", pid)
-        processes.end_all([pid])
+        processes.kill_all([pid])

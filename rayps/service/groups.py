@@ -45,7 +45,7 @@ _END_SECONDS = 30.0  # seconds in which a manager must stop; then it is killed
 _MOST_PAUSE = 30.0  # seconds: the longest pause between two attempts to start a manager that does not answer
 
 
-def actor(name: str) -> str:
+def manager_name(name: str) -> str:
     """Return the name of a group's manager in the cluster."""
     return f"rayps-servers-{name}"
 
@@ -64,7 +64,7 @@ class Wanted:
     protocol: int = FIRST_PROTOCOL  # protocol number of the group's manager, valid once `launched`
 
     @property
-    def foreign(self) -> str | None:
+    def version_conflict(self) -> str | None:
         """Why the service must not call the group's manager, or None if both have the same protocol."""
         if not self.launched or self.protocol == PROTOCOL:
             return None
@@ -138,7 +138,7 @@ class Groups:
         facts = dict(view.facts or {})
         fresh = view.facts is not None and time.monotonic() - view.at < _FRESH_SECONDS
         status = str(facts.get("status", "ready")) if fresh else "unreachable" if view.facts else "starting"
-        if not fresh and wanted.launched and view.facts is None and view.reason in (None, wanted.foreign):
+        if not fresh and wanted.launched and view.facts is None and view.reason in (None, wanted.version_conflict):
             status = "unreachable"  # an earlier service or another version of rayps started the manager: it may run
         reason = (
             None
@@ -210,7 +210,7 @@ class Groups:
                 f"there is no server group {name!r}: {self._known()}", field="server_group", code="no_such_group"
             )
 
-    def ended(self, spec: JobSpec) -> str | None:
+    def end_reason(self, spec: JobSpec) -> str | None:
         """Return why a job can never continue: its server group was stopped. Return None if this is not so."""
         if spec.server_group is None or spec.server_group in self.names:
             return None
@@ -288,14 +288,14 @@ class Groups:
             )
         await self._call_manager(entry, "drain", server)
 
-    async def limit(self, name: str, space: str, quota: dict[str, float | None]) -> None:
+    async def set_quota(self, name: str, space: str, quota: dict[str, float | None]) -> None:
         """Set a space's quota: {"bytes": ..., "operations": ... per second}; a value of None means no limit.
 
         Raises the errors of `drain`.
         """
         await self._call_manager(self._find(name), "set_quota", self.space(name, space), quota)
 
-    async def drop(self, name: str, space: str) -> None:
+    async def drop_space(self, name: str, space: str) -> None:
         """Delete a space and free its memory. Raises the errors of `drain`."""
         await self._call_manager(self._find(name), "drop", self.space(name, space))
 
@@ -349,17 +349,17 @@ class Groups:
 
     def _refuse_too_large(self, name: str, servers: int) -> None:
         """Raise ConfigError if the groups would have more servers than the cluster has CPUs: each server needs one."""
-        too_many = self._too_many(name, servers)
+        too_many = self._lacks_cpus(name, servers)
         if too_many is not None:
             owned = self._scheduler.place.owned
-            knob = "start `rayps serve` with more --cpus" if owned else "try again when the cluster has grown"
+            remedy = "start `rayps serve` with more --cpus" if owned else "try again when the cluster has grown"
             raise ConfigError(
-                f"servers is {servers}: {too_many}:\nlower servers, stop another group, or {knob}",
+                f"servers is {servers}: {too_many}:\nlower servers, stop another group, or {remedy}",
                 field="servers",
                 code="too_large",
             )
 
-    def _too_many(self, name: str, servers: int) -> str | None:
+    def _lacks_cpus(self, name: str, servers: int) -> str | None:
         """Return why the cluster has too few CPUs for the servers, or None if it has enough or its size is unknown."""
         total = {**(self._scheduler.place.capacity() or {}), **(self._scheduler.view.total or {})}.get("cpu")
         others = sum(entry.wanted.servers for other, entry in self._entries.items() if other != name)
@@ -374,7 +374,7 @@ class Groups:
             entry.joined, entry.view.handle = self._scheduler.joined, None
         try:
             if entry.wanted.stopping:
-                self._end(name, entry, cluster)
+                self._stop_group(name, entry, cluster)
             elif cluster is not None and entry.written:
                 self._refresh(entry, cluster)
         except (RaypsError, OSError, RuntimeError, TimeoutError) as error:
@@ -392,14 +392,14 @@ class Groups:
     def _refresh(self, entry: _Entry, cluster: Actors) -> None:
         """Find or start the group's manager, and read the manager's facts."""
         wanted, view = entry.wanted, entry.view
-        view.handle = cluster.find(actor(wanted.name))
-        if view.handle is not None and wanted.foreign is not None:
+        view.handle = cluster.find(manager_name(wanted.name))
+        if view.handle is not None and wanted.version_conflict is not None:
             view.handle = view.facts = None
-            raise ClusterError(wanted.foreign)
+            raise ClusterError(wanted.version_conflict)
         if view.handle is None:
             if time.monotonic() < view.retry_at:
                 return
-            waits = None if wanted.launched else self._too_many(wanted.name, wanted.servers)
+            waits = None if wanted.launched else self._lacks_cpus(wanted.name, wanted.servers)
             if waits is not None:  # a joined cluster may grow
                 view.reason = waits
                 return
@@ -417,7 +417,7 @@ class Groups:
                 wanted.replicas,
                 str(self._folder / wanted.name),
                 options={"silence": wanted.silence},
-                name=actor(wanted.name),
+                name=manager_name(wanted.name),
                 detached=True,
                 here=True,
                 cpus=0.0,
@@ -432,15 +432,17 @@ class Groups:
             view.facts, view.at = facts, time.monotonic()
         view.reason, view.failures = None, 0
 
-    def _end(self, name: str, entry: _Entry, cluster: Actors | None) -> None:
+    def _stop_group(self, name: str, entry: _Entry, cluster: Actors | None) -> None:
         if cluster is None and entry.wanted.launched:
             entry.view.reason = f"the group ends when Ray answers: {self._scheduler.view.reason}"
             return
-        handle = None if cluster is None else cluster.find(actor(name))
+        handle = None if cluster is None else cluster.find(manager_name(name))
         if handle is not None and cluster is not None:
             try:
-                if entry.wanted.foreign is not None:  # servers of another version end some time after their manager
-                    raise ClusterError(entry.wanted.foreign)
+                if (
+                    entry.wanted.version_conflict is not None
+                ):  # servers of another version end some time after their manager
+                    raise ClusterError(entry.wanted.version_conflict)
                 handle.call("stop").result(timeout=_END_SECONDS)
             except (RaypsError, TimeoutError) as error:
                 log.warning("server group %s did not stop by itself and is killed: %s", name, error)

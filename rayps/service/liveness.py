@@ -18,16 +18,16 @@ class QuietTime:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._at = clock()
-        self._sign: Hashable = None
+        self._value: Hashable = None
         self._seconds = 0.0
 
-    def observe(self, sign: Hashable) -> float:
+    def observe(self, value: Hashable) -> float:
         """Observe the value; return the seconds since it changed."""
         now = self._clock()
         self._seconds += min(max(0.0, now - self._at), MOST_STEP)
         self._at = now
-        if sign != self._sign:
-            self._sign, self._seconds = sign, 0.0
+        if value != self._value:
+            self._value, self._seconds = value, 0.0
         return self._seconds
 
 
@@ -36,15 +36,15 @@ class QuietTimes:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._held: dict[Hashable, QuietTime] = {}
+        self._times: dict[Hashable, QuietTime] = {}
 
-    def observe(self, key: Hashable, sign: Hashable) -> float:
+    def observe(self, key: Hashable, value: Hashable) -> float:
         """Observe the value of `key`; return the seconds since the value changed, or 0 for a new key."""
-        held = self._held.get(key)
-        if held is None:
-            held = self._held[key] = QuietTime(self._clock)
-        return held.observe(sign)
+        quiet_time = self._times.get(key)
+        if quiet_time is None:
+            quiet_time = self._times[key] = QuietTime(self._clock)
+        return quiet_time.observe(value)
 
-    def keep(self, keys: Collection[Hashable]) -> None:
+    def retain_only(self, keys: Collection[Hashable]) -> None:
         """Remove every key that is not in `keys`."""
-        self._held = {key: held for key, held in self._held.items() if key in keys}
+        self._times = {key: quiet_time for key, quiet_time in self._times.items() if key in keys}

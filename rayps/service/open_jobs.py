@@ -28,10 +28,10 @@ class OpenJobs:
         if not whole:
             self.waiting.clear()
             self.started.clear()
-            for record in await self._store.live():
+            for record in await self._store.unfinished():
                 self._take(record)
         elif changed:
-            found = {record.id: record for record in await self._store.some(changed)}
+            found = {record.id: record for record in await self._store.get_many(changed)}
             for job_id in changed:
                 self._forget(job_id)
                 if job_id in found and not found[job_id].status.terminal:

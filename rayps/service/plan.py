@@ -15,9 +15,9 @@ from rayps.strategies.job import JobSpec
 
 Bundle = dict[str, float]
 
-PATIENCE = 30.0  # seconds without a list of the drivers after which their jobs become UNKNOWN
+UNSEEN_SECONDS = 30.0  # seconds without a list of the drivers after which their jobs become UNKNOWN
 STOP_SECONDS = 60.0  # seconds in which a driver must stop after a request; then it is killed
-SIGN_SECONDS = 900.0  # seconds that a STARTING or RECOVERING job may show no progress; `Settings.stall` sets it
+STALL_SECONDS = 900.0  # seconds that a STARTING or RECOVERING job may show no progress; `Settings.stall` sets it
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,11 @@ class OpenJob:
     crash: str | None = None  # why the driver ended without an outcome, or was killed
     launched: bool = True  # the call that starts this attempt's driver has returned, or the driver has begun
     silent: float = 0.0  # seconds in which a STARTING or RECOVERING job's folder showed no progress
-    deadline: float = SIGN_SECONDS  # the driver is killed when `silent` is greater
+    deadline: float = STALL_SECONDS  # the driver is killed when `silent` is greater
     outside: Dependencies = field(default_factory=Dependencies)
-    foreign: str | None = None  # why no method of the driver may be called: another version of rayps started it
+    version_conflict: str | None = (
+        None  # why no method of the driver may be called: another version of rayps started it
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class AskToStop:
+class RequestStop:
     """The action: request a driver to stop."""
 
     job: str
@@ -79,7 +81,7 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True)
-class Show:
+class SetStatus:
     """The action: record a new status of a job that has not ended."""
 
     job: str
@@ -89,7 +91,7 @@ class Show:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class SetReason:
     """The action: record why a job waits."""
 
     job: str
@@ -97,7 +99,7 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
-class Seal:
+class EndJob:
     """The action: record how a job ended."""
 
     job: str
@@ -109,7 +111,7 @@ class Seal:
     has_event: bool = False  # the driver has written an event about the end, so the store writes none
 
 
-Action = Start | AskToStop | Kill | Show | Wait | Seal
+Action = Start | RequestStop | Kill | SetStatus | SetReason | EndJob
 
 
 def needs(spec: JobSpec) -> Bundle:
@@ -144,12 +146,12 @@ def plan(
 
 def _ended_by_force(job: OpenJob, why: str, drivers: Collection[str] | None) -> list[Action]:
     kill: list[Action] = [Kill(job.id, why)] if drivers is not None and job.id in drivers else []
-    return [*kill, Seal(job.id, Status.FAILED if job.stopping is None else Status.STOPPED, why)]
+    return [*kill, EndJob(job.id, Status.FAILED if job.stopping is None else Status.STOPPED, why)]
 
 
 def _running(job: OpenJob, drivers: Collection[str] | None, unseen: float, why: str) -> list[Action]:
     if job.outcome is not None:
-        return [_sealed(job, job.outcome)]
+        return [_end_by_outcome(job, job.outcome)]
     if drivers is None:
         return _unseen(job, unseen, why)
     if job.id not in drivers:
@@ -167,32 +169,32 @@ def _running(job: OpenJob, drivers: Collection[str] | None, unseen: float, why: 
                 "the job's timeout if that is longer",
             )
         ]
-    return _mirrored(job)
+    return _copy_progress(job)
 
 
 def _unseen(job: OpenJob, unseen: float, why: str) -> list[Action]:
     if job.stopping is not None and min(unseen, job.stopping) > job.deadline:
         return [
-            Seal(
+            EndJob(
                 job.id,
                 Status.STOPPED,
                 f"stopped: the job's driver could not be reached for {job.deadline:g} s ({why}); "
                 "a driver that is found later is killed",
             )
         ]
-    if unseen < PATIENCE or job.status is Status.UNKNOWN:
+    if unseen < UNSEEN_SECONDS or job.status is Status.UNKNOWN:
         return []
-    return [Show(job.id, Status.UNKNOWN, f"the job's driver cannot be reached: {why}")]
+    return [SetStatus(job.id, Status.UNKNOWN, f"the job's driver cannot be reached: {why}")]
 
 
-def _sealed(job: OpenJob, outcome: OutcomeRecord) -> Seal:
+def _end_by_outcome(job: OpenJob, outcome: OutcomeRecord) -> EndJob:
     try:
         status = Status(outcome.get("status", ""))
     except ValueError:
         status = Status.FAILED
     if not status.terminal:
         status = Status.FAILED
-    return Seal(
+    return EndJob(
         job.id,
         status,
         str(outcome.get("message", "")),
@@ -206,7 +208,7 @@ def _sealed(job: OpenJob, outcome: OutcomeRecord) -> Seal:
 def _lost(job: OpenJob) -> Action:
     if job.stopping is not None:
         why = f"was killed ({job.crash})" if job.crash else "ended without an outcome"
-        return Seal(job.id, Status.STOPPED, f"stopped: the job's driver {why}")
+        return EndJob(job.id, Status.STOPPED, f"stopped: the job's driver {why}")
     failures = max(job.failures, int((job.progress or {}).get("failures", 0)))
     if job.interrupted:
         return Start(job.id, job.attempt + 1, failures, "the service had stopped its own Ray: the driver is restarted")
@@ -226,34 +228,36 @@ def _lost(job: OpenJob) -> Action:
             failures,
             f"the driver was lost{cause}: it is restarted (failure {failures} of max_failures {job.max_failures})",
         )
-    return Seal(
+    return EndJob(
         job.id, Status.FAILED, f"the driver was lost{cause}: failure {failures} exceeds max_failures {job.max_failures}"
     )
 
 
 def _stopping(job: OpenJob, seconds: float) -> list[Action]:
-    if job.foreign is not None:
-        return [Kill(job.id, job.foreign)]
+    if job.version_conflict is not None:
+        return [Kill(job.id, job.version_conflict)]
     if seconds > STOP_SECONDS:
         return [Kill(job.id, f"the driver did not stop within {STOP_SECONDS:g} s")]
     shown: list[Action] = []
     if may_move(job.status, Status.STOPPING):
-        shown = [Show(job.id, Status.STOPPING, "stop requested", has_event=True)]
-    return [*shown, AskToStop(job.id)] if job.launched else shown  # before the launch, the driver's version is unknown
+        shown = [SetStatus(job.id, Status.STOPPING, "stop requested", has_event=True)]
+    return (
+        [*shown, RequestStop(job.id)] if job.launched else shown
+    )  # before the launch, the driver's version is unknown
 
 
-def _mirrored(job: OpenJob) -> list[Action]:
+def _copy_progress(job: OpenJob) -> list[Action]:
     progress = job.progress or {}
     try:
         status = Status(progress.get("status", ""))
     except ValueError:
         status = Status.STARTING if job.status is Status.UNKNOWN else job.status
     steady = status is Status.RUNNING
-    held_back = (progress.get("server_group") or {}).get("held_back") or job.outside.clients
-    reason = held_back if steady else str(progress["message"]) if progress.get("message") else job.reason
+    wait_reason = (progress.get("server_group") or {}).get("held_back") or job.outside.clients
+    reason = wait_reason if steady else str(progress["message"]) if progress.get("message") else job.reason
     if status is not job.status and may_move(job.status, status) and not status.terminal:
-        return [Show(job.id, status, reason, has_event=job.status is not Status.UNKNOWN)]
-    return [Wait(job.id, reason)] if reason != job.reason else []
+        return [SetStatus(job.id, status, reason, has_event=job.status is not Status.UNKNOWN)]
+    return [SetReason(job.id, reason)] if reason != job.reason else []
 
 
 def _queue(
@@ -267,7 +271,7 @@ def _queue(
             continue
         reason = _wait_reason(job, room, total or {}, head)
         if job.stopping is not None:
-            actions.append(Seal(job.id, Status.STOPPED, "stopped before it started"))
+            actions.append(EndJob(job.id, Status.STOPPED, "stopped before it started"))
         elif drivers is None or total is None:
             actions += _wait(job, why)
         elif reason is None:
@@ -280,7 +284,7 @@ def _queue(
 
 
 def _wait(job: OpenJob, reason: str) -> list[Action]:
-    return [Wait(job.id, reason)] if reason != job.reason else []
+    return [SetReason(job.id, reason)] if reason != job.reason else []
 
 
 def _room(jobs: Sequence[OpenJob], free: Bundle, total: Bundle) -> Bundle:

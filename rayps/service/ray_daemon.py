@@ -40,7 +40,7 @@ log = logging.getLogger("rayps.service.ray_daemon")
 RECORD, LOCK, HEARTBEAT, TOKEN, LOG = "ray.json", "ray.lock", "ray_heartbeat", "ray_token", "ray_daemon.log"
 _START_SECONDS = 120.0
 _POLL_SECONDS = 0.25
-_ASK_SECONDS = 2.0  # seconds between two checks of jobs and processes while there is no activity
+_CHECK_SECONDS = 2.0  # seconds between two checks of jobs and processes while there is no activity
 _GRACE_SECONDS = 300.0  # seconds beyond `--idle` for a service that is alive but inactive, e.g. suspended
 _REQUIRED_PROCESSES = ("gcs_server", "raylet")  # program names
 _DRIVER_TITLE = "DriverActor"  # in the title of a driver's process
@@ -65,7 +65,7 @@ class RayRecord:
     @property
     def alive(self) -> bool:
         """Whether the daemon that wrote this record is alive."""
-        return processes.alive(self.pid, self.started)
+        return processes.is_alive(self.pid, self.started)
 
     def write(self, state_dir: Path) -> None:
         """Replace `ray.json` atomically."""
@@ -102,11 +102,11 @@ def make_token(state_dir: Path) -> None:
     path.chmod(0o600)
 
 
-def sweep(record: RayRecord) -> None:
+def remove_leftovers(record: RayRecord) -> None:
     """Remove the processes and the temporary directory that a killed daemon left."""
     temp = Path(record.temp_dir)
     if temp.name.startswith("rayps-"):  # never delete a directory that rayps did not create
-        processes.end_all(processes.left_in(str(temp), record.session))
+        processes.kill_all(processes.left_by_ray(str(temp), record.session))
         shutil.rmtree(temp, ignore_errors=True)
 
 
@@ -121,7 +121,7 @@ class Daemon:
         signal.signal(signal.SIGTERM, self._stop)
         signal.signal(signal.SIGINT, self._stop)
         temp = tempfile.mkdtemp(prefix="rayps-", dir=_short_temp())
-        self.record = RayRecord("starting", os.getpid(), processes.started(os.getpid()), temp, cpus)
+        self.record = RayRecord("starting", os.getpid(), processes.start_time(os.getpid()), temp, cpus)
 
     def run(self) -> int:
         """Start, watch and stop Ray; return the exit code."""
@@ -199,7 +199,7 @@ class Daemon:
         found: dict[str, tuple[int, int | None]] = {}
         while failure is None and not self._stop_requested and self._is_ours():
             found = found if len(found) == len(_REQUIRED_PROCESSES) else self._required_processes()
-            gone = [name for name, (pid, since) in found.items() if not processes.alive(pid, since)]
+            gone = [name for name, (pid, since) in found.items() if not processes.is_alive(pid, since)]
             if self._ray is not None and self._ray.pid in processes.reap():
                 failure = f"Ray has ended by itself: see {self._state_dir / LOG}"
             elif gone:
@@ -213,16 +213,16 @@ class Daemon:
     def _required_processes(self) -> dict[str, tuple[int, int | None]]:
         """Return a dict from the name of each required process of Ray that was found to (process id, start time)."""
         found = {}
-        for pid in processes.below(os.getpid()):
+        for pid in processes.descendants(os.getpid()):
             name = Path(next(iter(processes.command(pid)), "")).name
             if name in _REQUIRED_PROCESSES:
-                found[name] = (pid, processes.started(pid))
+                found[name] = (pid, processes.start_time(pid))
         return found
 
     def _end(self) -> None:
         if self._is_ours():
             self._write("stopping")
-        processes.end_tree(os.getpid())
+        processes.kill_descendants(os.getpid())
         shutil.rmtree(self.record.temp_dir, ignore_errors=True)
 
     def _is_ours(self) -> bool:
@@ -257,9 +257,9 @@ class Lease:
         self._idle = idle
         self._silence = QuietTime(clock)
         self._clock = clock
-        self._drivers = drivers or _drivers_live
+        self._drivers = drivers or _drivers_alive
         self._jobs = _newest_of_jobs(state_dir)
-        self._asked = clock() - _ASK_SECONDS
+        self._checked_at = clock() - _CHECK_SECONDS
 
     def expired(self) -> bool:
         """Check for activity; return whether the lease has expired.
@@ -267,15 +267,15 @@ class Lease:
         Job files and processes are read only after `idle` seconds without a heartbeat, because that takes long.
         """
         silent = self._silence.observe((_changed(self._state_dir / HEARTBEAT), self._jobs))
-        if silent <= self._idle or 0.0 <= self._clock() - self._asked < _ASK_SECONDS:
+        if silent <= self._idle or 0.0 <= self._clock() - self._checked_at < _CHECK_SECONDS:
             return False
-        self._asked = self._clock()
+        self._checked_at = self._clock()
         jobs = _newest_of_jobs(self._state_dir)
         if jobs != self._jobs:  # a job made progress
             self._jobs = jobs
             self._silence.observe((_changed(self._state_dir / HEARTBEAT), jobs))
             return False
-        return is_expired(silent, self._idle, service=service_lives(self._state_dir), drivers=self._drivers())
+        return is_expired(silent, self._idle, service=service_is_alive(self._state_dir), drivers=self._drivers())
 
 
 def is_expired(silent: float, idle: float, *, service: bool, drivers: bool) -> bool:
@@ -285,7 +285,7 @@ def is_expired(silent: float, idle: float, *, service: bool, drivers: bool) -> b
     return not service or silent > idle + _GRACE_SECONDS
 
 
-def service_lives(state_dir: Path) -> bool:
+def service_is_alive(state_dir: Path) -> bool:
     """Return whether /proc/locks shows that a service holds the lock of this state directory. Locks nothing itself."""
     try:
         inode = str((state_dir / SERVICE_LOCK).stat().st_ino)
@@ -295,8 +295,8 @@ def service_lives(state_dir: Path) -> bool:
     return any(inode == part.rpartition(":")[2] for line in held for part in line if part.count(":") == 2)
 
 
-def _drivers_live() -> bool:
-    return any(_DRIVER_TITLE in " ".join(processes.command(pid)) for pid in processes.below(os.getpid()))
+def _drivers_alive() -> bool:
+    return any(_DRIVER_TITLE in " ".join(processes.command(pid)) for pid in processes.descendants(os.getpid()))
 
 
 def _newest_of_jobs(state_dir: Path) -> int:
@@ -356,7 +356,7 @@ def main() -> int:
         return 0
     stale = read_record(given.state_dir)
     if stale is not None and not stale.alive:
-        sweep(stale)
+        remove_leftovers(stale)
     return Daemon(given.state_dir, given.cpus, given.idle).run()
 
 

@@ -22,7 +22,7 @@ from rayps.core.errors import ClusterError
 from rayps.service import processes
 from rayps.service.liveness import QuietTime
 from rayps.service.plan import Bundle
-from rayps.service.ray_daemon import HEARTBEAT, LOG, RayRecord, environment, make_token, read_record, sweep
+from rayps.service.ray_daemon import HEARTBEAT, LOG, RayRecord, environment, make_token, read_record, remove_leftovers
 from rayps.service.ray_process import ClusterProcess, python_path
 from rayps.service.settings import Settings
 
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 _START_SECONDS = 150.0
 _RETRY_SECONDS = 15.0
 _END_SECONDS = 30.0
-_LEAVING = "the service is stopping"
+_SERVICE_STOPS = "the service is stopping"
 _UNRESPONSIVE_SECONDS = 180.0  # seconds without an answer of Ray and without progress of a job: Ray is restarted
 
 
@@ -57,8 +57,8 @@ class OwnRay:
         self._daemon: subprocess.Popen[bytes] | None = None
         self._failed: tuple[float, str] | None = None
         self._answers = 0  # number of answers of all earlier child processes
-        self._leaving = threading.Event()
-        self._busy = threading.Lock()
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
         self._unresponsive = _UnresponsiveTime(settings.jobs_dir, unresponsive_seconds)
 
     @property
@@ -77,7 +77,7 @@ class OwnRay:
         Raises:
             ClusterError: Ray did not become ready, or the service is stopping.
         """
-        with self._busy:
+        with self._lock:
             if self._cluster is not None and self._cluster.alive and self._give_up_reason() is None:
                 return self._cluster
             self._drop_connection(graceful=False)
@@ -101,23 +101,23 @@ class OwnRay:
 
     def disconnect(self, *, end: bool) -> None:
         """Disconnect from Ray. With `end`, also stop the daemon and wait until all its processes have ended."""
-        self._leaving.set()
-        got = self._busy.acquire(timeout=5.0)
+        self._stopping.set()
+        got = self._lock.acquire(timeout=5.0)
         try:
             self._drop_connection(graceful=not end)
             if end:
                 self._end()
         finally:
             if got:
-                self._busy.release()
+                self._lock.release()
 
     def _give_up_reason(self) -> str | None:
         """Return why the service should not wait for Ray's answer any longer, or None if it should wait.
 
         `ClusterProcess` calls this several times a second while it waits for an answer.
         """
-        if self._leaving.is_set():
-            return _LEAVING
+        if self._stopping.is_set():
+            return _SERVICE_STOPS
         self.renew_lease()
         record = read_record(self._dir)
         if record is None or not record.alive or record.state != "ready" or record != self._record:
@@ -137,7 +137,7 @@ class OwnRay:
         deadline = time.monotonic() + _START_SECONDS
         if self._failed is not None and time.monotonic() - self._failed[0] < _RETRY_SECONDS:
             raise ClusterError(self._failed[1])
-        while time.monotonic() < deadline and not self._leaving.is_set():
+        while time.monotonic() < deadline and not self._stopping.is_set():
             self.renew_lease()
             record = read_record(self._dir)
             if record is not None and record.alive and record.state == "ready":
@@ -154,8 +154,8 @@ class OwnRay:
                 self._spawn()
             time.sleep(0.1)
         raise ClusterError(
-            _LEAVING
-            if self._leaving.is_set()
+            _SERVICE_STOPS
+            if self._stopping.is_set()
             else f"Ray was not ready within {_START_SECONDS:g} s: see {self._dir / LOG}"
         )
 
@@ -204,8 +204,8 @@ class OwnRay:
         record = read_record(self._dir)
         if record is not None:
             if record.alive:
-                processes.end_all([*processes.below(record.pid), record.pid])
-            sweep(record)
+                processes.kill_all([*processes.descendants(record.pid), record.pid])
+            remove_leftovers(record)
             (self._dir / "ray.json").unlink(missing_ok=True)
 
 
@@ -219,7 +219,7 @@ class JoinedRay:
         self._at = address
         self._cluster: ClusterProcess | None = None
         self._failed: tuple[float, str] | None = None
-        self._leaving = threading.Event()
+        self._stopping = threading.Event()
 
     def capacity(self) -> None:
         """Return None: the size is not known before the cluster is joined, and it may grow."""
@@ -243,14 +243,14 @@ class JoinedRay:
 
     def disconnect(self, *, end: bool) -> None:
         """Disconnect from the cluster, which keeps running."""
-        self._leaving.set()
+        self._stopping.set()
         self._drop_connection(graceful=True)
 
     def _join(self) -> ClusterProcess:
         if self._failed is not None and time.monotonic() - self._failed[0] < _RETRY_SECONDS:
             raise ClusterError(self._failed[1])  # e.g. a refused token: wait before the next attempt
         try:
-            return ClusterProcess(self._at, give_up_reason=lambda: _LEAVING if self._leaving.is_set() else None)
+            return ClusterProcess(self._at, give_up_reason=lambda: _SERVICE_STOPS if self._stopping.is_set() else None)
         except ClusterError as error:
             self._failed = (time.monotonic(), str(error))
             raise

@@ -35,7 +35,7 @@ RAY = "rayps.cluster.ray_cluster:RayCluster"
 JOIN_SECONDS = 120.0  # seconds to import ray and join the cluster, enough for a slow machine
 ANSWER_SECONDS = 30.0  # seconds for an operation that normally takes milliseconds
 _POLL_SECONDS = 0.25
-_LEAVE_SECONDS = 5.0  # seconds in which the child must disconnect
+_DISCONNECT_SECONDS = 5.0  # seconds in which the child must disconnect
 _REFUSED = 2  # exit code of a child that refuses this service's protocol
 _TAIL = 2000  # bytes of the child's last output that an error shows
 
@@ -186,7 +186,7 @@ class ClusterProcess:
         """Kill the child. With `graceful`, first give it a few seconds to disconnect from the cluster."""
         if graceful and self.alive:
             try:
-                self.request("close").result(timeout=_LEAVE_SECONDS)
+                self.request("close").result(timeout=_DISCONNECT_SECONDS)
             except (RaypsError, TimeoutError, OSError, RuntimeError) as error:
                 log.info("the child process did not disconnect from the cluster and is killed: %s", error)
         self._fail("the service has closed the connection", log_exit=False)

@@ -22,39 +22,41 @@ from rayps.core.failpoint import passing
 from rayps.core.job_status import Status, may_move
 from rayps.core.records import AttemptRecord, ProgressRecord, read_json
 from rayps.federated.remote.mailbox import FOLDER, Mailbox
-from rayps.service.drivers import BEGUN, LAUNCHED, Drivers, DriverView, RayHome, foreign
+from rayps.service.drivers import BEGUN, LAUNCHED, Drivers, DriverView, RayHome, version_conflict
 from rayps.service.job_folders import read_attempt
 from rayps.service.liveness import QuietTimes
 from rayps.service.open_jobs import OpenJobs
 from rayps.service.plan import (
-    SIGN_SECONDS,
+    STALL_SECONDS,
     Action,
-    AskToStop,
     Dependencies,
+    EndJob,
     Kill,
     OpenJob,
-    Seal,
-    Show,
+    RequestStop,
+    SetReason,
+    SetStatus,
     Start,
-    Wait,
     needs,
     plan,
 )
 from rayps.service.state_disk import is_full
 from rayps.service.store import JobRecord, RowFacts, Store
-from rayps.service.waiting import GroupReasons, room_beside
+from rayps.service.waiting import GroupReasons, room_for_new_jobs
 from rayps.strategies.job import JobSpec
 
 log = logging.getLogger(__name__)
 
-_SIGNS = (
+_PROGRESS_FILES = (
     "progress.json",
     "events.jsonl",
     "metrics.jsonl",
     "log.txt",
     BEGUN,
 )  # files that change while a job makes progress
-_TIMEOUTS = 5.0  # the limit without progress is 5 times the job's `timeout`, or the service's limit if that is more
+_TIMEOUT_FACTOR = (
+    5.0  # the limit without progress is 5 times the job's `timeout`, or the service's limit if that is more
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,23 +80,23 @@ class Scheduler:
         *,
         interval: float = 0.5,
         view_seconds: float = 10.0,
-        stall: float = SIGN_SECONDS,
+        stall: float = STALL_SECONDS,
     ) -> None:
         self.place = place
         self.view = View()
         self.group_wait_reason: Callable[[JobSpec], str | None] = lambda _: (
             None
         )  # returns why a job must wait for its server group
-        self.group_ended: Callable[[JobSpec], str | None] = lambda _: None  # returns why the group was stopped
+        self.group_end_reason: Callable[[JobSpec], str | None] = lambda _: None  # returns why the group was stopped
         self._store = store
         self._jobs_dir = jobs_dir
         self._interval = interval
-        self._look_seconds = view_seconds
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rayps-look")
+        self._view_seconds = view_seconds
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rayps-view")
         self._pending_view: asyncio.Future[DriverView] | None = None
-        self._blind_since: float | None = None
+        self._unseen_since: float | None = None
         self._drivers = Drivers(place, jobs_dir)
-        self._silences = QuietTimes()
+        self._quiet_times = QuietTimes()
         self._stall = stall
         self._wake = asyncio.Event()
         self._open_jobs = OpenJobs(store)
@@ -139,7 +141,7 @@ class Scheduler:
         await self._open_jobs.refresh()
         held = len(self._open_jobs.started)
         if end and self.place.owned:
-            held = await self._store.interrupt()
+            held = await self._store.mark_interrupted()
         await asyncio.get_running_loop().run_in_executor(None, lambda: self.place.disconnect(end=end))
         self._thread.shutdown(wait=False, cancel_futures=True)
         return held
@@ -155,11 +157,11 @@ class Scheduler:
         total = {**(self.place.capacity() or {}), **(self.view.total or {})}
         for kind, amount in needs(spec).items():
             if kind in total and amount > total[kind]:
-                knob = "start `rayps serve` with more --cpus" if kind == "cpu" else "join a larger cluster"
+                remedy = "start `rayps serve` with more --cpus" if kind == "cpu" else "join a larger cluster"
                 raise ConfigError(
                     f"the job needs {amount:g} {kind.upper()}s ({spec.workers} workers x "
                     f"{spec.resources[kind]:g}) and this service's Ray has {total[kind]:g}:\n"
-                    f"lower workers or resources, or {knob}",
+                    f"lower workers or resources, or {remedy}",
                     field="workers",
                     code="too_large",
                 )
@@ -171,22 +173,22 @@ class Scheduler:
         records = list(self._open_jobs.started.values())
         seen = await self._view_drivers([r.id for r in records])
         facts = await asyncio.to_thread(lambda: [self._facts(r, seen) for r in records])
-        self._silences.keep({key for r in records for key in (r.id, (r.id, "stop"))})
+        self._quiet_times.retain_only({key for r in records for key in (r.id, (r.id, "stop"))})
         now = time.monotonic()
         if seen is not None:
-            self._blind_since = None
-        elif self._blind_since is None:
-            self._blind_since = now
+            self._unseen_since = None
+        elif self._unseen_since is None:
+            self._unseen_since = now
         actions: list[Action] = plan(
             facts,
             None if seen is None else seen.drivers,
             None if seen is None else seen.free,
             None if seen is None else seen.total,
-            unseen=0.0 if self._blind_since is None else now - self._blind_since,
+            unseen=0.0 if self._unseen_since is None else now - self._unseen_since,
             why=self.view.reason or "Ray is starting",
         )
         running = {fact.id: (fact.status, fact.needs) for fact in facts if fact.outside.group_ended is None}
-        room = None if seen is None else room_beside(running, seen.free, seen.total)
+        room = None if seen is None else room_for_new_jobs(running, seen.free, seen.total)
         await self._open_jobs.refresh()  # a stop may have been requested during the view
         actions += self._open_jobs.waiting.stopped()
         actions += self._open_jobs.waiting.decide(
@@ -198,7 +200,7 @@ class Scheduler:
         for action in actions:
             self._active_at = time.monotonic()
             try:
-                await self._do(action, jobs.get(action.job) or await self._store.get(action.job))
+                await self._carry_out(action, jobs.get(action.job) or await self._store.get(action.job))
             except (Conflict, NotFound) as error:
                 log.info("%s", error)  # the job changed since the view: the next tick sees it
             except Exception as error:
@@ -215,7 +217,7 @@ class Scheduler:
     def _groups(self) -> GroupReasons:
         return GroupReasons(
             lambda name: self.group_wait_reason(JobSpec("", server_group=name)),
-            lambda name: self.group_ended(JobSpec("", server_group=name)),
+            lambda name: self.group_end_reason(JobSpec("", server_group=name)),
         )
 
     async def _view_drivers(self, watched: list[str]) -> DriverView | None:
@@ -243,7 +245,7 @@ class Scheduler:
 
     async def _wait_for(self, view: asyncio.Future[DriverView]) -> None:
         """Wait for a view of the cluster; during the wait, end each queued job as soon as its stop is requested."""
-        deadline = time.monotonic() + self._look_seconds
+        deadline = time.monotonic() + self._view_seconds
         while not view.done() and (left := deadline - time.monotonic()) > 0:
             woken: asyncio.Task[bool] = asyncio.create_task(self._wake.wait())
             both: list[asyncio.Future[DriverView] | asyncio.Task[bool]] = [view, woken]
@@ -269,17 +271,17 @@ class Scheduler:
             record.failures,
             record.spec.max_failures,
             record.interrupted,
-            None if record.stop_requested_at is None else self._silences.observe((record.id, "stop"), "asked"),
+            None if record.stop_requested_at is None else self._quiet_times.observe((record.id, "stop"), "asked"),
             read_json(folder / "outcome.json"),
             progress,
-            self._drivers.crash(record, begun),
+            self._drivers.crash_reason(record, begun),
             launched=record.attempt in (begun.get("attempt"), started.get("attempt")),
-            foreign=foreign(record.attempt, begun, started),
+            version_conflict=version_conflict(record.attempt, begun, started),
             silent=self._silent(record),
-            deadline=max(self._stall, _TIMEOUTS * record.spec.timeout),
+            deadline=max(self._stall, _TIMEOUT_FACTOR * record.spec.timeout),
             outside=Dependencies(
                 self.group_wait_reason(record.spec) if lost else None,
-                self.group_ended(record.spec),
+                self.group_end_reason(record.spec),
                 Mailbox(folder / FOLDER).standing() if progress is not None else None,
             ),
         )
@@ -296,36 +298,36 @@ class Scheduler:
         """Return the seconds since the folder of a starting or recovering job last changed; 0 for other jobs."""
         if record.status not in (Status.STARTING, Status.RECOVERING):
             return 0.0
-        stamps = [_stamp(self._jobs_dir / record.id / name) for name in _SIGNS]
-        return self._silences.observe(record.id, (record.status, record.attempt, *stamps))
+        stamps = [_stamp(self._jobs_dir / record.id / name) for name in _PROGRESS_FILES]
+        return self._quiet_times.observe(record.id, (record.status, record.attempt, *stamps))
 
-    async def _do(self, action: Action, job: JobRecord) -> None:
+    async def _carry_out(self, action: Action, job: JobRecord) -> None:
         match action:
             case Start():
                 await self._start(action, job)
-            case AskToStop():
-                await self._in_thread(lambda: self._drivers.ask(job.id))
+            case RequestStop():
+                await self._in_thread(lambda: self._drivers.request_stop(job.id))
             case Kill():
                 log.warning("job %s attempt %d: driver is killed: %s", job.id, job.attempt, action.reason)
                 await self._in_thread(lambda: self._drivers.kill(job, action.reason))
-            case Show():
-                await self._store.move(
+            case SetStatus():
+                await self._store.change_status(
                     job.id,
                     action.status,
                     old=job.status,
                     reason=action.reason,
                     message=None if action.has_event else action.reason or action.status.value.lower(),
                 )
-            case Wait():
+            case SetReason():
                 await self._store.set_reason(job.id, action.reason)
-            case Seal():
-                await self._seal(action, job)
+            case EndJob():
+                await self._end_job(action, job)
 
     async def _start(self, action: Start, job: JobRecord) -> None:
         now = time.time()
         passing("launch: chosen, not stored")
         if job.status is Status.QUEUED:
-            await self._store.move(
+            await self._store.change_status(
                 job.id,
                 Status.STARTING,
                 old=Status.QUEUED,
@@ -348,7 +350,7 @@ class Scheduler:
             )
             passing("restart: attempt stored, status not")
             if may_move(job.status, Status.RECOVERING):
-                await self._store.move(job.id, Status.RECOVERING, message=None, reason=reason)
+                await self._store.change_status(job.id, Status.RECOVERING, message=None, reason=reason)
         log.info("job %s attempt %d: driver is starting", job.id, action.attempt)
         passing("launch: stored, not started")
         try:
@@ -356,16 +358,16 @@ class Scheduler:
         except ClusterError as error:
             log.warning("job %s attempt %d: driver did not start: %s", job.id, action.attempt, error)
 
-    async def _seal(self, action: Seal, job: JobRecord) -> None:
-        passing("seal: decided, not stored")
+    async def _end_job(self, action: EndJob, job: JobRecord) -> None:
+        passing("end: decided, not stored")
         facts: RowFacts = {"reason": action.message or None, "metrics": action.metrics, "checkpoint": action.checkpoint}
         if action.finished_at is not None:
             facts["finished_at"] = action.finished_at
         message = None if action.has_event else action.message
-        await self._store.move(job.id, action.status, message=message, **facts)
+        await self._store.change_status(job.id, action.status, message=message, **facts)
         log.info("job %s ended: %s %s", job.id, action.status, action.message)
-        passing("seal: stored, driver not dismissed")
-        self._drivers.ended(job.id)
+        passing("end: stored, driver not ended")
+        self._drivers.record_end(job.id)
 
     async def _in_thread(self, work: Callable[[], None]) -> None:
         await asyncio.get_running_loop().run_in_executor(self._thread, work)

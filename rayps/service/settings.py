@@ -16,7 +16,7 @@ from typing import Self
 from rayps.cluster.local import LOCAL_CPUS
 from rayps.core.errors import ConfigError
 from rayps.core.values import Keywords
-from rayps.service.plan import SIGN_SECONDS
+from rayps.service.plan import STALL_SECONDS
 
 SERVICE_LOCK = "service.lock"  # locked by the service of a state directory
 _PROOFS = ("rayps.db", SERVICE_LOCK)  # one of these files marks the state directory of a rayps service
@@ -36,7 +36,7 @@ class Settings:
     address: str | None = None  # the address of a Ray cluster to join; None means that rayps runs its own Ray
     cpus: int = field(default_factory=lambda: max(LOCAL_CPUS, os.cpu_count() or 1))  # logical CPUs of rayps's own Ray
     idle: float = 600.0  # rayps's own Ray stops after this many seconds without activity of the service and of jobs
-    stall: float = SIGN_SECONDS  # seconds that a starting or recovering job may show no progress
+    stall: float = STALL_SECONDS  # seconds that a starting or recovering job may show no progress
     allowed_hosts: tuple[str, ...] = ()  # names that a Host header may have, in addition to the loopback names
     url: str | None = None  # the service's address, for clients
     token: str | None = None  # the bearer token, for clients

@@ -34,7 +34,7 @@ from rayps.strategies.job import JobSpec
 ID_LETTERS = 26
 FEWEST_LETTERS = 4  # the least number of letters of an abbreviated id
 _ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"  # Crockford's base 32, as in ULID: texts sort like their numbers
-_LIVE = [s.value for s in Status if not s.terminal]
+_UNFINISHED = [s.value for s in Status if not s.terminal]
 _CODE_SECONDS = 300.0
 _MOST_IDS = 500  # the most ids in one SQL statement
 _SESSION_SECONDS = 30 * 86400.0
@@ -252,7 +252,7 @@ class Store:
                     idempotency_hash=digest,
                 )
             )
-            await _note(tx, job_id, "queued", f"{name} was submitted", 0, now)
+            await _add_event(tx, job_id, "queued", f"{name} was submitted", 0, now)
             passing("submit: written, not committed")
         self._changed.add(job_id)
         return await self.get(job_id), True
@@ -302,13 +302,13 @@ class Store:
         async with self.reading() as tx:
             return [_record(row) for row in await tx.execute(query)]
 
-    async def live(self) -> list[JobRecord]:
+    async def unfinished(self) -> list[JobRecord]:
         """List the jobs that have not ended, oldest first."""
-        query = _jobs.select().where(_jobs.c.status.in_(_LIVE)).order_by(_jobs.c.id)
+        query = _jobs.select().where(_jobs.c.status.in_(_UNFINISHED)).order_by(_jobs.c.id)
         async with self.reading() as tx:
             return [_record(row) for row in await tx.execute(query)]
 
-    async def some(self, ids: Collection[str]) -> list[JobRecord]:
+    async def get_many(self, ids: Collection[str]) -> list[JobRecord]:
         """List the jobs with these ids, oldest first. Ids of deleted jobs are ignored."""
         chosen, found = sorted(ids), list[JobRecord]()
         async with self.reading() as tx:
@@ -323,7 +323,7 @@ class Store:
         async with self.reading() as tx:
             return {row[0]: row[1] for row in await tx.execute(query)}
 
-    async def move(
+    async def change_status(
         self,
         job_id: str,
         new: Status,
@@ -359,7 +359,7 @@ class Store:
             await tx.execute(_jobs.update().where(_jobs.c.id == job_id).values(status=new.value, **columns))
             attempt = facts.get("attempt", found.attempt)
             if message is not None:
-                await _note(tx, job_id, kind or new.value.lower(), message, attempt, now)
+                await _add_event(tx, job_id, kind or new.value.lower(), message, attempt, now)
             return await _get(tx, job_id)
 
     async def begin_attempt(
@@ -389,7 +389,7 @@ class Store:
             await tx.execute(
                 _jobs.update().where(_jobs.c.id == job_id).values(attempt=attempt, attempt_at=now, **facts)
             )
-            await _note(tx, job_id, kind, message, attempt, now)
+            await _add_event(tx, job_id, kind, message, attempt, now)
             return await _get(tx, job_id)
 
     async def set_reason(self, job_id: str, reason: str | None) -> None:
@@ -397,7 +397,7 @@ class Store:
         async with self.writing(job_id) as tx:
             await tx.execute(
                 _jobs.update()
-                .where(_jobs.c.id == job_id, _jobs.c.status.in_(_LIVE), _jobs.c.reason.is_distinct_from(reason))
+                .where(_jobs.c.id == job_id, _jobs.c.status.in_(_UNFINISHED), _jobs.c.reason.is_distinct_from(reason))
                 .values(reason=reason)
             )
 
@@ -420,7 +420,7 @@ class Store:
                 )
             if found.stop_requested_at is None:
                 await tx.execute(_jobs.update().where(_jobs.c.id == job_id).values(stop_requested_at=now))
-                await _note(tx, job_id, "stop_requested", "stop requested", found.attempt, now)
+                await _add_event(tx, job_id, "stop_requested", "stop requested", found.attempt, now)
             return await _get(tx, job_id)
 
     async def delete(self, job_id: str) -> None:
@@ -441,17 +441,17 @@ class Store:
                 )
             await tx.execute(_jobs.delete().where(_jobs.c.id == job_id))
 
-    async def resuming(self, folder: Path) -> list[JobRecord]:
+    async def jobs_resuming_from(self, folder: Path) -> list[JobRecord]:
         """List the jobs that have not ended and resume from a checkpoint below `folder`."""
         text = json.dumps(str(folder))[:-1] + "/"  # as in the spec's JSON text, without the closing quote
         query = _jobs.select().where(
-            _jobs.c.status.in_(_LIVE), _jobs.c.spec.contains(f'"resume": {text}', autoescape=True)
+            _jobs.c.status.in_(_UNFINISHED), _jobs.c.spec.contains(f'"resume": {text}', autoescape=True)
         )
         async with self.reading() as tx:
             return [_record(row) for row in await tx.execute(query)]
 
-    async def row(self, job_id: str) -> JobRow:
-        """Return a job's row as JSON data, as `restore` expects it. Raises NotFound if there is no such job."""
+    async def json_row(self, job_id: str) -> JobRow:
+        """Return a job's row as JSON data, as `restore_rows` expects it. Raises NotFound if there is no such job."""
         async with self.reading() as tx:
             found = (await tx.execute(_jobs.select().where(_jobs.c.id == job_id))).mappings().first()
         if found is None:
@@ -466,7 +466,7 @@ class Store:
         async with self.reading() as tx:
             return [(row.id, Status(row.status), row.attempt) for row in await tx.execute(query)]
 
-    async def restore(self, rows: Sequence[tuple[JobRow, str]], now: float | None = None) -> None:
+    async def restore_rows(self, rows: Sequence[tuple[JobRow, str]], now: float | None = None) -> None:
         """Write lost or outdated rows and an event for each, in one transaction.
 
         `rows`: pairs of a row and the message of its event.
@@ -488,14 +488,14 @@ class Store:
                     await tx.execute(_jobs.insert().values({"interrupted": False} | facts))
                 else:
                     await tx.execute(_jobs.update().where(_jobs.c.id == row["id"]).values(facts))
-                await _note(tx, row["id"], "adopted", message, facts["attempt"], now)
+                await _add_event(tx, row["id"], "adopted", message, facts["attempt"], now)
 
-    async def interrupt(self) -> int:
+    async def mark_interrupted(self) -> int:
         """Mark every started job as interrupted, because the service stops Ray on purpose; return their number.
 
         An interruption does not count as a failure of the job.
         """
-        held = [s for s in _LIVE if s != Status.QUEUED.value]
+        held = [s for s in _UNFINISHED if s != Status.QUEUED.value]
         async with self.writing() as tx:
             ids = [row.id for row in await tx.execute(sa.select(_jobs.c.id).where(_jobs.c.status.in_(held)))]
             await tx.execute(_jobs.update().where(_jobs.c.status.in_(held)).values(interrupted=True))
@@ -515,7 +515,7 @@ class Store:
 
     # tokens
 
-    async def accepts(self, secret: str, now: float | None = None) -> bool:
+    async def accepts_secret(self, secret: str, now: float | None = None) -> bool:
         """Return whether a token's or session's secret is known, not revoked and not expired."""
         now = time.time() if now is None else now
         query = sa.select(_tokens.c.hash).where(
@@ -547,9 +547,9 @@ class Store:
             used = await tx.execute(_codes.delete().where(_codes.c.hash == _sha256(code), _codes.c.expires_at > now))
             if used.rowcount != 1:
                 return None
-        return await self._mint("session", now + _SESSION_SECONDS)
+        return await self._add_token("session", now + _SESSION_SECONDS)
 
-    async def _mint(self, kind: str, expires_at: float | None) -> str:
+    async def _add_token(self, kind: str, expires_at: float | None) -> str:
         secret = f"rps_{secrets.token_urlsafe(32)}"
         async with self.writing() as tx:
             await tx.execute(
@@ -591,7 +591,7 @@ async def _get(tx: AsyncConnection, job_id: str) -> JobRecord:
     return _record(row)
 
 
-async def _note(tx: AsyncConnection, job_id: str, kind: str, message: str, attempt: int, now: float) -> None:
+async def _add_event(tx: AsyncConnection, job_id: str, kind: str, message: str, attempt: int, now: float) -> None:
     await tx.execute(_events.insert().values(job_id=job_id, time=now, kind=kind, message=message, attempt=attempt))
 
 

@@ -105,7 +105,7 @@ def check(strategy: StrategySpec, working_dir: str, workers: int, *, seconds: fl
     Raises:
         ConfigError: a class cannot be found or used, or its file raises or does not return in time.
     """
-    answer = _ask(
+    answer = _run_child(
         {
             "strategy": strategy,
             "working_dir": working_dir,
@@ -126,11 +126,11 @@ def strategies_in(
     Raises:
         ConfigError: a file does not return in time.
     """
-    answer = _ask({"list": True, "working_dir": str(Path(working_dir).absolute()), "seconds": seconds})
+    answer = _run_child({"list": True, "working_dir": str(Path(working_dir).absolute()), "seconds": seconds})
     return answer["found"], answer["broken"]
 
 
-def _ask(request: CheckRequest) -> CheckAnswer:
+def _run_child(request: CheckRequest) -> CheckAnswer:
     seconds = request["seconds"]
     child = subprocess.Popen(
         [sys.executable, "-P", "-m", "rayps.service.strategy_child"],
@@ -142,7 +142,7 @@ def _ask(request: CheckRequest) -> CheckAnswer:
         start_new_session=True,
     )
     try:
-        said, _ = child.communicate(json.dumps(request).encode(), timeout=seconds)
+        output, _ = child.communicate(json.dumps(request).encode(), timeout=seconds)
     except subprocess.TimeoutExpired:
         raise ConfigError(
             f"strategy: a file in {request['working_dir']} has not been imported within {seconds:g} s: find the slow "
@@ -156,7 +156,7 @@ def _ask(request: CheckRequest) -> CheckAnswer:
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
     try:
-        answer: CheckAnswer = json.loads(said)
+        answer: CheckAnswer = json.loads(output)
     except ValueError:
         raise ConfigError(
             f"strategy: the process that imported files of {request['working_dir']} ended with exit code "

@@ -71,7 +71,7 @@ class UserTokens:
         Every earlier own token is revoked. To replace a leaked token, delete the file and restart the service.
         """
         text = self._file.read_text(encoding="utf-8").strip() if self._file.exists() else ""
-        made = not (text and await self._store.accepts(text))
+        made = not (text and await self._store.accepts_secret(text))
         if made:
             text = _secret()
         earlier = (_table.c.kind == _OWN, _table.c.hash != _sha256(text), _table.c.revoked_at.is_(None))

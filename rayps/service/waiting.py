@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from rayps.cluster.local import Bundle
 from rayps.core.job_status import Status
-from rayps.service.plan import Seal, Start
+from rayps.service.plan import EndJob, Start
 
 Shape = tuple[tuple[tuple[str, float], ...], str | None]  # a job's resources and its server group
 
@@ -41,7 +41,7 @@ class GroupReasons:
     """Two functions from a server group's name to a reason why jobs cannot use the group."""
 
     wait_reason: Callable[[str], str | None] = lambda _: None  # why a job must wait for the group
-    ended: Callable[[str], str | None] = lambda _: None  # why a job can never use the group
+    end_reason: Callable[[str], str | None] = lambda _: None  # why a job can never use the group
 
 
 class WaitingJobs:
@@ -91,23 +91,23 @@ class WaitingJobs:
         for job_id in list(self._jobs):
             self.drop(job_id)
 
-    def stopped(self) -> list[Seal]:
+    def stopped(self) -> list[EndJob]:
         """Return the actions that end the queued jobs whose stop was requested. They need no answer of Ray."""
-        return [Seal(job_id, Status.STOPPED, "stopped before it started") for job_id in sorted(self._stopping)]
+        return [EndJob(job_id, Status.STOPPED, "stopped before it started") for job_id in sorted(self._stopping)]
 
-    def decide(self, room: Bundle | None, total: Bundle | None, groups: GroupReasons, why: str) -> list[Start | Seal]:
+    def decide(self, room: Bundle | None, total: Bundle | None, groups: GroupReasons, why: str) -> list[Start | EndJob]:
         """Decide which jobs start now, and which end because their server group was stopped.
 
         `room`: the part of the resources `total` that new jobs may reserve; None if Ray does not answer, for the reason
         `why`.
         """
         names = {group for _, group in self._counts if group is not None}
-        ended = {name: text for name in names if (text := groups.ended(name)) is not None}
+        ended = {name: text for name in names if (text := groups.end_reason(name)) is not None}
         ends = [
-            Seal(job_id, Status.FAILED, ended[shape[1]])
+            EndJob(job_id, Status.FAILED, ended[shape[1]])
             for shape in self._counts
             if shape[1] in ended
-            for job_id in self._of(shape)
+            for job_id in self._jobs_of(shape)
         ]
         self.examined += len(names) + len(ends)
         self._head, self._shortage, self._blocked = None, None, {}
@@ -173,7 +173,7 @@ class WaitingJobs:
             heapq.heappop(heap)
         return None
 
-    def _of(self, shape: Shape) -> list[str]:
+    def _jobs_of(self, shape: Shape) -> list[str]:
         return sorted(
             {
                 job_id
@@ -183,7 +183,7 @@ class WaitingJobs:
         )
 
 
-def room_beside(running: Mapping[str, tuple[Status, Bundle]], free: Bundle, total: Bundle) -> Bundle:
+def room_for_new_jobs(running: Mapping[str, tuple[Status, Bundle]], free: Bundle, total: Bundle) -> Bundle:
     """Return the resources that new jobs may reserve.
 
     These are the free resources less those that starting jobs will reserve. They are at most the total less the needs
