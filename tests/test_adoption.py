@@ -152,7 +152,7 @@ def test_no_job_is_lost_with_the_store(tmp_path: Path, how: str, caplog: pytest.
     caplog.clear()
     site = Site(tmp_path / "state")  # once is enough
     try:
-        assert "rows restored" not in caplog.text and site.store("statuses") == kept
+        assert "restored from the folders" not in caplog.text and site.store("statuses") == kept
     finally:
         site.close()
 

@@ -648,7 +648,7 @@ def test_a_driver_that_shows_no_sign_is_given_up(tmp_path: Path) -> None:
 def test_signs_of_progress_renew_the_deadline(tmp_path: Path) -> None:
     async def body(store: Store, scheduler: Scheduler, cluster: FakeCluster, place: FakePlace) -> None:
         now = [0.0]
-        scheduler._silences = QuietTimes(lambda: now[0])
+        scheduler._quiet_times = QuietTimes(lambda: now[0])
         job = await add(store)
         await scheduler.tick()
         for count in range(1000):  # 4,000 seconds of a slow start that says something every 400

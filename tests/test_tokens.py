@@ -78,8 +78,8 @@ def test_a_token_whose_file_was_deleted_is_worthless_after_the_restart(tmp_path:
 def test_a_store_with_several_tokens_of_an_earlier_version_keeps_the_one_in_the_file(tmp_path: Path) -> None:
     site = Site(tmp_path / "state")
     old = "rps_" + "x" * 43
-    site.store("_mint", "bearer", None)
-    minted = site.store("_mint", "bearer", None)
+    site.store("_add_token", "bearer", None)
+    minted = site.store("_add_token", "bearer", None)
     assert status(site, minted) == 200 and status(site, old) == 401
     kept = site.token
     site = again(site)
