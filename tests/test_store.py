@@ -135,9 +135,9 @@ def test_tokens_are_stored_hashed_and_codes_work_once(tmp_path: Path) -> None:
     file = tmp_path / "token"
 
     async def body(store: Store) -> str:
-        token, new = await UserTokens(store, file).own()
+        token, new = await UserTokens(store, file).service_token()
         assert new and token.startswith("rps_") and file.stat().st_mode & 0o777 == 0o600
-        assert await UserTokens(store, file).own() == (token, False)
+        assert await UserTokens(store, file).service_token() == (token, False)
         assert (
             await store.accepts_secret(token)
             and not await store.accepts_secret(token + "x")
@@ -158,7 +158,7 @@ def test_tokens_are_stored_hashed_and_codes_work_once(tmp_path: Path) -> None:
     for name in tmp_path.glob("s.db*"):
         assert token.encode() not in name.read_bytes()
     file.write_text("rps_of_another_store")
-    again, new = run(tmp_path, lambda s: UserTokens(s, file).own())
+    again, new = run(tmp_path, lambda s: UserTokens(s, file).service_token())
     assert new and again != token
 
 

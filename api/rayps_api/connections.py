@@ -100,41 +100,41 @@ class Admission:
     reason: str = ""
 
 
-def admit(address: str, held: Sequence[ConnectionFacts], most: Limits, now: float) -> Admission:
-    """Decide on a new connection from `address`; `held` are the open connections, oldest first. Pure."""
-    unknown = [each for each in held if not each.known]
+def admit(address: str, facts: Sequence[ConnectionFacts], bounds: Limits, now: float) -> Admission:
+    """Decide on a new connection from `address`. `facts`: the facts of the open connections, oldest first. Pure."""
+    unknown = [each for each in facts if not each.known]
     of_address = [each for each in unknown if each.address == address]
-    if len(of_address) >= most.per_address:
-        return _replace(of_address, f"{most.per_address} connections of one address have shown no token", most, now)
-    if len(unknown) >= most.unknown:
-        return _replace(unknown, f"{most.unknown} connections have shown no token", most, now)
-    if len(held) >= most.total:
-        return _replace(unknown, f"{most.total} connections are open", most, now)
+    if len(of_address) >= bounds.per_address:
+        return _replace(of_address, f"{bounds.per_address} connections of one address have shown no token", bounds, now)
+    if len(unknown) >= bounds.unknown:
+        return _replace(unknown, f"{bounds.unknown} connections have shown no token", bounds, now)
+    if len(facts) >= bounds.total:
+        return _replace(unknown, f"{bounds.total} connections are open", bounds, now)
     return Admission(True)
 
 
-def _replace(among: Sequence[ConnectionFacts], reason: str, most: Limits, now: float) -> Admission:
+def _replace(among: Sequence[ConnectionFacts], reason: str, bounds: Limits, now: float) -> Admission:
     if not among:
         return Admission(False, reason=reason)
     waiting = [each for each in among if each.phase is not Phase.ANSWER]
     if not waiting:
-        return Admission(False, wait=most.grace, reason=reason)
-    left = waiting[0].since + most.grace - now
+        return Admission(False, wait=bounds.grace, reason=reason)
+    left = waiting[0].since + bounds.grace - now
     return Admission(False, wait=left, reason=reason) if left > 0 else Admission(True, waiting[0], reason=reason)
 
 
-def overdue(held: ConnectionFacts, most: Limits) -> str | None:
+def overdue(facts: ConnectionFacts, bounds: Limits) -> str | None:
     """Return why a connection must be closed now, or None if it stays open. Pure."""
-    if held.phase is Phase.HEADER and held.waited > most.header:
-        return f"no complete request head within {most.header:g} s"
-    if held.phase is Phase.BODY and held.silent > most.body:
-        return f"no byte of the body for {most.body:g} s"
-    if held.phase is Phase.BODY and held.waited > most.body + held.received / most.body_rate:
-        return f"a body slower than {most.body_rate:g} bytes/s"
-    if held.phase is Phase.IDLE and held.waited > most.idle:
-        return f"no request for {most.idle:g} s"
-    if held.phase is Phase.WRITE and held.silent > most.write:
-        return f"the answer was not read for {most.write:g} s"
+    if facts.phase is Phase.HEADER and facts.waited > bounds.header:
+        return f"no complete request head within {bounds.header:g} s"
+    if facts.phase is Phase.BODY and facts.silent > bounds.body:
+        return f"no byte of the body for {bounds.body:g} s"
+    if facts.phase is Phase.BODY and facts.waited > bounds.body + facts.received / bounds.body_rate:
+        return f"a body slower than {bounds.body_rate:g} bytes/s"
+    if facts.phase is Phase.IDLE and facts.waited > bounds.idle:
+        return f"no request for {bounds.idle:g} s"
+    if facts.phase is Phase.WRITE and facts.silent > bounds.write:
+        return f"the answer was not read for {bounds.write:g} s"
     return None
 
 
@@ -142,9 +142,9 @@ class Protocol(H11Protocol):
     """uvicorn's HTTP/1.1 protocol, which also collects the facts for `overdue` and `admit`, and can be dropped."""
 
     def __init__(
-        self, held: ConnectionFacts, config: uvicorn.Config, server_state: ServerState, app_state: dict[str, Any]
+        self, facts: ConnectionFacts, config: uvicorn.Config, server_state: ServerState, app_state: dict[str, Any]
     ) -> None:
-        self.facts = held
+        self.facts = facts
         super().__init__(config, server_state, {**app_state, STATE: self.facts})
         self._seen: object = None  # the request that was being served at the last update
         self._unwritten = 0
@@ -169,13 +169,13 @@ class Protocol(H11Protocol):
 
     def update(self, elapsed: float) -> None:
         """Update the facts, `elapsed` seconds after the last update."""
-        held, phase, unwritten = self.facts, self._phase(), self.transport.get_write_buffer_size()
-        if phase is not held.phase or self.cycle is not self._seen:
-            held.phase, held.waited, held.silent = phase, 0.0, 0.0
-            held.received, self._seen = 0, self.cycle
+        facts, phase, unwritten = self.facts, self._phase(), self.transport.get_write_buffer_size()
+        if phase is not facts.phase or self.cycle is not self._seen:
+            facts.phase, facts.waited, facts.silent = phase, 0.0, 0.0
+            facts.received, self._seen = 0, self.cycle
         else:
-            held.waited += elapsed
-            held.silent = 0.0 if 0 < unwritten < self._unwritten else held.silent + elapsed
+            facts.waited += elapsed
+            facts.silent = 0.0 if 0 < unwritten < self._unwritten else facts.silent + elapsed
         self._unwritten = unwritten
 
     def _phase(self) -> Phase:
@@ -234,18 +234,18 @@ class Protocol(H11Protocol):
 class Connections:
     """The open connections of one server: decides on new ones, and closes overdue ones."""
 
-    def __init__(self, most: Limits) -> None:
-        self.most = most
+    def __init__(self, bounds: Limits) -> None:
+        self.bounds = bounds
         self._protocols: dict[ConnectionFacts, Protocol] = {}  # oldest first
         self._updated_at = 0.0
 
     def decide(self, address: str, now: float) -> Admission:
         """Decide on a new connection, and close the open connection that the decision names, if there is one."""
         self._remove_closed()
-        found = admit(address, list(self._protocols), self.most, now)
+        found = admit(address, list(self._protocols), self.bounds, now)
         if found.reason:  # the facts may be as old as the last close_overdue: update them, and decide again
             self._update(0.0)
-            found = admit(address, list(self._protocols), self.most, now)
+            found = admit(address, list(self._protocols), self.bounds, now)
         if found.closed is not None:
             self._close(found.closed, found.reason)
         elif found.reason and found.wait is None:
@@ -265,8 +265,8 @@ class Connections:
         log.warning("a connection cannot be accepted: %s", error.strerror)
         self._remove_closed()
         self._update(0.0)
-        unknown = [held for held in self._protocols if not held.known]
-        found = _replace(unknown, "the service has no descriptor left", self.most, now)
+        unknown = [facts for facts in self._protocols if not facts.known]
+        found = _replace(unknown, "the service has no descriptor left", self.bounds, now)
         if found.closed is not None:
             self._close(found.closed, found.reason)
         return found.closed is not None
@@ -277,24 +277,24 @@ class Connections:
         self._updated_at = now
         self._remove_closed()
         self._update(elapsed)
-        for held in list(self._protocols):
-            reason = overdue(held, self.most)
+        for facts in list(self._protocols):
+            reason = overdue(facts, self.bounds)
             if reason is not None:
-                self._close(held, reason)
+                self._close(facts, reason)
 
     def _update(self, elapsed: float) -> None:
         for protocol in self._protocols.values():
             if protocol.transport is not None:
                 protocol.update(elapsed)
 
-    def _close(self, held: ConnectionFacts, reason: str) -> None:
+    def _close(self, facts: ConnectionFacts, reason: str) -> None:
         log.info("a connection was closed: %s", reason)
-        self._protocols.pop(held).drop(reason)
+        self._protocols.pop(facts).drop(reason)
 
     def _remove_closed(self) -> None:
-        for held, protocol in list(self._protocols.items()):
+        for facts, protocol in list(self._protocols.items()):
             if protocol.transport is not None and protocol.transport.is_closing():
-                del self._protocols[held]
+                del self._protocols[facts]
 
 
 class Acceptor:
@@ -374,17 +374,16 @@ class Acceptor:
 class Server(uvicorn.Server):
     """A uvicorn server whose connections are limited by `Connections`. It serves only on given sockets."""
 
-    def __init__(self, config: uvicorn.Config, most: Limits | None = None) -> None:
+    def __init__(self, config: uvicorn.Config, bounds: Limits | None = None) -> None:
         super().__init__(config)
-        self.open_connections = Connections(most or limits_here())
-        config.timeout_keep_alive = (
-            int(self.open_connections.most.idle) + 5
-        )  # later than `close_overdue`, which logs the reason
+        self.open_connections = Connections(bounds or limits_here())
+        # later than `close_overdue`, which logs the reason
+        config.timeout_keep_alive = int(self.open_connections.bounds.idle) + 5
         self._acceptors: list[Acceptor] = []
 
-    def protocol(self, held: ConnectionFacts) -> Protocol:
+    def protocol(self, facts: ConnectionFacts) -> Protocol:
         """Return the protocol object of a new connection."""
-        return Protocol(held, self.config, self.server_state, self.lifespan.state)
+        return Protocol(facts, self.config, self.server_state, self.lifespan.state)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start the app, then accept connections."""

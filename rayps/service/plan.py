@@ -50,9 +50,7 @@ class OpenJob:
     silent: float = 0.0  # seconds in which a STARTING or RECOVERING job's folder showed no progress
     deadline: float = STALL_SECONDS  # the driver is killed when `silent` is greater
     outside: Dependencies = field(default_factory=Dependencies)
-    version_conflict: str | None = (
-        None  # why no method of the driver may be called: another version of rayps started it
-    )
+    version_conflict: str | None = None  # why no method of the driver may be called: rayps has another version
 
 
 @dataclass(frozen=True, slots=True)
