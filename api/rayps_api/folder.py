@@ -14,9 +14,8 @@ from rayps.service.store import StoredEvent
 from rayps_api.schemas import finite
 
 MOST_BYTES = 1_000_000
-EVENT_SHIFT = (
-    1 << 36
-)  # an events cursor is (number of the scheduler's events) * EVENT_SHIFT + (byte offset in the driver's file)
+# an events cursor is (number of the scheduler's events) * EVENT_SHIFT + (byte offset in the driver's file)
+EVENT_SHIFT = 1 << 36
 
 
 def lines(path: Path, cursor: int, limit: int) -> tuple[list[tuple[bytes, int]], int]:

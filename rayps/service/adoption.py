@@ -130,9 +130,8 @@ async def adopt(store: Store, jobs_dir: Path) -> FolderDifferences:
     await asyncio.to_thread(job_folders.complete_removals, jobs_dir)
     rows = {job_id: StoreRow(status, attempt) for job_id, status, attempt in await store.statuses()}
     findings, folders = await asyncio.to_thread(find_differences, jobs_dir, rows)
-    for (
-        job_id
-    ) in findings.job_files_missing:  # an older rayps wrote no job.json, or the service ended before it wrote one
+    # an older rayps wrote no job.json, or the service ended before it wrote the file
+    for job_id in findings.job_files_missing:
         await asyncio.to_thread(job_folders.write_row, jobs_dir / job_id, await store.json_row(job_id), sync=False)
     restored = [
         ((folders[job_id].row or {}) | restored_columns(folders[job_id]), ROW_MISSING)

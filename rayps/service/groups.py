@@ -33,10 +33,7 @@ MANAGER = "rayps.ps.manager.manager:ManagerActor"
 NAME = r"^[A-Za-z0-9]([A-Za-z0-9_-]{0,38}[A-Za-z0-9])?$"
 MOST_SERVERS, MOST_REPLICAS = 1000, 8
 SILENCE, LEAST_SILENCE, MOST_SILENCE = 10.0, 0.5, 3600.0  # seconds: the default, least and largest `silence`
-_WATCHED_SECONDS, _QUIET_SECONDS = (
-    0.5,
-    3.0,
-)  # seconds between two ticks: the first while clients read the facts, else the second
+_WATCHED_SECONDS, _QUIET_SECONDS = 0.5, 3.0  # seconds between two ticks, while clients read the facts and otherwise
 _ATTENTION = 10.0  # seconds after a client's last read of the facts in which ticks are _WATCHED_SECONDS apart
 _FRESH_SECONDS = 15.0  # facts older than this are not shown
 _ANSWER_SECONDS = 10.0  # seconds in which a manager must answer
@@ -439,9 +436,8 @@ class Groups:
         handle = None if cluster is None else cluster.find(manager_name(name))
         if handle is not None and cluster is not None:
             try:
-                if (
-                    entry.wanted.version_conflict is not None
-                ):  # servers of another version end some time after their manager
+                # the manager is not called, but killed; its servers end some time later
+                if entry.wanted.version_conflict is not None:
                     raise ClusterError(entry.wanted.version_conflict)
                 handle.call("stop").result(timeout=_END_SECONDS)
             except (RaypsError, TimeoutError) as error:

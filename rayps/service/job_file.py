@@ -68,9 +68,7 @@ def _text(path: Path) -> str:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            kind = os.fstat(
-                descriptor
-            ).st_mode  # of the opened descriptor, because the path may name another file by now
+            kind = os.fstat(descriptor).st_mode  # not of `path`, which may name another file by now
             if not stat.S_ISREG(kind):
                 name = next((name for known, name in _KINDS if known(kind)), "no regular file")
                 raise ConfigError(f"the job file {path} is {name}: give a regular file")

@@ -239,9 +239,7 @@ def _stopping(job: OpenJob, seconds: float) -> list[Action]:
     shown: list[Action] = []
     if may_move(job.status, Status.STOPPING):
         shown = [SetStatus(job.id, Status.STOPPING, "stop requested", has_event=True)]
-    return (
-        [*shown, RequestStop(job.id)] if job.launched else shown
-    )  # before the launch, the driver's version is unknown
+    return [*shown, RequestStop(job.id)] if job.launched else shown  # before that, the driver's version is unknown
 
 
 def _copy_progress(job: OpenJob) -> list[Action]:

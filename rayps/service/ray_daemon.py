@@ -174,9 +174,8 @@ class Daemon:
 
     @property
     def _ray_temp(self) -> Path:
-        return (
-            Path(self.record.temp_dir) / "r"
-        )  # Ray makes this folder readable by all users; the folder above it is private
+        # Ray makes its folder readable by all users, and the folder above is private
+        return Path(self.record.temp_dir) / "r"
 
     def _wait_for_address(self, ray: subprocess.Popen[bytes]) -> str | None:
         file = self._ray_temp / "ray_current_cluster"

@@ -239,9 +239,7 @@ class ClusterProcess:
                     reply.set_exception(error) if error is not None else reply.set_result(value)
         except (EOFError, OSError):
             self._fail("the process that calls Ray has ended")
-        except (
-            Exception
-        ) as error:  # e.g. an object of a class that this process cannot import: later answers may be read wrongly
+        except Exception as error:  # e.g. an object of a class that this process cannot import
             self._fail(f"an answer cannot be read: {error}")
 
     def _fail(self, why: str, *, log_exit: bool = True) -> None:

@@ -47,16 +47,9 @@ from rayps.strategies.job import JobSpec
 
 log = logging.getLogger(__name__)
 
-_PROGRESS_FILES = (
-    "progress.json",
-    "events.jsonl",
-    "metrics.jsonl",
-    "log.txt",
-    BEGUN,
-)  # files that change while a job makes progress
-_TIMEOUT_FACTOR = (
-    5.0  # the limit without progress is 5 times the job's `timeout`, or the service's limit if that is more
-)
+# files that change while a job makes progress
+_PROGRESS_FILES = ("progress.json", "events.jsonl", "metrics.jsonl", "log.txt", BEGUN)
+_TIMEOUT_FACTOR = 5.0  # a job may show no progress for 5 times its `timeout`, or for the service's limit if longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +77,9 @@ class Scheduler:
     ) -> None:
         self.place = place
         self.view = View()
-        self.group_wait_reason: Callable[[JobSpec], str | None] = lambda _: (
-            None
-        )  # returns why a job must wait for its server group
-        self.group_end_reason: Callable[[JobSpec], str | None] = lambda _: None  # returns why the group was stopped
+        # two functions that return why a job must wait for its server group, and why the group was stopped
+        self.group_wait_reason: Callable[[JobSpec], str | None] = lambda _: None
+        self.group_end_reason: Callable[[JobSpec], str | None] = lambda _: None
         self._store = store
         self._jobs_dir = jobs_dir
         self._interval = interval

@@ -150,9 +150,8 @@ def _run_child(request: CheckRequest) -> CheckAnswer:
             field="strategy",
         ) from None
     finally:
-        with contextlib.suppress(
-            ProcessLookupError
-        ):  # kill the process group, because the user's file may have started processes
+        # kill the process group, because the user's file may have started processes
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
     try:
