@@ -72,18 +72,18 @@ def test_trouble_lasts_as_long_as_the_disk_has_no_room(tmp_path: Path, monkeypat
         return os.statvfs_result((4096, 4096, 0, 0, free[0] // 4096, 0, 0, 0, 0, 255))
 
     monkeypatch.setattr(os, "statvfs", statvfs)
-    assert disk.trouble is None
-    disk.failed()
-    assert disk.trouble and str(tmp_path) in disk.trouble and "rayps delete" in disk.trouble
-    disk.written()
-    assert disk.trouble is None
-    disk.failed()
+    assert disk.error is None
+    disk.record_failure()
+    assert disk.error and str(tmp_path) in disk.error and "rayps delete" in disk.error
+    disk.record_success()
+    assert disk.error is None
+    disk.record_failure()
     now[0] += 11
-    assert disk.trouble is None  # nothing was written since, and there is room
+    assert disk.error is None  # nothing was written since, and there is room
     free[0] = LEAST_FREE - 4096
-    assert disk.trouble and "4.0 MiB free" in disk.trouble
-    disk.written()
-    assert disk.trouble
+    assert disk.error and "4.0 MiB free" in disk.error
+    disk.record_success()
+    assert disk.error
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from rayps.service import store as store_module
 from rayps.service.plan import Action, Dependencies, EndJob, OpenJob, SetReason, Start, needs, plan
 from rayps.service.scheduler import Scheduler
 from rayps.service.store import Store
-from rayps.service.waiting import GroupReasons, Waiting, WaitingJobs, room_for_new_jobs
+from rayps.service.waiting import GroupReasons, JobQueue, QueuedJob, room_for_new_jobs
 from rayps.strategies.job import JobSpec
 
 S = Status
@@ -29,7 +29,7 @@ class World:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.waiting: dict[str, Waiting] = {}
+        self.waiting: dict[str, QueuedJob] = {}
         self.running: dict[str, OpenJob] = {}
         self.wait_reason: dict[str, str | None] = {"g": None, "h": "h is starting"}
         self.ended: dict[str, str | None] = {"g": None, "h": None}
@@ -37,14 +37,14 @@ class World:
         self.others = 0.0  # CPUs that others take in a joined cluster
         self.made = 0
 
-    def step(self, fast: WaitingJobs) -> None:
+    def step(self, fast: JobQueue) -> None:
         pick = self.random.random()
         if pick < 0.5:
             for _ in range(self.random.choice([1, 1, 1, 5])):
                 self.submit(fast)
         elif pick < 0.6 and self.waiting:
             job = self.random.choice(list(self.waiting.values()))
-            stopped = Waiting(job.id, job.name, job.needs, job.attempt, job.group, stopping=True)
+            stopped = QueuedJob(job.id, job.name, job.needs, job.attempt, job.group, stopping=True)
             self.waiting[job.id] = stopped
             fast.put(stopped)
         elif pick < 0.75 and self.running:
@@ -60,11 +60,11 @@ class World:
             if job.status is S.STARTING and self.random.random() < 0.5:
                 self.running[job_id] = OpenJob(job_id, job.name, S.RUNNING, needs=job.needs, attempt=1)
 
-    def submit(self, fast: WaitingJobs) -> None:
+    def submit(self, fast: JobQueue) -> None:
         self.made += 1
         pick = self.random.choice
         wanted = {"cpu": pick([0.0, 1.0, 2.0, 4.0, 6.0, 99.0]), "gpu": pick([0.0, 0.0, 1.0])}
-        job = Waiting(f"{self.made:05}", f"job-{self.made % 7}", wanted, 0, pick([None, None, "g", "h"]))
+        job = QueuedJob(f"{self.made:05}", f"job-{self.made % 7}", wanted, 0, pick([None, None, "g", "h"]))
         self.waiting[job.id] = job
         fast.put(job)
 
@@ -95,13 +95,13 @@ class World:
             [*self.running.values(), *sorted(waiting, key=lambda job: job.id)], drivers, self.free, self.total, why=WHY
         )
 
-    def fast(self, jobs: WaitingJobs) -> list[Action]:
+    def fast(self, jobs: JobQueue) -> list[Action]:
         running = {job.id: (job.status, job.needs) for job in self.running.values()}
         room = None if self.total is None else room_for_new_jobs(running, self.free, self.total)
         groups = GroupReasons(lambda name: self.wait_reason[name], lambda name: self.ended[name])
         return [*jobs.stopped(), *jobs.decide(room, self.total, groups, WHY)]
 
-    def carry_out(self, actions: list[Action], jobs: WaitingJobs) -> None:
+    def carry_out(self, actions: list[Action], jobs: JobQueue) -> None:
         """Some decisions do not come to pass: the next one asks for the same."""
         for action in actions:
             if self.random.random() < 0.8 and isinstance(action, Start | EndJob):
@@ -115,7 +115,7 @@ class World:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_decision_equals_the_plan_over_all_jobs_on_random_histories(seed: int) -> None:
-    world, jobs = World(seed), WaitingJobs()
+    world, jobs = World(seed), JobQueue()
     for _ in range(150):
         world.step(jobs)
         slow, quick = world.naive(), world.fast(jobs)
@@ -169,7 +169,7 @@ class Counts:
 
     def __init__(self, store: Store, scheduler: Scheduler) -> None:
         self._engines = [store._writer.sync_engine, store._reader.sync_engine]
-        self._waiting = scheduler._open_jobs.waiting
+        self._waiting = scheduler._open_jobs.queue
         self._parse = store_module._record
         self.zero()
 

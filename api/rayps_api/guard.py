@@ -138,14 +138,14 @@ class Guard:
                 return problem(request, 403, "a write with a session cookie needs an Origin header", code="bad_origin")
             request.scope.update(rayps_user=True, rayps_secret=cookie)
             return None
-        return self.failed(request)
+        return self.refuse_unauthenticated(request)
 
     async def _client(self, request: Request, token: str) -> Response | None:
         """Authenticate a federated client, whose token is valid only for the routes of clients."""
         running = request.app.state.service
         grant = await running.client_tokens.grant(token)
         if grant is None:
-            return self.failed(
+            return self.refuse_unauthenticated(
                 request,
                 "this client token is wrong, was revoked or has expired: ask its issuer for another token "
                 "(`rayps token create`)",
@@ -155,7 +155,7 @@ class Guard:
         request.scope["rayps_grant"] = grant
         return None
 
-    def failed(self, request: Request, detail: str | None = None) -> Response:
+    def refuse_unauthenticated(self, request: Request, detail: str | None = None) -> Response:
         """Return the refusal of an unauthenticated request: 401, or 429 after many such requests in a minute.
 
         Authenticated requests are not affected.

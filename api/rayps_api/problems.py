@@ -101,11 +101,11 @@ def install(app: FastAPI, fields: Mapping[str, Sequence[str]]) -> None:
         if not is_full(error):
             raise error
         disk: StateDisk = request.app.state.service.store.disk
-        disk.failed()
+        disk.record_failure()
         log.error(
             "request %s: the disk is full: %s", request.scope.get("request_id"), getattr(error, "orig", error)
         )  # without the SQL statement, which contains the user's values
-        return problem(request, 507, f"{disk.full()}; this request has changed nothing")
+        return problem(request, 507, f"{disk.full_message()}; this request has changed nothing")
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:

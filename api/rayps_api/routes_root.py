@@ -36,7 +36,7 @@ async def login(body: Login, request: Request) -> Response:
         session = await running.store.login(await running.store.login_code())
     if session is None:
         guard: Guard = request.scope["rayps_guard"]
-        return guard.failed(
+        return guard.refuse_unauthenticated(
             request,
             "the code is wrong, used, or older than five minutes: `rayps open` prints an address with a new code"
             if body.code
@@ -108,7 +108,7 @@ async def healthz(request: Request, response: Response) -> dict[str, bool]:
 async def readyz(request: Request) -> Any:
     """Answer 200 while jobs can be submitted and can start, and otherwise 503 with the reason."""
     running: Service = request.app.state.service
-    view, full = running.scheduler.view, running.store.disk.trouble
+    view, full = running.scheduler.view, running.store.disk.error
     ready = view.ready and full is None
     reason = "; ".join(filter(None, [view.reason, full])) or None
     return JSONResponse({"ready": ready, "reason": reason}, 200 if ready else 503)

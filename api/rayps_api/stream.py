@@ -58,7 +58,7 @@ class Cursor:
         return f"m{self.m}.l{self.l}.e{self.e}"
 
 
-async def _slot(running: RunningService) -> AsyncIterator[None]:
+async def _count_stream(running: RunningService) -> AsyncIterator[None]:
     """Count a stream as open until it ends. Raises HTTPException (429) if MOST_STREAMS streams are open."""
     if running.streams >= MOST_STREAMS:
         raise HTTPException(429, f"{MOST_STREAMS} streams are open: close one", {"Retry-After": "5"})
@@ -69,9 +69,9 @@ async def _slot(running: RunningService) -> AsyncIterator[None]:
         running.streams -= 1
 
 
-async def _start(
+async def _check_request(
     running: RunningService,
-    slot: Annotated[None, Depends(_slot)],
+    counted: Annotated[None, Depends(_count_stream)],
     job: Annotated[str | None, Query(max_length=100)] = None,
     cursor: Annotated[str, Query(max_length=100)] = "",
     last_event_id: Annotated[str | None, Header(max_length=100)] = None,
@@ -89,7 +89,7 @@ async def _start(
 async def stream(
     running: RunningService,
     request: Request,
-    at: Annotated[Cursor, Depends(_start)],
+    at: Annotated[Cursor, Depends(_check_request)],
     job: Annotated[str | None, Query(max_length=100)] = None,
     topics: Annotated[str, Query(max_length=100)] = ",".join(TOPICS),
     group: Annotated[str | None, Query(max_length=100)] = None,
@@ -99,12 +99,12 @@ async def stream(
     With `group`, stream the changes of this server group instead; `*` means all server groups.
     """
     if group is not None:
-        messages = _groups(running, group)
+        messages = _group_messages(running, group)
     elif job is None:
-        messages = _list(running)
+        messages = _list_messages(running)
     else:
         chosen = {topic for topic in TOPICS if topic in topics.split(",")}
-        messages = _one(running, (await running.record(job)).id, chosen, at)
+        messages = _job_messages(running, (await running.record(job)).id, chosen, at)
     secret, version = request.scope["rayps_secret"], running.store.version
     async for message in messages:
         if version != running.store.version:  # the token may have been revoked since
@@ -114,7 +114,7 @@ async def stream(
         yield message
 
 
-async def _one(running: Service, job_id: str, topics: set[str], at: Cursor) -> AsyncIterator[ServerSentEvent]:
+async def _job_messages(running: Service, job_id: str, topics: set[str], at: Cursor) -> AsyncIterator[ServerSentEvent]:
     shown, version, record = "", -1, None
     began = time.monotonic()
     while not running.closing.is_set() and time.monotonic() - began < _LONGEST:
@@ -160,7 +160,7 @@ async def _read_new(running: Service, job_id: str, topic: str, at: Cursor) -> di
     return {"events": events} if events else None
 
 
-async def _list(running: Service) -> AsyncIterator[ServerSentEvent]:
+async def _list_messages(running: Service) -> AsyncIterator[ServerSentEvent]:
     shown: dict[str, str] = {}
     version, records = -1, []
     began = time.monotonic()
@@ -180,7 +180,7 @@ async def _list(running: Service) -> AsyncIterator[ServerSentEvent]:
         await _pause(running, _LIST_PAUSE)
 
 
-async def _groups(running: Service, name: str) -> AsyncIterator[ServerSentEvent]:
+async def _group_messages(running: Service, name: str) -> AsyncIterator[ServerSentEvent]:
     """Stream one group, or the summary of all groups, after each change. A stream of one group ends with `end`."""
     shown = ""
     began = time.monotonic()

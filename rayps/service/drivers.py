@@ -76,7 +76,7 @@ class Drivers:
 
     def __init__(self, place: RayHome, jobs_dir: Path) -> None:
         self.cluster: Actors | None = None  # the cluster that the last `view` joined
-        self.joined = 0  # number of times that a cluster was joined
+        self.join_count = 0  # number of times that a cluster was joined
         self._place = place
         self._jobs_dir = jobs_dir
         self._handles: dict[str, ActorHandle] = {}
@@ -94,7 +94,7 @@ class Drivers:
         cluster = self._place.cluster()
         if cluster is not self.cluster:  # a new connection: handles that an earlier connection returned are invalid
             self.cluster = cluster
-            self.joined += 1
+            self.join_count += 1
             self._handles.clear()
         self._kill_ended(cluster)
         living = set()

@@ -95,7 +95,7 @@ class _Entry:
     wanted: Wanted
     view: GroupView = field(default_factory=GroupView)
     written: bool = True  # whether the wanted state is on disk; the manager is started only then
-    joined: int = 0  # number of the connection to Ray that returned the view's handle
+    join_count: int = 0  # number of the connection to Ray that returned the view's handle
     checking: asyncio.Future[None] | None = None
     # each group has threads of its own: a manager that does not answer delays no other group
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "rayps-group"))
@@ -130,7 +130,7 @@ class Groups:
             NotFound: there is no such group; the error lists the existing groups.
         """
         self._attention = time.monotonic()
-        entry = self._find(name)
+        entry = self._entry(name)
         wanted, view = entry.wanted, entry.view
         facts = dict(view.facts or {})
         fresh = view.facts is not None and time.monotonic() - view.at < _FRESH_SECONDS
@@ -165,7 +165,7 @@ class Groups:
 
         Raises NotFound if there is no such group.
         """
-        view = self._find(name).view
+        view = self._entry(name).view
         if view.facts is None or time.monotonic() - view.at >= _FRESH_SECONDS:
             return None
         return [str(each.get("name")) for each in view.facts.get("spaces", [])]
@@ -264,7 +264,7 @@ class Groups:
             Conflict: the group is not ready, or is resizing already.
             ConfigError: too few servers for the replicas; with code too_large, more than the cluster has room for now.
         """
-        entry = self._find(name)
+        entry = self._entry(name)
         _check_size(servers, entry.wanted.replicas)
         if servers > entry.wanted.servers:
             self._refuse_too_large(name, servers)
@@ -277,7 +277,7 @@ class Groups:
             NotFound: there is no such group or server.
             ConfigError, Conflict: as for `resize`.
         """
-        entry = self._find(name)
+        entry = self._entry(name)
         there = [str(each.get("name")) for each in (entry.view.facts or {}).get("servers", [])]
         if entry.view.facts is not None and server not in there:
             raise NotFound(
@@ -290,15 +290,15 @@ class Groups:
 
         Raises the errors of `drain`.
         """
-        await self._call_manager(self._find(name), "set_quota", self.space(name, space), quota)
+        await self._call_manager(self._entry(name), "set_quota", self.space(name, space), quota)
 
     async def drop_space(self, name: str, space: str) -> None:
         """Delete a space and free its memory. Raises the errors of `drain`."""
-        await self._call_manager(self._find(name), "drop", self.space(name, space))
+        await self._call_manager(self._entry(name), "drop", self.space(name, space))
 
     async def stop(self, name: str) -> None:
         """Request a group to stop. The group's parameters are lost."""
-        entry = self._find(name)
+        entry = self._entry(name)
         if not entry.wanted.stopping:
             entry.wanted = replace(entry.wanted, stopping=True)
             await asyncio.to_thread(entry.wanted.write, self._folder / name)
@@ -367,8 +367,10 @@ class Groups:
         return f"group {name!r} needs a CPU for each of {servers} servers{others_too}; {has} has {total:g}"
 
     def _check(self, name: str, entry: _Entry, cluster: Actors | None) -> None:
-        if entry.joined != self._scheduler.joined:  # a new connection: the handle of an earlier connection is invalid
-            entry.joined, entry.view.handle = self._scheduler.joined, None
+        if (
+            entry.join_count != self._scheduler.join_count
+        ):  # a new connection: the handle of an earlier connection is invalid
+            entry.join_count, entry.view.handle = self._scheduler.join_count, None
         try:
             if entry.wanted.stopping:
                 self._stop_group(name, entry, cluster)
@@ -485,7 +487,7 @@ class Groups:
                 status=409,
             ) from error
 
-    def _find(self, name: str) -> _Entry:
+    def _entry(self, name: str) -> _Entry:
         if name not in self._entries:
             raise NotFound(f"there is no server group {name[:100]!r}: {self._known()}", status=404)
         return self._entries[name]
@@ -512,8 +514,10 @@ def _check_size(servers: int, replicas: int) -> None:
 
 def _settled(facts: GroupFacts) -> bool:
     alive = sum(each.get("state") == "alive" for each in facts.get("servers", []))
-    entry = all(segment.get("state") == "ready" for space in facts.get("spaces", []) for segment in space["segments"])
-    return facts.get("status") == "ready" and not facts.get("moves") and alive == facts.get("wanted") and entry
+    all_ready = all(
+        segment.get("state") == "ready" for space in facts.get("spaces", []) for segment in space["segments"]
+    )
+    return facts.get("status") == "ready" and not facts.get("moves") and alive == facts.get("wanted") and all_ready
 
 
 def _read(folder: Path) -> list[Wanted]:

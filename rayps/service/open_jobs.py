@@ -9,14 +9,14 @@ from __future__ import annotations
 from rayps.core.job_status import Status
 from rayps.service.plan import needs
 from rayps.service.store import JobRecord, Store
-from rayps.service.waiting import Waiting, WaitingJobs
+from rayps.service.waiting import JobQueue, QueuedJob
 
 
 class OpenJobs:
-    """The jobs that have not ended. `waiting`: the QUEUED jobs; `started`: a dict from id to record of the others."""
+    """The jobs that have not ended. `queue`: the QUEUED jobs; `started`: a dict from id to record of the others."""
 
     def __init__(self, store: Store) -> None:
-        self.waiting = WaitingJobs()
+        self.queue = JobQueue()
         self.started: dict[str, JobRecord] = {}
         self._store = store
         self._whole = False  # whether all rows have been read
@@ -26,7 +26,7 @@ class OpenJobs:
         changed = self._store.take_changed()
         whole, self._whole = self._whole, False  # set again below, after the changed rows were read
         if not whole:
-            self.waiting.clear()
+            self.queue.clear()
             self.started.clear()
             for record in await self._store.unfinished():
                 self._take(record)
@@ -41,13 +41,13 @@ class OpenJobs:
         self._whole = True
 
     def _forget(self, job_id: str) -> None:
-        self.waiting.drop(job_id)
+        self.queue.drop(job_id)
         self.started.pop(job_id, None)
 
     def _take(self, record: JobRecord) -> None:
         if record.status is Status.QUEUED:
-            self.waiting.put(
-                Waiting(
+            self.queue.put(
+                QueuedJob(
                     record.id,
                     record.name,
                     needs(record.spec),

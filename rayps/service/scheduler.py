@@ -100,9 +100,9 @@ class Scheduler:
         return self._drivers.cluster if self.view.ready else None
 
     @property
-    def joined(self) -> int:
+    def join_count(self) -> int:
         """The number of times that a cluster was joined."""
-        return self._drivers.joined
+        return self._drivers.join_count
 
     @property
     def silent(self) -> float:
@@ -161,7 +161,7 @@ class Scheduler:
     async def tick(self) -> list[Action]:
         """View the cluster, decide on the actions, and carry them out; return the actions."""
         await self._open_jobs.refresh()
-        done = await self._act([*self._open_jobs.waiting.stopped()], {})  # ends queued jobs, without an answer of Ray
+        done = await self._act([*self._open_jobs.queue.stopped()], {})  # ends queued jobs, without an answer of Ray
         records = list(self._open_jobs.started.values())
         seen = await self._view_drivers([r.id for r in records])
         facts = await asyncio.to_thread(lambda: [self._facts(r, seen) for r in records])
@@ -182,8 +182,8 @@ class Scheduler:
         running = {fact.id: (fact.status, fact.needs) for fact in facts if fact.outside.group_ended is None}
         room = None if seen is None else room_for_new_jobs(running, seen.free, seen.total)
         await self._open_jobs.refresh()  # a stop may have been requested during the view
-        actions += self._open_jobs.waiting.stopped()
-        actions += self._open_jobs.waiting.decide(
+        actions += self._open_jobs.queue.stopped()
+        actions += self._open_jobs.queue.decide(
             room, None if seen is None else seen.total, self._groups(), self.view.reason or "Ray is starting"
         )
         return done + await self._act(actions, {record.id: record for record in records})
@@ -198,13 +198,13 @@ class Scheduler:
             except Exception as error:
                 if not is_full(error):
                     raise
-                self._store.disk.failed()  # logs it; the next tick tries again
+                self._store.disk.record_failure()  # logs it; the next tick tries again
         return actions
 
     def reason(self, job: JobRecord) -> str | None:
         """Return the reason for a job's status. The reason of a queued job is not stored, but computed here."""
-        waits = job.status is Status.QUEUED and job.id in self._open_jobs.waiting
-        return (self._open_jobs.waiting.reason(job.id) or job.reason) if waits else job.reason
+        waits = job.status is Status.QUEUED and job.id in self._open_jobs.queue
+        return (self._open_jobs.queue.reason(job.id) or job.reason) if waits else job.reason
 
     def _groups(self) -> GroupReasons:
         return GroupReasons(
@@ -245,7 +245,7 @@ class Scheduler:
             if woken.done():
                 self._wake.clear()
                 await self._open_jobs.refresh()
-                await self._act([*self._open_jobs.waiting.stopped()], {})
+                await self._act([*self._open_jobs.queue.stopped()], {})
             woken.cancel()
 
     def _facts(self, record: JobRecord, seen: DriverView | None) -> OpenJob:

@@ -19,8 +19,8 @@ from rayps.core.values import Keywords
 from rayps.service.plan import STALL_SECONDS
 
 SERVICE_LOCK = "service.lock"  # locked by the service of a state directory
-_PROOFS = ("rayps.db", SERVICE_LOCK)  # one of these files marks the state directory of a rayps service
-_OURS = re.compile(r"jobs|servers|backup\.json|lost\+found|\.?(token|clients|rayps\.db|ray[._]|service\.).*")
+_MARKER_FILES = ("rayps.db", SERVICE_LOCK)  # one of these files marks the state directory of a rayps service
+_RAYPS_NAMES = re.compile(r"jobs|servers|backup\.json|lost\+found|\.?(token|clients|rayps\.db|ray[._]|service\.).*")
 
 Value = str | int | float | Path | tuple[str, ...] | None  # the value of a setting
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -116,9 +116,9 @@ class Settings:
                     f"cannot be used: {folder} belongs to user {_user(owner)}, and this process runs "
                     f"as {_user(os.geteuid())}"
                 )
-        if not self.state_dir.exists() or any((self.state_dir / name).exists() for name in _PROOFS):
+        if not self.state_dir.exists() or any((self.state_dir / name).exists() for name in _MARKER_FILES):
             return
-        foreign = sorted(path.name for path in self.state_dir.iterdir() if not _OURS.fullmatch(path.name))
+        foreign = sorted(path.name for path in self.state_dir.iterdir() if not _RAYPS_NAMES.fullmatch(path.name))
         if foreign:
             more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
             raise self._unusable(f"was not made by a rayps service: it contains {', '.join(foreign[:3])}{more}")

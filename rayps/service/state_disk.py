@@ -39,20 +39,20 @@ class StateDisk:
         self._failed: float | None = None
         self._logged: float | None = None
 
-    def failed(self) -> None:
+    def record_failure(self) -> None:
         """Record that a write failed because the disk is full; log the failure at most once a minute."""
         now = self._clock()
         if self._logged is None or now - self._logged > _LOG_SECONDS:
             self._logged = now
-            log.error("%s", self.full())
+            log.error("%s", self.full_message())
         self._failed = now
 
-    def written(self) -> None:
+    def record_success(self) -> None:
         """Record that a write succeeded."""
         self._failed = None
 
     @property
-    def trouble(self) -> str | None:
+    def error(self) -> str | None:
         """Why nothing can be written now, and what to do; None if the disk can be written."""
         try:
             found = os.statvfs(self._folder)
@@ -60,9 +60,9 @@ class StateDisk:
             return f"the state directory {self._folder} cannot be read: {error.strerror or error}"
         free = found.f_bavail * found.f_frsize
         failed = self._failed is not None and self._clock() - self._failed < _REMEMBERED
-        return self.full(free) if failed or free < LEAST_FREE else None
+        return self.full_message(free) if failed or free < LEAST_FREE else None
 
-    def full(self, free: int | None = None) -> str:
+    def full_message(self, free: int | None = None) -> str:
         """Return the message for a full disk; `free`: the number of free bytes."""
         left = "" if free is None else f" ({free / (1 << 20):.1f} MiB free)"
         return (

@@ -175,7 +175,9 @@ class Store:
         except Exception as error:
             await store.close()
             if is_full(error):
-                raise ConfigError(f"the store {path} cannot be opened: {disk.full()}", field="state_dir") from error
+                raise ConfigError(
+                    f"the store {path} cannot be opened: {disk.full_message()}", field="state_dir"
+                ) from error
             raise ConfigError(
                 f"the store {path} cannot be opened: {first_line(error)}\n"
                 "Move the file away, or give another directory with --state-dir or RAYPS_STATE_DIR."
@@ -195,9 +197,9 @@ class Store:
                 yield tx
         except Exception as error:
             if is_full(error):
-                self.disk.failed()
+                self.disk.record_failure()
             raise
-        self.disk.written()
+        self.disk.record_success()
         self._changed.update(jobs)
         self.version += 1  # after the commit, so that a reader that sees the new number also sees the new rows
 

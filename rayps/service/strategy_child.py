@@ -104,7 +104,7 @@ def _candidates(path: Path) -> list[str]:
         return []
     if "rayps" not in ast.dump(tree):
         return []
-    kinds = {kind.__name__ for kind in _every(Strategy)}
+    kinds = {kind.__name__ for kind in _all_subclasses(Strategy)}
     found: list[str] = []
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
@@ -114,9 +114,9 @@ def _candidates(path: Path) -> list[str]:
     return found
 
 
-def _every(kind: type) -> list[type]:
+def _all_subclasses(kind: type) -> list[type]:
     below: list[type] = kind.__subclasses__()
-    return [kind, *(each for one in below for each in _every(one))]
+    return [kind, *(each for one in below for each in _all_subclasses(one))]
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ Shape = tuple[tuple[tuple[str, float], ...], str | None]  # a job's resources an
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class QueuedJob:
     """A QUEUED job. `group`: the name of its server group, or None if it uses none."""
 
     id: str
@@ -44,17 +44,17 @@ class GroupReasons:
     end_reason: Callable[[str], str | None] = lambda _: None  # why a job can never use the group
 
 
-class WaitingJobs:
+class JobQueue:
     """The queued jobs, and the last decision about each."""
 
     def __init__(self) -> None:
         self.examined = 0  # number of jobs and shapes that all decisions so far have examined
-        self._jobs: dict[str, Waiting] = {}
+        self._jobs: dict[str, QueuedJob] = {}
         self._oldest: dict[Shape, list[str]] = {}  # heaps of ids; removed ids are dropped when they reach the top
         self._counts: dict[Shape, int] = {}
         self._stopping: set[str] = set()
         self._blocked: dict[Shape, str] = {}
-        self._head: Waiting | None = None
+        self._head: QueuedJob | None = None
         self._shortage: str | None = None  # the resources for which the head waits, as text
         self._none_reason: str | None = "Ray is starting"  # why no job can start
 
@@ -64,7 +64,7 @@ class WaitingJobs:
     def __contains__(self, job_id: str) -> bool:
         return job_id in self._jobs
 
-    def put(self, job: Waiting) -> None:
+    def put(self, job: QueuedJob) -> None:
         """Add a job, or replace it."""
         self.drop(job.id)
         self._jobs[job.id] = job
@@ -138,7 +138,7 @@ class WaitingJobs:
         return f"waits behind {self._head.name} ({self._head.id}), which was submitted before"
 
     def _starts(self, room: Bundle) -> list[Start]:
-        left, starts, taken = dict(room), list[Start](), list[Waiting]()
+        left, starts, taken = dict(room), list[Start](), list[QueuedJob]()
         queue = [
             (first, shape)
             for shape in self._counts
