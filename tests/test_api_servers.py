@@ -309,8 +309,7 @@ def test_a_group_that_is_larger_than_a_joined_cluster_waits_until_that_has_grown
             group = client.start_servers("shared", servers=9)
             until(
                 lambda: (
-                    "needs a CPU for each of 9 servers, and the whole cluster has 8"
-                    in str(group.refresh().data["reason"])
+                    "needs a CPU for each of 9 servers; the whole cluster has 8" in str(group.refresh().data["reason"])
                 ),
                 "the reason",
             )
