@@ -109,9 +109,9 @@ class StandIn:
         self.folder, self.attempt, self.stopped = folder, attempt, stopped
 
     def run(self) -> None:
-        from rayps.service.processes import started
+        from rayps.service.processes import start_time
 
-        facts = {"attempt": self.attempt, "pid": os.getpid(), "started": started(os.getpid())}
+        facts = {"attempt": self.attempt, "pid": os.getpid(), "started": start_time(os.getpid())}
         write(self.folder / "driver.json", facts)
         self.note("begun")
         write(self.folder / "progress.json", {"status": "RUNNING", "time": time.time() + 1})

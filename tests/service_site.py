@@ -75,7 +75,7 @@ class Site:
         return str(answer.json()["id"])
 
     def start(self, job: str) -> Path:
-        self.store("move", job, Status.STARTING, message="", attempt=1, attempt_at=0.0, started_at=time.time())
+        self.store("change_status", job, Status.STARTING, message="", attempt=1, attempt_at=0.0, started_at=time.time())
         home = self.settings.jobs_dir / job
         home.mkdir(exist_ok=True)
         return home

@@ -22,7 +22,7 @@ from rayps.cli import doctor
 from rayps.core.errors import NotFound
 from rayps.core.job_status import Status
 from rayps.service import adoption, job_folders, processes
-from rayps.service.adoption import FolderRow, StoreRow, compare, filed
+from rayps.service.adoption import FolderRow, StoreRow, compare, restored_columns
 from rayps.service.store import Store
 from rayps.strategies.job import JobSpec
 
@@ -40,10 +40,10 @@ def test_every_difference_between_folders_and_rows_is_found() -> None:
     for row, found in itertools.product(row_cases, trace_cases):
         findings = compare({} if row is None else {"a": row}, {} if found is None else {"a": found})
         live = row is not None and not row.status.terminal
-        assert findings.lost == (("a",) if row is None and found and found.row is ROW else ())
-        assert findings.nameless == (("a",) if row is None and found and found.row is not ROW else ())
-        assert findings.behind == (("a",) if live and row and found and found.attempt > row.attempt else ())
-        assert findings.unfiled == (("a",) if live and (found is None or found.row is None) else ())
+        assert findings.rows_missing == (("a",) if row is None and found and found.row is ROW else ())
+        assert findings.folders_invalid == (("a",) if row is None and found and found.row is not ROW else ())
+        assert findings.rows_outdated == (("a",) if live and row and found and found.attempt > row.attempt else ())
+        assert findings.job_files_missing == (("a",) if live and (found is None or found.row is None) else ())
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_every_difference_between_folders_and_rows_is_found() -> None:
     ],
 )
 def test_how_a_lost_job_is_filed_again(found: FolderRow, expected: dict[str, Any]) -> None:
-    assert filed(found) == expected
+    assert restored_columns(found) == expected
 
 
 def lose(site: Site, how: str, backup: bytes = b"") -> None:
@@ -152,7 +152,7 @@ def test_no_job_is_lost_with_the_store(tmp_path: Path, how: str, caplog: pytest.
     caplog.clear()
     site = Site(tmp_path / "state")  # once is enough
     try:
-        assert "rows restored" not in caplog.text and site.store("statuses") == kept
+        assert "restored from the folders" not in caplog.text and site.store("statuses") == kept
     finally:
         site.close()
 
@@ -176,7 +176,7 @@ def test_a_folder_that_does_not_say_what_its_job_is_is_named_and_left(
         for folder in (job, "notes", "." + job):
             (tmp_path / "jobs" / folder).mkdir(parents=True)
         findings = await adoption.adopt(store, tmp_path / "jobs")
-        assert findings.nameless == (job,) and job in caplog.text and "notes" not in caplog.text
+        assert findings.folders_invalid == (job,) and job in caplog.text and "notes" not in caplog.text
         with pytest.raises(NotFound):
             await store.get(job)
         assert (tmp_path / "jobs" / job).exists()
@@ -192,9 +192,9 @@ def test_a_driver_whose_job_nobody_can_know_is_ended_and_named(
             driver = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
             home = tmp_path / "jobs" / folder
             try:
-                job_folders.keep(home, ({**ROW, "id": folder, "status": "QUEUED"} if known else {}))
+                job_folders.write_row(home, ({**ROW, "id": folder, "status": "QUEUED"} if known else {}))
                 (home / "driver.json").write_text(
-                    json.dumps({"attempt": 1, "pid": driver.pid, "started": processes.started(driver.pid)})
+                    json.dumps({"attempt": 1, "pid": driver.pid, "started": processes.start_time(driver.pid)})
                 )
                 await adoption.adopt(store, tmp_path / "jobs")
                 if known:
@@ -213,9 +213,9 @@ def test_a_living_job_without_job_json_gets_one_at_the_next_start(tmp_path: Path
     async def body(store: Store) -> None:
         job, _ = await store.add(JobSpec("w:W", seed=3), name="early")
         over, _ = await store.add(JobSpec("w:W"), name="over")
-        await store.move(over.id, S.STOPPED, message="")
+        await store.change_status(over.id, S.STOPPED, message="")
         await adoption.adopt(store, tmp_path / "jobs")
-        kept = job_folders.read(tmp_path / "jobs" / job.id)
+        kept = job_folders.read_row(tmp_path / "jobs" / job.id)
         assert kept is not None and (kept["name"], kept["spec"]["seed"], kept["status"]) == ("early", 3, "QUEUED")
         assert not (tmp_path / "jobs" / over.id).exists()
         assert await adoption.adopt(store, tmp_path / "jobs") == adoption.FolderDifferences()

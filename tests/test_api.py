@@ -554,7 +554,7 @@ def test_a_stream_resumes_without_a_hole_and_ends(site: Site) -> None:
             kinds.append(event["event"])
             if event["event"] == "logs":
                 texts += [line["text"] for line in event["data"]["lines"]]
-                site.store("move", job, Status.SUCCEEDED, message="done", reason="done")
+                site.store("change_status", job, Status.SUCCEEDED, message="done", reason="done")
         assert kinds[0] == "job" and kinds[-1] == "end" and "metrics" not in kinds
         assert event["data"] == {"status": "SUCCEEDED", "reason": "done"}
         assert texts == [f"part {i}" for i in range(4)]
@@ -606,7 +606,7 @@ def test_a_job_goes_on_from_where_another_ended(site: Site, tmp_path: Path) -> N
     assert f"job {first} has not ended: wait, or stop it" in refused.text
     kept = tmp_path / "step-00000007"
     kept.mkdir()
-    site.store("move", first, Status.STOPPED, message="", checkpoint=str(kept))
+    site.store("change_status", first, Status.STOPPED, message="", checkpoint=str(kept))
     assert site.http.post("/api/v1/jobs", json=asked).json()["spec"]["resume"] == str(kept)
     asked["resume"] = str(kept)
     refused = site.http.post("/api/v1/jobs", json=asked)
@@ -618,5 +618,5 @@ def test_a_job_goes_on_from_where_another_ended(site: Site, tmp_path: Path) -> N
         assert answer.status_code == 422 and "give the id of an ended job" in answer.text
     bare = site.add()
     site.start(bare)
-    site.store("move", bare, Status.FAILED, message="")
+    site.store("change_status", bare, Status.FAILED, message="")
     assert "has no checkpoint" in site.http.post("/api/v1/jobs", json=asked | {"resume": bare}).text

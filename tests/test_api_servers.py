@@ -21,8 +21,8 @@ from rayps.core.job_status import Status
 from rayps.service import drivers as drivers_module
 from rayps.service import groups as groups_module
 from rayps.service.client import Client
-from rayps.service.groups import actor
-from rayps.service.plan import Dependencies, OpenJob, Seal, Start, Wait, plan
+from rayps.service.groups import manager_name
+from rayps.service.plan import Dependencies, EndJob, OpenJob, SetReason, Start, plan
 from rayps.service.remote_group import summary
 from rayps.strategies.job import JobSpec
 
@@ -86,10 +86,10 @@ def test_a_group_is_started_shown_resized_drained_and_stopped(site: Site, client
         group.drain("server-9")
     with pytest.raises(Conflict, match="already"):
         client.start_servers("shared")
-    manager = place.threads.find(actor("shared")).actor  # type: ignore[union-attr]
+    manager = place.threads.find(manager_name("shared")).actor  # type: ignore[union-attr]
     assert group.stop().data["status"] == "stopping"
     group.wait(10)
-    assert manager.stopped and place.threads.find(actor("shared")) is None
+    assert manager.stopped and place.threads.find(manager_name("shared")) is None
     assert client.server_groups() == [] and not (site.settings.servers_dir / "shared").exists()
     with pytest.raises(NotFound, match="there is none yet; start one with `rayps servers start"):
         client.servers("shared")
@@ -119,7 +119,7 @@ def test_a_manager_that_does_not_answer_in_time_is_a_conflict(
     client: Client, place: ThreadPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = client.start_servers("shared", servers=3, replicas=1).wait(10)
-    manager = until(lambda: place.threads.find(actor("shared")), "a manager")
+    manager = until(lambda: place.threads.find(manager_name("shared")), "a manager")
     monkeypatch.setattr(groups_module, "_ANSWER_SECONDS", 0.2)
     manager.call("be_slow", 2.0).result(60)
     with pytest.raises(Conflict, match=r"its manager has not answered within 0\.2 s"):
@@ -130,7 +130,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(site: Site, client: Clien
     group = client.start_servers("shared", servers=3, replicas=1).wait(10)
     with pytest.raises(ConfigError, match="give at least 2 servers"):
         group.resize(1)
-    until(lambda: place.threads.find(actor("shared")), "a manager").call("hang")
+    until(lambda: place.threads.find(manager_name("shared")), "a manager").call("hang")
     with pytest.raises(Conflict, match="resizing already"):
         group.resize(5)
     assert group.refresh().data["wanted"] == 3
@@ -145,7 +145,7 @@ def test_a_group_that_a_job_uses_is_not_stopped_without_force(
     monkeypatch.setattr(drivers_module, "DRIVER", DRIVER)
     group = client.start_servers("shared").wait(10)
     job = site.add(server_group="shared", strategy="parameter_server")
-    place.threads.find(actor("shared")).actor.open_space(job)  # type: ignore[union-attr]
+    place.threads.find(manager_name("shared")).actor.open_space(job)  # type: ignore[union-attr]
     shown = until(lambda: group.refresh().data["spaces"], "the space")
     assert shown[0]["name"] == job and group.data["jobs"][0]["id"] == job
     with pytest.raises(Conflict, match=f"used by {job}"):
@@ -194,7 +194,7 @@ def test_the_spaces_of_a_divided_job_are_told_apart(
     group = client.start_servers("shared").wait(10)
     job = site.add(server_group="shared", strategy="parameter_server")
     for name in (job, f"{job}/1", "left", "left/1"):
-        place.threads.find(actor("shared")).actor.open_space(name)  # type: ignore[union-attr]
+        place.threads.find(manager_name("shared")).actor.open_space(name)  # type: ignore[union-attr]
     until(lambda: len(group.refresh().data["spaces"]) == 4, "the spaces")
     for name, operations in ((job[:8].lower(), 50), (f"{job}/1", 60)):
         group.set_quota(name, operations=operations)
@@ -211,7 +211,7 @@ def test_a_service_that_is_started_again_finds_its_group(tmp_path: Path, place: 
     first = Site(tmp_path, place=place)
     with Client(first.url, first.token) as client:
         client.start_servers("shared", servers=3).wait(10)
-    manager = place.threads.find(actor("shared"))
+    manager = place.threads.find(manager_name("shared"))
     first.close()
     unseen = Site(tmp_path)  # it may be well: nobody has looked yet
     try:
@@ -224,17 +224,17 @@ def test_a_service_that_is_started_again_finds_its_group(tmp_path: Path, place: 
     try:
         with Client(again.url, again.token) as client:
             assert len(client.servers("shared").wait(10).data["servers"]) == 3
-        assert place.threads.find(actor("shared")) is manager
+        assert place.threads.find(manager_name("shared")) is manager
     finally:
         again.close()
 
 
 def test_a_manager_that_died_is_started_again_from_its_record(client: Client, place: ThreadPlace) -> None:
     group = client.start_servers("shared", servers=3).wait(10).resize(5).wait(10)
-    before = place.threads.find(actor("shared"))
+    before = place.threads.find(manager_name("shared"))
     assert before is not None
     place.threads.kill(before)
-    until(lambda: place.threads.find(actor("shared")) not in (None, before), "another manager")
+    until(lambda: place.threads.find(manager_name("shared")) not in (None, before), "another manager")
     assert len(group.wait(10).data["servers"]) == 5
 
 
@@ -257,12 +257,12 @@ def test_a_slow_group_holds_up_neither_another_one_nor_a_job(
         monkeypatch.setattr(
             place.threads,
             "spawn",
-            lambda *args, **more: hang() if more["name"] == actor("a-slow") else spawn(*args, **more),
+            lambda *args, **more: hang() if more["name"] == manager_name("a-slow") else spawn(*args, **more),
         )
         site.http.post(GROUPS, json={"name": "a-slow"})
     else:
         slow = client.start_servers("a-slow").wait(10)
-        monkeypatch.setattr(place.threads.find(actor("a-slow")).actor, method, hang)  # type: ignore[union-attr]
+        monkeypatch.setattr(place.threads.find(manager_name("a-slow")).actor, method, hang)  # type: ignore[union-attr]
         if method == "stop":
             slow.stop()
     try:
@@ -284,7 +284,7 @@ def test_a_group_that_is_larger_than_the_own_ray_is_refused(site: Site, client: 
     said = str(caught.value)
     assert "1000 servers" in said and "has 8" in said and "--cpus" in said and caught.value.data["code"] == "too_large"
     client.start_servers("first", servers=5).wait(10)
-    with pytest.raises(ConfigError, match="4 servers beside 5 of other groups"):
+    with pytest.raises(ConfigError, match="4 servers, and other groups use 5"):
         client.start_servers("second", servers=4)
     second = client.start_servers("second", servers=3).wait(10)
     with pytest.raises(ConfigError, match="has 8"):
@@ -309,12 +309,11 @@ def test_a_group_that_is_larger_than_a_joined_cluster_waits_until_that_has_grown
             group = client.start_servers("shared", servers=9)
             until(
                 lambda: (
-                    "needs a CPU for each of 9 servers, and the whole cluster has 8"
-                    in str(group.refresh().data["reason"])
+                    "needs a CPU for each of 9 servers; the whole cluster has 8" in str(group.refresh().data["reason"])
                 ),
                 "the reason",
             )
-            assert place.threads.find(actor("shared")) is None
+            assert place.threads.find(manager_name("shared")) is None
             monkeypatch.setattr(place.threads, "total", lambda: {"cpu": 9.0, "gpu": 0.0})
             assert len(group.wait(30).data["servers"]) == 9
             with pytest.raises(ConfigError, match="when the cluster has grown"):
@@ -366,8 +365,8 @@ def test_the_command_line(run: Callable[..., tuple[int, str, str]], place: Threa
     assert run("servers", "ls")[2].startswith("there is no server group yet")
     code, out, err = run("servers", "start", "shared", "--servers", "3", "--replicas", "1", "--silence", "30", "--wait")
     assert (code, out, err) == (0, "shared is ready, 3 of 3 servers\n", "")
-    assert place.threads.find(actor("shared")).actor.options == {"silence": 30.0}  # type: ignore[union-attr]
-    place.threads.find(actor("shared")).actor.open_space("mine")  # type: ignore[union-attr]
+    assert place.threads.find(manager_name("shared")).actor.options == {"silence": 30.0}  # type: ignore[union-attr]
+    place.threads.find(manager_name("shared")).actor.open_space("mine")  # type: ignore[union-attr]
     until(lambda: "mine" in run("servers", "show", "shared")[1], "the space")
     out = run("servers", "show", "shared")[1]
     assert "server-2" in out and "9.8 KiB" in out and "started" in out
@@ -404,18 +403,18 @@ def test_the_command_line(run: Callable[..., tuple[int, str, str]], place: Threa
 def test_a_job_waits_for_its_group_and_holds_up_no_other() -> None:
     waits = OpenJob("1", outside=Dependencies(group="waits for server group 'g': its manager is starting"))
     actions = plan([waits, OpenJob("2")], [], {"cpu": 4.0}, {"cpu": 4.0})
-    assert actions == [Wait("1", "waits for server group 'g': its manager is starting"), Start("2", 1)]
+    assert actions == [SetReason("1", "waits for server group 'g': its manager is starting"), Start("2", 1)]
 
 
 def test_a_job_whose_driver_is_lost_is_started_again_once_its_group_is_there() -> None:
     total, why = {"cpu": 4.0}, "waits for server group 'g': its manager is starting"
     for status in (Status.STARTING, Status.RUNNING, Status.RECOVERING, Status.UNKNOWN):
         lost = OpenJob("1", status=status, attempt=1, interrupted=True, outside=Dependencies(group=why))
-        assert plan([lost], [], total, total) == [Wait("1", why)]
+        assert plan([lost], [], total, total) == [SetReason("1", why)]
         assert plan([replace(lost, reason=why)], [], total, total) == []
         there = plan([replace(lost, outside=Dependencies())], [], total, total)
         assert [(type(action), getattr(action, "attempt", 0)) for action in there] == [(Start, 2)]
-        assert [type(action) for action in plan([replace(lost, stopping=1.0)], [], total, total)] == [Seal]
+        assert [type(action) for action in plan([replace(lost, stopping=1.0)], [], total, total)] == [EndJob]
 
 
 def test_a_real_manager_on_threads(tmp_path: Path, place: ThreadPlace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -435,7 +434,7 @@ def test_a_real_manager_on_threads(tmp_path: Path, place: ThreadPlace, monkeypat
             with pytest.raises(NotFound, match="no space"):
                 group.drop("nothing")
             group.stop().wait(60)
-        assert place.threads.find(actor("real")) is None
+        assert place.threads.find(manager_name("real")) is None
     finally:
         site.close()
 

@@ -35,7 +35,7 @@ def ended(site: Site) -> str:
     (saved / "model.safetensors").write_bytes(b"x" * 1000)
     (home / "log.txt").write_text("2026-11-21T06:41:00.000Z worker-0 hello\n")
     (home / "outcome.json").write_text(json.dumps({"status": "SUCCEEDED", "message": "done"}))
-    site.store("move", job, Status.SUCCEEDED, message="over", checkpoint=str(saved), metrics={"accuracy": 0.9})
+    site.store("change_status", job, Status.SUCCEEDED, message="over", checkpoint=str(saved), metrics={"accuracy": 0.9})
     return job
 
 

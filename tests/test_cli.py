@@ -210,7 +210,7 @@ def test_a_job_from_file_to_stop(at: Site, capsys: pytest.CaptureFixture[str], t
     assert "starting" in run(capsys, "events", job)[1]
     assert "#code=" in run(capsys, "open", "--to", "-")[1]
     assert run(capsys, "stop", job)[0] == 0
-    at.store("move", job, Status.STOPPED, message="stopped", reason="stopped")
+    at.store("change_status", job, Status.STOPPED, message="stopped", reason="stopped")
     code, _, err = run(capsys, "stop", job)
     assert code == 5 and "STOPPED" in err
 
@@ -227,10 +227,10 @@ def test_follow_ends_with_the_job(
         while not (jobs := at.http.get("/api/v1/jobs?status=QUEUED&limit=1").json()["jobs"]):
             time.sleep(0.05)
         at.start(jobs[0]["id"])
-        at.store("move", jobs[0]["id"], end, message="over", reason="over", metrics={"accuracy": 0.97})
+        at.store("change_status", jobs[0]["id"], end, message="over", reason="over", metrics={"accuracy": 0.97})
 
     for job in at.http.get("/api/v1/jobs?status=QUEUED&limit=200").json()["jobs"]:
-        at.store("move", job["id"], Status.STOPPED, message="")
+        at.store("change_status", job["id"], Status.STOPPED, message="")
     finisher = threading.Thread(target=finish)
     finisher.start()
     found, out, err = run(capsys, "submit", str(tmp_path / "job.yaml"), "--follow")
@@ -473,7 +473,7 @@ def test_what_holds_a_job_back_is_in_the_list_and_events_are_in_order(
 ) -> None:
     job = at.add(name="starved")
     home = at.start(job)
-    at.store("move", job, Status.RUNNING, message="runs")
+    at.store("change_status", job, Status.RUNNING, message="runs")
     said = "throttled by its quota of 4 operations a second"
     group = {"servers": [], "held_back": said, "operations_s": 3.9, "quota": {"operations": 4.0}}
     (home / "progress.json").write_text(json.dumps({"loss": 0.5, "round": 3, "server_group": group}))

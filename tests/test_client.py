@@ -172,7 +172,7 @@ def test_following_survives_a_restart_without_a_hole(tmp_path: Path) -> None:
     again = Site(tmp_path, port=site.port)
     rounds(home, 80, 100)
     time.sleep(0.5)
-    again.store("move", job.id, Status.SUCCEEDED, message="done", metrics={"accuracy": 0.9})
+    again.store("change_status", job.id, Status.SUCCEEDED, message="done", metrics={"accuracy": 0.9})
     follower.join(60)
     assert not follower.is_alive() and seen == list(range(100))
     assert job.wait(timeout=60).result == {"accuracy": 0.9}

@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from rayps_api.connections import Held, Limits, Phase, admit, limits, overdue
+from rayps_api.connections import ConnectionFacts, Limits, Phase, admit, limits, overdue
 from rayps_api.log_limit import LogLimit
 from service_site import Site
 
@@ -47,7 +47,7 @@ def test_limits_leave_descriptors_for_the_service() -> None:
 def test_a_newcomer_takes_the_place_of_the_oldest_unknown_one_that_waits(
     phase: Phase, known: bool, held: int, addresses: str
 ) -> None:
-    there = [Held("a" if addresses == "one" else f"a{i}", 10.0, known, phase) for i in range(held)]
+    there = [ConnectionFacts("a" if addresses == "one" else f"a{i}", 10.0, known, phase) for i in range(held)]
     found = admit("a", there, MOST, 20.0)
     most = MOST.total if known else MOST.per_address if addresses == "one" else MOST.unknown
     if held < most:
@@ -63,7 +63,7 @@ def test_a_newcomer_takes_the_place_of_the_oldest_unknown_one_that_waits(
 
 
 def test_one_address_does_not_close_the_connections_of_another() -> None:
-    there = [Held("other"), *(Held("a") for _ in range(MOST.per_address))]
+    there = [ConnectionFacts("other"), *(ConnectionFacts("a") for _ in range(MOST.per_address))]
     assert admit("a", there, MOST, 20.0).closed is there[1]
     assert admit("third", there, MOST, 20.0).closed is None
 
@@ -71,32 +71,35 @@ def test_one_address_does_not_close_the_connections_of_another() -> None:
 @pytest.mark.parametrize(
     ("held", "closed"),
     [
-        (Held("a", phase=Phase.HEADER, waited=10.1), True),
-        (Held("a", phase=Phase.HEADER, waited=9.9), False),
-        (Held("a", phase=Phase.HEADER, waited=10.1, received=10**6), True),  # a head byte by byte
-        (Held("a", phase=Phase.BODY, silent=30.1, waited=30.1, received=10**6), True),
-        (Held("a", phase=Phase.BODY, silent=1.0, waited=40.0, received=9_000), True),  # 225 bytes/s
-        (Held("a", phase=Phase.BODY, silent=1.0, waited=40.0, received=11_000), False),
-        (Held("a", phase=Phase.BODY, silent=29.0, waited=7200.0, received=16 * 2**30), False),  # a large update
-        (Held("a", phase=Phase.IDLE, waited=15.1), True),
-        (Held("a", phase=Phase.IDLE, waited=14.9), False),
-        (Held("a", phase=Phase.ANSWER, waited=7200.0, silent=7200.0), False),  # a stream
-        (Held("a", phase=Phase.WRITE, waited=7200.0, silent=59.0), False),
-        (Held("a", phase=Phase.WRITE, silent=61.0), True),
+        (ConnectionFacts("a", phase=Phase.HEADER, waited=10.1), True),
+        (ConnectionFacts("a", phase=Phase.HEADER, waited=9.9), False),
+        (ConnectionFacts("a", phase=Phase.HEADER, waited=10.1, received=10**6), True),  # a head byte by byte
+        (ConnectionFacts("a", phase=Phase.BODY, silent=30.1, waited=30.1, received=10**6), True),
+        (ConnectionFacts("a", phase=Phase.BODY, silent=1.0, waited=40.0, received=9_000), True),  # 225 bytes/s
+        (ConnectionFacts("a", phase=Phase.BODY, silent=1.0, waited=40.0, received=11_000), False),
+        (
+            ConnectionFacts("a", phase=Phase.BODY, silent=29.0, waited=7200.0, received=16 * 2**30),
+            False,
+        ),  # a large update
+        (ConnectionFacts("a", phase=Phase.IDLE, waited=15.1), True),
+        (ConnectionFacts("a", phase=Phase.IDLE, waited=14.9), False),
+        (ConnectionFacts("a", phase=Phase.ANSWER, waited=7200.0, silent=7200.0), False),  # a stream
+        (ConnectionFacts("a", phase=Phase.WRITE, waited=7200.0, silent=59.0), False),
+        (ConnectionFacts("a", phase=Phase.WRITE, silent=61.0), True),
     ],
 )
 @pytest.mark.parametrize("known", [False, True])
-def test_who_is_overdue(held: Held, closed: bool, known: bool) -> None:
+def test_who_is_overdue(held: ConnectionFacts, closed: bool, known: bool) -> None:
     held.known = known
     assert (overdue(held, MOST) is not None) is closed
 
 
 def test_a_kind_of_message_is_logged_a_few_times_and_then_counted() -> None:
     limit, kind = LogLimit(most=3, seconds=60.0), ("uvicorn.error", logging.WARNING, "Invalid %s")
-    assert [limit.ask(kind, 100.0 + i) for i in range(10)] == [0, 0, 0, *[None] * 7]
-    assert limit.ask(("uvicorn.error", logging.WARNING, "other"), 105.0) == 0
-    assert limit.ask(kind, 161.0) == 7
-    assert limit.ask(kind, 162.0) == 0
+    assert [limit.count_message(kind, 100.0 + i) for i in range(10)] == [0, 0, 0, *[None] * 7]
+    assert limit.count_message(("uvicorn.error", logging.WARNING, "other"), 105.0) == 0
+    assert limit.count_message(kind, 161.0) == 7
+    assert limit.count_message(kind, 162.0) == 0
     record = logging.LogRecord("rayps.service", logging.INFO, "", 0, "said by the service itself", None, None)
     assert all(limit.filter(record) for _ in range(100))
 

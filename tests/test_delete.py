@@ -32,7 +32,7 @@ def ended(site: Site, status: Status = Status.SUCCEEDED, **fields: Any) -> tuple
     saved = home / "checkpoints" / "step-00000007"
     saved.mkdir(parents=True)
     (saved / "model.safetensors").write_bytes(b"x" * 1000)
-    site.store("move", job, status, message="over", checkpoint=str(saved))
+    site.store("change_status", job, status, message="over", checkpoint=str(saved))
     return job, home
 
 
@@ -61,7 +61,7 @@ def test_a_job_that_has_not_ended_is_refused_and_loses_nothing(site: Site, statu
     if status is not Status.QUEUED:
         home = site.start(job)
         if status is not Status.STARTING:
-            site.store("move", job, status, message="")
+            site.store("change_status", job, status, message="")
     answer = site.http.delete(f"/api/v1/jobs/{job}")
     assert answer.status_code == 409 and answer.json()["code"] == "conflict"
     assert job in answer.json()["detail"] and "rayps stop" in answer.json()["detail"]
@@ -73,7 +73,7 @@ def test_a_job_whose_checkpoint_a_living_job_resumes_is_refused_until_that_has_e
     heir = site.add(resume=job, name="heir")
     answer = site.http.delete(f"/api/v1/jobs/{job}")
     assert answer.status_code == 409 and heir in answer.json()["detail"] and home.exists()
-    site.store("move", heir, Status.STOPPED, message="")
+    site.store("change_status", heir, Status.STOPPED, message="")
     assert site.http.delete(f"/api/v1/jobs/{job}").status_code == 200 and not home.exists()
 
 
@@ -92,7 +92,7 @@ def test_a_removal_that_was_cut_off_is_completed(site: Site, monkeypatch: pytest
     assert list(site.settings.jobs_dir.glob(f"*{job}")) == []
     job, home = ended(site)
     home.rename(home.with_name(f".deleted-{job}"))
-    job_folders.sweep(site.settings.jobs_dir)
+    job_folders.complete_removals(site.settings.jobs_dir)
     assert list(site.settings.jobs_dir.glob(f"*{job}")) == []
 
 

@@ -627,7 +627,7 @@ def test_the_actor_begins_by_itself_and_ends_itself(folder):
     assert json.loads((job / "outcome.json").read_text())["status"] == "SUCCEEDED"
     assert until(lambda: cluster.find("driver-begins") is None, 60), stacks()
     begun = json.loads((job / "driver.json").read_text())
-    started = processes.started(os.getpid())
+    started = processes.start_time(os.getpid())
     assert begun == {"attempt": 1, "pid": os.getpid(), "started": started, "protocol": PROTOCOL}
 
 

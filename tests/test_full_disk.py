@@ -72,18 +72,18 @@ def test_trouble_lasts_as_long_as_the_disk_has_no_room(tmp_path: Path, monkeypat
         return os.statvfs_result((4096, 4096, 0, 0, free[0] // 4096, 0, 0, 0, 0, 255))
 
     monkeypatch.setattr(os, "statvfs", statvfs)
-    assert disk.trouble is None
-    disk.failed()
-    assert disk.trouble and str(tmp_path) in disk.trouble and "rayps delete" in disk.trouble
-    disk.written()
-    assert disk.trouble is None
-    disk.failed()
+    assert disk.error is None
+    disk.record_failure()
+    assert disk.error and str(tmp_path) in disk.error and "rayps delete" in disk.error
+    disk.record_success()
+    assert disk.error is None
+    disk.record_failure()
     now[0] += 11
-    assert disk.trouble is None  # nothing was written since, and there is room
+    assert disk.error is None  # nothing was written since, and there is room
     free[0] = LEAST_FREE - 4096
-    assert disk.trouble and "4.0 MiB free" in disk.trouble
-    disk.written()
-    assert disk.trouble
+    assert disk.error and "4.0 MiB free" in disk.error
+    disk.record_success()
+    assert disk.error
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def test_a_store_that_finds_no_room_at_its_start_says_so(tmp_path: Path, monkeyp
     monkeypatch.setattr("rayps.service.store._migrate", full)
     with pytest.raises(ConfigError, match="is full") as caught:
         asyncio.run(Store.open(tmp_path / "s.db"))
-    assert "Move it away" not in str(caught.value)
+    assert "Move the file away" not in str(caught.value)
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ def test_on_a_disk_that_is_really_full_deleting_makes_room(
     try:
         made = [site.add(), site.add()]
         home = site.start(made[0])
-        site.store("move", made[0], Status.SUCCEEDED, message="")
+        site.store("change_status", made[0], Status.SUCCEEDED, message="")
         with (home / "model.bin").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
             while file.write(b"x" * 4096):
                 pass
@@ -232,7 +232,7 @@ def test_a_service_on_a_full_disk_serves_or_says_why_not(small_disk: Path, left:
     try:
         if left == 0:
             assert process.wait(120) not in (0, -9), log.read_text()
-            assert "is full" in log.read_text() and "Move it away" not in log.read_text()
+            assert "is full" in log.read_text() and "Move the file away" not in log.read_text()
             return
         url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 120
         while "Application startup complete" not in log.read_text():

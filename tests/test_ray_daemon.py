@@ -26,8 +26,8 @@ from rayps.service.ray_daemon import (
     is_expired,
     make_token,
     read_record,
-    service_lives,
-    sweep,
+    remove_leftovers,
+    service_is_alive,
 )
 from rayps.service.ray_place import JoinedRay, OwnRay, place
 from rayps.service.settings import SERVICE_LOCK, Settings
@@ -45,13 +45,13 @@ def until(ready: object, seconds: float = 60.0) -> None:
 
 def test_a_process_is_known_by_id_and_start() -> None:
     child = subprocess.Popen(["sleep", "30"])
-    since = processes.started(child.pid)
-    assert processes.alive(child.pid, since) and not processes.alive(child.pid, (since or 0) + 1)
-    assert child.pid in processes.below(os.getpid())
+    since = processes.start_time(child.pid)
+    assert processes.is_alive(child.pid, since) and not processes.is_alive(child.pid, (since or 0) + 1)
+    assert child.pid in processes.descendants(os.getpid())
     child.kill()
-    until(lambda: processes.started(child.pid) is None)  # a zombie is no living process
+    until(lambda: processes.start_time(child.pid) is None)  # a zombie is no living process
     child.wait()
-    assert not processes.alive(child.pid, since) and processes.started(2**22 + 1) is None
+    assert not processes.is_alive(child.pid, since) and processes.start_time(2**22 + 1) is None
 
 
 def test_what_a_tree_left_is_found_and_a_client_is_not(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_what_a_tree_left_is_found_and_a_client_is_not(tmp_path: Path) -> None:
     client = subprocess.Popen(["sleep", "30"], stdout=log)
     wanted = {of_session.pid, by_name.pid}
     try:
-        until(lambda: set(processes.left_in(str(tmp_path), of_session.pid)) == wanted, 5)
+        until(lambda: set(processes.left_by_ray(str(tmp_path), of_session.pid)) == wanted, 5)
     finally:
         for child in (of_session, by_name, client):
             child.kill()
@@ -76,9 +76,9 @@ sleep = "subprocess.Popen(['sleep', '60'], stdout=-3, stderr=-3, start_new_sessi
 made = subprocess.run([sys.executable, "-c", f"import subprocess; print({sleep})"], capture_output=True, text=True)
 orphan = int(made.stdout)
 subprocess.Popen(["sleep", "61"])
-assert len(processes.below(os.getpid())) == 2
-processes.end_tree(os.getpid())
-assert not processes.below(os.getpid()) and not processes.started(orphan)
+assert len(processes.descendants(os.getpid())) == 2
+processes.kill_descendants(os.getpid())
+assert not processes.descendants(os.getpid()) and not processes.start_time(orphan)
 """
 
 
@@ -124,8 +124,8 @@ def test_a_sweep_takes_only_what_is_ours(tmp_path: Path) -> None:
     ours, other = tmp_path / "rayps-x", tmp_path / "precious"
     for folder in (ours, other):
         folder.mkdir()
-    sweep(record(tmp_path))
-    sweep(record(tmp_path, temp_dir=str(other)))
+    remove_leftovers(record(tmp_path))
+    remove_leftovers(record(tmp_path, temp_dir=str(other)))
     assert not ours.exists() and other.exists()
 
 
@@ -202,15 +202,15 @@ def test_the_daemon_asks_before_it_ends_ray(tmp_path: Path) -> None:
     assert kept.over_after(10_000.0) is None
     kept.drivers = False
     with (tmp_path / SERVICE_LOCK).open("w") as lock:  # a service that says nothing
-        assert not service_lives(tmp_path)
+        assert not service_is_alive(tmp_path)
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert service_lives(tmp_path)
+        assert service_is_alive(tmp_path)
         kept = Kept(tmp_path)
         assert kept.over_after(300.0) is None
         assert kept.over_after() == pytest.approx(10, abs=2.5)  # 10 + 300 seconds: it has another Ray, or hangs
         kept = Kept(tmp_path)
         assert kept.over_after(300.0) is None
-    assert not service_lives(tmp_path) and kept.over_after() == pytest.approx(0, abs=2.5)
+    assert not service_is_alive(tmp_path) and kept.over_after() == pytest.approx(0, abs=2.5)
 
 
 def test_when_an_own_ray_may_end() -> None:
@@ -223,15 +223,15 @@ def test_when_an_own_ray_may_end() -> None:
 def test_a_driver_is_known_by_the_title_of_its_process(tmp_path: Path) -> None:
     """The title that Ray gives: the actor's class."""
     name = DRIVER.rpartition(":")[2]
-    assert not ray_daemon._drivers_live()
+    assert not ray_daemon._drivers_alive()
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", f"ray::{name}"])
     try:
         until(lambda: name in " ".join(processes.command(child.pid)))
-        assert ray_daemon._drivers_live()
+        assert ray_daemon._drivers_alive()
     finally:
         child.kill()
         child.wait()
-    assert not ray_daemon._drivers_live() and processes.command(child.pid) == []
+    assert not ray_daemon._drivers_alive() and processes.command(child.pid) == []
 
 
 def test_a_cluster_that_does_not_answer() -> None:
@@ -281,7 +281,7 @@ def apart(tmp_path: Path) -> Iterator[Apart]:
 
 
 def ours(found: RayRecord) -> list[int]:
-    return processes.left_in(found.temp_dir, found.session)
+    return processes.left_by_ray(found.temp_dir, found.session)
 
 
 @pytest.mark.ray
@@ -290,23 +290,23 @@ def test_it_is_private_found_again_and_ends_without_a_trace(apart: Apart) -> Non
     assert found.alive and found.address is not None and found.address.startswith("127.0.0.1:")
     assert Path(found.temp_dir).stat().st_mode & 0o777 == 0o700
     assert apart.ask()["cpu"] == 3 and apart.up() == found
-    tree = [*processes.below(found.pid), found.pid]
+    tree = [*processes.descendants(found.pid), found.pid]
     assert len(tree) > 3 and _listens_only_on_loopback(tree)
     apart.own.disconnect(end=True)
     assert not Path(found.temp_dir).exists() and not ours(found)
-    until(lambda: not any(processes.started(pid) for pid in tree), 5)
+    until(lambda: not any(processes.start_time(pid) for pid in tree), 5)
 
 
 @pytest.mark.ray
 @pytest.mark.chaos
 def test_a_daemon_that_was_killed_is_replaced_and_swept(apart: Apart) -> None:
     first = apart.up()
-    tree = processes.below(first.pid)
+    tree = processes.descendants(first.pid)
     os.kill(first.pid, signal.SIGKILL)
     until(lambda: not first.alive, 5)
     second = apart.up()
     assert second.pid != first.pid and second.alive and not Path(first.temp_dir).exists()
-    until(lambda: not ours(first) and not any(processes.started(pid) for pid in tree), 5)
+    until(lambda: not ours(first) and not any(processes.start_time(pid) for pid in tree), 5)
 
 
 @pytest.mark.ray
@@ -340,7 +340,9 @@ def test_a_ray_that_answers_nothing_is_ended_and_started_again(tmp_path: Path, m
         assert own.cluster().total()["cpu"] == 3
         first = read_record(tmp_path)
         assert first is not None
-        [gcs] = [pid for pid in processes.below(first.pid) if "gcs_server" in " ".join(processes.command(pid)[:1])]
+        [gcs] = [
+            pid for pid in processes.descendants(first.pid) if "gcs_server" in " ".join(processes.command(pid)[:1])
+        ]
         os.kill(gcs, signal.SIGSTOP)
         own._unresponsive.seconds = 3.0
 
@@ -351,7 +353,7 @@ def test_a_ray_that_answers_nothing_is_ended_and_started_again(tmp_path: Path, m
                 return False
 
         until(answers, 400)
-        assert not Path(first.temp_dir).exists() and processes.started(gcs) is None
+        assert not Path(first.temp_dir).exists() and processes.start_time(gcs) is None
     finally:
         own.disconnect(end=True)
 

@@ -50,7 +50,7 @@ def join(tmp_path: Path) -> Iterator[Callable[..., ClusterProcess]]:
     yield join
     for each in made:
         each.close()
-        assert processes.started(each.pid) is None
+        assert processes.start_time(each.pid) is None
 
 
 def hurt(tmp_path: Path, mode: str) -> None:
@@ -91,7 +91,7 @@ def test_what_hangs_is_given_up(join: Callable[..., ClusterProcess], tmp_path: P
         hurt(tmp_path, mode)
     with pytest.raises(ClusterError, match="Ray did not answer the request 'free' within 1 s"):
         cluster.free()
-    assert not cluster.alive and processes.started(cluster.pid) is None
+    assert not cluster.alive and processes.start_time(cluster.pid) is None
     with pytest.raises(ClusterError):
         pending.result(timeout=60)  # type: ignore[union-attr]
     with pytest.raises(ClusterError, match="Ray cannot be called: Ray did not answer the request 'free'"):
@@ -160,11 +160,11 @@ def test_the_child_ends_with_the_service(tmp_path: Path) -> None:
     owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path), HURT], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     pid = int(owner.stdout.readline())
-    assert processes.started(pid) is not None
+    assert processes.start_time(pid) is not None
     owner.kill()
     owner.wait()
     owner.stdout.close()
-    until(lambda: processes.started(pid) is None)
+    until(lambda: processes.start_time(pid) is None)
 
 
 @pytest.mark.parametrize("mode", ["", "join hang with the interpreter's lock"])

@@ -19,16 +19,16 @@ from rayps.core.job_status import Status, may_move
 from rayps.service import drivers, processes
 from rayps.service.liveness import MOST_STEP, QuietTime, QuietTimes
 from rayps.service.plan import (
-    PATIENCE,
     STOP_SECONDS,
-    AskToStop,
+    UNSEEN_SECONDS,
     Dependencies,
+    EndJob,
     Kill,
     OpenJob,
-    Seal,
-    Show,
+    RequestStop,
+    SetReason,
+    SetStatus,
     Start,
-    Wait,
     needs,
     plan,
 )
@@ -68,33 +68,33 @@ RUNNING = OpenJob("a", status=S.RUNNING, attempt=1)
         (
             OpenJob("a", status=S.RUNNING, outcome=END),
             True,
-            [Seal("a", S.SUCCEEDED, "done", {"accuracy": 0.9}, "/c", 9.0, has_event=True)],
+            [EndJob("a", S.SUCCEEDED, "done", {"accuracy": 0.9}, "/c", 9.0, has_event=True)],
         ),
         (
             OpenJob("a", status=S.UNKNOWN, outcome=END, stopping=1.0),
             False,
-            [Seal("a", S.SUCCEEDED, "done", {"accuracy": 0.9}, "/c", 9.0, has_event=True)],
+            [EndJob("a", S.SUCCEEDED, "done", {"accuracy": 0.9}, "/c", 9.0, has_event=True)],
         ),
         (
             OpenJob("a", status=S.RUNNING, outcome={"status": "GREAT", "message": "?"}),
             True,
-            [Seal("a", S.FAILED, "?", has_event=True)],
+            [EndJob("a", S.FAILED, "?", has_event=True)],
         ),
         (
             OpenJob("a", status=S.RUNNING, outcome={"status": "RUNNING"}),
             True,
-            [Seal("a", S.FAILED, "", has_event=True)],
+            [EndJob("a", S.FAILED, "", has_event=True)],
         ),
         # what the driver says is shown, if it is a legal move
         (
             OpenJob("a", status=S.STARTING, progress={"status": "RUNNING", "message": "x"}),
             True,
-            [Show("a", S.RUNNING, has_event=True)],
+            [SetStatus("a", S.RUNNING, has_event=True)],
         ),
         (
             OpenJob("a", status=S.RUNNING, progress={"status": "RECOVERING", "message": "worker 1 died"}),
             True,
-            [Show("a", S.RECOVERING, "worker 1 died", has_event=True)],
+            [SetStatus("a", S.RECOVERING, "worker 1 died", has_event=True)],
         ),
         (OpenJob("a", status=S.RUNNING, progress={"status": "STARTING"}), True, []),
         (OpenJob("a", status=S.RUNNING, progress={"status": "SUCCEEDED"}), True, []),
@@ -102,17 +102,17 @@ RUNNING = OpenJob("a", status=S.RUNNING, attempt=1)
         (
             OpenJob("a", status=S.STARTING, progress={"status": "STARTING", "message": "waits for 4 CPUs"}),
             True,
-            [Wait("a", "waits for 4 CPUs")],
+            [SetReason("a", "waits for 4 CPUs")],
         ),
-        (OpenJob("a", status=S.UNKNOWN, progress={"status": "RUNNING"}), True, [Show("a", S.RUNNING)]),
-        (OpenJob("a", status=S.UNKNOWN), True, [Show("a", S.STARTING)]),
+        (OpenJob("a", status=S.UNKNOWN, progress={"status": "RUNNING"}), True, [SetStatus("a", S.RUNNING)]),
+        (OpenJob("a", status=S.UNKNOWN), True, [SetStatus("a", S.STARTING)]),
         # stop
         (
             OpenJob("a", status=S.RUNNING, stopping=0.1),
             True,
-            [Show("a", S.STOPPING, ASKED, has_event=True), AskToStop("a")],
+            [SetStatus("a", S.STOPPING, ASKED, has_event=True), RequestStop("a")],
         ),
-        (OpenJob("a", status=S.STOPPING, stopping=9.0), True, [AskToStop("a")]),
+        (OpenJob("a", status=S.STOPPING, stopping=9.0), True, [RequestStop("a")]),
         (
             OpenJob("a", status=S.STOPPING, stopping=STOP_SECONDS + 1),
             True,
@@ -121,12 +121,12 @@ RUNNING = OpenJob("a", status=S.RUNNING, attempt=1)
         (
             OpenJob("a", status=S.STOPPING, stopping=5.0),
             False,
-            [Seal("a", S.STOPPED, "stopped: the job's driver ended without an outcome")],
+            [EndJob("a", S.STOPPED, "stopped: the job's driver ended without an outcome")],
         ),
         (
             OpenJob("a", status=S.STOPPING, stopping=70.0, crash="the driver did not stop within 60 s"),
             False,
-            [Seal("a", S.STOPPED, "stopped: the job's driver was killed (the driver did not stop within 60 s)")],
+            [EndJob("a", S.STOPPED, "stopped: the job's driver was killed (the driver did not stop within 60 s)")],
         ),
         # the service was killed before it had started this attempt's driver: that is no failure of the job
         (
@@ -142,7 +142,7 @@ RUNNING = OpenJob("a", status=S.RUNNING, attempt=1)
         (
             OpenJob("a", status=S.STOPPING, attempt=1, stopping=1.0, launched=False),
             False,
-            [Seal("a", S.STOPPED, "stopped: the job's driver ended without an outcome")],
+            [EndJob("a", S.STOPPED, "stopped: the job's driver ended without an outcome")],
         ),
         # deadlines: the driver of a job that starts or recovers without a sign of progress is given up
         (OpenJob("a", status=S.STARTING, attempt=1, silent=900.0), True, []),
@@ -158,14 +158,14 @@ RUNNING = OpenJob("a", status=S.RUNNING, attempt=1)
         (
             OpenJob("a", status=S.STARTING, attempt=1, silent=901.0, outcome=END),
             True,
-            [Seal("a", S.SUCCEEDED, "done", {"accuracy": 0.9}, "/c", 9.0, has_event=True)],
+            [EndJob("a", S.SUCCEEDED, "done", {"accuracy": 0.9}, "/c", 9.0, has_event=True)],
         ),
         (
             OpenJob("a", status=S.STARTING, attempt=1, crash=NO_SIGN.format("STARTING")),
             False,
             [Start("a", 2, 1, f"the driver was lost ({NO_SIGN.format('STARTING')}): {RESTARTED.format(1)}")],
         ),
-        (OpenJob("a", stopping=0.0), False, [Seal("a", S.STOPPED, "stopped before it started")]),
+        (OpenJob("a", stopping=0.0), False, [EndJob("a", S.STOPPED, "stopped before it started")]),
         # a driver that is gone, or lives on after its run
         (
             OpenJob("a", status=S.RUNNING, attempt=1),
@@ -180,12 +180,12 @@ RUNNING = OpenJob("a", status=S.RUNNING, attempt=1)
         (
             OpenJob("a", status=S.RUNNING, attempt=4, failures=3),
             False,
-            [Seal("a", S.FAILED, "the driver was lost: failure 4 exceeds max_failures 3")],
+            [EndJob("a", S.FAILED, "the driver was lost: failure 4 exceeds max_failures 3")],
         ),
         (
             OpenJob("a", status=S.RUNNING, attempt=1, max_failures=0),
             False,
-            [Seal("a", S.FAILED, "the driver was lost: failure 1 exceeds max_failures 0")],
+            [EndJob("a", S.FAILED, "the driver was lost: failure 1 exceeds max_failures 0")],
         ),
         # what the driver counted before it was lost is of the same job
         (
@@ -196,7 +196,7 @@ RUNNING = OpenJob("a", status=S.RUNNING, attempt=1)
         (
             OpenJob("a", status=S.RUNNING, attempt=2, failures=1, progress={"status": "RUNNING", "failures": 3}),
             False,
-            [Seal("a", S.FAILED, "the driver was lost: failure 4 exceeds max_failures 3")],
+            [EndJob("a", S.FAILED, "the driver was lost: failure 4 exceeds max_failures 3")],
         ),
         (
             OpenJob("a", status=S.RUNNING, attempt=1, interrupted=True, progress={"failures": 2}),
@@ -213,18 +213,18 @@ RUNNING = OpenJob("a", status=S.RUNNING, attempt=1)
         (
             OpenJob("a", status=S.RUNNING, attempt=1, outside=Dependencies(group_ended="gone")),
             True,
-            [Kill("a", "gone"), Seal("a", S.FAILED, "gone")],
+            [Kill("a", "gone"), EndJob("a", S.FAILED, "gone")],
         ),
         (
             OpenJob("a", status=S.RECOVERING, attempt=1, outside=Dependencies(group_ended="gone")),
             False,
-            [Seal("a", S.FAILED, "gone")],
+            [EndJob("a", S.FAILED, "gone")],
         ),
-        (OpenJob("a", outside=Dependencies(group_ended="gone")), False, [Seal("a", S.FAILED, "gone")]),
+        (OpenJob("a", outside=Dependencies(group_ended="gone")), False, [EndJob("a", S.FAILED, "gone")]),
         (
             OpenJob("a", status=S.STOPPING, stopping=1.0, outside=Dependencies(group_ended="gone")),
             False,
-            [Seal("a", S.STOPPED, "gone")],
+            [EndJob("a", S.STOPPED, "gone")],
         ),
         (
             OpenJob(
@@ -234,13 +234,13 @@ RUNNING = OpenJob("a", status=S.RUNNING, attempt=1)
                 outcome={"status": "SUCCEEDED", "message": "done"},
             ),
             True,
-            [Seal("a", S.SUCCEEDED, "done", has_event=True)],
+            [EndJob("a", S.SUCCEEDED, "done", has_event=True)],
         ),
         # its quota
         (
             OpenJob("a", status=S.RUNNING, progress={"status": "RUNNING", "server_group": {"held_back": "held back"}}),
             True,
-            [Wait("a", "held back")],
+            [SetReason("a", "held back")],
         ),
     ],
 )
@@ -252,10 +252,10 @@ def test_a_job_that_was_started(job: OpenJob, alive: bool, expected: list[Any]) 
     ("status", "unseen", "expected"),
     [
         (S.RUNNING, 0.0, []),
-        (S.RUNNING, PATIENCE - 1, []),
-        (S.RUNNING, PATIENCE + 1, [Show("a", S.UNKNOWN, "the job's driver cannot be reached: no route")]),
-        (S.STOPPING, PATIENCE + 1, [Show("a", S.UNKNOWN, "the job's driver cannot be reached: no route")]),
-        (S.UNKNOWN, PATIENCE + 1, []),
+        (S.RUNNING, UNSEEN_SECONDS - 1, []),
+        (S.RUNNING, UNSEEN_SECONDS + 1, [SetStatus("a", S.UNKNOWN, "the job's driver cannot be reached: no route")]),
+        (S.STOPPING, UNSEEN_SECONDS + 1, [SetStatus("a", S.UNKNOWN, "the job's driver cannot be reached: no route")]),
+        (S.UNKNOWN, UNSEEN_SECONDS + 1, []),
     ],
 )
 def test_a_failed_look_is_not_a_failed_job(status: Status, unseen: float, expected: list[Any]) -> None:
@@ -266,34 +266,34 @@ def test_a_failed_look_is_not_a_failed_job(status: Status, unseen: float, expect
     ("jobs", "free", "expected"),
     [
         ([cpus(8)], 8, [Start("a", 1)]),
-        ([cpus(8)], 2, [Wait("a", "needs 8 CPUs, 2 free")]),
+        ([cpus(8)], 2, [SetReason("a", "needs 8 CPUs, 2 free")]),
         ([cpus(8, reason="needs 8 CPUs, 2 free")], 2, []),
-        ([cpus(1)], 0, [Wait("a", "needs 1 CPU, 0 free")]),
+        ([cpus(1)], 0, [SetReason("a", "needs 1 CPU, 0 free")]),
         ([cpus(0)], 0, [Start("a", 1)]),
         # first in, first out; a large one at the head is not overtaken
         (
             [cpus(4), cpus(4, job_id="b"), cpus(4, job_id="c")],
             8,
-            [Start("a", 1), Start("b", 1), Wait("c", "needs 4 CPUs, 0 free")],
+            [Start("a", 1), Start("b", 1), SetReason("c", "needs 4 CPUs, 0 free")],
         ),
-        ([cpus(6), cpus(1, job_id="b")], 4, [Wait("a", "needs 6 CPUs, 4 free"), Wait("b", BEHIND)]),
+        ([cpus(6), cpus(1, job_id="b")], 4, [SetReason("a", "needs 6 CPUs, 4 free"), SetReason("b", BEHIND)]),
         # but nobody waits behind what can never start here
-        ([cpus(99), cpus(1, job_id="b")], 8, [Wait("a", "needs 99 CPUs, the whole cluster has 8"), Start("b", 1)]),
+        ([cpus(99), cpus(1, job_id="b")], 8, [SetReason("a", "needs 99 CPUs, the whole cluster has 8"), Start("b", 1)]),
         (
             [cpus(6), cpus(99, job_id="b")],
             4,
-            [Wait("a", "needs 6 CPUs, 4 free"), Wait("b", "needs 99 CPUs, the whole cluster has 8")],
+            [SetReason("a", "needs 6 CPUs, 4 free"), SetReason("b", "needs 99 CPUs, the whole cluster has 8")],
         ),
         # a driver that starts has yet to take its share, and a recovering one takes it again
-        ([cpus(6, S.STARTING, "z", attempt=1), cpus(4)], 8, [Wait("a", "needs 4 CPUs, 2 free")]),
-        ([cpus(6, S.RECOVERING, "z", attempt=1), cpus(4)], 8, [Wait("a", "needs 4 CPUs, 2 free")]),
+        ([cpus(6, S.STARTING, "z", attempt=1), cpus(4)], 8, [SetReason("a", "needs 4 CPUs, 2 free")]),
+        ([cpus(6, S.RECOVERING, "z", attempt=1), cpus(4)], 8, [SetReason("a", "needs 4 CPUs, 2 free")]),
         ([cpus(4, S.RUNNING, "z", attempt=1), cpus(4)], 4, [Start("a", 1)]),
         # others in a joined cluster hold something too
-        ([cpus(2, S.RUNNING, "z", attempt=1), cpus(4)], 3, [Wait("a", "needs 4 CPUs, 3 free")]),
+        ([cpus(2, S.RUNNING, "z", attempt=1), cpus(4)], 3, [SetReason("a", "needs 4 CPUs, 3 free")]),
         (
             [cpus(6, stopping=0.0), cpus(4, job_id="b")],
             4,
-            [Seal("a", S.STOPPED, "stopped before it started"), Start("b", 1)],
+            [EndJob("a", S.STOPPED, "stopped before it started"), Start("b", 1)],
         ),
     ],
 )
@@ -319,14 +319,14 @@ def test_a_stop_of_a_job_that_cannot_be_seen_has_a_deadline(
     job = OpenJob("a", status=status, stopping=stopping, deadline=deadline)
     actions = plan([job], None, None, None, unseen=unseen, why="no route")
     sealed = [
-        Seal(
+        EndJob(
             "a",
             S.STOPPED,
             f"stopped: the job's driver could not be reached for {deadline:g} s (no route); "
-            "if the driver is found again, it is killed",
+            "a driver that is found later is killed",
         )
     ]
-    assert (actions == sealed) is ends and (ends or not any(isinstance(action, Seal) for action in actions))
+    assert (actions == sealed) is ends and (ends or not any(isinstance(action, EndJob) for action in actions))
 
 
 def test_no_status_is_for_ever() -> None:
@@ -350,23 +350,23 @@ def test_no_status_is_for_ever() -> None:
             attempt=1,
         )
         gone = plan([job], set(), ROOM, ROOM)
-        assert len(gone) == 1 and isinstance(gone[0], Seal if stopping else Start), job
+        assert len(gone) == 1 and isinstance(gone[0], EndJob if stopping else Start), job
         alive = plan([job], {"a"}, ROOM, ROOM)
         # RUNNING is watched by its driver, UNKNOWN becomes what the driver says
         assert any(isinstance(action, Kill) for action in alive) or status in (S.RUNNING, S.UNKNOWN, S.STOPPING), job
         if stopping:
             assert any(isinstance(action, Kill) for action in alive), job
-            assert any(isinstance(action, Seal) for action in plan([job], None, None, None, unseen=1e6)), job
+            assert any(isinstance(action, EndJob) for action in plan([job], None, None, None, unseen=1e6)), job
 
 
 def test_nothing_starts_unseen_and_the_reason_is_said_once() -> None:
-    assert plan([cpus(1)], None, None, None) == [Wait("a", "Ray is starting")]
+    assert plan([cpus(1)], None, None, None) == [SetReason("a", "Ray is starting")]
     assert plan([cpus(1, reason="Ray is starting")], None, None, None) == []
 
 
 def test_gpus_are_counted_too() -> None:
     job = OpenJob("a", needs=needs(JobSpec("w:W", workers=2, resources={"cpu": 1, "gpu": 1, "memory": 5})))
-    assert plan([job], set(), ROOM, ROOM) == [Wait("a", "needs 2 GPUs, the whole cluster has 0")]
+    assert plan([job], set(), ROOM, ROOM) == [SetReason("a", "needs 2 GPUs, the whole cluster has 0")]
     assert plan([job], set(), {"cpu": 8.0, "gpu": 2.0}, {"cpu": 8.0, "gpu": 2.0}) == [Start("a", 1)]
 
 
@@ -384,9 +384,9 @@ def test_every_planned_move_is_legal() -> None:
         job = OpenJob("a", status=status, stopping=stopping, progress=said, attempt=1, silent=silent, launched=launched)
         drivers = None if alive is None else {"a"} if alive else set()
         for action in plan([job], drivers, ROOM, ROOM, unseen=unseen):
-            if isinstance(action, Show | Seal):
+            if isinstance(action, SetStatus | EndJob):
                 assert may_move(status, action.status), (job, action)
-                assert isinstance(action, Show) or action.status.terminal
+                assert isinstance(action, SetStatus) or action.status.terminal
 
 
 def test_silence_counts_only_while_we_run() -> None:
@@ -525,7 +525,7 @@ def test_a_job_from_queue_to_result(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert [e["kind"] for e in await store.events(job)] == ["queued", "starting"]
         cluster.spawn("rayps.runtime.driver_actor:DriverActor", name=f"driver-{job}", detached=True, here=True)
         assert await scheduler.tick() == [] and cluster.actors  # it gets a while to end itself
-        monkeypatch.setattr(drivers, "_TIDY_SECONDS", 0.0)
+        monkeypatch.setattr(drivers, "_END_SECONDS", 0.0)
         assert await scheduler.tick() == [] and not cluster.actors
 
     serve(tmp_path, body)
@@ -648,7 +648,7 @@ def test_a_driver_that_shows_no_sign_is_given_up(tmp_path: Path) -> None:
 def test_signs_of_progress_renew_the_deadline(tmp_path: Path) -> None:
     async def body(store: Store, scheduler: Scheduler, cluster: FakeCluster, place: FakePlace) -> None:
         now = [0.0]
-        scheduler._silences = QuietTimes(lambda: now[0])
+        scheduler._quiet_times = QuietTimes(lambda: now[0])
         job = await add(store)
         await scheduler.tick()
         for count in range(1000):  # 4,000 seconds of a slow start that says something every 400
@@ -674,7 +674,9 @@ def test_what_is_left_of_an_attempt_is_ended_before_the_next(tmp_path: Path) -> 
         left = subprocess.Popen(["sleep", "300"])
         other = subprocess.Popen(["sleep", "300"])
         try:
-            write(tmp_path, job, "driver.json", {"attempt": 1, "pid": left.pid, "started": processes.started(left.pid)})
+            write(
+                tmp_path, job, "driver.json", {"attempt": 1, "pid": left.pid, "started": processes.start_time(left.pid)}
+            )
             cluster.actors.clear()
             await scheduler.tick()
             assert left.wait(30) == -9 and (await store.get(job)).attempt == 2

@@ -136,7 +136,7 @@ SUBMIT = [
     "submit: stored, not acknowledged",
 ]
 LAUNCH = ["launch: chosen, not stored", "launch: stored, not started", "launch: started, not noted"]
-SEAL = ["seal: decided, not stored", "seal: stored, driver not dismissed"]
+SEAL = ["end: decided, not stored", "end: stored, driver not ended"]
 RESTART = ["restart: attempt stored, status not"]
 STOP = ["stop: stored, not acknowledged", "stop: stored, driver not asked", "stop: driver asked"]
 KILL = ["kill: chosen, not done", "kill: done"]

@@ -35,7 +35,7 @@ def test_a_job_survives_a_restart_with_its_events(tmp_path: Path) -> None:
     async def first(store: Store) -> str:
         job, created = await store.add(SPEC, name="digits")
         assert created and job.status is Status.QUEUED
-        await store.move(job.id, Status.STARTING, message="started", attempt=1, attempt_at=5.0)
+        await store.change_status(job.id, Status.STARTING, message="started", attempt=1, attempt_at=5.0)
         return job.id
 
     async def second(store: Store, job_id: str) -> None:
@@ -58,10 +58,10 @@ def test_every_move_is_held_to_the_table(tmp_path: Path) -> None:
                 async with store._writer.begin() as tx:
                     await tx.exec_driver_sql("UPDATE jobs SET status=? WHERE id=?", (old.value, job.id))
                 if new in MOVES[old]:
-                    assert (await store.move(job.id, new, message="")).status is new
+                    assert (await store.change_status(job.id, new, message="")).status is new
                 else:
                     with pytest.raises(Conflict):
-                        await store.move(job.id, new, message="", attempt=7)
+                        await store.change_status(job.id, new, message="", attempt=7)
                     kept = await store.get(job.id)
                     assert (kept.status, kept.attempt, len(await store.events(job.id))) == (old, 0, 1)
 
@@ -72,15 +72,15 @@ def test_a_lost_race_raises_and_changes_nothing(tmp_path: Path) -> None:
     async def body(store: Store) -> None:
         job, _ = await store.add(SPEC, name="x")
         results = await asyncio.gather(
-            *[store.move(job.id, Status.STARTING, old=Status.QUEUED, message="", attempt=i) for i in range(8)],
+            *[store.change_status(job.id, Status.STARTING, old=Status.QUEUED, message="", attempt=i) for i in range(8)],
             return_exceptions=True,
         )
         won = [r for r in results if not isinstance(r, BaseException)]
         assert len(won) == 1 and sum(isinstance(r, Conflict) for r in results) == 7
         assert (await store.get(job.id)).attempt == won[0].attempt
-        await store.move(job.id, Status.FAILED, message="first word")
+        await store.change_status(job.id, Status.FAILED, message="first word")
         with pytest.raises(Conflict, match="FAILED"):
-            await store.move(job.id, Status.SUCCEEDED, message="second word")
+            await store.change_status(job.id, Status.SUCCEEDED, message="second word")
         with pytest.raises(Conflict):
             await store.begin_attempt(job.id, attempt=9, message="", kind="restarted")
         await store.set_reason(job.id, "no more words")
@@ -110,9 +110,9 @@ def test_pages_are_newest_first_without_overlap(tmp_path: Path) -> None:
             seen += [job.id for job in page]
             before = seen[-1]
         assert seen == ids[::-1]
-        await store.move(ids[2], Status.FAILED, message="")
+        await store.change_status(ids[2], Status.FAILED, message="")
         assert [j.id for j in await store.page(status=[Status.FAILED])] == [ids[2]]
-        assert len(await store.live()) == 6 and await store.counts() == {"QUEUED": 6, "FAILED": 1}
+        assert len(await store.unfinished()) == 6 and await store.counts() == {"QUEUED": 6, "FAILED": 1}
 
     run(tmp_path, body)
 
@@ -122,7 +122,7 @@ def test_stop_is_a_wish_once_and_refused_at_the_end(tmp_path: Path) -> None:
         job, _ = await store.add(SPEC, name="x")
         assert (await store.request_stop(job.id, now=3.0)).stop_requested_at == 3.0
         assert (await store.request_stop(job.id, now=9.0)).stop_requested_at == 3.0
-        await store.move(job.id, Status.STOPPED, message="")
+        await store.change_status(job.id, Status.STOPPED, message="")
         with pytest.raises(Conflict):
             await store.request_stop(job.id)
         with pytest.raises(NotFound):
@@ -135,26 +135,30 @@ def test_tokens_are_stored_hashed_and_codes_work_once(tmp_path: Path) -> None:
     file = tmp_path / "token"
 
     async def body(store: Store) -> str:
-        token, new = await UserTokens(store, file).own()
+        token, new = await UserTokens(store, file).service_token()
         assert new and token.startswith("rps_") and file.stat().st_mode & 0o777 == 0o600
-        assert await UserTokens(store, file).own() == (token, False)
-        assert await store.accepts(token) and not await store.accepts(token + "x") and not await store.accepts("")
+        assert await UserTokens(store, file).service_token() == (token, False)
+        assert (
+            await store.accepts_secret(token)
+            and not await store.accepts_secret(token + "x")
+            and not await store.accepts_secret("")
+        )
         code = await store.login_code(now=1000.0)
         assert await store.login(code, now=1000.0 + 301) is None
         code = await store.login_code(now=2000.0)
         session = await store.login(code, now=2001.0)
-        assert session is not None and await store.accepts(session, now=2002.0)
-        assert not await store.accepts(session, now=2001.0 + 31 * 86400)
+        assert session is not None and await store.accepts_secret(session, now=2002.0)
+        assert not await store.accepts_secret(session, now=2001.0 + 31 * 86400)
         assert await store.login(code, now=2001.0) is None
         await store.revoke(session)
-        assert not await store.accepts(session, now=2002.0)
+        assert not await store.accepts_secret(session, now=2002.0)
         return token
 
     token = run(tmp_path, body)
     for name in tmp_path.glob("s.db*"):
         assert token.encode() not in name.read_bytes()
     file.write_text("rps_of_another_store")
-    again, new = run(tmp_path, lambda s: UserTokens(s, file).own())
+    again, new = run(tmp_path, lambda s: UserTokens(s, file).service_token())
     assert new and again != token
 
 

@@ -78,8 +78,8 @@ def test_a_token_whose_file_was_deleted_is_worthless_after_the_restart(tmp_path:
 def test_a_store_with_several_tokens_of_an_earlier_version_keeps_the_one_in_the_file(tmp_path: Path) -> None:
     site = Site(tmp_path / "state")
     old = "rps_" + "x" * 43
-    site.store("_mint", "bearer", None)
-    minted = site.store("_mint", "bearer", None)
+    site.store("_add_token", "bearer", None)
+    minted = site.store("_add_token", "bearer", None)
     assert status(site, minted) == 200 and status(site, old) == 401
     kept = site.token
     site = again(site)
@@ -138,7 +138,7 @@ def test_a_stream_ends_with_its_token(site: Site) -> None:
         lines = answer.iter_lines()
         assert next(line for line in lines if line.startswith("data"))
         site.http.delete(f"/api/v1/tokens/{made['id']}")
-        site.store("move", job, Status.STOPPED, message="secret", reason="secret")
+        site.store("change_status", job, Status.STOPPED, message="secret", reason="secret")
         assert "STOPPED" not in "".join(lines)
 
 

@@ -24,8 +24,8 @@ from rayps.runtime import driver_actor
 from rayps.runtime.driver_actor import DriverActor
 from rayps.service import groups as groups_module
 from rayps.service import ray_process
-from rayps.service.drivers import foreign
-from rayps.service.plan import AskToStop, Kill, OpenJob, Seal, plan
+from rayps.service.drivers import version_conflict
+from rayps.service.plan import EndJob, Kill, OpenJob, RequestStop, plan
 from rayps.service.ray_process import ClusterProcess
 
 OTHER = PROTOCOL + 1
@@ -84,7 +84,7 @@ def test_a_change_of_the_methods_is_another_protocol() -> None:
     ],
 )
 def test_whose_methods_are_known(begun: dict[str, Any], launched: dict[str, Any], called: bool) -> None:
-    why = foreign(2, begun, launched)
+    why = version_conflict(2, begun, launched)
     assert (why is None) is called
     assert why is None or (f"this service has protocol {PROTOCOL}" in why and "another version of rayps" in why)
 
@@ -94,13 +94,15 @@ def test_a_driver_of_another_version_is_never_asked() -> None:
     for status, stopping, alive, launched in cases:
         if status.terminal or status is Status.QUEUED:
             continue
-        job = OpenJob("a", status=status, attempt=1, stopping=stopping, launched=launched, foreign="of another version")
+        job = OpenJob(
+            "a", status=status, attempt=1, stopping=stopping, launched=launched, version_conflict="of another version"
+        )
         actions = plan([job], ["a"] if alive else [], {}, {})
-        assert not any(isinstance(action, AskToStop) for action in actions)
+        assert not any(isinstance(action, RequestStop) for action in actions)
         kills = [action for action in actions if isinstance(action, Kill)]
         assert kills == ([Kill("a", "of another version")] if alive and stopping is not None else [])
         if not alive and stopping is not None:
-            assert isinstance(actions[0], Seal) and actions[0].status is Status.STOPPED
+            assert isinstance(actions[0], EndJob) and actions[0].status is Status.STOPPED
     mine = OpenJob("a", status=Status.STOPPING, attempt=1, stopping=1.0, launched=False)
     assert plan([mine], ["a"], {}, {}) == []  # until its version is known
 
@@ -220,7 +222,7 @@ def test_a_manager_of_another_version_is_left_alone_until_its_group_is_stopped(
     (tmp_path / "service.lock").touch()
     wanted = {"name": "old", "servers": 2, "replicas": 1, "created_at": 1.0, "launched": True, "protocol": OTHER}
     (folder / "wanted.json").write_text(json.dumps(wanted))
-    name = groups_module.actor("old")
+    name = groups_module.manager_name("old")
     place.threads.spawn("test_versions:Uncalled", "old", 2, 1, str(folder), name=name, detached=True)
     site = Site(tmp_path, place=place)
     try:

@@ -14,10 +14,10 @@ from test_scheduler import FakeCluster, FakePlace
 
 from rayps.core.job_status import Status
 from rayps.service import store as store_module
-from rayps.service.plan import Action, Dependencies, OpenJob, Seal, Start, Wait, needs, plan
+from rayps.service.plan import Action, Dependencies, EndJob, OpenJob, SetReason, Start, needs, plan
 from rayps.service.scheduler import Scheduler
 from rayps.service.store import Store
-from rayps.service.waiting import GroupReasons, Waiting, WaitingJobs, room_beside
+from rayps.service.waiting import GroupReasons, JobQueue, QueuedJob, room_for_new_jobs
 from rayps.strategies.job import JobSpec
 
 S = Status
@@ -29,7 +29,7 @@ class World:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.waiting: dict[str, Waiting] = {}
+        self.waiting: dict[str, QueuedJob] = {}
         self.running: dict[str, OpenJob] = {}
         self.wait_reason: dict[str, str | None] = {"g": None, "h": "h is starting"}
         self.ended: dict[str, str | None] = {"g": None, "h": None}
@@ -37,14 +37,14 @@ class World:
         self.others = 0.0  # CPUs that others take in a joined cluster
         self.made = 0
 
-    def step(self, fast: WaitingJobs) -> None:
+    def step(self, fast: JobQueue) -> None:
         pick = self.random.random()
         if pick < 0.5:
             for _ in range(self.random.choice([1, 1, 1, 5])):
                 self.submit(fast)
         elif pick < 0.6 and self.waiting:
             job = self.random.choice(list(self.waiting.values()))
-            stopped = Waiting(job.id, job.name, job.needs, job.attempt, job.group, stopping=True)
+            stopped = QueuedJob(job.id, job.name, job.needs, job.attempt, job.group, stopping=True)
             self.waiting[job.id] = stopped
             fast.put(stopped)
         elif pick < 0.75 and self.running:
@@ -60,11 +60,11 @@ class World:
             if job.status is S.STARTING and self.random.random() < 0.5:
                 self.running[job_id] = OpenJob(job_id, job.name, S.RUNNING, needs=job.needs, attempt=1)
 
-    def submit(self, fast: WaitingJobs) -> None:
+    def submit(self, fast: JobQueue) -> None:
         self.made += 1
         pick = self.random.choice
         wanted = {"cpu": pick([0.0, 1.0, 2.0, 4.0, 6.0, 99.0]), "gpu": pick([0.0, 0.0, 1.0])}
-        job = Waiting(f"{self.made:05}", f"job-{self.made % 7}", wanted, 0, pick([None, None, "g", "h"]))
+        job = QueuedJob(f"{self.made:05}", f"job-{self.made % 7}", wanted, 0, pick([None, None, "g", "h"]))
         self.waiting[job.id] = job
         fast.put(job)
 
@@ -95,16 +95,16 @@ class World:
             [*self.running.values(), *sorted(waiting, key=lambda job: job.id)], drivers, self.free, self.total, why=WHY
         )
 
-    def fast(self, jobs: WaitingJobs) -> list[Action]:
+    def fast(self, jobs: JobQueue) -> list[Action]:
         running = {job.id: (job.status, job.needs) for job in self.running.values()}
-        room = None if self.total is None else room_beside(running, self.free, self.total)
+        room = None if self.total is None else room_for_new_jobs(running, self.free, self.total)
         groups = GroupReasons(lambda name: self.wait_reason[name], lambda name: self.ended[name])
         return [*jobs.stopped(), *jobs.decide(room, self.total, groups, WHY)]
 
-    def carry_out(self, actions: list[Action], jobs: WaitingJobs) -> None:
+    def carry_out(self, actions: list[Action], jobs: JobQueue) -> None:
         """Some decisions do not come to pass: the next one asks for the same."""
         for action in actions:
-            if self.random.random() < 0.8 and isinstance(action, Start | Seal):
+            if self.random.random() < 0.8 and isinstance(action, Start | EndJob):
                 job = self.waiting.pop(action.job)
                 jobs.drop(action.job)
                 if isinstance(action, Start):
@@ -115,16 +115,16 @@ class World:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_decision_equals_the_plan_over_all_jobs_on_random_histories(seed: int) -> None:
-    world, jobs = World(seed), WaitingJobs()
+    world, jobs = World(seed), JobQueue()
     for _ in range(150):
         world.step(jobs)
         slow, quick = world.naive(), world.fast(jobs)
         lost = {job.id for job in world.waiting.values() if job.stopping and job.group and world.ended[job.group]}
-        acts = sorted((a for a in slow if isinstance(a, Start | Seal) and a.job not in lost), key=lambda a: a.job)
+        acts = sorted((a for a in slow if isinstance(a, Start | EndJob) and a.job not in lost), key=lambda a: a.job)
         assert sorted((a for a in quick if a.job not in lost), key=lambda a: a.job) == acts
-        assert lost <= {a.job for a in quick if isinstance(a, Seal) and a.status is S.STOPPED}
-        waits = {action.job: action.reason for action in slow if isinstance(action, Wait)}
-        ends = {action.job for action in slow if isinstance(action, Seal)}
+        assert lost <= {a.job for a in quick if isinstance(a, EndJob) and a.status is S.STOPPED}
+        waits = {action.job: action.reason for action in slow if isinstance(action, SetReason)}
+        ends = {action.job for action in slow if isinstance(action, EndJob)}
         for job_id in set(world.waiting) - ends:
             assert jobs.reason(job_id) == waits.get(job_id), job_id
         assert len(jobs) == len(world.waiting)
@@ -153,7 +153,7 @@ def counted(path: Path, number: int, body: Callable[[Store, Scheduler, FakeClust
                 )
                 for n in range(number)
             ]
-            await store.restore(rows)
+            await store.restore_rows(rows)
             cluster = FakeCluster()
             scheduler = Scheduler(store, FakePlace(cluster), path / f"jobs-{number}")  # type: ignore[arg-type]
             with Counts(store, scheduler) as counts:
@@ -169,7 +169,7 @@ class Counts:
 
     def __init__(self, store: Store, scheduler: Scheduler) -> None:
         self._engines = [store._writer.sync_engine, store._reader.sync_engine]
-        self._waiting = scheduler._open_jobs.waiting
+        self._waiting = scheduler._open_jobs.queue
         self._parse = store_module._record
         self.zero()
 
@@ -224,7 +224,7 @@ def test_what_a_change_costs_does_not_depend_on_how_many_wait(tmp_path: Path, wh
         elif what == "stop":
             await store.request_stop(f"{7:026}")
         else:  # the one that ran; another one starts, and every other waits behind a new head
-            await store.move(f"{0:026}", S.SUCCEEDED, message="")
+            await store.change_status(f"{0:026}", S.SUCCEEDED, message="")
             cluster.actors.clear()
         await scheduler.tick()
         if what == "stop":
@@ -249,7 +249,7 @@ def test_the_state_in_memory_equals_the_store_after_an_error(tmp_path: Path, mon
             raise OSError("cannot be read")
 
         with monkeypatch.context() as patch:
-            patch.setattr(store, "some", broken)
+            patch.setattr(store, "get_many", broken)
             with pytest.raises(OSError, match="cannot be read"):
                 await scheduler.tick()
         await scheduler.tick()

@@ -270,7 +270,7 @@ class TestOnRay:
         child(
             heads,
             """
-            from rayps.service.processes import below
+            from rayps.service.processes import descendants
             own = RayCluster.local(cpus=2)
             second = RayCluster.local(cpus=2)
             address = ray.get_runtime_context().gcs_address
@@ -284,9 +284,9 @@ class TestOnRay:
             refused(own.total, "has left the Ray at " + address)
             own.close()
             deadline = time.monotonic() + 100
-            while below(os.getpid()) and time.monotonic() < deadline:
+            while descendants(os.getpid()) and time.monotonic() < deadline:
                 time.sleep(0.1)
-            assert not below(os.getpid())
+            assert not descendants(os.getpid())
             joined = RayCluster.join(PLAIN)
             refused(lambda: RayCluster.join("127.0.0.1:1"), "no Ray cluster answers", "127.0.0.1:1")
             assert ray.get_runtime_context().gcs_address == PLAIN  # not left for one that does not answer

@@ -5,7 +5,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from rayps.service.processes import below
+from rayps.service.processes import descendants
 
 
 def command(pid):
@@ -21,7 +21,7 @@ class Traces:
 
     def __init__(self, root=None):
         self.root = root or os.getpid()
-        self.others = set(below(self.root))  # a browser of other tests, say: what it starts meanwhile is its own
+        self.others = set(descendants(self.root))  # a browser of other tests, say: what it starts meanwhile is its own
         self.before = self.look()
 
     def look(self):
@@ -33,7 +33,7 @@ class Traces:
         }
 
     def started(self):
-        return set(below(self.root)) - self.others - {pid for other in self.others for pid in below(other)}
+        return set(descendants(self.root)) - self.others - {pid for other in self.others for pid in descendants(other)}
 
     def left(self, seconds=10.0):
         """What is there now and was not before, once `seconds` have passed for it to go away."""

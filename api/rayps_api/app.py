@@ -1,4 +1,4 @@
-"""The job service as one FastAPI app: routes, guard, and the scheduler, which runs as long as the app."""
+"""The job service as one FastAPI app: routes, authentication, and the loops of the scheduler and server groups."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def create_app(
 ) -> FastAPI:
     """Build the FastAPI app of the job service.
 
-    `place`: the Ray in which drivers run (default: the one in the settings). With `keep`, the Ray that rayps owns and
-    its jobs continue when the service stops. `started` is called before the first request is answered; `ended` is
+    `place`: the Ray in which drivers run; None means the Ray in the settings. With `keep`, the Ray that rayps owns and
+    its jobs continue when the service stops. `started` is called before the first request is answered. `ended` is
     called at the end, with the number of jobs that were running and whether they continue.
     """
 
@@ -52,7 +52,7 @@ def create_app(
         await adoption.adopt(store, settings.jobs_dir)
         scheduler = Scheduler(store, place or choose(settings), settings.jobs_dir, stall=settings.stall)
         groups = Groups(scheduler, settings.servers_dir)
-        scheduler.group_wait_reason, scheduler.group_ended = groups.wait_reason, groups.ended
+        scheduler.group_wait_reason, scheduler.group_end_reason = groups.wait_reason, groups.end_reason
         tokens = ClientTokens(store, Key.kept(settings.client_key))
         users = UserTokens(store, settings.token_file)
         app.state.service = Service(settings, store, scheduler, groups, tokens, users)

@@ -1,12 +1,13 @@
-"""Limit the number of the service's connections and their silent time; reserve descriptors for token holders.
+"""Limit the number of the service's connections and their silent time, and reserve descriptors for token holders.
 
 Guarantee: peers without a token cannot keep a token holder out. A connection is *known* after a request on it has had a
 valid token. When a limit is reached, the service closes an unknown connection and accepts the new one. It closes the
-oldest unknown connection on which it waits for the peer, if that is older than `grace` seconds; otherwise new
-connections wait in the kernel's queue. A token holder's connection is known long before `grace` seconds have passed.
+oldest unknown connection on which the service waits for the peer, if this connection is older than `grace` seconds.
+Otherwise new connections wait in the kernel's queue. A token holder's connection is known long before `grace` seconds
+have passed.
 
 uvicorn parses HTTP, but has no header or body time-out and no limit on connections. This module has the decisions (pure
-functions), a protocol for uvicorn that collects the facts for them, and a loop that accepts.
+functions), a protocol for uvicorn that collects the facts for these decisions, and a loop that accepts connections.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from uvicorn.server import ServerState
 
 log = logging.getLogger(__name__)
 
-STATE = "rayps_connection"  # the key of the connection's `Held` in a request's scope["state"]
+STATE = "rayps_connection"  # the key of the connection's `ConnectionFacts` in a request's scope["state"]
 _MOST = 1000
 _WORK = 48  # descriptors reserved for the store, job folders and Ray
-_BATCH = 8  # connections accepted before other callbacks run and closed connections free their descriptors
+_BATCH = 8  # connections accepted in one callback; between callbacks, closed connections free their descriptors
 _PAUSE = 0.5  # seconds without accepting when there is no free descriptor and no connection can be closed
 _SWEEP = 1.0  # seconds between two checks of the time-outs
 
@@ -49,21 +50,21 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of a service's connections: numbers of connections, and times in seconds."""
+    """The limits of a service's connections."""
 
     total: int  # connections in all
     unknown: int  # unknown connections; the rest is reserved for token holders
     per_address: int  # unknown connections of one address
-    grace: float = 0.25  # age after which an unknown connection may be closed to make room for a new one
-    header: float = 10.0  # until the request's head is complete
-    body: float = 30.0  # without a byte of the body; the whole body may take `body` plus its bytes / `body_rate`
+    grace: float = 0.25  # age in seconds after which an unknown connection may be closed to accept a new one
+    header: float = 10.0  # seconds until the request's head is complete
+    body: float = 30.0  # seconds without a byte of the body; the whole body may take `body` + its bytes / `body_rate`
     body_rate: float = 1000.0  # bytes per second
-    idle: float = 15.0  # between two requests
-    write: float = 60.0  # in which the peer reads no byte of the answer
+    idle: float = 15.0  # seconds between two requests
+    write: float = 60.0  # seconds in which the peer reads no byte of the answer
 
 
 def limits(most_descriptors: int, used: int) -> Limits:
-    """Return the limits for a process that may open `most_descriptors` and uses `used` before it serves. Pure."""
+    """Return the limits for a process that may open `most_descriptors` and has `used` of them open already. Pure."""
     total = min(_MOST, max(8, (most_descriptors - used - _WORK) * 3 // 4))
     unknown = total * 3 // 4
     return Limits(total, unknown, unknown * 3 // 4)
@@ -77,12 +78,12 @@ def limits_here() -> Limits:
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class ConnectionFacts:
     """The facts about an open connection that the decisions need."""
 
     address: str
-    since: float = 0.0  # when the connection was accepted
-    known: bool = False
+    since: float = 0.0  # when the connection was accepted, in seconds of the event loop's clock
+    known: bool = False  # whether a request on it has had a valid token
     phase: Phase = Phase.HEADER
     waited: float = 0.0  # seconds in this phase
     silent: float = 0.0  # seconds in this phase without a byte read or written
@@ -91,90 +92,90 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """The decision on a new connection: accept it (and close `closed`), retry after `wait` seconds, or refuse it."""
+    """The decision on a new connection: accept (and close `closed`), decide again after `wait` seconds, or refuse."""
 
     accepted: bool
-    closed: Held | None = None
+    closed: ConnectionFacts | None = None
     wait: float | None = None
     reason: str = ""
 
 
-def admit(address: str, held: Sequence[Held], most: Limits, now: float) -> Admission:
-    """Decide on a new connection from `address`; `held` are the open connections, oldest first. Pure."""
-    unknown = [each for each in held if not each.known]
+def admit(address: str, facts: Sequence[ConnectionFacts], bounds: Limits, now: float) -> Admission:
+    """Decide on a new connection from `address`. `facts`: the facts of the open connections, oldest first. Pure."""
+    unknown = [each for each in facts if not each.known]
     of_address = [each for each in unknown if each.address == address]
-    if len(of_address) >= most.per_address:
-        return _replace(of_address, f"{most.per_address} connections of one address have shown no token", most, now)
-    if len(unknown) >= most.unknown:
-        return _replace(unknown, f"{most.unknown} connections have shown no token", most, now)
-    if len(held) >= most.total:
-        return _replace(unknown, f"{most.total} connections are open", most, now)
+    if len(of_address) >= bounds.per_address:
+        return _replace(of_address, f"{bounds.per_address} connections of one address have shown no token", bounds, now)
+    if len(unknown) >= bounds.unknown:
+        return _replace(unknown, f"{bounds.unknown} connections have shown no token", bounds, now)
+    if len(facts) >= bounds.total:
+        return _replace(unknown, f"{bounds.total} connections are open", bounds, now)
     return Admission(True)
 
 
-def _replace(among: Sequence[Held], reason: str, most: Limits, now: float) -> Admission:
+def _replace(among: Sequence[ConnectionFacts], reason: str, bounds: Limits, now: float) -> Admission:
     if not among:
         return Admission(False, reason=reason)
     waiting = [each for each in among if each.phase is not Phase.ANSWER]
     if not waiting:
-        return Admission(False, wait=most.grace, reason=reason)
-    left = waiting[0].since + most.grace - now
+        return Admission(False, wait=bounds.grace, reason=reason)
+    left = waiting[0].since + bounds.grace - now
     return Admission(False, wait=left, reason=reason) if left > 0 else Admission(True, waiting[0], reason=reason)
 
 
-def overdue(held: Held, most: Limits) -> str | None:
-    """Return why a connection must be closed now; None if it stays. Pure."""
-    if held.phase is Phase.HEADER and held.waited > most.header:
-        return f"no complete request head within {most.header:g} s"
-    if held.phase is Phase.BODY and held.silent > most.body:
-        return f"no byte of the body for {most.body:g} s"
-    if held.phase is Phase.BODY and held.waited > most.body + held.received / most.body_rate:
-        return f"a body slower than {most.body_rate:g} bytes/s"
-    if held.phase is Phase.IDLE and held.waited > most.idle:
-        return f"no request for {most.idle:g} s"
-    if held.phase is Phase.WRITE and held.silent > most.write:
-        return f"the answer was not read for {most.write:g} s"
+def overdue(facts: ConnectionFacts, bounds: Limits) -> str | None:
+    """Return why a connection must be closed now, or None if it stays open. Pure."""
+    if facts.phase is Phase.HEADER and facts.waited > bounds.header:
+        return f"no complete request head within {bounds.header:g} s"
+    if facts.phase is Phase.BODY and facts.silent > bounds.body:
+        return f"no byte of the body for {bounds.body:g} s"
+    if facts.phase is Phase.BODY and facts.waited > bounds.body + facts.received / bounds.body_rate:
+        return f"a body slower than {bounds.body_rate:g} bytes/s"
+    if facts.phase is Phase.IDLE and facts.waited > bounds.idle:
+        return f"no request for {bounds.idle:g} s"
+    if facts.phase is Phase.WRITE and facts.silent > bounds.write:
+        return f"the answer was not read for {bounds.write:g} s"
     return None
 
 
 class Protocol(H11Protocol):
-    """uvicorn's HTTP/1.1 protocol, which also collects the facts for `overdue` and `admit`, and can be closed."""
+    """uvicorn's HTTP/1.1 protocol, which also collects the facts for `overdue` and `admit`, and can be dropped."""
 
     def __init__(
-        self, held: Held, config: uvicorn.Config, server_state: ServerState, app_state: dict[str, Any]
+        self, facts: ConnectionFacts, config: uvicorn.Config, server_state: ServerState, app_state: dict[str, Any]
     ) -> None:
-        self.held = held
-        super().__init__(config, server_state, {**app_state, STATE: self.held})
+        self.facts = facts
+        super().__init__(config, server_state, {**app_state, STATE: self.facts})
         self._seen: object = None  # the request that was being served at the last update
         self._unwritten = 0
         self._dropped = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start to serve the connection, unless it was closed before."""
+        """Serve the connection, or close it if `drop` was called before."""
         super().connection_made(transport)
         if self._dropped:
             transport.close()
 
     def data_received(self, data: bytes) -> None:
         """Count the bytes, then parse them."""
-        self.held.silent = 0.0
-        self.held.received += len(data)
+        self.facts.silent = 0.0
+        self.facts.received += len(data)
         super().data_received(data)
 
     def resume_writing(self) -> None:
         """Record that the peer has read, and continue to write."""
-        self.held.silent = 0.0
+        self.facts.silent = 0.0
         super().resume_writing()
 
     def update(self, elapsed: float) -> None:
         """Update the facts, `elapsed` seconds after the last update."""
-        held, phase, unwritten = self.held, self._phase(), self.transport.get_write_buffer_size()
-        if phase is not held.phase or self.cycle is not self._seen:
-            held.phase, held.waited, held.silent = phase, 0.0, 0.0
-            held.received, self._seen = 0, self.cycle
+        facts, phase, unwritten = self.facts, self._phase(), self.transport.get_write_buffer_size()
+        if phase is not facts.phase or self.cycle is not self._seen:
+            facts.phase, facts.waited, facts.silent = phase, 0.0, 0.0
+            facts.received, self._seen = 0, self.cycle
         else:
-            held.waited += elapsed
-            held.silent = 0.0 if 0 < unwritten < self._unwritten else held.silent + elapsed
+            facts.waited += elapsed
+            facts.silent = 0.0 if 0 < unwritten < self._unwritten else facts.silent + elapsed
         self._unwritten = unwritten
 
     def _phase(self) -> Phase:
@@ -192,7 +193,7 @@ class Protocol(H11Protocol):
         return Phase.HEADER if self.cycle is None or self.conn.trailing_data[0] else Phase.IDLE
 
     def drop(self, reason: str) -> None:
-        """Close the connection, with a 408 if a request has begun and has no answer yet."""
+        """Close the connection. If a request has begun and has no answer yet, first answer it with status 408."""
         self._dropped = True
         if self.transport is None or self.transport.is_closing():
             return
@@ -205,7 +206,7 @@ class Protocol(H11Protocol):
             self.cycle.message_event.set()
         self.transport.close()
         if self.transport.get_write_buffer_size():
-            self.transport.abort()  # otherwise a peer that does not read would keep the descriptor in use
+            self.transport.abort()  # otherwise the descriptor stays in use until the peer reads
 
     def _answer(self, status: int, detail: str) -> None:
         body = json.dumps(
@@ -233,18 +234,18 @@ class Protocol(H11Protocol):
 class Connections:
     """The open connections of one server: decides on new ones, and closes overdue ones."""
 
-    def __init__(self, most: Limits) -> None:
-        self.most = most
-        self._protocols: dict[Held, Protocol] = {}  # oldest first
+    def __init__(self, bounds: Limits) -> None:
+        self.bounds = bounds
+        self._protocols: dict[ConnectionFacts, Protocol] = {}  # oldest first
         self._updated_at = 0.0
 
     def decide(self, address: str, now: float) -> Admission:
-        """Decide on a new connection; if another must be closed to make room, close it."""
+        """Decide on a new connection, and close the open connection that the decision names, if there is one."""
         self._remove_closed()
-        found = admit(address, list(self._protocols), self.most, now)
-        if found.reason:  # the facts may be as old as the last sweep: update them, and decide again
+        found = admit(address, list(self._protocols), self.bounds, now)
+        if found.reason:  # the facts may be as old as the last close_overdue: update them, and decide again
             self._update(0.0)
-            found = admit(address, list(self._protocols), self.most, now)
+            found = admit(address, list(self._protocols), self.bounds, now)
         if found.closed is not None:
             self._close(found.closed, found.reason)
         elif found.reason and found.wait is None:
@@ -253,58 +254,61 @@ class Connections:
 
     def add(self, protocol: Protocol) -> None:
         """Add an accepted connection."""
-        self._protocols[protocol.held] = protocol
+        self._protocols[protocol.facts] = protocol
 
     def remove(self, protocol: Protocol) -> None:
         """Remove a connection that could not be started."""
-        self._protocols.pop(protocol.held, None)
+        self._protocols.pop(protocol.facts, None)
 
     def make_room(self, error: OSError, now: float) -> bool:
         """Close the oldest unknown connection on which the service waits for the peer; return whether there was one."""
         log.warning("a connection cannot be accepted: %s", error.strerror)
         self._remove_closed()
         self._update(0.0)
-        unknown = [held for held in self._protocols if not held.known]
-        found = _replace(unknown, "the service has no descriptor left", self.most, now)
+        unknown = [facts for facts in self._protocols if not facts.known]
+        found = _replace(unknown, "the service has no descriptor left", self.bounds, now)
         if found.closed is not None:
             self._close(found.closed, found.reason)
         return found.closed is not None
 
-    def sweep(self, now: float) -> None:
-        """Close overdue connections. A pause of the service itself does not count as silence of a peer."""
+    def close_overdue(self, now: float) -> None:
+        """Close overdue connections. Call it once a second; a pause of over two seconds counts as two."""
         elapsed = min(now - self._updated_at, 2 * _SWEEP) if self._updated_at else 0.0
         self._updated_at = now
         self._remove_closed()
         self._update(elapsed)
-        for held in list(self._protocols):
-            reason = overdue(held, self.most)
+        for facts in list(self._protocols):
+            reason = overdue(facts, self.bounds)
             if reason is not None:
-                self._close(held, reason)
+                self._close(facts, reason)
 
     def _update(self, elapsed: float) -> None:
         for protocol in self._protocols.values():
             if protocol.transport is not None:
                 protocol.update(elapsed)
 
-    def _close(self, held: Held, reason: str) -> None:
+    def _close(self, facts: ConnectionFacts, reason: str) -> None:
         log.info("a connection was closed: %s", reason)
-        self._protocols.pop(held).drop(reason)
+        self._protocols.pop(facts).drop(reason)
 
     def _remove_closed(self) -> None:
-        for held, protocol in list(self._protocols.items()):
+        for facts, protocol in list(self._protocols.items()):
             if protocol.transport is not None and protocol.transport.is_closing():
-                del self._protocols[held]
+                del self._protocols[facts]
 
 
 class Acceptor:
-    """The loop that accepts connections on one listening socket. Without a free descriptor it makes room or pauses."""
+    """The loop that accepts connections on one listening socket.
+
+    If there is no free descriptor, the loop closes an unknown connection, or pauses.
+    """
 
     def __init__(self, listener: socket.socket, server: Server) -> None:
         self._listener, self._server = listener, server
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._again: asyncio.TimerHandle | None = None
-        self._pending: tuple[socket.socket, str] | None = None  # accepted, but not decided on by `admit` yet
+        self._pending: tuple[socket.socket, str] | None = None  # an accepted connection on which `admit` has to decide
         listener.setblocking(False)
         self._listen()
 
@@ -333,11 +337,11 @@ class Acceptor:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
-                if not self._server.held.make_room(error, self._loop.time()):
+                if not self._server.open_connections.make_room(error, self._loop.time()):
                     self._pause(_PAUSE)
                 return  # a closed connection frees its descriptor after this callback
             self._pending = None
-            found = self._server.held.decide(address, self._loop.time())
+            found = self._server.open_connections.decide(address, self._loop.time())
             if found.accepted:
                 self._start(peer, address)
             elif found.wait is None:
@@ -352,8 +356,8 @@ class Acceptor:
         return peer, str(address[0])
 
     def _start(self, peer: socket.socket, address: str) -> None:
-        protocol = self._server.protocol(Held(address, self._loop.time()))
-        self._server.held.add(protocol)
+        protocol = self._server.protocol(ConnectionFacts(address, self._loop.time()))
+        self._server.open_connections.add(protocol)
         task = self._loop.create_task(self._serve(protocol, peer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -363,27 +367,30 @@ class Acceptor:
             await self._loop.connect_accepted_socket(lambda: protocol, peer)
         except OSError as error:
             log.warning("a connection was lost at its start: %s", error)
-            self._server.held.remove(protocol)
+            self._server.open_connections.remove(protocol)
             peer.close()
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server whose connections are limited by `Connections`; it serves on given sockets only."""
+    """A uvicorn server whose connections are limited by `Connections`. It serves only on given sockets."""
 
-    def __init__(self, config: uvicorn.Config, most: Limits | None = None) -> None:
+    def __init__(self, config: uvicorn.Config, bounds: Limits | None = None) -> None:
         super().__init__(config)
-        self.held = Connections(most or limits_here())
-        config.timeout_keep_alive = int(self.held.most.idle) + 5  # so that `sweep`, which logs the reason, is earlier
+        self.open_connections = Connections(bounds or limits_here())
+        # later than `close_overdue`, which logs the reason
+        config.timeout_keep_alive = int(self.open_connections.bounds.idle) + 5
         self._acceptors: list[Acceptor] = []
 
-    def protocol(self, held: Held) -> Protocol:
+    def protocol(self, facts: ConnectionFacts) -> Protocol:
         """Return the protocol object of a new connection."""
-        return Protocol(held, self.config, self.server_state, self.lifespan.state)
+        return Protocol(facts, self.config, self.server_state, self.lifespan.state)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start the app, then accept."""
+        """Start the app, then accept connections."""
         if not sockets:
-            raise ValueError("give listening sockets: on sockets that uvicorn opens itself, connections have no limits")
+            raise ValueError(
+                "give listening sockets, because connections on sockets that uvicorn opens itself have no limits"
+            )
         await super().startup([])
         if self.started:
             self._acceptors = [Acceptor(listener, self) for listener in sockets]
@@ -391,7 +398,7 @@ class Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Check the time-outs once a second."""
         if counter % 10 == 0:
-            self.held.sweep(asyncio.get_running_loop().time())
+            self.open_connections.close_overdue(asyncio.get_running_loop().time())
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

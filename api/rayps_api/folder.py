@@ -14,11 +14,15 @@ from rayps.service.store import StoredEvent
 from rayps_api.schemas import finite
 
 MOST_BYTES = 1_000_000
-EVENT_SHIFT = 1 << 36  # an events cursor is (number of scheduler events) * 2^36 + (byte offset in the driver's file)
+# an events cursor is (number of the scheduler's events) * EVENT_SHIFT + (byte offset in the driver's file)
+EVENT_SHIFT = 1 << 36
 
 
 def lines(path: Path, cursor: int, limit: int) -> tuple[list[tuple[bytes, int]], int]:
-    """Read up to `limit` complete lines, each with the offset after it; return them and the next cursor."""
+    """Read up to `limit` complete lines from byte offset `cursor` on.
+
+    Return a list of (line, byte offset after the line), and the next cursor.
+    """
     try:
         with path.open("rb") as file:
             if cursor >= os.fstat(file.fileno()).st_size:
@@ -32,20 +36,23 @@ def lines(path: Path, cursor: int, limit: int) -> tuple[list[tuple[bytes, int]],
     while len(found) < limit and (end := block.find(b"\n", begin)) >= 0:
         found.append((block[begin:end], cursor + end + 1))
         begin = end + 1
-    if not found and len(block) == MOST_BYTES:  # a line longer than a block: skip this part of it
+    if not found and len(block) == MOST_BYTES:  # the line is longer than a block: skip this part of the line
         return [], cursor + len(block)
     return found, cursor + begin
 
 
 def objects(path: Path, cursor: int, limit: int) -> tuple[list[dict[str, Any]], int]:
-    """Read up to `limit` JSON lines from a byte offset, without invalid lines; return them and the next cursor."""
+    """Read up to `limit` lines from byte offset `cursor` on; return the valid JSON objects, and the next cursor."""
     found, after = lines(path, cursor, limit)
     parsed = [_object(line) for line, _ in found]
     return [value for value in parsed if value is not None], after
 
 
 def log_lines(path: Path, cursor: int, limit: int) -> tuple[list[dict[str, str]], int]:
-    """Read up to `limit` log lines from a byte offset as {"time", "source", "text"}; return also the next cursor."""
+    """Read up to `limit` log lines from byte offset `cursor` on.
+
+    Return a list of {"time", "source", "text"}, and the next cursor.
+    """
     found, after = lines(path, cursor, limit)
     return [_log_line(line) for line, _ in found], after
 
@@ -65,19 +72,27 @@ def tail(path: Path, count: int) -> int:
     return start if end < 0 and start == 0 else start + end + 1
 
 
-def events(path: Path, noted: list[StoredEvent], cursor: int, limit: int) -> tuple[list[dict[str, Any]], int]:
-    """Return the events of a job from a cursor on, in the order of time.
+def events(
+    path: Path, scheduler_events: list[StoredEvent], cursor: int, limit: int
+) -> tuple[list[dict[str, Any]], int]:
+    """Return up to `limit` events of a job from a cursor on, in the order of time, and the next cursor.
 
-    The driver's events are read from `path`; `noted` are all events that the scheduler has written about the job. An
-    event's `seq` grows in the order in which events are returned; it is the cursor after the event.
+    The driver's events are read from `path`. `scheduler_events`: all events of the job that the scheduler has written.
+    Each event gets a `seq`, which is the cursor after this event and grows from event to event.
     """
     count, offset = divmod(cursor, EVENT_SHIFT)
     written, _ = lines(path, offset, limit)
-    mine = [(event, 0, after) for line, after in written if (event := _object(line)) is not None]
-    theirs = [({**event, "by": "scheduler"}, number + 1, 0) for number, event in enumerate(noted)][count:]
+    from_driver = [(event, 0, after) for line, after in written if (event := _object(line)) is not None]
+    from_scheduler = [({**event, "by": "scheduler"}, number + 1, 0) for number, event in enumerate(scheduler_events)][
+        count:
+    ]
     merged: list[dict[str, Any]] = []
-    while (mine or theirs) and len(merged) < limit:
-        first = mine if not theirs or (mine and mine[0][0].get("time", 0) < theirs[0][0]["time"]) else theirs
+    while (from_driver or from_scheduler) and len(merged) < limit:
+        first = (
+            from_driver
+            if not from_scheduler or (from_driver and from_driver[0][0].get("time", 0) < from_scheduler[0][0]["time"])
+            else from_scheduler
+        )
         event, number, after = first.pop(0)
         count, offset = max(count, number), max(offset, after)
         merged.append({**event, "seq": count * EVENT_SHIFT + offset})

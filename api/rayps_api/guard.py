@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rayps.federated.remote.signed_orders import is_client_token
 from rayps.service.settings import LOOPBACK, Settings
-from rayps_api.connections import STATE, Held
+from rayps_api.connections import STATE, ConnectionFacts
 from rayps_api.problems import problem
 from rayps_api.service import Service
 
@@ -48,11 +48,11 @@ def is_private(path: str) -> bool:
 
 
 class Guard:
-    """The ASGI layer around the app that authenticates every request."""
+    """The ASGI layer that authenticates every request before the app gets it."""
 
     def __init__(self, app: ASGIApp, settings: Settings, failures: deque[float]) -> None:
         self._app = RequestBodyLimitMiddleware(app, BODY_LIMIT)
-        # for updates of federated clients; the route checks the exact limit of the round
+        # the limit for updates of federated clients; the route then checks the round's own limit
         self._updates = RequestBodyLimitMiddleware(app, UPDATE_LIMIT)
         self._hosts = {*LOOPBACK, settings.host, *settings.allowed_hosts}
         self._failures = failures
@@ -92,7 +92,7 @@ class Guard:
         except Exception:  # the answer must not contain a traceback
             log.exception("request %s %s %s failed", scope["request_id"], request.method, scope["path"])
             if not started:
-                detail = f"the service failed; its log has request {scope['request_id']}"
+                detail = f"the service failed: its log has the error of request {scope['request_id']}"
                 answer = problem(request, 500, detail)
                 await answer(scope, receive, with_headers)
 
@@ -103,7 +103,7 @@ class Guard:
                 request,
                 400,
                 code="bad_host",
-                detail=f"Host {host[:100]!r} is not accepted: allow it with `rayps serve --allow-host`",
+                detail=f"Host {host[:100]!r} is not accepted: allow this host with `rayps serve --allow-host`",
             )
         length = request.headers.get("content-length", "0")
         limit = UPDATE_LIMIT if _is_update(request) else BODY_LIMIT
@@ -112,13 +112,13 @@ class Guard:
         path = request.scope["path"]
         origin = request.headers.get("origin")
         writes = request.method not in _READS
-        if writes and origin is not None and not _same(origin, request.headers.get("host", "")):
+        if writes and origin is not None and not _same_origin(origin, request.headers.get("host", "")):
             return problem(request, 403, f"pages of {origin[:100]} may not write to this service", code="bad_origin")
         if (request.method, path) in OPEN or not is_private(path):
             return None
         refused = await self._authenticate(request, writes and origin is None)
         connection = request.scope.get("state", {}).get(STATE)
-        if isinstance(connection, Held):
+        if isinstance(connection, ConnectionFacts):
             connection.known = refused is None
         return refused
 
@@ -130,24 +130,24 @@ class Guard:
         if scheme.lower() == "bearer" and is_client_token(token.strip()):
             return await self._client(request, token.strip())
         if scheme.lower() == "bearer" and token:
-            if await store.accepts(token.strip()):
-                request.scope.update(rayps_known=True, rayps_bearer=True, rayps_secret=token.strip())
+            if await store.accepts_secret(token.strip()):
+                request.scope.update(rayps_user=True, rayps_bearer=True, rayps_secret=token.strip())
                 return None
-        elif cookie and await store.accepts(cookie):
+        elif cookie and await store.accepts_secret(cookie):
             if no_origin:
-                return problem(request, 403, "a write by cookie needs an Origin header", code="bad_origin")
-            request.scope.update(rayps_known=True, rayps_secret=cookie)
+                return problem(request, 403, "a write with a session cookie needs an Origin header", code="bad_origin")
+            request.scope.update(rayps_user=True, rayps_secret=cookie)
             return None
-        return self.failed(request)
+        return self.refuse_unauthenticated(request)
 
     async def _client(self, request: Request, token: str) -> Response | None:
         """Authenticate a federated client, whose token is valid only for the routes of clients."""
         running = request.app.state.service
         grant = await running.client_tokens.grant(token)
         if grant is None:
-            return self.failed(
+            return self.refuse_unauthenticated(
                 request,
-                "this client token is wrong, was revoked or has expired: ask its issuer for another "
+                "this client token is wrong, was revoked or has expired: ask its issuer for another token "
                 "(`rayps token create`)",
             )
         if not request.scope["path"].startswith(CLIENTS):
@@ -155,7 +155,7 @@ class Guard:
         request.scope["rayps_grant"] = grant
         return None
 
-    def failed(self, request: Request, detail: str | None = None) -> Response:
+    def refuse_unauthenticated(self, request: Request, detail: str | None = None) -> Response:
         """Return the refusal of an unauthenticated request: 401, or 429 after many such requests in a minute.
 
         Authenticated requests are not affected.
@@ -189,7 +189,7 @@ def _host(header: str) -> str:
     return host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() and ":" in host else host
 
 
-def _same(origin: str, host: str) -> bool:
+def _same_origin(origin: str, host: str) -> bool:
     try:
         return urlsplit(origin).netloc.lower() == host.strip().lower()
     except ValueError:

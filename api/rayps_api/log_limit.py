@@ -1,4 +1,4 @@
-"""Limit the log messages that a peer can cause: a few per minute of each kind, then the number of those omitted."""
+"""Limit the log messages that a peer can cause: a few per minute of each kind. The others are only counted."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _MOST_KINDS = 256
 class _Kind:
     begun: float
     passed: int = 0
-    left_out: int = 0
+    omitted: int = 0
 
 
 class LogLimit(logging.Filter):
-    """A log filter that passes `most` messages of one kind per `seconds`.
+    """A log filter that passes `most` messages of each kind in a period of `seconds`.
 
-    After a period, the next message of a kind says how many were omitted. Two messages are of one kind if they have the
-    same logger, level and format string (not the same text, which may contain an address). Messages of loggers that are
-    not in `LIMITED` always pass.
+    The first message of a kind after a period says how many were omitted in the period. Two messages are of one kind if
+    they have the same logger, level and format string. (The texts may differ, because they contain addresses.) Messages
+    of loggers that are not in `LIMITED` always pass.
     """
 
     def __init__(self, most: int = 5, seconds: float = 60.0) -> None:
@@ -36,27 +36,27 @@ class LogLimit(logging.Filter):
         """Return whether a record is written."""
         if not any(record.name == name or record.name.startswith(f"{name}.") for name in LIMITED):
             return True
-        left_out = self.ask((record.name, record.levelno, str(record.msg)[:200]), time.monotonic())
-        if left_out is None:
+        omitted = self.count_message((record.name, record.levelno, str(record.msg)[:200]), time.monotonic())
+        if omitted is None:
             return False
-        if left_out:
-            record.msg = f"{record.getMessage()} ({left_out} more of this kind were not logged)"
+        if omitted:
+            record.msg = f"{record.getMessage()} ({omitted} more of this kind were not logged)"
             record.args = None
         return True
 
-    def ask(self, kind: tuple[str, int, str], now: float) -> int | None:
-        """Return None if a message must be omitted, else how many of its kind were omitted before it."""
+    def count_message(self, kind: tuple[str, int, str], now: float) -> int | None:
+        """Count a message. Return None to omit it, else how many of its kind were omitted in the last period."""
         found = self._kinds.get(kind)
         if found is None:
             found = self._kinds[kind] = _Kind(now)
             while len(self._kinds) > _MOST_KINDS:
                 self._kinds.popitem(last=False)
-        left_out = 0
+        omitted = 0
         if now - found.begun >= self._seconds:
-            left_out = found.left_out
-            found.begun, found.passed, found.left_out = now, 0, 0
+            omitted = found.omitted
+            found.begun, found.passed, found.omitted = now, 0, 0
         if found.passed >= self._most:
-            found.left_out += 1
+            found.omitted += 1
             return None
         found.passed += 1
-        return left_out
+        return omitted

@@ -41,7 +41,7 @@ def interface(derived: dict[str, Any], cookie: str) -> dict[str, Any]:
 
 
 def security(method: str, path: str) -> list[dict[str, list[str]]]:
-    """Return the authentication schemes of a route; a request uses one of them. Empty for routes without one."""
+    """Return the authentication schemes of a route, of which a request uses one; an empty list if it needs none."""
     if (method, path) in OPEN:
         return []
     if path.startswith(CLIENTS):

@@ -20,7 +20,7 @@ _NOT_BUILT = """<!doctype html><html lang=en><meta charset=utf-8><title>rayps</t
 
 
 def built() -> Path | None:
-    """Return the built dashboard's folder, in the installed package or in the source tree; None if not built."""
+    """Return the built dashboard's folder, in the installed package or the source tree, or None if it is not built."""
     package = Path(rayps.__file__).resolve().parent
     for place in (package / "_dashboard", package.parent / "dashboards" / "dist"):
         if (place / "index.html").is_file():
@@ -33,7 +33,7 @@ async def _redirect(request: Request) -> RedirectResponse:
 
 
 def in_page(path: str, query: str) -> str:
-    """Return the relative address, within the page, of a path: `../#/jobs/ID?smooth=0.9` for `/jobs/ID?smooth=0.9`."""
+    """Return the dashboard's relative address for a path: `../#/jobs/ID?smooth=0.9` for `/jobs/ID?smooth=0.9`."""
     parts = path.lstrip("/").split("/")
     up = "../" * (len(parts) - 1) or "./"
     inner = "/".join(quote(part, safe="") for part in parts if part)
@@ -43,8 +43,8 @@ def in_page(path: str, query: str) -> str:
 def install(app: FastAPI) -> None:
     """Serve the dashboard at /, for paths that no other route has.
 
-    The dashboard reads its own route from the fragment (`/#/jobs/ID`). A plain path, `/jobs/ID`, is redirected to that
-    address. The redirect is relative, so that it is correct behind any path prefix.
+    The dashboard reads its own route from the fragment (`/#/jobs/ID`). A request for the path `/jobs/ID` is redirected
+    to this address. The redirect is relative, and therefore correct behind any path prefix.
     """
     place = built()
     if place is not None:

@@ -69,7 +69,8 @@ def problem(
 def install(app: FastAPI, fields: Mapping[str, Sequence[str]]) -> None:
     """Add the handlers that answer every error of the app with problem details.
 
-    `fields`: the names of the fields of request bodies, by path prefix; a misspelt field's error names the nearest.
+    `fields`: a dict from path prefix to the names of the fields of request bodies. The error of a misspelt field names
+    the nearest of them.
     """
 
     @app.exception_handler(HTTPException)
@@ -100,11 +101,11 @@ def install(app: FastAPI, fields: Mapping[str, Sequence[str]]) -> None:
         if not is_full(error):
             raise error
         disk: StateDisk = request.app.state.service.store.disk
-        disk.failed()
+        disk.record_failure()
         log.error(
             "request %s: the disk is full: %s", request.scope.get("request_id"), getattr(error, "orig", error)
-        )  # the SQL statement is left out, because it contains the user's values
-        return problem(request, 507, f"{disk.full()}; this request has changed nothing")
+        )  # without the SQL statement, which contains the user's values
+        return problem(request, 507, f"{disk.full_message()}; this request has changed nothing")
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
@@ -115,7 +116,7 @@ def install(app: FastAPI, fields: Mapping[str, Sequence[str]]) -> None:
 
 
 def _allowed(app: FastAPI, request: Request) -> list[str]:
-    """Return the allowed methods of a path, over all its routes."""
+    """Return the methods that the routes of the request's path allow."""
     found = [
         method
         for method in _METHODS
@@ -125,7 +126,7 @@ def _allowed(app: FastAPI, request: Request) -> list[str]:
 
 
 def _not_json(error: Any) -> bool:
-    """Return whether the body was not parsed as JSON, e.g. of `curl -d` without a Content-Type header."""
+    """Return whether the body was not parsed as JSON, as after `curl -d` without a Content-Type header."""
     return tuple(error["loc"]) == ("body",) and isinstance(error.get("input"), bytes)
 
 

@@ -1,7 +1,7 @@
 """Aggregate a run's metrics into buckets of 2^k rounds, aligned at multiples of 2^k. A complete bucket never changes.
 
-Buckets are built incrementally: a request for a long run reads only the new lines. Memory is bounded: a run has at most
-`_MOST` buckets, and k is the smallest for which they are enough.
+Buckets are built incrementally: a request for a long run reads only the new lines. A run has at most `_MOST` buckets,
+which bounds the memory, and k is the smallest number for which they are enough.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Bucket:
         for age, times in other.staleness.items():
             self.staleness[age] = self.staleness.get(age, 0) + times
 
-    def out(self, begin: int, size: int, newest: int) -> dict[str, Any]:
-        """Return the bucket's `size` rounds from `begin` on, up to round `newest`, as JSON data.
+    def to_dict(self, begin: int, size: int, newest: int) -> dict[str, Any]:
+        """Return the bucket as JSON data. It covers `size` rounds from `begin` on, but none after round `newest`.
 
         `loss` is null if no round had a finite loss.
         """
@@ -80,7 +80,7 @@ class Bucket:
 
 
 class Rollup:
-    """The buckets and evaluations of one job's metrics file, up to the offset to which the file was read."""
+    """The buckets and evaluations of one job's metrics file, as far as the file was read."""
 
     def __init__(self) -> None:
         self.size = 1
@@ -111,11 +111,11 @@ class Rollup:
                 self.size, self.buckets = self._coarser(self.size * 2)
 
     def series(self, most: int) -> list[dict[str, Any]]:
-        """Return all buckets, merged into larger ones until there are at most `most`, as JSON data."""
+        """Return the buckets as JSON data, merged into larger ones if there are more than `most`."""
         size, buckets = self.size, self.buckets
         while len(buckets) > most:
             size, buckets = self._coarser(size * 2)
-        return [buckets[index].out(index * size, size, self.newest) for index in sorted(buckets)]
+        return [buckets[index].to_dict(index * size, size, self.newest) for index in sorted(buckets)]
 
     def _coarser(self, size: int) -> tuple[int, dict[int, Bucket]]:
         found: dict[int, Bucket] = {}
@@ -129,15 +129,15 @@ class Rollups:
 
     def __init__(self, most: int = 32) -> None:
         self._most = most
-        self._held: OrderedDict[Path, Rollup] = OrderedDict()
+        self._rollups: OrderedDict[Path, Rollup] = OrderedDict()
         self._lock = threading.Lock()
 
     def read(self, path: Path, most: int) -> dict[str, Any]:
-        """Return the series and the evaluations of a metrics file."""
+        """Return the series of a metrics file, in at most `most` buckets, and its evaluations."""
         with self._lock:
-            rollup = self._held.setdefault(path, Rollup())
-            self._held.move_to_end(path)
-            while len(self._held) > self._most:
-                self._held.popitem(last=False)
+            rollup = self._rollups.setdefault(path, Rollup())
+            self._rollups.move_to_end(path)
+            while len(self._rollups) > self._most:
+                self._rollups.popitem(last=False)
             rollup.read(path)
             return {"series": rollup.series(most), "evaluations": list(rollup.evaluations)}

@@ -1,7 +1,7 @@
 """The routes of real federated clients, and the routes by which a user admits them.
 
-Guarantees: a client can use only the routes under /api/v1/client, and sees only its own orders. All state is in files
-in the job's folder (`rayps.federated.remote.mailbox`), so that the service can be restarted at any moment.
+Guarantees: a client can use only the routes under /api/v1/client, and sees only its own orders. The service can be
+restarted at any moment, because all state is in files in the job's folder (`rayps.federated.remote.mailbox`).
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from rayps_api.schemas_clients import (
     UpdateOut,
     WorkOut,
 )
-from rayps_api.service import Known, Service
+from rayps_api.service import RunningService, Service
 
-LONGEST_WAIT = 30.0
-_PAUSE = 0.1
-_SEEN_SECONDS = 2.0
-_BLOCK = 1 << 20
+LONGEST_WAIT = 30.0  # seconds that a request for work may wait
+_PAUSE = 0.1  # seconds between two checks for an order
+_SEEN_SECONDS = 2.0  # seconds between two records that a client was seen
+_BLOCK = 1 << 20  # bytes
 MOST_UPDATES = 8  # updates that are received at one time; further requests are answered with 429
 
 router = APIRouter(prefix="/api/v1", tags=["clients"], responses=problems(400, 401, 403, 404, 409, 413, 422))
@@ -107,29 +107,29 @@ Joined = Annotated[Caller, Depends(_joined)]
 
 
 @router.post("/client-tokens", status_code=201, response_model=NewToken)
-async def create_token(body: TokenIn, known: Known) -> Any:
-    """Create a token for clients; the token is shown once."""
-    job = None if body.job is None else await known.record(body.job)
+async def create_token(body: TokenIn, running: RunningService) -> Any:
+    """Create a token for clients. The answer is the only one that shows the token."""
+    job = None if body.job is None else await running.record(body.job)
     if job is not None:
         _check_remote(job)
     seconds = None if body.days is None else body.days * 86400
-    grant, text = await known.client_tokens.create(job.id if job else None, body.name, seconds)
+    grant, text = await running.client_tokens.create(job.id if job else None, body.name, seconds)
     return {**_token(grant), "token": text}
 
 
 @router.get("/client-tokens", response_model=TokensOut)
-async def tokens(known: Known, job: Annotated[str | None, Query(max_length=100)] = None) -> Any:
+async def tokens(running: RunningService, job: Annotated[str | None, Query(max_length=100)] = None) -> Any:
     """List the tokens of clients, newest first."""
-    job_id = None if job is None else (await known.record(job)).id
-    return {"tokens": [_token(grant) for grant in await known.client_tokens.all(job_id)]}
+    job_id = None if job is None else (await running.record(job)).id
+    return {"tokens": [_token(grant) for grant in await running.client_tokens.all(job_id)]}
 
 
 @router.delete("/client-tokens/{token_id}", response_model=TokenOut)
-async def revoke(token_id: Annotated[str, InPath(min_length=1, max_length=100)], known: Known) -> Any:
-    """Revoke a token at once; the updates of its clients in an open round do not count."""
-    grant = await known.client_tokens.revoke(token_id)
-    for job in await known.store.live():
-        mailbox = known.mailbox(job.id)
+async def revoke(token_id: Annotated[str, InPath(min_length=1, max_length=100)], running: RunningService) -> Any:
+    """Revoke a token at once. Updates that its clients have sent in an open round do not count."""
+    grant = await running.client_tokens.revoke(token_id)
+    for job in await running.store.unfinished():
+        mailbox = running.mailbox(job.id)
         for member in await asyncio.to_thread(mailbox.members):
             if member.token == grant.id:
                 await asyncio.to_thread(mailbox.withdraw, member.number)
@@ -137,23 +137,23 @@ async def revoke(token_id: Annotated[str, InPath(min_length=1, max_length=100)],
 
 
 @router.post("/client-tokens/{token_id}/rotate", status_code=201, response_model=NewToken)
-async def rotate(token_id: Annotated[str, InPath(min_length=1, max_length=100)], known: Known) -> Any:
-    """Replace a token by a new one for the same job, client and expiry; the old one is revoked."""
-    old = await known.client_tokens.get(token_id)
+async def rotate(token_id: Annotated[str, InPath(min_length=1, max_length=100)], running: RunningService) -> Any:
+    """Replace a token by a new one for the same job, client and expiry. The old token is revoked."""
+    old = await running.client_tokens.get(token_id)
     seconds = None if old.expires_at is None else old.expires_at - time.time()
     if old.revoked_at is not None or (seconds is not None and seconds <= 0):
         raise Conflict(
             f"client token {old.id} was revoked or has expired: create another with `rayps token create`", status=409
         )
-    grant, text = await known.client_tokens.create(old.job, old.name, seconds)
-    await revoke(token_id, known)
+    grant, text = await running.client_tokens.create(old.job, old.name, seconds)
+    await revoke(token_id, running)
     return {**_token(grant), "token": text}
 
 
 @router.get("/jobs/{job_id}/clients", response_model=ClientsOut)
-async def clients(job_id: str, known: Known) -> Any:
+async def clients(job_id: str, running: RunningService) -> Any:
     """List the clients that have joined a job, and what the job waits for."""
-    mailbox = known.mailbox((await known.record(job_id)).id)
+    mailbox = running.mailbox((await running.record(job_id)).id)
     return JSONResponse(await asyncio.to_thread(_shown, mailbox))
 
 
@@ -173,7 +173,7 @@ async def join(body: JoinIn, grant: Granted, request: Request) -> Any:
     running: Service = request.app.state.service
     wanted = grant.job or body.job
     if wanted is None:
-        raise ConfigError("this token is valid for any job: give the job with --job ID", field="job")
+        raise ConfigError("this token is valid for any job: choose one with --job ID", field="job")
     if body.job not in (None, wanted):
         raise ConfigError(f"this token is for job {wanted}, not for {body.job}", field="job")
     name = grant.name or body.name
@@ -204,12 +204,12 @@ async def work(
     after: Annotated[int, Query(ge=0, lt=2**53)] = 0,
     wait: Annotated[float, Query(ge=0, le=LONGEST_WAIT, allow_inf_nan=False)] = 20.0,
 ) -> Any:
-    """Return the order that follows order `after`, or the job's end; wait up to `wait` seconds for either."""
+    """Return the first order after order `after`, or the job's end. Wait up to `wait` seconds for one of them."""
     running, ends = caller.service, time.monotonic() + wait
     seen, version, record = time.monotonic(), -1, None
 
     async def answer(**found: Any) -> WorkOut:
-        """Return the answer with the verdict on the update of order `after`; its round may have closed in the wait."""
+        """Add why the update of order `after` did not count, read now because the round may have closed just before."""
         verdict = await asyncio.to_thread(caller.mailbox.verdict, after, caller.member.number) if after else None
         return WorkOut(verdict=verdict, **found)
 
@@ -269,7 +269,7 @@ async def update(
     request: Request,
     rayps_sha256: Annotated[str, Header(pattern=r"^[0-9a-f]{64}$", description="The SHA-256 hash of the body.")],
 ) -> Any:
-    """Receive a client's update of a round, as safetensors. Its first complete update counts; 409 if it is late."""
+    """Receive a client's update of a round, as safetensors. The first complete update counts. 409 if it is late."""
     if caller.service.receiving >= MOST_UPDATES:
         raise HTTPException(429, f"{MOST_UPDATES} updates are being received: retry", {"Retry-After": "2"})
     caller.service.receiving += 1
@@ -290,7 +290,7 @@ async def update(
 
 @router.post("/client/leave", status_code=204)
 async def leave(caller: Joined) -> Response:
-    """Let the client leave the job; it may join again."""
+    """Record that the client leaves the job. The client may join again."""
     await asyncio.to_thread(caller.mailbox.leave, caller.member.number)
     return Response(status_code=204)
 
@@ -320,13 +320,12 @@ async def _receive(request: Request, caller: Caller, part: Path, most: int, dige
         raise HTTPException(400, "the update is incomplete: the connection was closed") from None
     if found.hexdigest() != digest:
         raise HTTPException(
-            422,
-            "the update does not have the hash in Rayps-Sha256: it was cut off or changed in transit: send it again",
+            422, "the update's hash is not the one in Rayps-Sha256: it was cut off or changed on the way; send it again"
         )
 
 
 def _open_order(caller: Caller, serial: int, delivering: bool = False) -> Any:
-    """Return this client's open order; None if `delivering` and its update was already received.
+    """Return this client's open order. With `delivering`, return None if the client's update was already received.
 
     Raises:
         Conflict: the round is closed, or the order is not for this client.

@@ -23,7 +23,7 @@ from rayps.strategies.catalogue import own_names, parse
 from rayps.strategies.job import JobSpec
 from rayps_api import folder
 from rayps_api.schemas import Events, JobIn, JobOut, JobsOut, Lines, Points, Series, problems
-from rayps_api.service import Known, Service
+from rayps_api.service import RunningService, Service
 
 log = logging.getLogger(__name__)
 
@@ -35,69 +35,74 @@ Cursor = Annotated[int, Query(ge=0, lt=2**53)]
 
 @router.post("", status_code=201, response_model=JobOut, responses={200: {"model": JobOut}})
 async def submit(
-    body: JobIn, known: Known, idempotency_key: Annotated[str | None, Header(min_length=1, max_length=255)] = None
+    body: JobIn,
+    running: RunningService,
+    idempotency_key: Annotated[str | None, Header(min_length=1, max_length=255)] = None,
 ) -> Any:
-    """Submit a job. With an Idempotency-Key a repeated identical request returns the first job, with 200."""
+    """Submit a job. A repeated identical request with the same Idempotency-Key returns the first job, with 200."""
     spec, name, phases = await _spec(body)
     if spec.server_group is not None:
-        known.groups.must_exist(spec.server_group)
+        running.groups.must_exist(spec.server_group)
         _refuse_without_servers(spec, phases)
     if spec.branch is not None:  # a space's name is its job's id; the beginning of the id is enough
         with contextlib.suppress(NotFound):
-            spec = replace(spec, branch=(await known.store.find(spec.branch)).id)
-        await _check_branch(spec, known)
+            spec = replace(spec, branch=(await running.store.find(spec.branch)).id)
+        await _check_branch(spec, running)
     if spec.resume is not None:
-        spec = replace(spec, resume=await _checkpoint(spec.resume, spec.working_dir, known))
-    known.scheduler.refuse_too_large(spec)
+        spec = replace(spec, resume=await _checkpoint(spec.resume, spec.working_dir, running))
+    running.scheduler.refuse_too_large(spec)
     passing("submit: checked, not stored")
-    record, created = await known.store.add(spec, name=name, key=idempotency_key)
+    record, created = await running.store.add(spec, name=name, key=idempotency_key)
     if created:
         passing("submit: stored, folder not written")
-        await _write_row(record.id, known)
+        await _write_row(record.id, running)
     passing("submit: stored, not acknowledged")
-    known.scheduler.wake()
+    running.scheduler.wake()
     place = {"Location": f"/api/v1/jobs/{record.id}"}
-    return JSONResponse(known.show(record), 201 if created else 200, place)
+    return JSONResponse(running.show(record), 201 if created else 200, place)
 
 
 @router.get("", response_model=JobsOut)
 async def page(
-    known: Known,
+    running: RunningService,
     status: Annotated[list[Status] | None, Query()] = None,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
     cursor: Annotated[str | None, Query(pattern=r"^[0-9A-Z]{26}$")] = None,
 ) -> Any:
     """List jobs, newest first."""
-    records = await known.store.page(status=status or (), limit=limit + 1, before=cursor)
+    records = await running.store.page(status=status or (), limit=limit + 1, before=cursor)
     more = len(records) > limit
-    jobs = [known.show(record) for record in records[:limit]]
+    jobs = [running.show(record) for record in records[:limit]]
     return JSONResponse({"jobs": jobs, "next_cursor": jobs[-1]["id"] if more else None})
 
 
 @router.get("/{job_id}", response_model=JobOut)
-async def show(job_id: str, known: Known) -> Any:
+async def show(job_id: str, running: RunningService) -> Any:
     """Show one job."""
-    return JSONResponse(known.show(await known.record(job_id)))
+    return JSONResponse(running.show(await running.record(job_id)))
 
 
 @router.post("/{job_id}/stop", status_code=202, response_model=JobOut)
-async def stop(job_id: str, known: Known) -> Any:
-    """Request a job to stop; 409 if it has ended."""
-    record = await known.store.request_stop((await known.record(job_id)).id)
+async def stop(job_id: str, running: RunningService) -> Any:
+    """Request a job to stop. 409 if the job has ended."""
+    record = await running.store.request_stop((await running.record(job_id)).id)
     passing("stop: stored, not acknowledged")
-    known.scheduler.wake()
-    return JSONResponse(known.show(record), 202)
+    running.scheduler.wake()
+    return JSONResponse(running.show(record), 202)
 
 
 @router.delete("/{job_id}", response_model=JobOut)
-async def delete(job_id: str, known: Known) -> Any:
-    """Delete an ended job with its logs, metrics and checkpoints. 409 while the job, or one that resumes it, runs."""
-    record = await known.record(job_id)
+async def delete(job_id: str, running: RunningService) -> Any:
+    """Delete an ended job with its logs, metrics and checkpoints.
+
+    409 if the job has not ended, or if another job that has not ended resumes one of its checkpoints.
+    """
+    record = await running.record(job_id)
     if not record.status.terminal:
         raise Conflict(
             f"job {record.id} is {record.status}: stop it first (`rayps stop {record.id}`)", job=record.id, status=409
         )
-    users = await known.store.resuming(known.folder(record.id))
+    users = await running.store.jobs_resuming_from(running.folder(record.id))
     if users:
         raise Conflict(
             f"job {users[0].id} ({users[0].name}) resumes a checkpoint of job {record.id}: wait until it "
@@ -105,26 +110,26 @@ async def delete(job_id: str, known: Known) -> Any:
             job=record.id,
             status=409,
         )
-    shown = known.show(record)
-    # the folder is deleted first: that frees space on a full disk, and an ended job may lack its folder
-    await asyncio.to_thread(job_folders.remove, known.settings.jobs_dir, record.id)
-    await known.store.delete(record.id)
+    shown = running.show(record)
+    # the folder is deleted before the row: this frees space on a full disk, and an ended job may lack its folder
+    await asyncio.to_thread(job_folders.remove_folder, running.settings.jobs_dir, record.id)
+    await running.store.delete(record.id)
     return JSONResponse(shown)
 
 
 @router.get("/{job_id}/metrics", response_model=Points | Series)
 async def metrics(
     job_id: str,
-    known: Known,
+    running: RunningService,
     cursor: Cursor = 0,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 2000,
     max_points: Annotated[int | None, Query(ge=2, le=5000)] = None,
 ) -> Any:
     """Show metric points from a cursor, or the whole run in at most `max_points` buckets of consecutive rounds."""
-    job_id = (await known.record(job_id)).id
-    path = known.folder(job_id) / "metrics.jsonl"
+    job_id = (await running.record(job_id)).id
+    path = running.folder(job_id) / "metrics.jsonl"
     if max_points is not None:
-        return JSONResponse(await asyncio.to_thread(known.rollups.read, path, max_points))
+        return JSONResponse(await asyncio.to_thread(running.rollups.read, path, max_points))
     points, after = await asyncio.to_thread(folder.objects, path, cursor, limit)
     return JSONResponse({"points": points, "cursor": after})
 
@@ -132,14 +137,14 @@ async def metrics(
 @router.get("/{job_id}/logs", response_model=Lines)
 async def logs(
     job_id: str,
-    known: Known,
+    running: RunningService,
     cursor: Cursor = 0,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
     tail: Annotated[int | None, Query(ge=1, le=10_000)] = None,
 ) -> Any:
     """Show log lines from a cursor, or the last `tail` lines."""
-    job_id = (await known.record(job_id)).id
-    path = known.folder(job_id) / "log.txt"
+    job_id = (await running.record(job_id)).id
+    path = running.folder(job_id) / "log.txt"
     if tail is not None:
         cursor, limit = await asyncio.to_thread(folder.tail, path, tail), tail
     found, after = await asyncio.to_thread(folder.log_lines, path, cursor, limit)
@@ -148,26 +153,26 @@ async def logs(
 
 @router.get("/{job_id}/events", response_model=Events)
 async def events(
-    job_id: str, known: Known, cursor: Cursor = 0, limit: Annotated[int, Query(ge=1, le=2000)] = 500
+    job_id: str, running: RunningService, cursor: Cursor = 0, limit: Annotated[int, Query(ge=1, le=2000)] = 500
 ) -> Any:
     """List a job's events, the driver's and the scheduler's."""
-    job_id = (await known.record(job_id)).id
-    noted = await known.store.events(job_id)
-    path = known.folder(job_id) / "events.jsonl"
-    found, after = await asyncio.to_thread(folder.events, path, noted, cursor, limit)
+    job_id = (await running.record(job_id)).id
+    scheduler_events = await running.store.events(job_id)
+    path = running.folder(job_id) / "events.jsonl"
+    found, after = await asyncio.to_thread(folder.events, path, scheduler_events, cursor, limit)
     return JSONResponse({"events": found, "cursor": after})
 
 
-async def _write_row(job_id: str, known: Service) -> None:
+async def _write_row(job_id: str, running: Service) -> None:
     """Write the job's row into its folder, from which the job can be restored if the store is lost."""
     try:
-        await asyncio.to_thread(job_folders.keep, known.folder(job_id), await known.store.row(job_id))
+        await asyncio.to_thread(job_folders.write_row, running.folder(job_id), await running.store.json_row(job_id))
     except OSError as error:  # the job is in the store: the service's next start writes the file
-        log.warning("job %s: %s cannot be written: %s", job_id, job_folders.SPEC, error)
+        log.warning("job %s: %s cannot be written: %s", job_id, job_folders.ROW_FILE, error)
 
 
 def _refuse_without_servers(spec: JobSpec, phases: list[PhaseFacts]) -> None:
-    """Raise ConfigError if a server group or a branch is given, and the strategy stores nothing on servers."""
+    """Raise ConfigError if the strategy cannot use the job's server group or branch: it stores nothing on servers."""
     if not any(each.servers or each.tables for each in phases):
         names = " and ".join(dict.fromkeys(each.name for each in phases))
         raise ConfigError(
@@ -183,15 +188,15 @@ def _refuse_without_servers(spec: JobSpec, phases: list[PhaseFacts]) -> None:
         )
 
 
-async def _check_branch(spec: JobSpec, known: Service) -> None:
+async def _check_branch(spec: JobSpec, running: Service) -> None:
     """Raise ConfigError if the server group does not have the space from which the job branches."""
     assert spec.server_group is not None and spec.branch is not None
-    spaces = known.groups.spaces(spec.server_group)
+    spaces = running.groups.spaces(spec.server_group)
     if spaces is None or spec.branch in spaces:
         return
     there = f"the spaces of server group {spec.server_group!r} are {', '.join(spaces) or 'none'}"
     try:
-        job = await known.store.get(spec.branch)
+        job = await running.store.get(spec.branch)
     except NotFound:
         raise ConfigError(
             f"branch is {spec.branch!r}: there is no such job and no such space; {there}", field="branch"
@@ -201,10 +206,10 @@ async def _check_branch(spec: JobSpec, known: Service) -> None:
         raise ConfigError(f"branch is {spec.branch!r}: that job {why}; {there}", field="branch")
 
 
-async def _checkpoint(resume: str, working_dir: str | None, known: Service) -> str:
-    """Return the folder of the checkpoint that `resume` names, by an ended job's id (or its beginning) or by path."""
+async def _checkpoint(resume: str, working_dir: str | None, running: Service) -> str:
+    """Return the folder of the checkpoint that `resume` names: an ended job's id, the beginning of an id, or a path."""
     with contextlib.suppress(NotFound):
-        job = await known.store.find(resume)
+        job = await running.store.find(resume)
         if job.checkpoint is None:
             why = "has no checkpoint" if job.status.terminal else "has not ended: wait, or stop it"
             raise ConfigError(f"resume is {resume!r}: job {job.id} {why}", field="resume")
@@ -260,7 +265,7 @@ def _finite_strategy(given: Any) -> Any:
 
 
 def _check_files(spec: JobSpec) -> None:
-    """Raise ConfigError, before a driver is started, if the workload's file or the working directory does not exist."""
+    """Raise ConfigError if the workload's file or the working directory does not exist."""
     home = None if spec.working_dir is None else Path(spec.working_dir)
     if home is not None and not (home.is_absolute() and home.is_dir()):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The routes of session, cluster, strategies, health, Prometheus, and the page that lists the routes."""
+"""The routes of sessions, cluster, strategies, health and Prometheus, and the page that lists all routes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from rayps.core.job_status import Status
 from rayps_api.guard import Guard
 from rayps_api.openapi import interface
 from rayps_api.schemas import ClusterOut, Login, Ready, StrategyOut, problems
-from rayps_api.service import Known, Service
+from rayps_api.service import RunningService, Service
 
 router = APIRouter(responses=problems(401, 403))
-_SILENT_SECONDS = 300.0  # seconds without a tick of the scheduler; on an overloaded machine a tick can take minutes
+_SILENT_SECONDS = 300.0  # seconds without a tick after which /healthz answers 503; a slow tick can take minutes
 
 
 @router.post("/api/v1/session", status_code=204, tags=["session"], responses=problems(400, 413, 422, 429))
@@ -32,13 +32,13 @@ async def login(body: Login, request: Request) -> Response:
     session = None
     if body.code is not None:
         session = await running.store.login(body.code)
-    elif body.token is not None and await running.store.accepts(body.token):
+    elif body.token is not None and await running.store.accepts_secret(body.token):
         session = await running.store.login(await running.store.login_code())
     if session is None:
         guard: Guard = request.scope["rayps_guard"]
-        return guard.failed(
+        return guard.refuse_unauthenticated(
             request,
-            "the code is wrong, used or expired (five minutes): `rayps open` prints a new address"
+            "the code is wrong, used, or older than five minutes: `rayps open` prints an address with a new code"
             if body.code
             else None,
         )
@@ -56,26 +56,26 @@ async def login(body: Login, request: Request) -> Response:
 
 
 @router.delete("/api/v1/session", status_code=204, tags=["session"])
-async def logout(request: Request, known: Known) -> Response:
+async def logout(request: Request, running: RunningService) -> Response:
     """End the cookie's session."""
-    cookie = request.cookies.get(known.cookie)
+    cookie = request.cookies.get(running.cookie)
     if cookie:
-        await known.store.revoke(cookie)
+        await running.store.revoke(cookie)
     answer = Response(status_code=204)
-    answer.delete_cookie(known.cookie, path="/")
+    answer.delete_cookie(running.cookie, path="/")
     return answer
 
 
 @router.post("/api/v1/codes", status_code=201, tags=["session"])
-async def code(known: Known) -> dict[str, str]:
+async def code(running: RunningService) -> dict[str, str]:
     """Create a one-time code for a browser, valid for five minutes."""
-    return {"code": await known.store.login_code()}
+    return {"code": await running.store.login_code()}
 
 
 @router.get("/api/v1/cluster", response_model=ClusterOut, tags=["cluster"])
-async def cluster(known: Known) -> Any:
+async def cluster(running: RunningService) -> Any:
     """Show the state of the Ray cluster that runs the jobs, as the scheduler last saw it."""
-    view, place = known.scheduler.view, known.scheduler.place
+    view, place = running.scheduler.view, running.scheduler.place
     total = view.total or place.capacity() or {}
     return {
         "ready": view.ready,
@@ -89,7 +89,7 @@ async def cluster(known: Known) -> Any:
 
 
 @router.get("/api/v1/strategies", response_model=list[StrategyOut], tags=["strategies"])
-async def strategies(known: Known) -> Any:
+async def strategies(running: RunningService) -> Any:
     """List the strategies with their options."""
     return JSONResponse(rayps.strategies.catalogue.catalogue())
 
@@ -97,7 +97,7 @@ async def strategies(known: Known) -> Any:
 @router.head("/healthz", include_in_schema=False)
 @router.get("/healthz", responses={503: {"description": "The scheduler's loop does not run"}}, tags=["health"])
 async def healthz(request: Request, response: Response) -> dict[str, bool]:
-    """Answer 200 while the scheduler runs, even if Ray does not answer; 503 when the service should be restarted."""
+    """Answer 200 while the scheduler runs, even if Ray does not answer, and 503 if the service should be restarted."""
     ok = request.app.state.service.scheduler.silent < _SILENT_SECONDS
     response.status_code = 200 if ok else 503
     return {"ok": ok}
@@ -106,9 +106,9 @@ async def healthz(request: Request, response: Response) -> dict[str, bool]:
 @router.head("/readyz", include_in_schema=False)
 @router.get("/readyz", response_model=Ready, responses={503: {"model": Ready}}, tags=["health"])
 async def readyz(request: Request) -> Any:
-    """Answer 200 while jobs can be submitted and can start; 503 with the reason while they cannot."""
+    """Answer 200 while jobs can be submitted and can start, and otherwise 503 with the reason."""
     running: Service = request.app.state.service
-    view, full = running.scheduler.view, running.store.disk.trouble
+    view, full = running.scheduler.view, running.store.disk.error
     ready = view.ready and full is None
     reason = "; ".join(filter(None, [view.reason, full])) or None
     return JSONResponse({"ready": ready, "reason": reason}, 200 if ready else 503)
@@ -120,25 +120,25 @@ async def readyz(request: Request) -> Any:
     response_class=Response,
     responses={200: {"content": {CONTENT_TYPE_LATEST: {"schema": {"type": "string"}}}}},
 )
-async def prometheus(known: Known) -> Response:
+async def prometheus(running: RunningService) -> Response:
     """Show the service's metrics in Prometheus' format."""
     registry = CollectorRegistry()
     jobs = Gauge("rayps_jobs", "Jobs by status", ["status"], registry=registry)
-    counts = await known.store.counts()
+    counts = await running.store.counts()
     for status in Status:
         jobs.labels(status.value).set(counts.get(status.value, 0))
-    view = known.scheduler.view
+    view = running.scheduler.view
     Gauge("rayps_ray_ready", "Whether Ray can start jobs", registry=registry).set(view.ready)
-    Gauge("rayps_streams", "Open event streams", registry=registry).set(known.streams)
+    Gauge("rayps_streams", "Open event streams", registry=registry).set(running.streams)
     for name, bundle in (("total", view.total), ("free", view.free)):
         gauge = Gauge(f"rayps_ray_{name}", f"Ray's {name} resources", ["kind"], registry=registry)
         for kind, amount in (bundle or {}).items():
             gauge.labels(kind).set(amount)
-    _of_groups(known, registry)
+    _of_groups(running, registry)
     return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
 
-def _of_groups(known: Service, registry: CollectorRegistry) -> None:
+def _of_groups(running: Service, registry: CollectorRegistry) -> None:
     servers = Gauge("rayps_group_servers", "Servers of a group by state", ["group", "state"], registry=registry)
     gauges = {
         key: Gauge(f"rayps_space_{key}", what, ["group", "space"], registry=registry)
@@ -149,7 +149,7 @@ def _of_groups(known: Service, registry: CollectorRegistry) -> None:
             ("throttled", "Operations of a job that waited because of the quota of its space"),
         )
     }
-    for group in known.groups.all():
+    for group in running.groups.all():
         for state in ("alive", "leaving", "dead"):
             servers.labels(group["name"], state).set(sum(each.get("state") == state for each in group["servers"]))
         for space in group["spaces"]:
@@ -158,14 +158,14 @@ def _of_groups(known: Service, registry: CollectorRegistry) -> None:
 
 
 @router.get("/openapi.json", include_in_schema=False)
-async def openapi(request: Request, known: Known) -> JSONResponse:
+async def openapi(request: Request, running: RunningService) -> JSONResponse:
     """Show the interface as OpenAPI 3.1."""
-    return JSONResponse(interface(request.app.openapi(), known.cookie))
+    return JSONResponse(interface(request.app.openapi(), running.cookie))
 
 
 @router.get("/docs", include_in_schema=False)
-async def docs(request: Request, known: Known) -> HTMLResponse:
-    """List the routes on one page without scripts, made from the OpenAPI document."""
+async def docs(request: Request, running: RunningService) -> HTMLResponse:
+    """List the routes of the OpenAPI document on one page without scripts."""
     rows = [
         f"<tr><td>{verb.upper()}</td><td><code>{html.escape(path)}</code></td>"
         f"<td>{html.escape(what.get('description') or what.get('summary', ''))}</td></tr>"

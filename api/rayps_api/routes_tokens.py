@@ -1,4 +1,4 @@
-"""The routes of users' tokens. They need a bearer token: a browser's session cannot create or revoke tokens."""
+"""The routes of users' tokens. They need a bearer token, because a browser's session may not change tokens."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from fastapi import APIRouter, Depends, HTTPException, Path, Request
 from rayps.service.user_tokens import UserToken
 from rayps_api.schemas import problems, timestamp
 from rayps_api.schemas_tokens import NewUserToken, UserTokenIn, UserTokenOut, UserTokensOut
-from rayps_api.service import Known, Service
+from rayps_api.service import RunningService, Service
 
 router = APIRouter(prefix="/api/v1/tokens", tags=["tokens"], responses=problems(400, 401, 403, 404, 409, 413, 422))
 
 TokenId = Annotated[
-    str, Path(min_length=1, max_length=100, description="A token's id; `local`: the service's own token.")
+    str, Path(min_length=1, max_length=100, description="A token's id; `local` means the service's own token.")
 ]
 
 
-def _bearer(request: Request, known: Known) -> Service:
+def _bearer(request: Request, running: RunningService) -> Service:
     if not request.scope.get("rayps_bearer"):
         raise HTTPException(
             403,
             "tokens are created, listed and revoked with a token (Authorization: Bearer rps_...), "
             "not with a browser's session: use `rayps token`",
         )
-    return known
+    return running
 
 
 Bearer = Annotated[Service, Depends(_bearer)]
@@ -33,7 +33,7 @@ Bearer = Annotated[Service, Depends(_bearer)]
 
 @router.post("", status_code=201, response_model=NewUserToken)
 async def create(body: UserTokenIn, running: Bearer) -> Any:
-    """Create a token for a user; the token is shown once."""
+    """Create a token for a user. The answer is the only one that shows the token."""
     found, text = await running.user_tokens.create(body.name, None if body.days is None else body.days * 86400)
     return {**_shown(found), "token": text}
 
@@ -46,7 +46,7 @@ async def page(running: Bearer) -> Any:
 
 @router.post("/{token_id}/rotate", status_code=201, response_model=NewUserToken)
 async def rotate(token_id: TokenId, running: Bearer) -> Any:
-    """Replace a token: the old one is refused from now on, and all browser sessions end."""
+    """Replace a token by a new one. The old token is revoked at once, and all browser sessions end."""
     found, text = await running.user_tokens.rotate(token_id)
     return {**_shown(found), "token": text}
 

@@ -80,7 +80,7 @@ class JobsOut(BaseModel):
 
 
 class Points(BaseModel):
-    """Metric points as the driver wrote them, from a byte offset on, and the offset after them."""
+    """Metric points as the driver wrote them, and `cursor`, the byte offset after the last one."""
 
     points: list[dict[str, Any]]
     cursor: int
@@ -134,7 +134,7 @@ class GroupIn(BaseModel):
         ge=LEAST_SILENCE,
         le=MOST_SILENCE,
         allow_inf_nan=False,
-        description=("Seconds after which a silent server counts as dead; the end of a process is detected at once."),
+        description="Seconds after which a silent server counts as dead. The end of a process is detected at once.",
     )
 
 
@@ -147,7 +147,7 @@ class ResizeIn(BaseModel):
 
 
 class DrainIn(BaseModel):
-    """The request to drain one server: to migrate its segments, and then stop it."""
+    """The request to drain one server: to migrate its segments to the others, and then stop the server."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -155,7 +155,7 @@ class DrainIn(BaseModel):
 
 
 class QuotaIn(BaseModel):
-    """The quota of a space: bytes in total, and operations per second over all servers; null = no limit."""
+    """The quota of a space: bytes in total, and operations per second over all servers. null means no limit."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -221,11 +221,11 @@ class Option(BaseModel):
     name: str
     type: str
     default: Any
-    of: list[str] | None = None  # names of the objects, with options, that can be the option's value
+    of: list[str] | None = None  # the names of the objects that can be the option's value
 
 
 class StrategyOut(BaseModel):
-    """A strategy, or a model division such as `pipeline`, which given alone means all_reduce with this division."""
+    """A strategy, or a model division such as `pipeline`. A division alone means all_reduce with this division."""
 
     name: str
     summary: str
@@ -233,7 +233,7 @@ class StrategyOut(BaseModel):
 
 
 class Login(BaseModel):
-    """A one-time code or a token, to be exchanged for a session cookie."""
+    """A one-time code or a token, which the service exchanges for a session cookie."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -242,7 +242,7 @@ class Login(BaseModel):
 
 
 class Ready(BaseModel):
-    """Whether jobs can be submitted and can start; `reason` is why not."""
+    """Whether jobs can be submitted and can start; if not, `reason` says why."""
 
     ready: bool
     reason: str | None
@@ -292,7 +292,7 @@ def spec_out(spec: JobSpec) -> dict[str, Any]:
 
 
 def group_out(group: dict[str, Any], live: list[JobRecord]) -> dict[str, Any]:
-    """Return a group, as `Groups.get` describes it, with the jobs in `live` that use it, as JSON data."""
+    """Return a group from `Groups.get`, with the jobs of `live` that use it, as JSON data."""
     jobs = [
         {"id": job.id, "name": job.name, "status": job.status.value, "workers": job.spec.workers}
         for job in live
@@ -302,7 +302,7 @@ def group_out(group: dict[str, Any], live: list[JobRecord]) -> dict[str, Any]:
 
 
 def group_row(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the summary of a group, as `group_out` returns it, for a list."""
+    """Return the summary of a group from `group_out`, for the list of all groups."""
     servers = group["servers"]
     short = {key: group[key] for key in ("name", "status", "reason", "wanted", "replicas", "created_at", "settled")}
     return short | {
@@ -327,9 +327,9 @@ def finite(value: Any) -> Any:
 
 
 def timestamp(at: float | None) -> str | None:
-    """Return a time (seconds since 1970) as text in the form of all answers: UTC, milliseconds, "Z".
+    """Return a time (seconds since 1970) as text in UTC with milliseconds, such as 2026-01-31T12:00:00.000Z.
 
-    None stays None.
+    Return None for None.
     """
     return (
         None

@@ -21,7 +21,9 @@ class TokenIn(BaseModel):
 
     job: str | None = Field(None, min_length=1, max_length=100, description="A job's id, or the beginning of it.")
     name: str | None = Field(None, pattern=NAME, description="The client's name.")
-    days: float | None = Field(None, gt=0, le=MOST_DAYS, allow_inf_nan=False, description="null = until revoked.")
+    days: float | None = Field(
+        None, gt=0, le=MOST_DAYS, allow_inf_nan=False, description="Days until the token expires; null means never."
+    )
 
 
 class TokenOut(BaseModel):
@@ -54,7 +56,7 @@ class KeyOut(BaseModel):
 
 
 class JoinIn(BaseModel):
-    """A client's request to join. `key`: a secret that the client made, by which it is known when it joins again."""
+    """A client's request to join. `key`: a secret of the client, which identifies it when it joins again."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -77,7 +79,7 @@ class JoinOut(BaseModel):
 class WorkOut(BaseModel):
     """The answer to a client that asks for work.
 
-    `order` is the signed text; the other fields are not signed.
+    `order` is the signed text. The other fields are not signed.
     """
 
     kind: Literal["round", "wait", "end"]
@@ -92,7 +94,7 @@ class UpdateOut(BaseModel):
     """The answer to a received update."""
 
     serial: int
-    again: bool = Field(description="Whether an update of this round was received before; the first one counts.")
+    again: bool = Field(description="Whether an earlier update of this round was received; only the first one counts.")
 
 
 class ClientOut(BaseModel):
@@ -108,7 +110,7 @@ class ClientOut(BaseModel):
 
 
 class ClientsOut(BaseModel):
-    """The real clients of a job, in the order of joining, and the clients for which the job waits."""
+    """The real clients of a job, in the order of joining, and in `waits` what the job waits for; null for nothing."""
 
     clients: list[ClientOut]
     waits: str | None

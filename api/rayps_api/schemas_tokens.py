@@ -16,7 +16,9 @@ class UserTokenIn(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     name: str = Field(pattern=NAME, description="The token's holder or purpose.")
-    days: float | None = Field(None, gt=0, le=MOST_DAYS, allow_inf_nan=False, description="null = until revoked.")
+    days: float | None = Field(
+        None, gt=0, le=MOST_DAYS, allow_inf_nan=False, description="Days until the token expires; null means never."
+    )
 
 
 class UserTokenOut(BaseModel):

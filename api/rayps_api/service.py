@@ -45,7 +45,7 @@ class Service:
 
     @property
     def cookie(self) -> str:
-        """The session cookie's name, unique to this service: a browser sends cookies to every port of a host."""
+        """The session cookie's name, unique to this service because browsers send cookies to all ports of a host."""
         return f"rayps_session_{hashlib.sha256(self.client_tokens.key.public.encode()).hexdigest()[:12]}"
 
     def folder(self, job_id: str) -> Path:
@@ -57,7 +57,7 @@ class Service:
         return Mailbox(self.folder(job_id) / FOLDER)
 
     async def record(self, job_id: str) -> JobRecord:
-        """Return a job by its id or the beginning of it.
+        """Return a job by its id or the beginning of its id.
 
         Raises:
             NotFound: there is no such job.
@@ -66,7 +66,7 @@ class Service:
         return await self.store.find(job_id)
 
     def progress(self, job_id: str) -> dict[str, Any] | None:
-        """Return the newest progress that the driver wrote; the file is read only after it has changed."""
+        """Return the newest progress that the driver wrote, or None. The file is read only after it has changed."""
         path = self.folder(job_id) / "progress.json"
         try:
             stamp = path.stat().st_mtime_ns
@@ -86,11 +86,11 @@ class Service:
 
 
 def service(request: Request) -> Service:
-    """Return the running service. Raises Unauthorized: the guard has not authenticated the request as a user's."""
-    if not request.scope.get("rayps_known"):
+    """Return the running service. Raises Unauthorized if the request has no valid token or session of a user."""
+    if not request.scope.get("rayps_user"):
         raise Unauthorized("the token is missing, wrong or revoked: send `Authorization: Bearer rps_...`", status=401)
     found: Service = request.app.state.service
     return found
 
 
-Known = Annotated[Service, Depends(service)]
+RunningService = Annotated[Service, Depends(service)]

@@ -1,8 +1,8 @@
-"""Streams of server-sent events: of a job with its metrics, logs and events, of all jobs, of one server group or all.
+"""Streams of server-sent events about a job (status, metrics, logs, events), all jobs, a server group, or all groups.
 
-Guarantee: a reader that reconnects, also after a restart of the service, misses no message and gets none twice. Each
-message of a job has, as `id:`, the cursor after the message (byte offsets into the job's files). A job's stream closes
-only after the message `end`.
+Guarantee for a job's stream: a reader that reconnects, also after a restart of the service, misses no message and gets
+none twice. The `id:` of each message is the cursor after this message (byte offsets into the job's files). The last
+message is `end`. If a job's stream closes before `end`, for example after an hour, the reader has to reconnect.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from rayps.core.errors import ConfigError, NotFound
 from rayps_api import folder
 from rayps_api.routes_servers import list_groups, show_group
 from rayps_api.schemas import problems
-from rayps_api.service import MOST_STREAMS, Known, Service
+from rayps_api.service import MOST_STREAMS, RunningService, Service
 
 TOPICS = ("job", "metrics", "logs", "events")
-_PAUSE = 0.25
-_LIST_PAUSE = 0.5
+_PAUSE = 0.25  # seconds between two reads of a job's files
+_LIST_PAUSE = 0.5  # seconds between two reads of the list of jobs or of groups
 _LONGEST = 3600.0  # seconds; then the stream is closed, and the reader reconnects with its cursor
-_LIST = 100
+_LIST = 100  # the most jobs in a stream of all jobs
 ALL_GROUPS = "*"
 
 router = APIRouter(tags=["stream"], responses=problems(401, 403, 404, 422, 429))
@@ -58,84 +58,84 @@ class Cursor:
         return f"m{self.m}.l{self.l}.e{self.e}"
 
 
-async def _slot(known: Known) -> AsyncIterator[None]:
-    """Count a stream as open until it ends. Raises HTTPException (429): MOST_STREAMS streams are open."""
-    if known.streams >= MOST_STREAMS:
+async def _count_stream(running: RunningService) -> AsyncIterator[None]:
+    """Count a stream as open until it ends. Raises HTTPException (429) if MOST_STREAMS streams are open."""
+    if running.streams >= MOST_STREAMS:
         raise HTTPException(429, f"{MOST_STREAMS} streams are open: close one", {"Retry-After": "5"})
-    known.streams += 1
+    running.streams += 1
     try:
         yield
     finally:
-        known.streams -= 1
+        running.streams -= 1
 
 
-async def _start(
-    known: Known,
-    slot: Annotated[None, Depends(_slot)],
+async def _check_request(
+    running: RunningService,
+    counted: Annotated[None, Depends(_count_stream)],
     job: Annotated[str | None, Query(max_length=100)] = None,
     cursor: Annotated[str, Query(max_length=100)] = "",
     last_event_id: Annotated[str | None, Header(max_length=100)] = None,
     group: Annotated[str | None, Query(max_length=100)] = None,
 ) -> Cursor:
-    """Check a stream's request, because no error status can be sent once the stream has started."""
+    """Check the request before the stream starts, because no error status can be sent afterwards; return the cursor."""
     if job is not None:
-        await known.record(job)
+        await running.record(job)
     if group is not None and group != ALL_GROUPS:
-        known.groups.get(group)
+        running.groups.get(group)
     return Cursor.read(last_event_id or cursor)
 
 
 @router.get("/api/v1/stream", response_class=EventSourceResponse)
 async def stream(
-    known: Known,
+    running: RunningService,
     request: Request,
-    at: Annotated[Cursor, Depends(_start)],
+    at: Annotated[Cursor, Depends(_check_request)],
     job: Annotated[str | None, Query(max_length=100)] = None,
     topics: Annotated[str, Query(max_length=100)] = ",".join(TOPICS),
     group: Annotated[str | None, Query(max_length=100)] = None,
 ) -> AsyncIterator[ServerSentEvent]:
-    """Stream the changes of a job, or without `job` the changes of the list of jobs.
+    """Stream the changes of a job, or of the list of jobs if `job` is not given.
 
-    With `group`, stream the changes of this server group (`*`: of all server groups) instead.
+    With `group`, stream the changes of this server group instead; `*` means all server groups.
     """
     if group is not None:
-        messages = _groups(known, group)
+        messages = _group_messages(running, group)
     elif job is None:
-        messages = _list(known)
+        messages = _list_messages(running)
     else:
         chosen = {topic for topic in TOPICS if topic in topics.split(",")}
-        messages = _one(known, (await known.record(job)).id, chosen, at)
-    secret, version = request.scope["rayps_secret"], known.store.version
+        messages = _job_messages(running, (await running.record(job)).id, chosen, at)
+    secret, version = request.scope["rayps_secret"], running.store.version
     async for message in messages:
-        if version != known.store.version:  # the token may have been revoked since
-            version = known.store.version
-            if not await known.store.accepts(secret):
+        if version != running.store.version:  # the token may have been revoked since
+            version = running.store.version
+            if not await running.store.accepts_secret(secret):
                 return
         yield message
 
 
-async def _one(known: Service, job_id: str, topics: set[str], at: Cursor) -> AsyncIterator[ServerSentEvent]:
+async def _job_messages(running: Service, job_id: str, topics: set[str], at: Cursor) -> AsyncIterator[ServerSentEvent]:
     shown, version, record = "", -1, None
     began = time.monotonic()
-    while not known.closing.is_set() and time.monotonic() - began < _LONGEST:
-        if version != known.store.version or record is None:
-            version = known.store.version
+    while not running.closing.is_set() and time.monotonic() - began < _LONGEST:
+        if version != running.store.version or record is None:
+            version = running.store.version
             try:
-                record = await known.store.get(job_id)
-            except NotFound:  # the job was deleted, so it had ended
+                record = await running.store.get(job_id)
+            except NotFound:  # the job had ended and was deleted
                 gone = {"status": record.status.value if record else None, "reason": "the job was deleted"}
                 yield ServerSentEvent(raw_data=json.dumps(gone), event="end", id=str(at))
                 return
         ended = record.status.terminal  # read before the files, so that the files of an ended job are complete
         if "job" in topics:
-            text = json.dumps(known.show(record))
+            text = json.dumps(running.show(record))
             if text != shown:
                 shown = text
                 yield ServerSentEvent(raw_data=text, event="job", id=str(at))
         found = False
         for topic in TOPICS[1:]:
-            data = await _read_new(known, job_id, topic, at) if topic in topics else None
-            if data is not None:  # the cursor is advanced topic by topic, as data is sent
+            data = await _read_new(running, job_id, topic, at) if topic in topics else None
+            if data is not None:  # `at` has advanced by the data of this topic only
                 found = True
                 yield ServerSentEvent(raw_data=json.dumps(data), event=topic, id=str(at))
         if ended and not found:
@@ -143,50 +143,50 @@ async def _one(known: Service, job_id: str, topics: set[str], at: Cursor) -> Asy
             yield ServerSentEvent(raw_data=json.dumps(end), event="end", id=str(at))
             return
         if not found:
-            await _pause(known, _PAUSE)
+            await _pause(running, _PAUSE)
 
 
-async def _read_new(known: Service, job_id: str, topic: str, at: Cursor) -> dict[str, Any] | None:
-    """Return the next new data of one topic, of bounded size, and advance the cursor `at`; None if there is none."""
-    home = known.folder(job_id)
+async def _read_new(running: Service, job_id: str, topic: str, at: Cursor) -> dict[str, Any] | None:
+    """Return the next data of one topic, and advance the cursor `at`. Return None if there is no new data."""
+    home = running.folder(job_id)
     if topic == "metrics":
         found, at.m = await asyncio.to_thread(folder.objects, home / "metrics.jsonl", at.m, 2000)
         return {"points": found} if found else None
     if topic == "logs":
         lines, at.l = await asyncio.to_thread(folder.log_lines, home / "log.txt", at.l, 1000)
         return {"lines": lines} if lines else None
-    noted = await known.store.events(job_id)
-    events, at.e = await asyncio.to_thread(folder.events, home / "events.jsonl", noted, at.e, 500)
+    scheduler_events = await running.store.events(job_id)
+    events, at.e = await asyncio.to_thread(folder.events, home / "events.jsonl", scheduler_events, at.e, 500)
     return {"events": events} if events else None
 
 
-async def _list(known: Service) -> AsyncIterator[ServerSentEvent]:
+async def _list_messages(running: Service) -> AsyncIterator[ServerSentEvent]:
     shown: dict[str, str] = {}
     version, records = -1, []
     began = time.monotonic()
-    while not known.closing.is_set() and time.monotonic() - began < _LONGEST:
-        if version != known.store.version:
-            version = known.store.version
-            records = await known.store.page(limit=_LIST)
+    while not running.closing.is_set() and time.monotonic() - began < _LONGEST:
+        if version != running.store.version:
+            version = running.store.version
+            records = await running.store.page(limit=_LIST)
         changed = []
         for record in records:
-            job = known.show(record)
+            job = running.show(record)
             text = json.dumps(job)
             if shown.get(record.id) != text:
                 shown[record.id] = text
                 changed.append(job)
         if changed:
             yield ServerSentEvent(raw_data=json.dumps({"jobs": changed}), event="jobs")
-        await _pause(known, _LIST_PAUSE)
+        await _pause(running, _LIST_PAUSE)
 
 
-async def _groups(known: Service, name: str) -> AsyncIterator[ServerSentEvent]:
-    """Stream a group, or a summary of all groups, after each change. A stream of one group ends with `end`."""
+async def _group_messages(running: Service, name: str) -> AsyncIterator[ServerSentEvent]:
+    """Stream one group, or the summary of all groups, after each change. A stream of one group ends with `end`."""
     shown = ""
     began = time.monotonic()
-    while not known.closing.is_set() and time.monotonic() - began < _LONGEST:
+    while not running.closing.is_set() and time.monotonic() - began < _LONGEST:
         try:
-            data = await list_groups(known) if name == ALL_GROUPS else await show_group(known, name)
+            data = await list_groups(running) if name == ALL_GROUPS else await show_group(running, name)
         except NotFound as error:
             yield ServerSentEvent(raw_data=json.dumps({"reason": str(error)}), event="end")
             return
@@ -194,9 +194,9 @@ async def _groups(known: Service, name: str) -> AsyncIterator[ServerSentEvent]:
         if text != shown:
             shown = text
             yield ServerSentEvent(raw_data=text, event="groups" if name == ALL_GROUPS else "group")
-        await _pause(known, _LIST_PAUSE)
+        await _pause(running, _LIST_PAUSE)
 
 
-async def _pause(known: Service, seconds: float) -> None:
+async def _pause(running: Service, seconds: float) -> None:
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(known.closing.wait(), seconds)
+        await asyncio.wait_for(running.closing.wait(), seconds)

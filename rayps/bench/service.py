@@ -101,11 +101,11 @@ async def _fill(settings: Settings, waiting: int) -> str:
     ]
     store = await Store.open(settings.database)
     try:
-        await store.restore([(row, "filed") for row in rows])
+        await store.restore_rows([(row, "filed") for row in rows])
     finally:
         await store.close()
     for row in rows:
-        job_folders.keep(settings.jobs_dir / str(row["id"]), row, sync=False)
+        job_folders.write_row(settings.jobs_dir / str(row["id"]), row, sync=False)
     return str(rows[-1]["id"])
 
 

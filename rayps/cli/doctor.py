@@ -161,17 +161,17 @@ def _jobs() -> Finding:
         if not settings.jobs_dir.is_dir():
             return Finding(name, "no state directory yet", False, use, "")
         rows = _rows(settings.database)
-        found, _ = adoption.find(settings.jobs_dir, rows)
+        found, _ = adoption.find_differences(settings.jobs_dir, rows)
     except (OSError, sqlite3.Error, ConfigError) as error:
         return Finding(name, None, False, use, f"the state directory cannot be read: {error}")
-    lost = [*found.lost, *found.behind]
+    lost = [*found.rows_missing, *found.rows_outdated]
     remedies = [
         f"{len(lost)} jobs have a folder in {settings.jobs_dir} and no current row; `rayps serve` restores them: "
-        f"{adoption.named(lost)}",
-        f"{len(found.nameless)} folders in it have no job.json; check these folders, then move them away: "
-        f"{adoption.named(found.nameless)}",
+        f"{adoption.list_ids(lost)}",
+        f"{len(found.folders_invalid)} folders in it have no job.json; check these folders, then move them away: "
+        f"{adoption.list_ids(found.folders_invalid)}",
     ]
-    remedy = "; ".join(text for text, ids in zip(remedies, (lost, found.nameless), strict=True) if ids)
+    remedy = "; ".join(text for text, ids in zip(remedies, (lost, found.folders_invalid), strict=True) if ids)
     return Finding(name, None if remedy else f"all {len(rows)}", False, use, remedy)
 
 

@@ -79,7 +79,7 @@ class _ConsoleMessages:
         except Exception as error:
             if not is_full(error):
                 raise
-            note(self._service.store.disk.full())  # the service runs nevertheless: jobs can be read and deleted
+            note(self._service.store.disk.full_message())  # the service runs nevertheless: jobs can be read and deleted
 
     async def _announce(self, service: Service) -> None:
         facts = {"url": self._url, "pid": os.getpid()}

@@ -351,9 +351,8 @@ class Driver:
         group = self._group
         points = group.poll()
         for point in points:
-            self._checkpoints.snapshot.record_ring_choices(
-                point
-            )  # for later generations, and for runs that resume from this state
+            # for later generations, and for runs that resume from this state
+            self._checkpoints.snapshot.record_ring_choices(point)
         self._record.add_poll(group, points)
         self._recoveries.check_progress(group, self._generation)
         self._record.show_progress()

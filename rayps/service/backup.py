@@ -1,9 +1,9 @@
 """Copy a state directory while the service runs. A service can be started on the copy.
 
-The store is copied first, by SQLite's online backup: the copy is the store as of one moment. The folders of jobs and
-server groups are copied next, so a job's folder may be newer than its row; `rayps.service.adoption` updates such rows
-when a service starts on the copy. Files that belong to running processes are not copied: Ray's token and address,
-locks, the service's address. To restore, copy the backup to the path of the lost state directory.
+SQLite's online backup first copies the store as of one moment. The folders of jobs and server groups are copied after
+the store, and a job's folder may therefore be newer than the job's row. When a service starts on the copy,
+`rayps.service.adoption` updates such rows. Files of running processes (Ray's token and address, locks, the service's
+address) are not copied. To restore, copy the backup to the path of the lost state directory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rayps.core.errors import ConfigError
 from rayps.service.settings import Settings, private_write
 
 MANIFEST = "backup.json"
-_APART = re.compile(
+_NOT_COPIED = re.compile(
     r"(ray[._]|service\.|rayps\.db|\.|lost\+found|backup\.json).*"
 )  # not copied by `_files`: files of running processes, and the store, which `_copy_store` copies
 _CHECKPOINTS = "checkpoints"
@@ -45,8 +45,8 @@ class Backup:
 def backup(settings: Settings, target: Path, *, checkpoints: bool = True) -> Backup:
     """Copy the state directory to `target`, which must be new or empty.
 
-    Without `checkpoints` no checkpoint is copied: a service that is started on the copy starts jobs that had not ended
-    again at round 0.
+    If `checkpoints` is False, no checkpoint is copied. A service that is started on the copy then repeats the jobs that
+    had not ended from round 0.
 
     Raises:
         ConfigError: there is no store, the target is not empty or inside the state directory, or the store is damaged.
@@ -60,7 +60,7 @@ def backup(settings: Settings, target: Path, *, checkpoints: bool = True) -> Bac
         )
     if target.resolve() == source or source in target.resolve().parents:
         raise ConfigError(
-            f"the backup's folder {target} is inside the state directory {source}: give a folder outside of it",
+            f"the backup's folder {target} is inside the state directory {source}: give a folder that is not inside",
             field="target",
         )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -72,23 +72,21 @@ def backup(settings: Settings, target: Path, *, checkpoints: bool = True) -> Bac
     for path in _files(source, checkpoints):
         copied = _copy(path, target / path.relative_to(source))
         files, size = files + (copied is not None), size + (copied or 0)
-    _drop_torn(source, target)
+    _remove_incomplete(source, target)
     made = Backup(time.time(), rayps.__version__, str(source), jobs, files, size, checkpoints)
     private_write(target / MANIFEST, json.dumps(asdict(made)))  # written last: a backup without it is incomplete
     return made
 
 
 def _copy_store(database: Path, target: Path) -> int:
-    os.close(_private(target))
+    os.close(_create_private(target))
     source = sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True, timeout=30.0)
     copy = sqlite3.connect(target)
     try:
         source.backup(copy)
         verdict = copy.execute("PRAGMA integrity_check").fetchone()[0]
         if verdict != "ok":
-            raise ConfigError(
-                f"the store {database} is damaged, and its copy {target} too: {verdict}", field="state_dir"
-            )
+            raise ConfigError(f"the store {database} and its copy {target} are damaged: {verdict}", field="state_dir")
         jobs: int = copy.execute("SELECT count(*) FROM jobs").fetchone()[0]
     except sqlite3.DatabaseError as error:
         raise ConfigError(f"the store {database} cannot be copied: {error}", field="state_dir") from error
@@ -103,8 +101,8 @@ def _files(source: Path, checkpoints: bool) -> Iterator[Path]:
     for folder, folders, names in os.walk(source):
         here = Path(folder)
         if here == source:
-            folders[:] = [name for name in folders if not _APART.fullmatch(name)]
-            names = [name for name in names if not _APART.fullmatch(name)]
+            folders[:] = [name for name in folders if not _NOT_COPIED.fullmatch(name)]
+            names = [name for name in names if not _NOT_COPIED.fullmatch(name)]
         folders[:] = sorted(
             name
             for name in folders
@@ -116,31 +114,31 @@ def _files(source: Path, checkpoints: bool) -> Iterator[Path]:
 
 
 def _copy(path: Path, target: Path) -> int | None:
-    """Copy a file, readable by its owner only; return its bytes, or None if the service has just deleted the file.
+    """Copy a file, readable by its owner only; return its size in bytes, or None if the service has just deleted it.
 
     The service deletes old checkpoints while it runs.
     """
-    _make(target.parent)
+    _make_folder(target.parent)
     try:
-        with path.open("rb") as read, os.fdopen(_private(target), "wb") as write:
+        with path.open("rb") as read, os.fdopen(_create_private(target), "wb") as write:
             shutil.copyfileobj(read, write, 1 << 20)
     except FileNotFoundError:
         return None
     return target.stat().st_size
 
 
-def _private(path: Path) -> int:
+def _create_private(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
 
 
-def _make(folder: Path) -> None:
+def _make_folder(folder: Path) -> None:
     if not folder.exists():
-        _make(folder.parent)
+        _make_folder(folder.parent)
         folder.mkdir(mode=0o700)
 
 
-def _drop_torn(source: Path, target: Path) -> None:
-    """Delete from the copy each checkpoint that the service deleted while it was copied; newer checkpoints exist."""
+def _remove_incomplete(source: Path, target: Path) -> None:
+    """Delete the copy of each checkpoint that the service has deleted since: the copy may be incomplete."""
     for copy in target.glob(f"jobs/*/{_CHECKPOINTS}/*"):
         if not (source / copy.relative_to(target)).exists():
             shutil.rmtree(copy, ignore_errors=True)

@@ -1,8 +1,8 @@
 """The client of a job service: submit, list, follow, stop. Imports neither torch nor ray.
 
 Guarantees: a call that changes nothing, or that carries an Idempotency-Key, is repeated when the connection fails, and
-takes effect once. A stream survives a restart of the service: it continues from its cursor, without a gap and without
-repetition, and ends only when the service reports its end.
+takes effect once. After a restart of the service a stream continues from its cursor, without a gap and without
+repetition. A stream ends only when the service reports that the job has ended.
 
     client = rayps.Client()                                   # RAYPS_URL and RAYPS_TOKEN, or this machine's service
     job = client.submit("digits:Digits", strategy="all_reduce", workers=2, epochs=3)
@@ -50,6 +50,8 @@ StreamEvent: TypeAlias = tuple[str, Any]  # the kind of an event of the stream, 
 class Client:
     """A connection to a job service: the one that RAYPS_URL and RAYPS_TOKEN name, or that of this machine and user.
 
+    `timeout`: seconds to wait for each answer of the service.
+
     Example:
         with rayps.Client() as client:
             job = client.submit("digits.py:Digits", strategy="all_reduce", workers=2, working_dir="examples")
@@ -59,7 +61,7 @@ class Client:
 
     def __init__(self, url: str | None = None, token: str | None = None, *, timeout: float = 30.0) -> None:
         settings = Settings.read(url=url)
-        self.url = settings.url or _running(settings) or f"http://127.0.0.1:{settings.port}"
+        self.url = settings.url or _running_address(settings) or f"http://127.0.0.1:{settings.port}"
         self._token = token if token is not None else _token(settings)
         self._state_dir = settings.state_dir
         self._http = httpx2.Client(
@@ -89,7 +91,8 @@ class Client:
 
         Raises:
             ConfigError: the service refused the job, or the class of a strategy object is not defined in a file.
-            Unreachable, Unauthorized.
+            Unreachable: no service answers.
+            Unauthorized: the token is missing, wrong or revoked.
         """
         body: dict[str, Json] = {key: value for key, value in spec.items() if value is not None}
         if strategy is not None:
@@ -107,7 +110,7 @@ class Client:
             NotFound: no job has such an id.
             ConfigError: the ids of several jobs begin with the text.
         """
-        return Job(self, self.call("GET", f"/api/v1/jobs/{_part(job_id)}"))
+        return Job(self, self.call("GET", f"/api/v1/jobs/{_checked_id(job_id)}"))
 
     def jobs(self, *, status: Status | str | None = None, limit: int = 50) -> list[Job]:
         """List the newest `limit` jobs, newest first; with `status`, only the jobs that have this status."""
@@ -133,7 +136,8 @@ class Client:
         Raises:
             ConfigError: the group is larger than the service allows.
             Conflict: a group of that name exists.
-            Unreachable, Unauthorized.
+            Unreachable: no service answers.
+            Unauthorized: the token is missing, wrong or revoked.
         """
         body = {"name": name, "servers": servers, "replicas": replicas}
         if silence is not None:
@@ -141,7 +145,7 @@ class Client:
         return RemoteGroup(self.call, self.call("POST", "/api/v1/server-groups", json=body))
 
     def servers(self, name: str) -> RemoteGroup:
-        """Return a server group by its name. Raises NotFound, which lists the existing ones."""
+        """Return the server group of that name. Raises NotFound if there is none; the error lists the groups."""
         return RemoteGroup(self.call, {"name": name}).refresh()
 
     def server_groups(self) -> list[GroupRow]:
@@ -164,18 +168,21 @@ class Client:
         return f"{self.url}/#code={self.call('POST', '/api/v1/codes')['code']}"
 
     def call(self, method: str, path: str, **kwargs: Any) -> Any:
-        """Send a request and return the answer's JSON. While the connection fails, repeat it if that is harmless.
+        """Send a request and return the answer's JSON.
+
+        If the connection fails, a request that is a GET or has an Idempotency-Key is sent again, at most three times.
 
         Raises:
-            Unreachable, Unauthorized, NotFound, Conflict, ConfigError, ServiceError.
-            ConfigError also if the argument `json` has a value that JSON cannot hold (NaN, infinity, an object); then
-                nothing is sent.
+            Unreachable: no service answers.
+            ConfigError: the argument `json` has a value that JSON cannot hold (NaN, infinity, an object), and nothing
+                was sent; or the service refused a value.
+            Unauthorized, NotFound, Conflict, ServiceError: the service answered with the HTTP status of this error.
         """
-        harmless = method == "GET" or "Idempotency-Key" in kwargs.get("headers", {})
+        repeatable = method == "GET" or "Idempotency-Key" in kwargs.get("headers", {})
         for field, value in (kwargs.get("json") or {}).items():
-            _json_only(field, value)
+            _check_json(field, value)
         failure: Exception | None = None
-        for attempt in range(_RETRIES if harmless else 1):
+        for attempt in range(_RETRIES if repeatable else 1):
             if attempt:
                 time.sleep(_pause(attempt))
             try:
@@ -183,20 +190,21 @@ class Client:
             except httpx2.TransportError as error:
                 failure = error
                 continue
-            if answer.status_code in (502, 503, 504) and harmless and attempt < _RETRIES - 1:
+            if answer.status_code in (502, 503, 504) and repeatable and attempt < _RETRIES - 1:
                 failure = None
                 continue
             return self._checked(answer)
         raise self._unreachable(failure)
 
     def stream(self, job_id: str, topics: str, cursor: str = "") -> Iterator[StreamEvent]:
-        """Yield (event, data) as events happen, until the job has ended; survives lost connections.
+        """Yield (event, data) as events happen, until the job has ended. A lost connection is opened again.
 
         `topics` is a text such as "job,logs,metrics,events". `cursor` is the position after which to start.
 
         Raises:
             Unreachable: the service did not answer for a minute.
-            NotFound, Unauthorized.
+            NotFound: there is no such job.
+            Unauthorized: the token is missing, wrong or revoked.
         """
         silent_since: float | None = None
         attempt = 0
@@ -240,8 +248,8 @@ class Client:
         )
 
 
-def _json_only(field: str, value: Json) -> None:
-    """Check that JSON can hold a value. Raises ConfigError, which names the field and the value."""
+def _check_json(field: str, value: Json) -> None:
+    """Raise ConfigError, with the field and the value, if JSON cannot hold the value."""
     if not is_json(value):
         raise ConfigError(
             f"{field} is {value!r}, which JSON cannot hold: give finite numbers, text, lists and dicts of them",
@@ -266,7 +274,7 @@ class Job:
 
     @property
     def status(self) -> Status:
-        """The job's status now; asks the service unless the job has ended."""
+        """The job's status now, read from the service unless the job had ended at the last answer."""
         if not Status(self.data["status"]).terminal:
             self.refresh()
         return Status(self.data["status"])
@@ -282,7 +290,7 @@ class Job:
         return self
 
     def stop(self) -> Self:
-        """Request the job to stop; it ends as STOPPED after the current round.
+        """Request the job to stop. The job ends as STOPPED after the current round.
 
         Raises:
             Conflict: the job has ended.
@@ -299,7 +307,7 @@ class Job:
         self._client.call("DELETE", f"/api/v1/jobs/{self.id}")
 
     def wait(self, timeout: float | None = None, pause: float = 0.5) -> Self:
-        """Wait until the job has ended; survives a restart of the service.
+        """Wait until the job has ended, also during a restart of the service; read the status every `pause` seconds.
 
         Raises:
             TimeoutError: the job had not ended within `timeout` seconds.
@@ -324,25 +332,25 @@ class Job:
 
     def logs(self, *, follow: bool = False) -> Iterator[dict[str, str]]:
         """Yield the log lines, as {"time", "source", "text"}; with `follow` until the job has ended."""
-        return self._all("logs", "lines", follow)
+        return self._entries("logs", "lines", follow)
 
     def metrics(self, *, follow: bool = False) -> Iterator[Point]:
         """Yield the metric points: one for each round and one for each evaluation."""
-        return self._all("metrics", "points", follow)
+        return self._entries("metrics", "points", follow)
 
     def events(self, *, follow: bool = False) -> Iterator[Event]:
         """Yield the job's events, as {"time", "kind", "message", ...}."""
-        return self._all("events", "events", follow)
+        return self._entries("events", "events", follow)
 
     def follow(self) -> Iterator[StreamEvent]:
-        """Yield (topic, data) of logs, metrics and events as they happen, until the job has ended."""
+        """Yield (kind, data) as data arrives; the kinds are "job", "logs", "events", and last "end"."""
         for event, data in self._client.stream(self.id, "job,logs,events"):
             if event == "job":
                 self.data = data
             yield event, data
         self.refresh()
 
-    def _all(self, topic: str, key: str, follow: bool) -> Iterator[Any]:
+    def _entries(self, topic: str, key: str, follow: bool) -> Iterator[Any]:
         if follow:
             for event, data in self._client.stream(self.id, topic):
                 if event == topic:
@@ -393,13 +401,13 @@ def _pause(attempt: int) -> float:
     return random.uniform(0.5, 1.0) * min(5.0, 0.1 * 2.0**attempt)
 
 
-def _part(text: str) -> str:
+def _checked_id(text: str) -> str:
     if not text or not text.isascii() or not text.isalnum():
         raise NotFound(f"there is no job {text!r}: `rayps ls` lists them", status=404)
     return text
 
 
-def _running(settings: Settings) -> str | None:
+def _running_address(settings: Settings) -> str | None:
     try:
         return str(json.loads(settings.service_file.read_text())["url"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -37,8 +37,8 @@ class Grant:
     """The rights of a client's token. The token itself is not stored, only its hash."""
 
     id: str
-    job: str | None  # None = any job
-    name: str | None  # the client's name; None = any name
+    job: str | None  # the job's id; None means any job
+    name: str | None  # the client's name; None means any name
     created_at: float
     expires_at: float | None
     revoked_at: float | None
@@ -49,19 +49,21 @@ class Grant:
 
 
 class ClientTokens:
-    """Create, list and revoke the tokens of federated clients; `key` is the service's key pair."""
+    """Create, list and revoke the tokens of federated clients. `key`: the service's key pair, which signs orders."""
 
     def __init__(self, store: Store, key: Key) -> None:
         self._store, self.key = store, key
 
     async def create(self, job: str | None, name: str | None, seconds: float | None = None) -> tuple[Grant, str]:
-        """Create a token; return its grant and its text, which is not stored.
+        """Create a token that expires after `seconds` (None means never); return its grant and its text.
+
+        The text is not stored.
 
         Raises:
-            ConfigError: neither a job nor a client is given.
+            ConfigError: neither a job nor a client's name is given.
         """
         if job is None and name is None:
-            raise ConfigError("a client token is for one job or for one client: give job, name, or both", field="job")
+            raise ConfigError("a client token needs a job, a client's name, or both: give job or name", field="job")
         token, now = ClientToken.made(job, self.key, name), time.time()
         grant = Grant(secrets.token_hex(4), job, name, now, None if seconds is None else now + seconds, None)
         async with self._store.writing() as tx:
@@ -78,7 +80,7 @@ class ClientTokens:
         return grant, str(token)
 
     async def grant(self, text: str) -> Grant | None:
-        """Return the rights of a token; None if it is unknown, revoked or expired."""
+        """Return the rights of the token `text`, or None if the token is unknown, revoked or expired."""
         try:
             secret = ClientToken.read(text).secret
         except ConfigError:
@@ -92,7 +94,7 @@ class ClientTokens:
         return found[0] if found else None
 
     async def all(self, job: str | None = None) -> list[Grant]:
-        """List the tokens, newest first: all of them, or with `job` those that are valid for this job."""
+        """List the tokens, newest first. With `job`, list only the tokens that are valid for this job."""
         mine = () if job is None else (sa.or_(_table.c.job_id == job, _table.c.job_id.is_(None)),)
         return await self._find(*mine)
 
@@ -111,7 +113,7 @@ class ClientTokens:
         return await self.get(token_id)
 
     async def get(self, token_id: str) -> Grant:
-        """Return the grant of the token with this id. Raises NotFound: there is no such token."""
+        """Return the grant of the token with this id. Raises NotFound if there is no such token."""
         found = await self._find(_table.c.id == token_id)
         if not found:
             raise NotFound(f"there is no token {token_id[:100]!r}: `rayps token ls` lists them", status=404)

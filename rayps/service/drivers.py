@@ -1,11 +1,13 @@
 """Find, start, stop and kill the drivers of jobs in the cluster. Called from one thread.
 
-A driver is a detached actor named after its job: a job has at most one, and a later service finds it. A driver starts
-its work by itself. Two files in the job's folder show how far a start has come: the driver writes `driver.json` when it
-begins, and the service writes `launch.json` when the call that starts the driver has returned.
+A driver is a detached actor with the name of its job. A job therefore has at most one driver, and a restarted service
+finds the driver by this name. A driver starts its work by itself. Two files in the job's folder show how far a start
+has come: the driver writes `driver.json` when it begins, and the service writes `launch.json` when the call that starts
+the driver has returned.
 
-Both files contain the driver's protocol number. A driver of another protocol was started by another version of rayps:
-no method of it is called. Such a driver finishes its job, or is killed when a stop is requested.
+Both files contain the driver's protocol number. If it differs from this service's number, another version of rayps
+started the driver. The service calls no method of such a driver. The driver finishes its job, or is killed when a stop
+is requested.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ log = logging.getLogger(__name__)
 
 DRIVER = "rayps.runtime.driver_actor:DriverActor"
 BEGUN, LAUNCHED = "driver.json", "launch.json"
-_TIDY_SECONDS = 10.0  # seconds in which a driver must end by itself after it wrote its outcome
-_ASK_SECONDS = 5.0  # seconds between two requests to stop
+_END_SECONDS = 10.0  # seconds in which a driver must end by itself after it wrote its outcome
+_STOP_PAUSE = 5.0  # seconds between two requests to stop
 
 
 class RayHome(Protocol):
@@ -45,19 +47,19 @@ class RayHome(Protocol):
 
     @property
     def address(self) -> str | None:
-        """The address host:port of the Ray cluster; None before it is known."""
+        """The address host:port of the Ray cluster, or None if it is not known yet."""
 
     def capacity(self) -> Bundle | None:
-        """Return the total resources if they are known before Ray has started; None otherwise."""
+        """Return the total resources, or None if they are not known before Ray has started."""
 
     def cluster(self) -> Actors:
-        """Return the joined cluster. Raises ClusterError while it cannot be joined."""
+        """Return the joined cluster. Raises ClusterError if the cluster cannot be joined."""
 
     def renew_lease(self) -> None:
         """Tell a Ray that rayps owns that the service is alive."""
 
     def disconnect(self, *, end: bool) -> None:
-        """Disconnect from Ray; with `end` also stop a Ray that rayps owns."""
+        """Disconnect from Ray. With `end`, also stop Ray if rayps owns it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +76,12 @@ class Drivers:
 
     def __init__(self, place: RayHome, jobs_dir: Path) -> None:
         self.cluster: Actors | None = None  # the cluster that the last `view` joined
-        self.joined = 0  # number of times that a cluster was joined
+        self.join_count = 0  # number of times that a cluster was joined
         self._place = place
         self._jobs_dir = jobs_dir
         self._handles: dict[str, ActorHandle] = {}
-        self._asked: dict[str, float] = {}
-        self._ended: dict[str, float] = {}
+        self._stop_requested_at: dict[str, float] = {}
+        self._ended_at: dict[str, float] = {}
         self._killed: dict[str, tuple[int, str]] = {}
 
     def view(self, watched: list[str]) -> DriverView:
@@ -92,12 +94,12 @@ class Drivers:
         cluster = self._place.cluster()
         if cluster is not self.cluster:  # a new connection: handles that an earlier connection returned are invalid
             self.cluster = cluster
-            self.joined += 1
+            self.join_count += 1
             self._handles.clear()
-        self._dismiss(cluster)
+        self._kill_ended(cluster)
         living = set()
         for job_id in watched:
-            handle = cluster.find(_name(job_id))
+            handle = cluster.find(_actor_name(job_id))
             if handle is not None:
                 self._handles[job_id] = handle
                 living.add(job_id)
@@ -113,13 +115,13 @@ class Drivers:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         end_process(folder)
         try:
-            self._handles[job.id] = self._there().spawn(
+            self._handles[job.id] = self._joined_cluster().spawn(
                 DRIVER,
                 job.spec.to_dict(),
                 str(folder),
                 start.attempt,
                 start.failures,
-                name=_name(job.id),
+                name=_actor_name(job.id),
                 detached=True,
                 here=True,
                 cpus=0.0,
@@ -128,12 +130,12 @@ class Drivers:
         finally:
             private_write(folder / LAUNCHED, json.dumps({"attempt": start.attempt, "protocol": PROTOCOL}))
 
-    def ask(self, job_id: str) -> None:
-        """Request a driver to stop, at most every few seconds. The driver stops and writes the job's outcome."""
+    def request_stop(self, job_id: str) -> None:
+        """Request a driver to stop, and to write the job's outcome. A request within 5 s of the last one is omitted."""
         handle = self._handles.get(job_id)
-        if handle is None or time.monotonic() - self._asked.get(job_id, -1e9) < _ASK_SECONDS:
+        if handle is None or time.monotonic() - self._stop_requested_at.get(job_id, -1e9) < _STOP_PAUSE:
             return
-        self._asked[job_id] = time.monotonic()
+        self._stop_requested_at[job_id] = time.monotonic()
         passing("stop: stored, driver not asked")
         handle.call("stop")
         passing("stop: driver asked")
@@ -144,20 +146,20 @@ class Drivers:
         handle = self._handles.pop(job.id, None)
         passing("kill: chosen, not done")
         if handle is not None:
-            self._there().kill(handle)
+            self._joined_cluster().kill(handle)
         end_process(self._jobs_dir / job.id)
         passing("kill: done")
 
-    def ended(self, job_id: str) -> None:
-        """Record that a job has ended: if its driver does not end by itself, a later `view` kills the driver."""
-        self._asked.pop(job_id, None)
+    def record_end(self, job_id: str) -> None:
+        """Record that a job has ended. If its driver is still alive after 10 s, a later `view` kills the driver."""
+        self._stop_requested_at.pop(job_id, None)
         self._killed.pop(job_id, None)
-        self._ended[job_id] = time.monotonic()
+        self._ended_at[job_id] = time.monotonic()
 
-    def crash(self, job: JobRecord, begun: AttemptRecord) -> str | None:
-        """Return why the driver of the current attempt was killed or ended without an outcome.
+    def crash_reason(self, job: JobRecord, begun: AttemptRecord) -> str | None:
+        """Return why the driver of the current attempt was killed or crashed, or None if neither is known.
 
-        None if it was not killed and reported no crash. `begun` is the content of `driver.json`.
+        `begun`: the content of `driver.json`.
         """
         attempt, reason = self._killed.get(job.id, (0, None))
         if attempt == job.attempt:
@@ -165,30 +167,31 @@ class Drivers:
         crash = begun.get("crash") if begun.get("attempt") == job.attempt else None
         return None if crash is None else str(crash)
 
-    def _there(self) -> Actors:
+    def _joined_cluster(self) -> Actors:
         if self.cluster is None:
             raise ClusterError("the service has not joined a Ray cluster yet")
         return self.cluster
 
-    def _dismiss(self, cluster: Actors) -> None:
-        for job_id, since in list(self._ended.items()):
-            if time.monotonic() - since > _TIDY_SECONDS:
-                handle = cluster.find(_name(job_id))
+    def _kill_ended(self, cluster: Actors) -> None:
+        for job_id, since in list(self._ended_at.items()):
+            if time.monotonic() - since > _END_SECONDS:
+                handle = cluster.find(_actor_name(job_id))
                 if handle is not None:
                     log.warning("the driver of job %s did not end by itself and is killed", job_id)
                     cluster.kill(handle)
                 self._handles.pop(job_id, None)
-                self._ended.pop(job_id)
+                self._ended_at.pop(job_id)
 
 
-def _name(job_id: str) -> str:
+def _actor_name(job_id: str) -> str:
     return f"driver-{job_id}"
 
 
-def foreign(attempt: int, begun: AttemptRecord, launched: AttemptRecord) -> str | None:
-    """Return why the service must not call this attempt's driver; None if it may, or if the protocol is not known yet.
+def version_conflict(attempt: int, begun: AttemptRecord, launched: AttemptRecord) -> str | None:
+    """Return why the service must not call the driver of this attempt.
 
-    `begun` is the content of `driver.json`, `launched` that of `launch.json`.
+    Return None if the service may call it, or if the driver's protocol is not known yet. `begun` is the content of
+    `driver.json`, `launched` is the content of `launch.json`.
     """
     for found in (begun, launched):
         if found.get("attempt") == attempt:
@@ -203,9 +206,9 @@ def foreign(attempt: int, begun: AttemptRecord, launched: AttemptRecord) -> str 
 
 
 def end_process(folder: Path) -> None:
-    """Kill the process that `driver.json` names if it is alive: a process can still run although Ray has lost it."""
+    """Kill the process that `driver.json` names, if it is alive: Ray may have lost a process that still runs."""
     found = read_attempt(folder / BEGUN)
     pid, since = found.get("pid"), found.get("started")
-    if isinstance(pid, int) and isinstance(since, int) and pid != os.getpid() and processes.alive(pid, since):
+    if isinstance(pid, int) and isinstance(since, int) and pid != os.getpid() and processes.is_alive(pid, since):
         log.warning("process %d of an attempt that was abandoned is killed", pid)
-        processes.end_all([pid])
+        processes.kill_all([pid])

@@ -1,7 +1,7 @@
 """Start, find, watch and stop the server groups of this service, one idempotent tick at a time.
 
 A group runs in the Ray cluster: a detached actor named `rayps-servers-NAME` (its manager) and the servers that the
-manager starts. The wanted state of a group is a small file in the group's folder, beside the manager's record. A
+manager starts. The group's folder holds the manager's record, and a small file with the wanted state of the group. A
 restarted service finds the managers by name. If a manager has ended, the service starts a new one from the record.
 """
 
@@ -33,16 +33,16 @@ MANAGER = "rayps.ps.manager.manager:ManagerActor"
 NAME = r"^[A-Za-z0-9]([A-Za-z0-9_-]{0,38}[A-Za-z0-9])?$"
 MOST_SERVERS, MOST_REPLICAS = 1000, 8
 SILENCE, LEAST_SILENCE, MOST_SILENCE = 10.0, 0.5, 3600.0  # seconds: the default, least and largest `silence`
-_WATCHED_SECONDS, _QUIET_SECONDS = 0.5, 3.0  # seconds between two ticks: while clients read the facts, and otherwise
+_WATCHED_SECONDS, _QUIET_SECONDS = 0.5, 3.0  # seconds between two ticks, while clients read the facts and otherwise
 _ATTENTION = 10.0  # seconds after a client's last read of the facts in which ticks are _WATCHED_SECONDS apart
-_FRESH_SECONDS = 15.0  # seconds; older facts are not shown
-_ANSWER_SECONDS = 10.0
+_FRESH_SECONDS = 15.0  # facts older than this are not shown
+_ANSWER_SECONDS = 10.0  # seconds in which a manager must answer
 _CHECK_SECONDS = 1.0  # seconds that a tick waits for the threads that it has started
-_END_SECONDS = 30.0
+_END_SECONDS = 30.0  # seconds in which a manager must stop; then it is killed
 _MOST_PAUSE = 30.0  # seconds: the longest pause between two attempts to start a manager that does not answer
 
 
-def actor(name: str) -> str:
+def manager_name(name: str) -> str:
     """Return the name of a group's manager in the cluster."""
     return f"rayps-servers-{name}"
 
@@ -61,8 +61,8 @@ class Wanted:
     protocol: int = FIRST_PROTOCOL  # protocol number of the group's manager, valid once `launched`
 
     @property
-    def foreign(self) -> str | None:
-        """Why the service must not call the group's manager: their protocols differ. None if they are the same."""
+    def version_conflict(self) -> str | None:
+        """Why the service must not call the group's manager, or None if both have the same protocol."""
         if not self.launched or self.protocol == PROTOCOL:
             return None
         return (
@@ -85,7 +85,7 @@ class GroupView:
     at: float = -1e9
     handle: ActorHandle | None = None
     reason: str | None = None
-    changes: int = 0  # number of changes requested so far: facts read before the newest change are not shown
+    changes: int = 0  # number of changes made so far; facts that were requested before the newest one are dropped
     failures: int = 0
     retry_at: float = 0.0
 
@@ -94,8 +94,8 @@ class GroupView:
 class _Entry:
     wanted: Wanted
     view: GroupView = field(default_factory=GroupView)
-    written: bool = True  # the wanted state is on disk; the manager is not started before that
-    joined: int = 0  # number of the connection to Ray to which the view's handle belongs
+    written: bool = True  # whether the wanted state is on disk; the manager is started only then
+    join_count: int = 0  # number of the connection to Ray that returned the view's handle
     checking: asyncio.Future[None] | None = None
     # each group has threads of its own: a manager that does not answer delays no other group
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "rayps-group"))
@@ -124,18 +124,18 @@ class Groups:
         return [self.get(name) for name in sorted(self._entries)]
 
     def get(self, name: str) -> GroupFacts:
-        """Describe a group: the manager's facts if they are fresh, else the wanted state and why no facts are fresh.
+        """Describe a group: its manager's newest facts, or the wanted state and the reason why there are no new facts.
 
         Raises:
             NotFound: there is no such group; the error lists the existing groups.
         """
         self._attention = time.monotonic()
-        entry = self._find(name)
+        entry = self._entry(name)
         wanted, view = entry.wanted, entry.view
         facts = dict(view.facts or {})
         fresh = view.facts is not None and time.monotonic() - view.at < _FRESH_SECONDS
         status = str(facts.get("status", "ready")) if fresh else "unreachable" if view.facts else "starting"
-        if not fresh and wanted.launched and view.facts is None and view.reason in (None, wanted.foreign):
+        if not fresh and wanted.launched and view.facts is None and view.reason in (None, wanted.version_conflict):
             status = "unreachable"  # an earlier service or another version of rayps started the manager: it may run
         reason = (
             None
@@ -161,8 +161,11 @@ class Groups:
         }
 
     def spaces(self, name: str) -> list[str] | None:
-        """List the spaces of a group; None while its manager does not answer. Raises NotFound."""
-        view = self._find(name).view
+        """Return the names of a group's spaces, or None if its manager does not answer.
+
+        Raises NotFound if there is no such group.
+        """
+        view = self._entry(name).view
         if view.facts is None or time.monotonic() - view.at >= _FRESH_SECONDS:
             return None
         return [str(each.get("name")) for each in view.facts.get("spaces", [])]
@@ -204,14 +207,14 @@ class Groups:
                 f"there is no server group {name!r}: {self._known()}", field="server_group", code="no_such_group"
             )
 
-    def ended(self, spec: JobSpec) -> str | None:
-        """Return why a job can never continue, because its server group was stopped; None otherwise."""
+    def end_reason(self, spec: JobSpec) -> str | None:
+        """Return why a job can never continue: its server group was stopped. Return None if this is not so."""
         if spec.server_group is None or spec.server_group in self.names:
             return None
         return f"the server group {spec.server_group!r} was stopped with --force"
 
     def wait_reason(self, spec: JobSpec) -> str | None:
-        """Return why a job has to wait for its server group; None if it need not."""
+        """Return why a job has to wait for its server group, or None if the job can start."""
         name = spec.server_group
         if name is None:
             return None
@@ -223,9 +226,9 @@ class Groups:
         return f"waits for server group {name!r}: {group['reason'] or 'none of its servers is ready yet'}"
 
     async def start(self, name: str, servers: int, replicas: int, silence: float = SILENCE) -> None:
-        """Request a new group; the next tick starts it. A server that is silent for `silence` seconds is replaced.
+        """Request a new group, which the next tick starts. A server that is silent for `silence` seconds is replaced.
 
-        A group that is larger than a joined cluster waits, because the cluster may grow.
+        A group that is larger than a joined cluster waits until the cluster has grown.
 
         Raises:
             ConfigError: the sizes are not valid; with code too_large, the group is larger than this service's Ray.
@@ -261,7 +264,7 @@ class Groups:
             Conflict: the group is not ready, or is resizing already.
             ConfigError: too few servers for the replicas; with code too_large, more than the cluster has room for now.
         """
-        entry = self._find(name)
+        entry = self._entry(name)
         _check_size(servers, entry.wanted.replicas)
         if servers > entry.wanted.servers:
             self._refuse_too_large(name, servers)
@@ -274,7 +277,7 @@ class Groups:
             NotFound: there is no such group or server.
             ConfigError, Conflict: as for `resize`.
         """
-        entry = self._find(name)
+        entry = self._entry(name)
         there = [str(each.get("name")) for each in (entry.view.facts or {}).get("servers", [])]
         if entry.view.facts is not None and server not in there:
             raise NotFound(
@@ -282,20 +285,20 @@ class Groups:
             )
         await self._call_manager(entry, "drain", server)
 
-    async def limit(self, name: str, space: str, quota: dict[str, float | None]) -> None:
-        """Set a space's quota: {"bytes": ..., "operations": operations per second}; None = no limit.
+    async def set_quota(self, name: str, space: str, quota: dict[str, float | None]) -> None:
+        """Set a space's quota: {"bytes": ..., "operations": ... per second}; a value of None means no limit.
 
         Raises the errors of `drain`.
         """
-        await self._call_manager(self._find(name), "set_quota", self.space(name, space), quota)
+        await self._call_manager(self._entry(name), "set_quota", self.space(name, space), quota)
 
-    async def drop(self, name: str, space: str) -> None:
+    async def drop_space(self, name: str, space: str) -> None:
         """Delete a space and free its memory. Raises the errors of `drain`."""
-        await self._call_manager(self._find(name), "drop", self.space(name, space))
+        await self._call_manager(self._entry(name), "drop", self.space(name, space))
 
     async def stop(self, name: str) -> None:
         """Request a group to stop. The group's parameters are lost."""
-        entry = self._find(name)
+        entry = self._entry(name)
         if not entry.wanted.stopping:
             entry.wanted = replace(entry.wanted, stopping=True)
             await asyncio.to_thread(entry.wanted.write, self._folder / name)
@@ -308,7 +311,7 @@ class Groups:
         self._wake.set()
 
     async def run(self) -> None:
-        """Run ticks until cancelled; an error in a tick is logged, and the next tick tries again."""
+        """Run ticks until this task is cancelled. If a tick fails, log the error and run the next tick."""
         while True:
             try:
                 await self.tick()
@@ -320,7 +323,7 @@ class Groups:
             self._wake.clear()
 
     async def tick(self) -> None:
-        """Check every group, start what is missing, stop what is not wanted.
+        """Check every group; start missing managers, and stop the groups whose stop was requested.
 
         Each group is checked in its own thread. A tick waits at most `_CHECK_SECONDS` for the checks; the next ticks
         skip a group until its check has returned.
@@ -337,38 +340,40 @@ class Groups:
                 check.result()
 
     def close(self) -> None:
-        """Disconnect from the groups' managers; groups end with their cluster, not with the service."""
+        """Disconnect from the groups' managers. The groups continue until they are stopped or the cluster ends."""
         for entry in self._entries.values():
             entry.threads.shutdown(wait=False, cancel_futures=True)
 
     def _refuse_too_large(self, name: str, servers: int) -> None:
         """Raise ConfigError if the groups would have more servers than the cluster has CPUs: each server needs one."""
-        too_many = self._too_many(name, servers)
+        too_many = self._lacks_cpus(name, servers)
         if too_many is not None:
             owned = self._scheduler.place.owned
-            knob = "start `rayps serve` with more --cpus" if owned else "try again when the cluster has grown"
+            remedy = "start `rayps serve` with more --cpus" if owned else "try again when the cluster has grown"
             raise ConfigError(
-                f"servers is {servers}: {too_many}:\nlower servers, stop another group, or {knob}",
+                f"servers is {servers}: {too_many}:\nlower servers, stop another group, or {remedy}",
                 field="servers",
                 code="too_large",
             )
 
-    def _too_many(self, name: str, servers: int) -> str | None:
-        """Return why the cluster has no room for this many servers; None if it has room, or if its size is unknown."""
+    def _lacks_cpus(self, name: str, servers: int) -> str | None:
+        """Return why the cluster has too few CPUs for the servers, or None if it has enough or its size is unknown."""
         total = {**(self._scheduler.place.capacity() or {}), **(self._scheduler.view.total or {})}.get("cpu")
         others = sum(entry.wanted.servers for other, entry in self._entries.items() if other != name)
         if total is None or servers + others <= total:
             return None
         has = "this service's Ray" if self._scheduler.place.owned else "the whole cluster"
-        beside = f" beside {others} of other groups" if others else ""
-        return f"group {name!r} needs a CPU for each of {servers} servers{beside}, and {has} has {total:g}"
+        others_too = f", and other groups use {others}" if others else ""
+        return f"group {name!r} needs a CPU for each of {servers} servers{others_too}; {has} has {total:g}"
 
     def _check(self, name: str, entry: _Entry, cluster: Actors | None) -> None:
-        if entry.joined != self._scheduler.joined:  # a new connection: the handle of an earlier connection is invalid
-            entry.joined, entry.view.handle = self._scheduler.joined, None
+        if (
+            entry.join_count != self._scheduler.join_count
+        ):  # a new connection: the handle of an earlier connection is invalid
+            entry.join_count, entry.view.handle = self._scheduler.join_count, None
         try:
             if entry.wanted.stopping:
-                self._end(name, entry, cluster)
+                self._stop_group(name, entry, cluster)
             elif cluster is not None and entry.written:
                 self._refresh(entry, cluster)
         except (RaypsError, OSError, RuntimeError, TimeoutError) as error:
@@ -384,16 +389,16 @@ class Groups:
             entry.view.reason = first
 
     def _refresh(self, entry: _Entry, cluster: Actors) -> None:
-        """Find the group's manager or start it, and read its facts."""
+        """Find or start the group's manager, and read the manager's facts."""
         wanted, view = entry.wanted, entry.view
-        view.handle = cluster.find(actor(wanted.name))
-        if view.handle is not None and wanted.foreign is not None:
+        view.handle = cluster.find(manager_name(wanted.name))
+        if view.handle is not None and wanted.version_conflict is not None:
             view.handle = view.facts = None
-            raise ClusterError(wanted.foreign)
+            raise ClusterError(wanted.version_conflict)
         if view.handle is None:
             if time.monotonic() < view.retry_at:
                 return
-            waits = None if wanted.launched else self._too_many(wanted.name, wanted.servers)
+            waits = None if wanted.launched else self._lacks_cpus(wanted.name, wanted.servers)
             if waits is not None:  # a joined cluster may grow
                 view.reason = waits
                 return
@@ -411,7 +416,7 @@ class Groups:
                 wanted.replicas,
                 str(self._folder / wanted.name),
                 options={"silence": wanted.silence},
-                name=actor(wanted.name),
+                name=manager_name(wanted.name),
                 detached=True,
                 here=True,
                 cpus=0.0,
@@ -426,15 +431,16 @@ class Groups:
             view.facts, view.at = facts, time.monotonic()
         view.reason, view.failures = None, 0
 
-    def _end(self, name: str, entry: _Entry, cluster: Actors | None) -> None:
+    def _stop_group(self, name: str, entry: _Entry, cluster: Actors | None) -> None:
         if cluster is None and entry.wanted.launched:
             entry.view.reason = f"the group ends when Ray answers: {self._scheduler.view.reason}"
             return
-        handle = None if cluster is None else cluster.find(actor(name))
+        handle = None if cluster is None else cluster.find(manager_name(name))
         if handle is not None and cluster is not None:
             try:
-                if entry.wanted.foreign is not None:  # servers of another version end some time after their manager
-                    raise ClusterError(entry.wanted.foreign)
+                # the manager is not called, but killed; its servers end some time later
+                if entry.wanted.version_conflict is not None:
+                    raise ClusterError(entry.wanted.version_conflict)
                 handle.call("stop").result(timeout=_END_SECONDS)
             except (RaypsError, TimeoutError) as error:
                 log.warning("server group %s did not stop by itself and is killed: %s", name, error)
@@ -445,13 +451,16 @@ class Groups:
         log.info("server group %s has ended", name)
 
     async def _call_manager(self, entry: _Entry, method: str, *args: Json) -> None:
-        """Call a method of a group's manager that only starts the change. Raises the manager's error, or Conflict."""
+        """Call a method by which a group's manager begins a change.
+
+        Raises the manager's error, or Conflict if the manager cannot be called now or does not answer in time.
+        """
         name, handle = entry.wanted.name, entry.view.handle
         if entry.wanted.stopping or handle is None:
             why = "it is stopping" if entry.wanted.stopping else self.get(name)["reason"]
             raise Conflict(
                 f"server group {name!r} cannot {method.replace('_', ' ')} now: {why};\n"
-                f"`rayps servers show {name}` shows when the group is ready",
+                f"`rayps servers show {name}` shows the status of the group",
                 status=409,
             )
 
@@ -467,8 +476,8 @@ class Groups:
         except TimeoutError as error:
             raise Conflict(
                 f"server group {name!r} did not {method.replace('_', ' ')} yet: its manager has not answered within "
-                f"{_ANSWER_SECONDS:g} s\n`rayps servers show {name}` says when it answers; then repeat the request if "
-                "it had no effect",
+                f"{_ANSWER_SECONDS:g} s\n`rayps servers show {name}` shows the group's state; when the manager "
+                "answers, repeat the request if it had no effect",
                 status=409,
             ) from error
         except (ActorDied, ClusterError) as error:
@@ -478,7 +487,7 @@ class Groups:
                 status=409,
             ) from error
 
-    def _find(self, name: str) -> _Entry:
+    def _entry(self, name: str) -> _Entry:
         if name not in self._entries:
             raise NotFound(f"there is no server group {name[:100]!r}: {self._known()}", status=404)
         return self._entries[name]
@@ -491,13 +500,13 @@ class Groups:
 
 def _check_size(servers: int, replicas: int) -> None:
     if not 1 <= servers <= MOST_SERVERS:
-        raise ConfigError(f"servers is {servers}: give 1 to {MOST_SERVERS}", field="servers")
+        raise ConfigError(f"servers is {servers}: give a number from 1 to {MOST_SERVERS}", field="servers")
     if not 0 <= replicas <= MOST_REPLICAS:
-        raise ConfigError(f"replicas is {replicas}: give 0 to {MOST_REPLICAS}", field="replicas")
+        raise ConfigError(f"replicas is {replicas}: give a number from 0 to {MOST_REPLICAS}", field="replicas")
     if servers < replicas + 1:
         raise ConfigError(
             f"servers is {servers} and replicas is {replicas}: a segment's primary and its "
-            f"{'replica' if replicas == 1 else 'replicas'} need different servers; give at least {replicas + 1} "
+            f"{'backup' if replicas == 1 else 'backups'} need different servers; give at least {replicas + 1} "
             "servers, or fewer --replicas",
             field="servers",
         )
@@ -505,8 +514,10 @@ def _check_size(servers: int, replicas: int) -> None:
 
 def _settled(facts: GroupFacts) -> bool:
     alive = sum(each.get("state") == "alive" for each in facts.get("servers", []))
-    entry = all(segment.get("state") == "ready" for space in facts.get("spaces", []) for segment in space["segments"])
-    return facts.get("status") == "ready" and not facts.get("moves") and alive == facts.get("wanted") and entry
+    all_ready = all(
+        segment.get("state") == "ready" for space in facts.get("spaces", []) for segment in space["segments"]
+    )
+    return facts.get("status") == "ready" and not facts.get("moves") and alive == facts.get("wanted") and all_ready
 
 
 def _read(folder: Path) -> list[Wanted]:

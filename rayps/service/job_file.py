@@ -31,30 +31,30 @@ _KINDS = (
 )
 _SEXAGESIMAL = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
 _OCTAL = re.compile(r"[-+]?0[0-9_]+")
-_WORDS = re.compile(r"(yes|no|on|off)", re.IGNORECASE)
+_BOOLEANS = re.compile(r"(yes|no|on|off)", re.IGNORECASE)
 _DATE = re.compile(r"[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}([Tt \t].*)?")
-_UNCLEAR = (
+_AMBIGUOUS = (
     (_SEXAGESIMAL, "a number in base 60"),
     (_OCTAL, "a number in base 8"),
-    (_WORDS, "true or false"),
+    (_BOOLEANS, "true or false"),
     (_DATE, "a date"),
 )
 
 
 def read(path: Path, changes: Sequence[str] = ()) -> Keywords:
-    """Read a job from a file and apply `key=value` changes; a relative working_dir is relative to the file.
+    """Read a job from a file and apply `key=value` changes. A relative working_dir is relative to the file's folder.
 
     Raises:
-        ConfigError: the file is not a valid job; names the file, the line or the field.
+        ConfigError: the file is not a valid job. The error names the file, and the line or the field.
     """
-    data = load(_text(path), str(path))
+    data = load(_read_text(path), str(path))
     if not isinstance(data, dict):
         raise ConfigError(f"{path} should hold fields such as `workload: digits.py:Digits`, one on each line")
     for change in changes:
-        _change(data, change)
+        _apply_change(data, change)
     for key in data:
         if key not in JobSpec.__dataclass_fields__:
-            raise ConfigError(f"{path}: a job has no field {key!r}{_near(str(key))}", field=str(key))
+            raise ConfigError(f"{path}: a job has no field {key!r}{_suggestion(str(key))}", field=str(key))
     if "workload" not in data:
         raise ConfigError(f"{path}: a job needs a workload, e.g. `workload: digits.py:Digits`", field="workload")
     if isinstance(data["workload"], str) and (reason := misnamed(data["workload"])) is not None:
@@ -64,11 +64,11 @@ def read(path: Path, changes: Sequence[str] = ()) -> Keywords:
     return data
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            kind = os.fstat(descriptor).st_mode  # of the opened file: the path may name another file by now
+            kind = os.fstat(descriptor).st_mode  # not of `path`, which may name another file by now
             if not stat.S_ISREG(kind):
                 name = next((name for known, name in _KINDS if known(kind)), "no regular file")
                 raise ConfigError(f"the job file {path} is {name}: give a regular file")
@@ -86,13 +86,13 @@ def _text(path: Path) -> str:
 
 
 def load(text: str, where: str) -> Any:
-    """Parse YAML into plain data, by the part of YAML 1.2's core schema that YAML 1.1 reads in the same way.
+    """Parse YAML into plain data: only what YAML 1.1 and the core schema of YAML 1.2 read in the same way.
 
     A plain scalar that YAML 1.1 reads differently is refused: `1:30` (90 in base 60), `010` (8 in base 8), `yes`, `no`,
     `on`, `off` (booleans), dates. The exception is `1e-3`, which is a number as in YAML 1.2.
 
     Raises:
-        ConfigError: the text is not valid YAML, or has a refused scalar; names the line.
+        ConfigError: the text is not valid YAML, or has a refused scalar. The error names `where` and the line.
     """
     try:
         return yaml.load(text, _Loader)  # a SafeLoader
@@ -104,7 +104,7 @@ def load(text: str, where: str) -> Any:
         raise ConfigError(f"{where}: the YAML is nested too deeply") from error
 
 
-def _change(data: Keywords, change: str) -> None:
+def _apply_change(data: Keywords, change: str) -> None:
     key, equals, text = change.partition("=")
     if not equals or not key:
         raise ConfigError(f"--set {change!r} should be key=value, e.g. --set workers=4", field="set")
@@ -117,7 +117,7 @@ def _change(data: Keywords, change: str) -> None:
     data[last] = load(text, f"--set {key}")
 
 
-def _near(key: str) -> str:
+def _suggestion(key: str) -> str:
     fields = sorted(JobSpec.__dataclass_fields__)
     found = difflib.get_close_matches(key, fields, 1)
     return f": did you mean {found[0]!r}?" if found else f": the fields are {', '.join(fields)}"
@@ -130,7 +130,7 @@ class _Loader(yaml.SafeLoader):
             raise yaml.constructor.ConstructorError(None, None, "anchors are not used in job files", mark)
         node = super().compose_node(parent, index)
         if isinstance(node, yaml.ScalarNode) and not node.style and node.tag != "tag:yaml.org,2002:str":
-            for pattern, reading in _UNCLEAR:
+            for pattern, reading in _AMBIGUOUS:
                 if pattern.fullmatch(node.value):
                     raise yaml.constructor.ConstructorError(
                         None,

@@ -22,7 +22,7 @@ from rayps.core.values import JsonObject
 
 log = logging.getLogger(__name__)
 
-SPEC = "job.json"
+ROW_FILE = "job.json"
 VERSION = 1
 _ID = re.compile(r"[0-9A-HJKMNP-TV-Z]{26}")
 _DELETED = ".deleted-"
@@ -49,22 +49,22 @@ class JobRow(TypedDict, total=False):
     idempotency_key: str | None
 
 
-def keep(folder: Path, row: JobRow, *, sync: bool = True) -> None:
-    """Write a job's row to `job.json` in its folder (mode 0700). With `sync`, the file is on disk when this returns."""
+def write_row(folder: Path, row: JobRow, *, sync: bool = True) -> None:
+    """Write a job's row to `job.json` in its folder, which only the owner can read. With `sync`, call fsync."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    draft = folder / f".{SPEC}.{os.getpid()}"
+    draft = folder / f".{ROW_FILE}.{os.getpid()}"
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         json.dump({"version": VERSION, **row}, file)
         file.flush()
         if sync:
             os.fsync(file.fileno())
-    draft.replace(folder / SPEC)
+    draft.replace(folder / ROW_FILE)
 
 
-def read(folder: Path) -> JobRow | None:
-    """Return the row that `keep` wrote; None if there is none, or if it is of another job or of a newer rayps."""
-    found = read_json(folder / SPEC)
+def read_row(folder: Path) -> JobRow | None:
+    """Return the row in a folder's `job.json`, or None if it is missing, of another job, or of a newer rayps."""
+    found = read_json(folder / ROW_FILE)
     if found is None or found.pop("version", None) != VERSION or found.get("id") != folder.name:
         return None
     row: JobRow = found
@@ -72,19 +72,19 @@ def read(folder: Path) -> JobRow | None:
 
 
 def read_attempt(path: Path) -> AttemptRecord:
-    """Read `driver.json` or `launch.json`; an empty record if the file does not exist."""
+    """Return the content of `driver.json` or `launch.json`; an empty dict if the file does not exist."""
     found: AttemptRecord | None = read_json(path)
     return {} if found is None else found
 
 
-def ids(jobs_dir: Path) -> Iterator[str]:
+def job_ids(jobs_dir: Path) -> Iterator[str]:
     """List the ids of the jobs that have a folder, oldest first."""
     names = (path.name for path in jobs_dir.iterdir()) if jobs_dir.is_dir() else ()
     return (name for name in sorted(names) if _ID.fullmatch(name))
 
 
-def remove(jobs_dir: Path, job_id: str) -> None:
-    """Remove a job's folder. After an interruption, `sweep` completes the removal.
+def remove_folder(jobs_dir: Path, job_id: str) -> None:
+    """Remove a job's folder. After an interruption, `complete_removals` completes the removal.
 
     Raises:
         OSError: the folder cannot be removed.
@@ -98,8 +98,8 @@ def remove(jobs_dir: Path, job_id: str) -> None:
         shutil.rmtree(doomed)
 
 
-def sweep(jobs_dir: Path) -> None:
-    """Complete the removals of folders that were interrupted."""
+def complete_removals(jobs_dir: Path) -> None:
+    """Complete the interrupted removals of folders."""
     for doomed in jobs_dir.glob(f"{_DELETED}*"):
         try:
             shutil.rmtree(doomed)

@@ -1,7 +1,7 @@
 """Measure how long a watched value has not changed, in seconds during which this process itself ran.
 
-A long gap between two observations means that this process was suspended, stopped or starved, and that probably the
-watched process was too; such a gap counts as `MOST_STEP` seconds. The system's wall clock is not used.
+After a long gap between two observations, this process was suspended, stopped or starved, and the watched process
+probably too. Such a gap counts as `MOST_STEP` seconds. The system's wall clock is not used.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Hashable
 
-MOST_STEP = 5.0  # seconds that a gap between two observations counts at most
+MOST_STEP = 5.0  # the most seconds that a gap between two observations counts
 
 
 class QuietTime:
@@ -18,16 +18,16 @@ class QuietTime:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._at = clock()
-        self._sign: Hashable = None
+        self._value: Hashable = None
         self._seconds = 0.0
 
-    def observe(self, sign: Hashable) -> float:
+    def observe(self, value: Hashable) -> float:
         """Observe the value; return the seconds since it changed."""
         now = self._clock()
         self._seconds += min(max(0.0, now - self._at), MOST_STEP)
         self._at = now
-        if sign != self._sign:
-            self._sign, self._seconds = sign, 0.0
+        if value != self._value:
+            self._value, self._seconds = value, 0.0
         return self._seconds
 
 
@@ -36,15 +36,15 @@ class QuietTimes:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._held: dict[Hashable, QuietTime] = {}
+        self._times: dict[Hashable, QuietTime] = {}
 
-    def observe(self, key: Hashable, sign: Hashable) -> float:
-        """Observe the value of `key`; return the seconds since it changed, 0 for a new key."""
-        held = self._held.get(key)
-        if held is None:
-            held = self._held[key] = QuietTime(self._clock)
-        return held.observe(sign)
+    def observe(self, key: Hashable, value: Hashable) -> float:
+        """Observe the value of `key`; return the seconds since the value changed, or 0 for a new key."""
+        quiet_time = self._times.get(key)
+        if quiet_time is None:
+            quiet_time = self._times[key] = QuietTime(self._clock)
+        return quiet_time.observe(value)
 
-    def keep(self, keys: Collection[Hashable]) -> None:
+    def retain_only(self, keys: Collection[Hashable]) -> None:
         """Remove every key that is not in `keys`."""
-        self._held = {key: held for key, held in self._held.items() if key in keys}
+        self._times = {key: quiet_time for key, quiet_time in self._times.items() if key in keys}

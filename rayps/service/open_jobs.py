@@ -1,4 +1,4 @@
-"""Cache in memory the jobs that have not ended: only rows that changed are read from the store.
+"""Cache the jobs that have not ended in memory, and read only changed rows from the store.
 
 The service is the only writer of its store, and the store records which rows each transaction changed. At the first
 refresh, and after an error, the rows of all jobs that have not ended are read.
@@ -9,14 +9,14 @@ from __future__ import annotations
 from rayps.core.job_status import Status
 from rayps.service.plan import needs
 from rayps.service.store import JobRecord, Store
-from rayps.service.waiting import Waiting, WaitingJobs
+from rayps.service.waiting import JobQueue, QueuedJob
 
 
 class OpenJobs:
-    """The jobs that have not ended: the QUEUED ones in `waiting`, the records of the others, by id, in `started`."""
+    """The jobs that have not ended. `queue`: the QUEUED jobs; `started`: a dict from id to record of the others."""
 
     def __init__(self, store: Store) -> None:
-        self.waiting = WaitingJobs()
+        self.queue = JobQueue()
         self.started: dict[str, JobRecord] = {}
         self._store = store
         self._whole = False  # whether all rows have been read
@@ -26,12 +26,12 @@ class OpenJobs:
         changed = self._store.take_changed()
         whole, self._whole = self._whole, False  # set again below, after the changed rows were read
         if not whole:
-            self.waiting.clear()
+            self.queue.clear()
             self.started.clear()
-            for record in await self._store.live():
+            for record in await self._store.unfinished():
                 self._take(record)
         elif changed:
-            found = {record.id: record for record in await self._store.some(changed)}
+            found = {record.id: record for record in await self._store.get_many(changed)}
             for job_id in changed:
                 self._forget(job_id)
                 if job_id in found and not found[job_id].status.terminal:
@@ -41,13 +41,13 @@ class OpenJobs:
         self._whole = True
 
     def _forget(self, job_id: str) -> None:
-        self.waiting.drop(job_id)
+        self.queue.drop(job_id)
         self.started.pop(job_id, None)
 
     def _take(self, record: JobRecord) -> None:
         if record.status is Status.QUEUED:
-            self.waiting.put(
-                Waiting(
+            self.queue.put(
+                QueuedJob(
                     record.id,
                     record.name,
                     needs(record.spec),

@@ -15,23 +15,23 @@ from rayps.strategies.job import JobSpec
 
 Bundle = dict[str, float]
 
-PATIENCE = 30.0  # seconds without a view of the drivers until their jobs become UNKNOWN
-STOP_SECONDS = 60.0  # seconds after a request to stop in which a driver may stop by itself; then it is killed
-SIGN_SECONDS = 900.0  # seconds that a STARTING or RECOVERING job may show no progress; `Settings.stall` sets it
+UNSEEN_SECONDS = 30.0  # seconds without a list of the drivers after which their jobs become UNKNOWN
+STOP_SECONDS = 60.0  # seconds in which a driver must stop after a request; then it is killed
+STALL_SECONDS = 900.0  # seconds that a STARTING or RECOVERING job may show no progress; `Settings.stall` sets it
 
 
 @dataclass(frozen=True, slots=True)
 class Dependencies:
-    """Why a job cannot continue although its driver could: because of its server group, or of its remote clients."""
+    """Why a job cannot continue: reasons outside of its driver, in its server group or its remote clients."""
 
-    group: str | None = None  # why the server group cannot serve the job yet; None: it can, or the job uses no group
-    group_ended: str | None = None  # why the server group will never serve the job: the group was stopped
-    clients: str | None = None  # why the job waits for federated clients outside of the cluster; None: it does not
+    group: str | None = None  # why the server group cannot serve the job yet; None if it can, or if there is no group
+    group_ended: str | None = None  # why the server group was stopped and cannot serve the job any more
+    clients: str | None = None  # why the job waits for federated clients outside of the cluster; None if it does not
 
 
 @dataclass(frozen=True, slots=True)
 class OpenJob:
-    """A job that has not ended: what its row in the database and its folder say."""
+    """A job that has not ended: the facts in its row of the store and in its folder."""
 
     id: str
     name: str = "job"
@@ -41,16 +41,16 @@ class OpenJob:
     attempt: int = 0
     failures: int = 0  # losses of the job's driver or of an actor before this attempt
     max_failures: int = 3
-    interrupted: bool = False  # the service ended its own Ray on purpose
+    interrupted: bool = False  # the job's driver ended because the service stopped its own Ray on purpose
     stopping: float | None = None  # seconds since a stop was requested
     outcome: OutcomeRecord | None = None  # the content of outcome.json
     progress: ProgressRecord | None = None  # the content of progress.json, if this attempt wrote it
     crash: str | None = None  # why the driver ended without an outcome, or was killed
     launched: bool = True  # the call that starts this attempt's driver has returned, or the driver has begun
     silent: float = 0.0  # seconds in which a STARTING or RECOVERING job's folder showed no progress
-    deadline: float = SIGN_SECONDS  # the driver is killed when `silent` is greater
+    deadline: float = STALL_SECONDS  # the driver is killed when `silent` is greater
     outside: Dependencies = field(default_factory=Dependencies)
-    foreign: str | None = None  # why no method of the driver may be called: another version of rayps started it
+    version_conflict: str | None = None  # why no method of the driver may be called: rayps has another version
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class AskToStop:
+class RequestStop:
     """The action: request a driver to stop."""
 
     job: str
@@ -79,17 +79,17 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True)
-class Show:
+class SetStatus:
     """The action: record a new status of a job that has not ended."""
 
     job: str
     status: Status
     reason: str | None = None
-    has_event: bool = False  # the driver has written an event about it: the store needs none
+    has_event: bool = False  # the driver has written an event about the status, so the store writes none
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class SetReason:
     """The action: record why a job waits."""
 
     job: str
@@ -97,7 +97,7 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
-class Seal:
+class EndJob:
     """The action: record how a job ended."""
 
     job: str
@@ -106,14 +106,14 @@ class Seal:
     metrics: dict[str, float] | None = None
     checkpoint: str | None = None
     finished_at: float | None = None
-    has_event: bool = False  # the driver has written an event about it: the store needs none
+    has_event: bool = False  # the driver has written an event about the end, so the store writes none
 
 
-Action = Start | AskToStop | Kill | Show | Wait | Seal
+Action = Start | RequestStop | Kill | SetStatus | SetReason | EndJob
 
 
 def needs(spec: JobSpec) -> Bundle:
-    """Return the resources that a running job takes: those of all its workers; the driver and the servers take none."""
+    """Return the resources that a running job reserves for all its workers. Its driver and servers reserve none."""
     return {kind: spec.workers * spec.resources.get(kind, 0.0) for kind in ("cpu", "gpu")}
 
 
@@ -128,8 +128,8 @@ def plan(
 ) -> list[Action]:
     """Decide what the scheduler does next; return the actions.
 
-    `jobs` are the jobs that have not ended, oldest first. `drivers` are the ids of the jobs whose driver is alive;
-    `drivers` is None if Ray has not listed them for `unseen` seconds, and then `why` is the reason.
+    `jobs`: the jobs that have not ended, oldest first. `drivers`: the ids of the jobs whose driver is alive; None if
+    Ray has not listed the drivers for `unseen` seconds, for the reason `why`. `free`, `total`: the cluster's resources.
     Jobs start first in, first out: no job overtakes a large job that waits for resources. Jobs overtake only a job that
     is larger than the whole cluster, or whose server group is not ready.
     """
@@ -144,12 +144,12 @@ def plan(
 
 def _ended_by_force(job: OpenJob, why: str, drivers: Collection[str] | None) -> list[Action]:
     kill: list[Action] = [Kill(job.id, why)] if drivers is not None and job.id in drivers else []
-    return [*kill, Seal(job.id, Status.FAILED if job.stopping is None else Status.STOPPED, why)]
+    return [*kill, EndJob(job.id, Status.FAILED if job.stopping is None else Status.STOPPED, why)]
 
 
 def _running(job: OpenJob, drivers: Collection[str] | None, unseen: float, why: str) -> list[Action]:
     if job.outcome is not None:
-        return [_sealed(job, job.outcome)]
+        return [_end_by_outcome(job, job.outcome)]
     if drivers is None:
         return _unseen(job, unseen, why)
     if job.id not in drivers:
@@ -167,32 +167,32 @@ def _running(job: OpenJob, drivers: Collection[str] | None, unseen: float, why: 
                 "the job's timeout if that is longer",
             )
         ]
-    return _mirrored(job)
+    return _copy_progress(job)
 
 
 def _unseen(job: OpenJob, unseen: float, why: str) -> list[Action]:
     if job.stopping is not None and min(unseen, job.stopping) > job.deadline:
         return [
-            Seal(
+            EndJob(
                 job.id,
                 Status.STOPPED,
                 f"stopped: the job's driver could not be reached for {job.deadline:g} s ({why}); "
-                "if the driver is found again, it is killed",
+                "a driver that is found later is killed",
             )
         ]
-    if unseen < PATIENCE or job.status is Status.UNKNOWN:
+    if unseen < UNSEEN_SECONDS or job.status is Status.UNKNOWN:
         return []
-    return [Show(job.id, Status.UNKNOWN, f"the job's driver cannot be reached: {why}")]
+    return [SetStatus(job.id, Status.UNKNOWN, f"the job's driver cannot be reached: {why}")]
 
 
-def _sealed(job: OpenJob, outcome: OutcomeRecord) -> Seal:
+def _end_by_outcome(job: OpenJob, outcome: OutcomeRecord) -> EndJob:
     try:
         status = Status(outcome.get("status", ""))
     except ValueError:
         status = Status.FAILED
     if not status.terminal:
         status = Status.FAILED
-    return Seal(
+    return EndJob(
         job.id,
         status,
         str(outcome.get("message", "")),
@@ -206,7 +206,7 @@ def _sealed(job: OpenJob, outcome: OutcomeRecord) -> Seal:
 def _lost(job: OpenJob) -> Action:
     if job.stopping is not None:
         why = f"was killed ({job.crash})" if job.crash else "ended without an outcome"
-        return Seal(job.id, Status.STOPPED, f"stopped: the job's driver {why}")
+        return EndJob(job.id, Status.STOPPED, f"stopped: the job's driver {why}")
     failures = max(job.failures, int((job.progress or {}).get("failures", 0)))
     if job.interrupted:
         return Start(job.id, job.attempt + 1, failures, "the service had stopped its own Ray: the driver is restarted")
@@ -226,34 +226,34 @@ def _lost(job: OpenJob) -> Action:
             failures,
             f"the driver was lost{cause}: it is restarted (failure {failures} of max_failures {job.max_failures})",
         )
-    return Seal(
+    return EndJob(
         job.id, Status.FAILED, f"the driver was lost{cause}: failure {failures} exceeds max_failures {job.max_failures}"
     )
 
 
 def _stopping(job: OpenJob, seconds: float) -> list[Action]:
-    if job.foreign is not None:
-        return [Kill(job.id, job.foreign)]
+    if job.version_conflict is not None:
+        return [Kill(job.id, job.version_conflict)]
     if seconds > STOP_SECONDS:
         return [Kill(job.id, f"the driver did not stop within {STOP_SECONDS:g} s")]
     shown: list[Action] = []
     if may_move(job.status, Status.STOPPING):
-        shown = [Show(job.id, Status.STOPPING, "stop requested", has_event=True)]
-    return [*shown, AskToStop(job.id)] if job.launched else shown  # before the launch, the driver's version is unknown
+        shown = [SetStatus(job.id, Status.STOPPING, "stop requested", has_event=True)]
+    return [*shown, RequestStop(job.id)] if job.launched else shown  # before that, the driver's version is unknown
 
 
-def _mirrored(job: OpenJob) -> list[Action]:
+def _copy_progress(job: OpenJob) -> list[Action]:
     progress = job.progress or {}
     try:
         status = Status(progress.get("status", ""))
     except ValueError:
         status = Status.STARTING if job.status is Status.UNKNOWN else job.status
     steady = status is Status.RUNNING
-    held_back = (progress.get("server_group") or {}).get("held_back") or job.outside.clients
-    reason = held_back if steady else str(progress["message"]) if progress.get("message") else job.reason
+    wait_reason = (progress.get("server_group") or {}).get("held_back") or job.outside.clients
+    reason = wait_reason if steady else str(progress["message"]) if progress.get("message") else job.reason
     if status is not job.status and may_move(job.status, status) and not status.terminal:
-        return [Show(job.id, status, reason, has_event=job.status is not Status.UNKNOWN)]
-    return [Wait(job.id, reason)] if reason != job.reason else []
+        return [SetStatus(job.id, status, reason, has_event=job.status is not Status.UNKNOWN)]
+    return [SetReason(job.id, reason)] if reason != job.reason else []
 
 
 def _queue(
@@ -267,7 +267,7 @@ def _queue(
             continue
         reason = _wait_reason(job, room, total or {}, head)
         if job.stopping is not None:
-            actions.append(Seal(job.id, Status.STOPPED, "stopped before it started"))
+            actions.append(EndJob(job.id, Status.STOPPED, "stopped before it started"))
         elif drivers is None or total is None:
             actions += _wait(job, why)
         elif reason is None:
@@ -280,12 +280,12 @@ def _queue(
 
 
 def _wait(job: OpenJob, reason: str) -> list[Action]:
-    return [Wait(job.id, reason)] if reason != job.reason else []
+    return [SetReason(job.id, reason)] if reason != job.reason else []
 
 
 def _room(jobs: Sequence[OpenJob], free: Bundle, total: Bundle) -> Bundle:
-    # the free resources less those that starting drivers will take; at most the total less the needs of all started
-    # jobs, because a recovering job takes its resources again
+    # subtract what starting jobs will reserve from the free resources; the result is at most the total less the needs
+    # of all started jobs, because a recovering job reserves its resources again
     room = {}
     for kind, amount in total.items():
         held = sum(job.needs.get(kind, 0.0) for job in jobs if job.status is not Status.QUEUED)

@@ -16,26 +16,26 @@ _SET_PDEATHSIG = 1
 _SET_CHILD_SUBREAPER = 36
 
 
-def started(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot; None if it has ended or is a zombie."""
+def start_time(pid: int) -> int | None:
+    """Return when a process started, in clock ticks since boot, or None if it has ended or is a zombie."""
     fields = _stat(pid)
     return None if fields is None or fields[0] in "ZX" else int(fields[19])
 
 
-def alive(pid: int, since: int | None) -> bool:
+def is_alive(pid: int, since: int | None) -> bool:
     """Return whether the process with this id and start time is alive."""
-    return since is not None and started(pid) == since
+    return since is not None and start_time(pid) == since
 
 
 def command(pid: int) -> list[str]:
-    """Return the command line or title of a process; empty if it has ended."""
+    """Return the command line or title of a process as a list of arguments; an empty list if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
     except OSError:
         return []
 
 
-def below(root: int) -> list[int]:
+def descendants(root: int) -> list[int]:
     """Return the ids of all living descendants of a process."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
@@ -50,12 +50,12 @@ def below(root: int) -> list[int]:
     return found
 
 
-def left_in(folder: str, session: int | None) -> list[int]:
+def left_by_ray(folder: str, session: int | None) -> list[int]:
     """Return the ids of the processes that a killed Ray left.
 
-    Such a process has Ray's folder in its command line, or belongs to Ray's session and has a file of the folder open
-    (some processes change their title). A client of that Ray opens such files too, in another session: it is not
-    included.
+    Such a process has Ray's folder in its command line. Or it belongs to Ray's process session and has a file of the
+    folder open, because some processes change their title. Clients of that Ray open such files too, but belong to other
+    sessions, and are not included.
     """
     found = []
     for entry in Path("/proc").iterdir():
@@ -63,14 +63,14 @@ def left_in(folder: str, session: int | None) -> list[int]:
             continue
         try:
             named = folder.encode() in (entry / "cmdline").read_bytes()
-            if named or (_session(int(entry.name)) == session and _holds(entry, folder)):
+            if named or (_session(int(entry.name)) == session and _has_file_open(entry, folder)):
                 found.append(int(entry.name))
         except OSError:
             continue  # the process has ended, or belongs to another user
     return found
 
 
-def _holds(entry: Path, folder: str) -> bool:
+def _has_file_open(entry: Path, folder: str) -> bool:
     return any(str(link.readlink()).startswith(folder) for link in (entry / "fd").iterdir())
 
 
@@ -79,17 +79,17 @@ def _session(pid: int) -> int | None:
     return None if fields is None else int(fields[3])
 
 
-def end_tree(root: int) -> None:
-    """Kill all descendants of this process, which must be their subreaper."""
+def kill_descendants(root: int) -> None:
+    """Kill all descendants of process `root`, which must be this process, after `adopt_orphans`."""
     deadline = time.monotonic() + 15.0
-    while time.monotonic() < deadline and ((pids := below(root)) or _has_children()):
-        end_all(pids)
+    while time.monotonic() < deadline and ((pids := descendants(root)) or _has_children()):
+        kill_all(pids)
         reap()
         time.sleep(0.02)
 
 
-def end_all(pids: Iterable[int]) -> None:
-    """Kill processes: stop all of them with SIGSTOP first, so that none reacts to the end of another."""
+def kill_all(pids: Iterable[int]) -> None:
+    """Kill processes. First stop all of them with SIGSTOP, so that none reacts to the end of another."""
     pids = list(pids)
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in pids:
@@ -100,7 +100,7 @@ def end_all(pids: Iterable[int]) -> None:
 
 
 def reap() -> list[int]:
-    """Collect children that have ended, adopted ones included; return their ids."""
+    """Collect the children, including adopted ones, that have ended; return their ids."""
     gone: list[int] = []
     while True:
         try:
@@ -121,7 +121,7 @@ def _has_children() -> bool:
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of each of its descendants whose own parent ends."""
+    """Make this process the new parent of each descendant whose parent ends."""
     _prctl(_SET_CHILD_SUBREAPER, 1)
 
 

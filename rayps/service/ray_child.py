@@ -2,10 +2,10 @@
 
     python -P -m rayps.service.ray_child --pipe FD --cluster MODULE:CLASS --address HOST:PORT
 
-When Ray's gcs or raylet is lost, Ray's client can hang forever in C++ or end its process. Only this child process is
-affected then, not the service. Each request runs in its own thread. The child ends when the service ends, because the
-pipe closes. It also ends when it gets no request for `--dead-man` seconds: a timer of `faulthandler`, which needs no
-interpreter lock, writes the stack of every thread and exits.
+When Ray's gcs or raylet is lost, Ray's client can hang forever in C++ or end its process. Then only this child process
+is affected, not the service. Each request runs in its own thread. When the service ends, the pipe closes and the child
+ends. The child also ends when it gets no request for `--dead-man` seconds. A timer of `faulthandler`, which needs no
+interpreter lock, then writes the stack of every thread and exits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DEAD_MAN = 600.0  # seconds without a request after which this process exits
 
 
 class Child:
-    """Run the requests that arrive on a pipe; a request is (number, operation, arguments, named arguments)."""
+    """Run the requests that arrive on a pipe. A request is (number, operation, arguments, named arguments)."""
 
     def __init__(self, pipe: Connection, cluster: Actors, dead_man: float = _DEAD_MAN) -> None:
         self._pipe = pipe
@@ -93,7 +93,7 @@ class Child:
         return self._cluster.total()
 
     def do_hosts(self, free: bool) -> dict[str, Bundle]:
-        """Return the resources of each host: the free ones, or all."""
+        """Return a dict from host to its resources: the free ones with `free`, else all."""
         return self._cluster.hosts(free)
 
     def do_close(self) -> None:
@@ -102,7 +102,7 @@ class Child:
 
 
 def main() -> None:
-    """Join the cluster and serve requests; answer number 0 tells the service whether the cluster could be joined."""
+    """Join the cluster and serve requests. Answer number 0 tells the service whether the cluster was joined."""
     parser = argparse.ArgumentParser(description="call Ray for a rayps service")
     parser.add_argument("--pipe", type=int, required=True)
     parser.add_argument("--cluster", required=True)

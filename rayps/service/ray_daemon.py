@@ -1,4 +1,4 @@
-"""The process, beside the service, that runs the Ray that rayps owns and removes all of it at the end. Imports no ray.
+"""The process that starts, watches and stops the Ray that rayps owns. It is not the service's, and imports no ray.
 
     python -m rayps.service.ray_daemon --state-dir DIR --cpus 16 --idle 600
 
@@ -7,9 +7,8 @@ temporary directory, writes Ray's address into `ray.json`, and watches Ray. It s
 
 - on SIGTERM, and when `ray.json` was deleted;
 - when Ray or one of Ray's two required processes (gcs, raylet) has ended;
-- when neither the service nor a job has shown activity for `--idle` seconds (suspended time does not count). But it
-  does not stop Ray while a driver's process is alive, and it waits some minutes longer while a service holds the
-  service's lock.
+- when neither the service nor a job has shown activity for `--idle` seconds (suspended time does not count), and no
+  driver's process is alive. While a service holds the service's lock, the daemon waits five minutes longer.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ log = logging.getLogger("rayps.service.ray_daemon")
 RECORD, LOCK, HEARTBEAT, TOKEN, LOG = "ray.json", "ray.lock", "ray_heartbeat", "ray_token", "ray_daemon.log"
 _START_SECONDS = 120.0
 _POLL_SECONDS = 0.25
-_ASK_SECONDS = 2.0  # between two checks of jobs and processes while there is no activity
-_GRACE_SECONDS = 300.0  # beyond `--idle`, for a service that is alive without activity: it may have been suspended
+_CHECK_SECONDS = 2.0  # seconds between two checks of jobs and processes while there is no activity
+_GRACE_SECONDS = 300.0  # seconds beyond `--idle` for a service that is alive but inactive, e.g. suspended
 _REQUIRED_PROCESSES = ("gcs_server", "raylet")  # program names
 _DRIVER_TITLE = "DriverActor"  # in the title of a driver's process
 
@@ -66,7 +65,7 @@ class RayRecord:
     @property
     def alive(self) -> bool:
         """Whether the daemon that wrote this record is alive."""
-        return processes.alive(self.pid, self.started)
+        return processes.is_alive(self.pid, self.started)
 
     def write(self, state_dir: Path) -> None:
         """Replace `ray.json` atomically."""
@@ -74,7 +73,7 @@ class RayRecord:
 
 
 def read_record(state_dir: Path) -> RayRecord | None:
-    """Read `ray.json`; None if it does not exist or cannot be read."""
+    """Return the content of `ray.json`, or None if it does not exist or cannot be read."""
     try:
         return RayRecord(**json.loads((state_dir / RECORD).read_text()))
     except (OSError, ValueError, TypeError):
@@ -86,8 +85,8 @@ def environment(state_dir: Path) -> dict[str, str]:
     return {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(state_dir / TOKEN),
-        # makes Ray take 127.0.0.1 as this node's address, so that Ray listens on loopback only; despite the variable's
-        # name it is read everywhere (ray._private.ray_constants.ENABLE_RAY_CLUSTER)
+        # with "0" Ray takes 127.0.0.1 as this node's address and listens on loopback only; Linux reads the variable too
+        # (ray._private.ray_constants.ENABLE_RAY_CLUSTER)
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DISABLE_IMPORT_WARNING": "1",
@@ -96,18 +95,18 @@ def environment(state_dir: Path) -> dict[str, str]:
 
 
 def make_token(state_dir: Path) -> None:
-    """Create Ray's token file, readable by its owner only; Ray itself would create a file that all users can read."""
+    """Create Ray's token file, readable by its owner only. A file that Ray creates is readable by all users."""
     path = state_dir / TOKEN
     if not path.exists() or not path.read_text().strip():
         private_write(path, secrets.token_hex(32))
     path.chmod(0o600)
 
 
-def sweep(record: RayRecord) -> None:
+def remove_leftovers(record: RayRecord) -> None:
     """Remove the processes and the temporary directory that a killed daemon left."""
     temp = Path(record.temp_dir)
     if temp.name.startswith("rayps-"):  # never delete a directory that rayps did not create
-        processes.end_all(processes.left_in(str(temp), record.session))
+        processes.kill_all(processes.left_by_ray(str(temp), record.session))
         shutil.rmtree(temp, ignore_errors=True)
 
 
@@ -122,7 +121,7 @@ class Daemon:
         signal.signal(signal.SIGTERM, self._stop)
         signal.signal(signal.SIGINT, self._stop)
         temp = tempfile.mkdtemp(prefix="rayps-", dir=_short_temp())
-        self.record = RayRecord("starting", os.getpid(), processes.started(os.getpid()), temp, cpus)
+        self.record = RayRecord("starting", os.getpid(), processes.start_time(os.getpid()), temp, cpus)
 
     def run(self) -> int:
         """Start, watch and stop Ray; return the exit code."""
@@ -175,7 +174,8 @@ class Daemon:
 
     @property
     def _ray_temp(self) -> Path:
-        return Path(self.record.temp_dir) / "r"  # Ray makes its folder readable by all; the folder around it is private
+        # Ray makes its folder readable by all users, and the folder above is private
+        return Path(self.record.temp_dir) / "r"
 
     def _wait_for_address(self, ray: subprocess.Popen[bytes]) -> str | None:
         file = self._ray_temp / "ray_current_cluster"
@@ -198,7 +198,7 @@ class Daemon:
         found: dict[str, tuple[int, int | None]] = {}
         while failure is None and not self._stop_requested and self._is_ours():
             found = found if len(found) == len(_REQUIRED_PROCESSES) else self._required_processes()
-            gone = [name for name, (pid, since) in found.items() if not processes.alive(pid, since)]
+            gone = [name for name, (pid, since) in found.items() if not processes.is_alive(pid, since)]
             if self._ray is not None and self._ray.pid in processes.reap():
                 failure = f"Ray has ended by itself: see {self._state_dir / LOG}"
             elif gone:
@@ -210,18 +210,18 @@ class Daemon:
         return failure
 
     def _required_processes(self) -> dict[str, tuple[int, int | None]]:
-        """Return Ray's required processes by name: (process id, start)."""
+        """Return a dict from the name of each required process of Ray that was found to (process id, start time)."""
         found = {}
-        for pid in processes.below(os.getpid()):
+        for pid in processes.descendants(os.getpid()):
             name = Path(next(iter(processes.command(pid)), "")).name
             if name in _REQUIRED_PROCESSES:
-                found[name] = (pid, processes.started(pid))
+                found[name] = (pid, processes.start_time(pid))
         return found
 
     def _end(self) -> None:
         if self._is_ours():
             self._write("stopping")
-        processes.end_tree(os.getpid())
+        processes.kill_descendants(os.getpid())
         shutil.rmtree(self.record.temp_dir, ignore_errors=True)
 
     def _is_ours(self) -> bool:
@@ -256,25 +256,25 @@ class Lease:
         self._idle = idle
         self._silence = QuietTime(clock)
         self._clock = clock
-        self._drivers = drivers or _drivers_live
+        self._drivers = drivers or _drivers_alive
         self._jobs = _newest_of_jobs(state_dir)
-        self._asked = clock() - _ASK_SECONDS
+        self._checked_at = clock() - _CHECK_SECONDS
 
     def expired(self) -> bool:
         """Check for activity; return whether the lease has expired.
 
-        Job files and processes are read only after `idle` seconds without a heartbeat, because reading them takes long.
+        Job files and processes are read only after `idle` seconds without a heartbeat, because that takes long.
         """
         silent = self._silence.observe((_changed(self._state_dir / HEARTBEAT), self._jobs))
-        if silent <= self._idle or 0.0 <= self._clock() - self._asked < _ASK_SECONDS:
+        if silent <= self._idle or 0.0 <= self._clock() - self._checked_at < _CHECK_SECONDS:
             return False
-        self._asked = self._clock()
+        self._checked_at = self._clock()
         jobs = _newest_of_jobs(self._state_dir)
         if jobs != self._jobs:  # a job made progress
             self._jobs = jobs
             self._silence.observe((_changed(self._state_dir / HEARTBEAT), jobs))
             return False
-        return is_expired(silent, self._idle, service=service_lives(self._state_dir), drivers=self._drivers())
+        return is_expired(silent, self._idle, service=service_is_alive(self._state_dir), drivers=self._drivers())
 
 
 def is_expired(silent: float, idle: float, *, service: bool, drivers: bool) -> bool:
@@ -284,8 +284,8 @@ def is_expired(silent: float, idle: float, *, service: bool, drivers: bool) -> b
     return not service or silent > idle + _GRACE_SECONDS
 
 
-def service_lives(state_dir: Path) -> bool:
-    """Return whether a service holds the lock of this state directory, by reading /proc/locks: this locks nothing."""
+def service_is_alive(state_dir: Path) -> bool:
+    """Return whether /proc/locks shows that a service holds the lock of this state directory. Locks nothing itself."""
     try:
         inode = str((state_dir / SERVICE_LOCK).stat().st_ino)
         held = [line.split() for line in Path("/proc/locks").read_text().splitlines() if " FLOCK " in line]
@@ -294,12 +294,12 @@ def service_lives(state_dir: Path) -> bool:
     return any(inode == part.rpartition(":")[2] for line in held for part in line if part.count(":") == 2)
 
 
-def _drivers_live() -> bool:
-    return any(_DRIVER_TITLE in " ".join(processes.command(pid)) for pid in processes.below(os.getpid()))
+def _drivers_alive() -> bool:
+    return any(_DRIVER_TITLE in " ".join(processes.command(pid)) for pid in processes.descendants(os.getpid()))
 
 
 def _newest_of_jobs(state_dir: Path) -> int:
-    """Return when a job's progress or outcome last changed, over all jobs, in ns."""
+    """Return the newest time, over all jobs, at which a progress or outcome file changed, in ns since the epoch."""
     newest = 0
     for progress in state_dir.glob("jobs/*/progress.json"):
         newest = max(newest, _changed(progress.parent / "outcome.json") or _changed(progress))
@@ -319,13 +319,13 @@ def _short_temp() -> str:
 
 
 def _object_store_bytes() -> int:
-    # tensors use rayps's own links: the store holds only users' objects. Ray's minimum is 75 MB.
+    # rayps sends tensors over its own connections, so Ray's store holds only users' objects; Ray's minimum is 75 MB
     room = shutil.disk_usage("/dev/shm").total // 4 if Path("/dev/shm").is_dir() else 0
     return min(max(room, 80_000_000), 1_000_000_000)
 
 
 def _lock(state_dir: Path, seconds: float = 60.0) -> int | None:
-    """Lock `ray.lock` until this process ends; wait while another daemon stops.
+    """Lock `ray.lock` until this process ends; wait up to `seconds` while another daemon stops.
 
     Return the lock's descriptor, or None if another daemon is running.
     """
@@ -355,7 +355,7 @@ def main() -> int:
         return 0
     stale = read_record(given.state_dir)
     if stale is not None and not stale.alive:
-        sweep(stale)
+        remove_leftovers(stale)
     return Daemon(given.state_dir, given.cpus, given.idle).run()
 
 

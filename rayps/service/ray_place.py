@@ -1,7 +1,7 @@
 """The Ray in which drivers run: one that rayps owns, run by `rayps.service.ray_daemon`, or a cluster that rayps joins.
 
 Jobs survive the death of the service, because the service starts no Ray process itself. The service survives a Ray that
-hangs or dies, because it calls Ray only through a child process (`ray_process`).
+hangs or dies, because the service calls Ray only through a child process (`ray_process`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rayps.core.errors import ClusterError
 from rayps.service import processes
 from rayps.service.liveness import QuietTime
 from rayps.service.plan import Bundle
-from rayps.service.ray_daemon import HEARTBEAT, LOG, RayRecord, environment, make_token, read_record, sweep
+from rayps.service.ray_daemon import HEARTBEAT, LOG, RayRecord, environment, make_token, read_record, remove_leftovers
 from rayps.service.ray_process import ClusterProcess, python_path
 from rayps.service.settings import Settings
 
@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 _START_SECONDS = 150.0
 _RETRY_SECONDS = 15.0
 _END_SECONDS = 30.0
-_LEAVING = "the service is stopping"
-_UNRESPONSIVE_SECONDS = 180.0  # Ray is restarted after these seconds without an answer of Ray and a job's progress
+_SERVICE_STOPS = "the service is stopping"
+_UNRESPONSIVE_SECONDS = 180.0  # seconds without an answer of Ray and without progress of a job: Ray is restarted
 
 
 def place(settings: Settings) -> OwnRay | JoinedRay:
@@ -43,8 +43,8 @@ def place(settings: Settings) -> OwnRay | JoinedRay:
 class OwnRay:
     """A Ray on this machine that belongs to one state directory.
 
-    This Ray is restarted when it has ended, and when for `unresponsive_seconds` Ray has not answered and no job has
-    written its progress.
+    Ray is restarted when it has ended. It is also restarted when, for `unresponsive_seconds`, it has not answered and
+    no job has written its progress.
     """
 
     owned = True
@@ -57,13 +57,13 @@ class OwnRay:
         self._daemon: subprocess.Popen[bytes] | None = None
         self._failed: tuple[float, str] | None = None
         self._answers = 0  # number of answers of all earlier child processes
-        self._leaving = threading.Event()
-        self._busy = threading.Lock()
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
         self._unresponsive = _UnresponsiveTime(settings.jobs_dir, unresponsive_seconds)
 
     @property
     def address(self) -> str | None:
-        """The address host:port of the Ray, once it is ready; None before."""
+        """The address host:port of the Ray, or None if the Ray is not ready."""
         return None if self._record is None else self._record.address
 
     def capacity(self) -> Bundle:
@@ -72,12 +72,12 @@ class OwnRay:
         return {"cpu": float(cpus)}
 
     def cluster(self) -> Actors:
-        """Return the joined cluster; start the daemon if there is none.
+        """Return the joined cluster; first start the daemon if none is running.
 
         Raises:
             ClusterError: Ray did not become ready, or the service is stopping.
         """
-        with self._busy:
+        with self._lock:
             if self._cluster is not None and self._cluster.alive and self._give_up_reason() is None:
                 return self._cluster
             self._drop_connection(graceful=False)
@@ -100,24 +100,24 @@ class OwnRay:
         (self._dir / HEARTBEAT).touch(mode=0o600)
 
     def disconnect(self, *, end: bool) -> None:
-        """Disconnect; with `end` also stop the daemon and wait until all its processes have ended."""
-        self._leaving.set()
-        got = self._busy.acquire(timeout=5.0)
+        """Disconnect from Ray. With `end`, also stop the daemon and wait until all its processes have ended."""
+        self._stopping.set()
+        got = self._lock.acquire(timeout=5.0)
         try:
             self._drop_connection(graceful=not end)
             if end:
                 self._end()
         finally:
             if got:
-                self._busy.release()
+                self._lock.release()
 
     def _give_up_reason(self) -> str | None:
-        """Return why the service should not wait for Ray's answer any longer; None if it should wait.
+        """Return why the service should not wait for Ray's answer any longer, or None if it should wait.
 
         `ClusterProcess` calls this several times a second while it waits for an answer.
         """
-        if self._leaving.is_set():
-            return _LEAVING
+        if self._stopping.is_set():
+            return _SERVICE_STOPS
         self.renew_lease()
         record = read_record(self._dir)
         if record is None or not record.alive or record.state != "ready" or record != self._record:
@@ -137,7 +137,7 @@ class OwnRay:
         deadline = time.monotonic() + _START_SECONDS
         if self._failed is not None and time.monotonic() - self._failed[0] < _RETRY_SECONDS:
             raise ClusterError(self._failed[1])
-        while time.monotonic() < deadline and not self._leaving.is_set():
+        while time.monotonic() < deadline and not self._stopping.is_set():
             self.renew_lease()
             record = read_record(self._dir)
             if record is not None and record.alive and record.state == "ready":
@@ -154,8 +154,8 @@ class OwnRay:
                 self._spawn()
             time.sleep(0.1)
         raise ClusterError(
-            _LEAVING
-            if self._leaving.is_set()
+            _SERVICE_STOPS
+            if self._stopping.is_set()
             else f"Ray was not ready within {_START_SECONDS:g} s: see {self._dir / LOG}"
         )
 
@@ -204,8 +204,8 @@ class OwnRay:
         record = read_record(self._dir)
         if record is not None:
             if record.alive:
-                processes.end_all([*processes.below(record.pid), record.pid])
-            sweep(record)
+                processes.kill_all([*processes.descendants(record.pid), record.pid])
+            remove_leftovers(record)
             (self._dir / "ray.json").unlink(missing_ok=True)
 
 
@@ -219,14 +219,14 @@ class JoinedRay:
         self._at = address
         self._cluster: ClusterProcess | None = None
         self._failed: tuple[float, str] | None = None
-        self._leaving = threading.Event()
+        self._stopping = threading.Event()
 
     def capacity(self) -> None:
         """Return None: the size is not known before the cluster is joined, and it may grow."""
         return None
 
     def cluster(self) -> Actors:
-        """Return the joined cluster; join it at the first call, and again after the connection was lost.
+        """Return the joined cluster. Join it at the first call, and again after the connection was lost.
 
         Raises:
             ClusterError: no cluster answers at the address.
@@ -242,15 +242,15 @@ class JoinedRay:
         """Do nothing: a joined cluster has no lease."""
 
     def disconnect(self, *, end: bool) -> None:
-        """Disconnect; the cluster keeps running."""
-        self._leaving.set()
+        """Disconnect from the cluster, which keeps running."""
+        self._stopping.set()
         self._drop_connection(graceful=True)
 
     def _join(self) -> ClusterProcess:
         if self._failed is not None and time.monotonic() - self._failed[0] < _RETRY_SECONDS:
             raise ClusterError(self._failed[1])  # e.g. a refused token: wait before the next attempt
         try:
-            return ClusterProcess(self._at, give_up_reason=lambda: _LEAVING if self._leaving.is_set() else None)
+            return ClusterProcess(self._at, give_up_reason=lambda: _SERVICE_STOPS if self._stopping.is_set() else None)
         except ClusterError as error:
             self._failed = (time.monotonic(), str(error))
             raise
@@ -270,7 +270,7 @@ class JoinedRay:
 
 
 class _UnresponsiveTime:
-    """Measure how long Ray has not answered and no job has made progress; report when that exceeds `seconds`."""
+    """Measure how long Ray has not answered while no job made progress, and report when that exceeds `seconds`."""
 
     def __init__(self, jobs_dir: Path, seconds: float) -> None:
         self.seconds = seconds
@@ -292,7 +292,7 @@ class _UnresponsiveTime:
         return self._over
 
     def reset(self) -> None:
-        """Start again at zero, after a restart of Ray."""
+        """Start again at zero. Call it after a restart of Ray."""
         self._quiet, self._over = QuietTime(), False
 
     def _newest(self) -> int:

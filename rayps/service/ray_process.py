@@ -1,9 +1,9 @@
 """Call Ray from the service through a child process with deadlines.
 
 Guarantee: a Ray that hangs or crashes cannot stop the service. `ClusterProcess` starts `rayps.service.ray_child` and
-sends it requests through a pipe. If Ray misses a deadline, the child is killed, every pending request fails with
-ClusterError, and the next view of the cluster starts another child. Actors are detached and found by name: they do not
-depend on the child.
+sends requests to this child through a pipe. If Ray misses a deadline, the child is killed, every pending request fails
+with ClusterError, and the next view of the cluster starts another child. Actors do not depend on the child, because
+they are detached and found by name.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from rayps.core.errors import ClusterError, RaypsError
 log = logging.getLogger(__name__)
 
 RAY = "rayps.cluster.ray_cluster:RayCluster"
-JOIN_SECONDS = 120.0  # seconds to import ray and join the cluster, on a slow machine
+JOIN_SECONDS = 120.0  # seconds to import ray and join the cluster, enough for a slow machine
 ANSWER_SECONDS = 30.0  # seconds for an operation that normally takes milliseconds
 _POLL_SECONDS = 0.25
-_LEAVE_SECONDS = 5.0
+_DISCONNECT_SECONDS = 5.0  # seconds in which the child must disconnect
 _REFUSED = 2  # exit code of a child that refuses this service's protocol
 _TAIL = 2000  # bytes of the child's last output that an error shows
 
@@ -50,18 +50,18 @@ class NamedActor:
         self._process = process
 
     def call(self, method: str, *args: Any) -> Answer:
-        """Call a method of the actor; the call is made at most once, never repeated."""
+        """Call a method of the actor once; a failed call is not repeated."""
         return self._process.request("call", self.name, method, *args)
 
 
 class ClusterProcess:
     """A child process that has joined the cluster at `address`.
 
-    `give_up_reason` is called several times a second while an answer is awaited: if it returns a text, the child is
+    `give_up_reason` is called several times a second while an answer is awaited. If it returns a text, the child is
     killed and the call fails with that text.
 
     Raises:
-        ClusterError: the cluster cannot be joined, or not within `join_seconds`.
+        ClusterError: the cluster was not joined within `join_seconds`, or cannot be joined.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class ClusterProcess:
         join_seconds: float = JOIN_SECONDS,
         answer_seconds: float = ANSWER_SECONDS,
     ) -> None:
-        self.totals = 0  # answered calls of total(), the last call of each view: grows while Ray works
+        self.totals = 0  # number of answered calls of total(), which every view makes: it grows while Ray answers
         self._give_up_reason = give_up_reason
         self._answer_seconds = answer_seconds
         self._numbers = itertools.count(1)
@@ -142,7 +142,7 @@ class ClusterProcess:
         restarts: int = 0,
         **kwargs: Any,
     ) -> NamedActor:
-        """Start an actor, as `Actors.spawn` does. It must have a name, be detached, and be in no reserved bundle."""
+        """Start an actor, as `Actors.spawn` does. The actor must have a name, be detached, and use no reservation."""
         assert name is not None and detached and gang is None, "the actor must outlive the child"
         self._do(
             "spawn",
@@ -159,7 +159,7 @@ class ClusterProcess:
         return NamedActor(name, self)
 
     def find(self, name: str) -> NamedActor | None:
-        """Return the living actor of that name; None if there is none."""
+        """Return the living actor of that name, or None if there is none."""
         return NamedActor(name, self) if self._do("find", name) else None
 
     def free(self) -> Bundle:
@@ -174,7 +174,7 @@ class ClusterProcess:
         return found
 
     def hosts(self, free: bool = True) -> dict[str, Bundle]:
-        """Return the resources of each host: the free ones, or all."""
+        """Return a dict from host to its resources: the free ones with `free`, else all."""
         found: dict[str, Bundle] = self._do("hosts", free)
         return found
 
@@ -183,16 +183,16 @@ class ClusterProcess:
         self._do("kill", handle.name)
 
     def close(self, *, graceful: bool = True) -> None:
-        """Kill the child; with `graceful`, first let it disconnect from the cluster, for a few seconds at most."""
+        """Kill the child. With `graceful`, first give it a few seconds to disconnect from the cluster."""
         if graceful and self.alive:
             try:
-                self.request("close").result(timeout=_LEAVE_SECONDS)
+                self.request("close").result(timeout=_DISCONNECT_SECONDS)
             except (RaypsError, TimeoutError, OSError, RuntimeError) as error:
                 log.info("the child process did not disconnect from the cluster and is killed: %s", error)
         self._fail("the service has closed the connection", log_exit=False)
 
     def request(self, operation: str, *args: Any, **named: Any) -> Answer:
-        """Send a request to the child; the future fails with ClusterError when the child has ended."""
+        """Send a request to the child; return a future, which fails with ClusterError if the child ends."""
         reply: Answer = Future()
         data = pickle.dumps((number := next(self._numbers), operation, args, named))
         with self._lock:
@@ -239,7 +239,7 @@ class ClusterProcess:
                     reply.set_exception(error) if error is not None else reply.set_result(value)
         except (EOFError, OSError):
             self._fail("the process that calls Ray has ended")
-        except Exception as error:  # e.g. an object of a class unknown here: later answers cannot be trusted
+        except Exception as error:  # e.g. an object of a class that this process cannot import
             self._fail(f"an answer cannot be read: {error}")
 
     def _fail(self, why: str, *, log_exit: bool = True) -> None:
@@ -267,7 +267,7 @@ class ClusterProcess:
 def _environment(more: Mapping[str, str]) -> dict[str, str]:
     found = {**os.environ, **more, "PYTHONPATH": python_path()}
     if "RAY_AUTH_TOKEN_PATH" in more:
-        found.pop("RAY_AUTH_TOKEN", None)  # the token of another Ray, which Ray would prefer to the token file
+        found.pop("RAY_AUTH_TOKEN", None)  # another Ray's token; Ray would use it instead of the token file
     return found
 
 

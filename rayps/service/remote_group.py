@@ -34,12 +34,12 @@ class RemoteGroup:
         return f"/api/v1/server-groups/{urllib.parse.quote(self.name, safe='')}"
 
     def refresh(self) -> Self:
-        """Read the service's newest answer into `data`. Raises NotFound after the group has ended."""
+        """Read the service's newest answer into `data`. Raises NotFound if the group has ended."""
         self.data = self._call("GET", self._path)
         return self
 
     def resize(self, servers: int) -> Self:
-        """Grow or shrink the group; jobs continue while segments move.
+        """Grow or shrink the group. Jobs continue while segments move.
 
         Raises:
             ConfigError: too few servers for the replicas.
@@ -49,31 +49,47 @@ class RemoteGroup:
         return self
 
     def drain(self, server: str) -> Self:
-        """Migrate all segments from one server to the others, then stop it. Raises NotFound, ConfigError, Conflict."""
+        """Migrate all segments from one server to the others, then stop this server.
+
+        Raises:
+            NotFound: there is no such group or server.
+            ConfigError: too few servers would be left for the replicas.
+            Conflict: the group is resizing already, or is not ready.
+        """
         self.data = self._call("POST", f"{self._path}/drain", json={"server": server})
         return self
 
     def set_quota(self, space: str, *, bytes: int | None = None, operations: float | None = None) -> Self:
-        """Limit a space to `bytes` of data and `operations` per second; None = no limit. Raises NotFound, Conflict."""
+        """Limit a space to `bytes` of data and `operations` per second; None means no limit.
+
+        Raises:
+            NotFound: there is no such group or space.
+            Conflict: the group is not ready.
+        """
         path = f"{self._path}/spaces/{urllib.parse.quote(space, safe='')}"
         self.data = self._call("PATCH", path, json={"bytes": bytes, "operations": operations})
         return self
 
     def drop(self, space: str) -> Self:
-        """Delete a space whose job has ended, or a branch. Raises NotFound, Conflict while its job runs."""
+        """Delete a space whose job has ended, or a branch.
+
+        Raises:
+            NotFound: there is no such group or space.
+            Conflict: the job of the space has not ended, or the group is not ready.
+        """
         self.data = self._call("DELETE", f"{self._path}/spaces/{urllib.parse.quote(space, safe='')}")
         return self
 
     def stop(self, *, force: bool = False) -> Self:
-        """Stop the group; its parameters are lost. Raises Conflict while jobs use it, unless `force`."""
+        """Stop the group. Its parameters are lost. Raises Conflict if jobs use the group and `force` is False."""
         self.data = self._call("DELETE", self._path, params={"force": "true"} if force else {})
         return self
 
     def wait(self, timeout: float = 300.0, pause: float = 0.5) -> Self:
-        """Wait until all servers and backups are ready and no segment migrates; after `stop`, until the group is gone.
+        """Wait until all servers and backups are ready and no segment migrates; after `stop`, until the group ends.
 
         Raises:
-            TimeoutError: the group was not ready, or had not ended, within `timeout` seconds; the text has its status.
+            TimeoutError: the group was not ready, or had not ended, within `timeout` seconds.
             Conflict: another client is stopping the group.
             NotFound: the group has ended.
         """
@@ -96,7 +112,7 @@ class RemoteGroup:
             if time.monotonic() >= deadline:
                 what = "has not ended" if ending else f"is {summary(self.data)}"
                 raise TimeoutError(
-                    f"server group {self.name!r} {what} after {timeout:g} s: raise timeout=, or read its events"
+                    f"server group {self.name!r} {what} after {timeout:g} s: give a larger timeout=, or read the events"
                 )
             time.sleep(pause)
 

@@ -1,4 +1,4 @@
-"""The answers of the REST interface, as its client receives them: a class per JSON object. Times are ISO 8601 text."""
+"""The answers of the REST interface, one class for each JSON object. Times are text in ISO 8601."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class SpaceAnswer(TypedDict, total=False):
     quota: dict[str, float | None] | None
 
 
-# one migration of a segment between servers; not a class, because the field `from` is a keyword of Python
+# one migration of a segment between servers; made by a call, because the field name `from` is a keyword of Python
 MoveLine = TypedDict(
     "MoveLine",
     {"space": str, "segment": int, "from": str | None, "to": str, "phase": str, "seconds": float, "bytes": int},

@@ -1,8 +1,8 @@
 """Run the store's jobs, one idempotent tick at a time. `rayps.service.plan` decides what to do.
 
-The scheduler is the only writer of a job's status. A tick reads the list of drivers first and the job folders second: a
-driver writes the job's outcome before it ends. If a driver that ended by itself is missing from the list, the folder
-therefore has the outcome.
+The scheduler is the only writer of a job's status. A tick reads the list of drivers first and the job folders second.
+A driver writes the job's outcome before it ends. Therefore, if a driver that ended by itself is missing from the list,
+the folder has the outcome.
 """
 
 from __future__ import annotations
@@ -22,44 +22,39 @@ from rayps.core.failpoint import passing
 from rayps.core.job_status import Status, may_move
 from rayps.core.records import AttemptRecord, ProgressRecord, read_json
 from rayps.federated.remote.mailbox import FOLDER, Mailbox
-from rayps.service.drivers import BEGUN, LAUNCHED, Drivers, DriverView, RayHome, foreign
+from rayps.service.drivers import BEGUN, LAUNCHED, Drivers, DriverView, RayHome, version_conflict
 from rayps.service.job_folders import read_attempt
 from rayps.service.liveness import QuietTimes
 from rayps.service.open_jobs import OpenJobs
 from rayps.service.plan import (
-    SIGN_SECONDS,
+    STALL_SECONDS,
     Action,
-    AskToStop,
     Dependencies,
+    EndJob,
     Kill,
     OpenJob,
-    Seal,
-    Show,
+    RequestStop,
+    SetReason,
+    SetStatus,
     Start,
-    Wait,
     needs,
     plan,
 )
 from rayps.service.state_disk import is_full
 from rayps.service.store import JobRecord, RowFacts, Store
-from rayps.service.waiting import GroupReasons, room_beside
+from rayps.service.waiting import GroupReasons, room_for_new_jobs
 from rayps.strategies.job import JobSpec
 
 log = logging.getLogger(__name__)
 
-_SIGNS = (
-    "progress.json",
-    "events.jsonl",
-    "metrics.jsonl",
-    "log.txt",
-    BEGUN,
-)  # files that change while a job makes progress
-_TIMEOUTS = 5.0  # a job may show no progress for 5 times its `timeout`, if that is more than the service's limit
+# files that change while a job makes progress
+_PROGRESS_FILES = ("progress.json", "events.jsonl", "metrics.jsonl", "log.txt", BEGUN)
+_TIMEOUT_FACTOR = 5.0  # a job may show no progress for 5 times its `timeout`, or for the service's limit if longer
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The newest known state of the Ray cluster: whether it answers, the reason if not, and its resources."""
+    """The newest known state of the Ray cluster: whether the cluster answers, why not, and its resources."""
 
     ready: bool = False
     reason: str | None = "Ray is starting"
@@ -78,23 +73,22 @@ class Scheduler:
         *,
         interval: float = 0.5,
         view_seconds: float = 10.0,
-        stall: float = SIGN_SECONDS,
+        stall: float = STALL_SECONDS,
     ) -> None:
         self.place = place
         self.view = View()
-        self.group_wait_reason: Callable[[JobSpec], str | None] = lambda _: (
-            None
-        )  # returns why a job must wait for its server group
-        self.group_ended: Callable[[JobSpec], str | None] = lambda _: None  # returns why the group is gone forever
+        # two functions that return why a job must wait for its server group, and why the group was stopped
+        self.group_wait_reason: Callable[[JobSpec], str | None] = lambda _: None
+        self.group_end_reason: Callable[[JobSpec], str | None] = lambda _: None
         self._store = store
         self._jobs_dir = jobs_dir
         self._interval = interval
-        self._look_seconds = view_seconds
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rayps-look")
+        self._view_seconds = view_seconds
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rayps-view")
         self._pending_view: asyncio.Future[DriverView] | None = None
-        self._blind_since: float | None = None
+        self._unseen_since: float | None = None
         self._drivers = Drivers(place, jobs_dir)
-        self._silences = QuietTimes()
+        self._quiet_times = QuietTimes()
         self._stall = stall
         self._wake = asyncio.Event()
         self._open_jobs = OpenJobs(store)
@@ -102,13 +96,13 @@ class Scheduler:
 
     @property
     def cluster(self) -> Actors | None:
-        """The joined cluster; None while it does not answer."""
+        """The joined cluster, or None if it does not answer."""
         return self._drivers.cluster if self.view.ready else None
 
     @property
-    def joined(self) -> int:
+    def join_count(self) -> int:
         """The number of times that a cluster was joined."""
-        return self._drivers.joined
+        return self._drivers.join_count
 
     @property
     def silent(self) -> float:
@@ -120,7 +114,7 @@ class Scheduler:
         self._wake.set()
 
     async def run(self) -> None:
-        """Run ticks until cancelled; an error in a tick is logged, and the next tick tries again."""
+        """Run ticks until this task is cancelled. If a tick fails, log the error and run the next tick."""
         while True:
             self._active_at = time.monotonic()
             try:
@@ -134,18 +128,18 @@ class Scheduler:
     async def close(self, *, end: bool) -> int:
         """Disconnect from Ray; return the number of jobs that were running.
 
-        With `end`, also stop Ray and the drivers in it, if rayps owns this Ray; the next service restarts these jobs.
+        With `end`, also stop Ray and its drivers if rayps owns this Ray. The next service then restarts these jobs.
         """
         await self._open_jobs.refresh()
         held = len(self._open_jobs.started)
         if end and self.place.owned:
-            held = await self._store.interrupt()
+            held = await self._store.mark_interrupted()
         await asyncio.get_running_loop().run_in_executor(None, lambda: self.place.disconnect(end=end))
         self._thread.shutdown(wait=False, cancel_futures=True)
         return held
 
     def refuse_too_large(self, spec: JobSpec) -> None:
-        """Refuse a job that is larger than the Ray that rayps owns. In a joined cluster, which may grow, the job waits.
+        """Refuse a job that is larger than the Ray that rayps owns. In a joined cluster such a job waits.
 
         Raises:
             ConfigError: the job is too large (code too_large).
@@ -155,41 +149,41 @@ class Scheduler:
         total = {**(self.place.capacity() or {}), **(self.view.total or {})}
         for kind, amount in needs(spec).items():
             if kind in total and amount > total[kind]:
-                knob = "start `rayps serve` with more --cpus" if kind == "cpu" else "join a larger cluster"
+                remedy = "start `rayps serve` with more --cpus" if kind == "cpu" else "join a larger cluster"
                 raise ConfigError(
                     f"the job needs {amount:g} {kind.upper()}s ({spec.workers} workers x "
                     f"{spec.resources[kind]:g}) and this service's Ray has {total[kind]:g}:\n"
-                    f"lower workers or resources, or {knob}",
+                    f"lower workers or resources, or {remedy}",
                     field="workers",
                     code="too_large",
                 )
 
     async def tick(self) -> list[Action]:
-        """View the cluster, decide, act; return the actions."""
+        """View the cluster, decide on the actions, and carry them out; return the actions."""
         await self._open_jobs.refresh()
-        done = await self._act([*self._open_jobs.waiting.stopped()], {})  # these actions need no answer of Ray
+        done = await self._act([*self._open_jobs.queue.stopped()], {})  # ends queued jobs, without an answer of Ray
         records = list(self._open_jobs.started.values())
         seen = await self._view_drivers([r.id for r in records])
         facts = await asyncio.to_thread(lambda: [self._facts(r, seen) for r in records])
-        self._silences.keep({key for r in records for key in (r.id, (r.id, "stop"))})
+        self._quiet_times.retain_only({key for r in records for key in (r.id, (r.id, "stop"))})
         now = time.monotonic()
         if seen is not None:
-            self._blind_since = None
-        elif self._blind_since is None:
-            self._blind_since = now
+            self._unseen_since = None
+        elif self._unseen_since is None:
+            self._unseen_since = now
         actions: list[Action] = plan(
             facts,
             None if seen is None else seen.drivers,
             None if seen is None else seen.free,
             None if seen is None else seen.total,
-            unseen=0.0 if self._blind_since is None else now - self._blind_since,
+            unseen=0.0 if self._unseen_since is None else now - self._unseen_since,
             why=self.view.reason or "Ray is starting",
         )
         running = {fact.id: (fact.status, fact.needs) for fact in facts if fact.outside.group_ended is None}
-        room = None if seen is None else room_beside(running, seen.free, seen.total)
-        await self._open_jobs.refresh()  # stops that were requested during the view
-        actions += self._open_jobs.waiting.stopped()
-        actions += self._open_jobs.waiting.decide(
+        room = None if seen is None else room_for_new_jobs(running, seen.free, seen.total)
+        await self._open_jobs.refresh()  # a stop may have been requested during the view
+        actions += self._open_jobs.queue.stopped()
+        actions += self._open_jobs.queue.decide(
             room, None if seen is None else seen.total, self._groups(), self.view.reason or "Ray is starting"
         )
         return done + await self._act(actions, {record.id: record for record in records})
@@ -198,24 +192,24 @@ class Scheduler:
         for action in actions:
             self._active_at = time.monotonic()
             try:
-                await self._do(action, jobs.get(action.job) or await self._store.get(action.job))
+                await self._carry_out(action, jobs.get(action.job) or await self._store.get(action.job))
             except (Conflict, NotFound) as error:
                 log.info("%s", error)  # the job changed since the view: the next tick sees it
             except Exception as error:
                 if not is_full(error):
                     raise
-                self._store.disk.failed()  # logs it; the next tick tries again
+                self._store.disk.record_failure()  # logs it; the next tick tries again
         return actions
 
     def reason(self, job: JobRecord) -> str | None:
-        """Return why a job has its status. For a waiting job the reason is computed here, because it is not stored."""
-        waits = job.status is Status.QUEUED and job.id in self._open_jobs.waiting
-        return (self._open_jobs.waiting.reason(job.id) or job.reason) if waits else job.reason
+        """Return the reason for a job's status. The reason of a queued job is not stored, but computed here."""
+        waits = job.status is Status.QUEUED and job.id in self._open_jobs.queue
+        return (self._open_jobs.queue.reason(job.id) or job.reason) if waits else job.reason
 
     def _groups(self) -> GroupReasons:
         return GroupReasons(
             lambda name: self.group_wait_reason(JobSpec("", server_group=name)),
-            lambda name: self.group_ended(JobSpec("", server_group=name)),
+            lambda name: self.group_end_reason(JobSpec("", server_group=name)),
         )
 
     async def _view_drivers(self, watched: list[str]) -> DriverView | None:
@@ -243,7 +237,7 @@ class Scheduler:
 
     async def _wait_for(self, view: asyncio.Future[DriverView]) -> None:
         """Wait for a view of the cluster; during the wait, end each queued job as soon as its stop is requested."""
-        deadline = time.monotonic() + self._look_seconds
+        deadline = time.monotonic() + self._view_seconds
         while not view.done() and (left := deadline - time.monotonic()) > 0:
             woken: asyncio.Task[bool] = asyncio.create_task(self._wake.wait())
             both: list[asyncio.Future[DriverView] | asyncio.Task[bool]] = [view, woken]
@@ -251,7 +245,7 @@ class Scheduler:
             if woken.done():
                 self._wake.clear()
                 await self._open_jobs.refresh()
-                await self._act([*self._open_jobs.waiting.stopped()], {})
+                await self._act([*self._open_jobs.queue.stopped()], {})
             woken.cancel()
 
     def _facts(self, record: JobRecord, seen: DriverView | None) -> OpenJob:
@@ -269,17 +263,17 @@ class Scheduler:
             record.failures,
             record.spec.max_failures,
             record.interrupted,
-            None if record.stop_requested_at is None else self._silences.observe((record.id, "stop"), "asked"),
+            None if record.stop_requested_at is None else self._quiet_times.observe((record.id, "stop"), "asked"),
             read_json(folder / "outcome.json"),
             progress,
-            self._drivers.crash(record, begun),
+            self._drivers.crash_reason(record, begun),
             launched=record.attempt in (begun.get("attempt"), started.get("attempt")),
-            foreign=foreign(record.attempt, begun, started),
+            version_conflict=version_conflict(record.attempt, begun, started),
             silent=self._silent(record),
-            deadline=max(self._stall, _TIMEOUTS * record.spec.timeout),
+            deadline=max(self._stall, _TIMEOUT_FACTOR * record.spec.timeout),
             outside=Dependencies(
                 self.group_wait_reason(record.spec) if lost else None,
-                self.group_ended(record.spec),
+                self.group_end_reason(record.spec),
                 Mailbox(folder / FOLDER).standing() if progress is not None else None,
             ),
         )
@@ -289,43 +283,43 @@ class Scheduler:
         progress: ProgressRecord | None = read_json(folder / "progress.json")
         if progress is not None:
             old = progress.get("time", 0) < (record.attempt_at or 0) and begun.get("attempt") != record.attempt
-            progress = None if old else progress  # old: an earlier attempt wrote it
+            progress = None if old else progress  # an earlier attempt wrote the old progress
         return progress
 
     def _silent(self, record: JobRecord) -> float:
         """Return the seconds since the folder of a starting or recovering job last changed; 0 for other jobs."""
         if record.status not in (Status.STARTING, Status.RECOVERING):
             return 0.0
-        stamps = [_stamp(self._jobs_dir / record.id / name) for name in _SIGNS]
-        return self._silences.observe(record.id, (record.status, record.attempt, *stamps))
+        stamps = [_stamp(self._jobs_dir / record.id / name) for name in _PROGRESS_FILES]
+        return self._quiet_times.observe(record.id, (record.status, record.attempt, *stamps))
 
-    async def _do(self, action: Action, job: JobRecord) -> None:
+    async def _carry_out(self, action: Action, job: JobRecord) -> None:
         match action:
             case Start():
                 await self._start(action, job)
-            case AskToStop():
-                await self._in_thread(lambda: self._drivers.ask(job.id))
+            case RequestStop():
+                await self._in_thread(lambda: self._drivers.request_stop(job.id))
             case Kill():
                 log.warning("job %s attempt %d: driver is killed: %s", job.id, job.attempt, action.reason)
                 await self._in_thread(lambda: self._drivers.kill(job, action.reason))
-            case Show():
-                await self._store.move(
+            case SetStatus():
+                await self._store.change_status(
                     job.id,
                     action.status,
                     old=job.status,
                     reason=action.reason,
                     message=None if action.has_event else action.reason or action.status.value.lower(),
                 )
-            case Wait():
+            case SetReason():
                 await self._store.set_reason(job.id, action.reason)
-            case Seal():
-                await self._seal(action, job)
+            case EndJob():
+                await self._end_job(action, job)
 
     async def _start(self, action: Start, job: JobRecord) -> None:
         now = time.time()
         passing("launch: chosen, not stored")
         if job.status is Status.QUEUED:
-            await self._store.move(
+            await self._store.change_status(
                 job.id,
                 Status.STARTING,
                 old=Status.QUEUED,
@@ -348,7 +342,7 @@ class Scheduler:
             )
             passing("restart: attempt stored, status not")
             if may_move(job.status, Status.RECOVERING):
-                await self._store.move(job.id, Status.RECOVERING, message=None, reason=reason)
+                await self._store.change_status(job.id, Status.RECOVERING, message=None, reason=reason)
         log.info("job %s attempt %d: driver is starting", job.id, action.attempt)
         passing("launch: stored, not started")
         try:
@@ -356,23 +350,23 @@ class Scheduler:
         except ClusterError as error:
             log.warning("job %s attempt %d: driver did not start: %s", job.id, action.attempt, error)
 
-    async def _seal(self, action: Seal, job: JobRecord) -> None:
-        passing("seal: decided, not stored")
+    async def _end_job(self, action: EndJob, job: JobRecord) -> None:
+        passing("end: decided, not stored")
         facts: RowFacts = {"reason": action.message or None, "metrics": action.metrics, "checkpoint": action.checkpoint}
         if action.finished_at is not None:
             facts["finished_at"] = action.finished_at
         message = None if action.has_event else action.message
-        await self._store.move(job.id, action.status, message=message, **facts)
+        await self._store.change_status(job.id, action.status, message=message, **facts)
         log.info("job %s ended: %s %s", job.id, action.status, action.message)
-        passing("seal: stored, driver not dismissed")
-        self._drivers.ended(job.id)
+        passing("end: stored, driver not ended")
+        self._drivers.record_end(job.id)
 
     async def _in_thread(self, work: Callable[[], None]) -> None:
         await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-    """Return a file's modification time and size, which change when the file is written; (0, 0) without a file."""
+    """Return a file's modification time (ns) and size (bytes); (0, 0) if there is no file."""
     try:
         found = path.stat()
     except OSError:

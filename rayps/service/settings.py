@@ -1,6 +1,6 @@
 """The settings of the job service: RAYPS_* variables and options, read once and checked. Imports no Ray.
 
-There is no global object: the command line and the service call `Settings.read()` and pass the result on.
+There is no global settings object. The command line and the service call `Settings.read()` and pass the result on.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Self
 from rayps.cluster.local import LOCAL_CPUS
 from rayps.core.errors import ConfigError
 from rayps.core.values import Keywords
-from rayps.service.plan import SIGN_SECONDS
+from rayps.service.plan import STALL_SECONDS
 
 SERVICE_LOCK = "service.lock"  # locked by the service of a state directory
-_PROOFS = ("rayps.db", SERVICE_LOCK)  # one of these files marks the state directory of a rayps service
-_OURS = re.compile(r"jobs|servers|backup\.json|lost\+found|\.?(token|clients|rayps\.db|ray[._]|service\.).*")
+_MARKER_FILES = ("rayps.db", SERVICE_LOCK)  # one of these files marks the state directory of a rayps service
+_RAYPS_NAMES = re.compile(r"jobs|servers|backup\.json|lost\+found|\.?(token|clients|rayps\.db|ray[._]|service\.).*")
 
 Value = str | int | float | Path | tuple[str, ...] | None  # the value of a setting
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -33,20 +33,20 @@ class Settings:
     state_dir: Path = field(default_factory=lambda: Path("~/.rayps").expanduser())
     host: str = "127.0.0.1"
     port: int = 8420
-    address: str | None = None  # the address of a Ray cluster to join; None: rayps runs its own Ray
+    address: str | None = None  # the address of a Ray cluster to join; None means that rayps runs its own Ray
     cpus: int = field(default_factory=lambda: max(LOCAL_CPUS, os.cpu_count() or 1))  # logical CPUs of rayps's own Ray
-    idle: float = 600.0  # seconds without activity of service and jobs, after which rayps's own Ray stops
-    stall: float = SIGN_SECONDS  # seconds that a starting or recovering job may show no progress
-    allowed_hosts: tuple[str, ...] = ()  # host names that a request's Host header may have, besides loopback names
+    idle: float = 600.0  # rayps's own Ray stops after this many seconds without activity of the service and of jobs
+    stall: float = STALL_SECONDS  # seconds that a starting or recovering job may show no progress
+    allowed_hosts: tuple[str, ...] = ()  # names that a Host header may have, in addition to the loopback names
     url: str | None = None  # the service's address, for clients
     token: str | None = None  # the bearer token, for clients
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None, **overrides: Path | str | float | None) -> Self:
-        """Read RAYPS_* variables; an override that is not None wins.
+        """Read RAYPS_* variables. An override that is not None replaces the variable of its name.
 
         Raises:
-            ConfigError: a value is invalid; names the variable or option, its value and what is expected.
+            ConfigError: a value is invalid. The error names the variable or option, its value and what is expected.
         """
         env = os.environ if environ is None else environ
         found: Keywords = {}
@@ -95,7 +95,7 @@ class Settings:
         return self.state_dir / "service.json"
 
     def prepare(self) -> Self:
-        """Create the state directory, accessible by its owner only; refuse a directory of another user or program.
+        """Create the state directory, accessible by its owner only.
 
         Raises:
             ConfigError: the directory cannot be written, belongs to another user, or has files of another program.
@@ -116,18 +116,16 @@ class Settings:
                     f"cannot be used: {folder} belongs to user {_user(owner)}, and this process runs "
                     f"as {_user(os.geteuid())}"
                 )
-        if not self.state_dir.exists() or any((self.state_dir / name).exists() for name in _PROOFS):
+        if not self.state_dir.exists() or any((self.state_dir / name).exists() for name in _MARKER_FILES):
             return
-        foreign = sorted(path.name for path in self.state_dir.iterdir() if not _OURS.fullmatch(path.name))
+        foreign = sorted(path.name for path in self.state_dir.iterdir() if not _RAYPS_NAMES.fullmatch(path.name))
         if foreign:
             more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
-            raise self._unusable(
-                f"is not empty, and no rayps service made it: it contains {', '.join(foreign[:3])}{more}"
-            )
+            raise self._unusable(f"was not made by a rayps service: it contains {', '.join(foreign[:3])}{more}")
 
     def _unusable(self, why: str) -> ConfigError:
         return ConfigError(
-            f"the state directory {self.state_dir} {why}\nGive another with --state-dir or RAYPS_STATE_DIR.",
+            f"the state directory {self.state_dir} {why}\nGive another directory with --state-dir or RAYPS_STATE_DIR.",
             field="state_dir",
         )
 
@@ -172,7 +170,7 @@ def _seconds(name: str, text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 < value < 1e9:
-        raise ConfigError(f"{name} is {text!r}: give seconds above 0", field=name)
+        raise ConfigError(f"{name} is {text!r}: give a number of seconds above 0", field=name)
     return value
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-LEAST_FREE = 4 << 20  # bytes; with less free space a job cannot write its events
-_REMEMBERED = 10.0  # seconds after a failed write in which the disk counts as full: free space does not show a quota
+LEAST_FREE = 4 << 20  # bytes; with less free space the disk counts as full
+_REMEMBERED = 10.0  # seconds for which a disk counts as full after a failed write, because a quota may be exceeded
 _LOG_SECONDS = 60.0  # seconds between two messages in the log
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _SQLITE_FULL = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE}
@@ -39,31 +39,31 @@ class StateDisk:
         self._failed: float | None = None
         self._logged: float | None = None
 
-    def failed(self) -> None:
+    def record_failure(self) -> None:
         """Record that a write failed because the disk is full; log the failure at most once a minute."""
         now = self._clock()
         if self._logged is None or now - self._logged > _LOG_SECONDS:
             self._logged = now
-            log.error("%s", self.full())
+            log.error("%s", self.full_message())
         self._failed = now
 
-    def written(self) -> None:
+    def record_success(self) -> None:
         """Record that a write succeeded."""
         self._failed = None
 
     @property
-    def trouble(self) -> str | None:
-        """Why nothing can be written now, and what to do; None while writing works."""
+    def error(self) -> str | None:
+        """Why nothing can be written now, and what to do; None if the disk can be written."""
         try:
             found = os.statvfs(self._folder)
         except OSError as error:
             return f"the state directory {self._folder} cannot be read: {error.strerror or error}"
         free = found.f_bavail * found.f_frsize
         failed = self._failed is not None and self._clock() - self._failed < _REMEMBERED
-        return self.full(free) if failed or free < LEAST_FREE else None
+        return self.full_message(free) if failed or free < LEAST_FREE else None
 
-    def full(self, free: int | None = None) -> str:
-        """Return the message for a full disk."""
+    def full_message(self, free: int | None = None) -> str:
+        """Return the message for a full disk; `free`: the number of free bytes."""
         left = "" if free is None else f" ({free / (1 << 20):.1f} MiB free)"
         return (
             f"the disk of the state directory {self._folder} is full{left}: free space there, or delete ended jobs "

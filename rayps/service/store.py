@@ -1,8 +1,8 @@
 """The store: jobs, their events and the tokens. Metrics and logs are in the job folders.
 
-Guarantees: what a method has written is durable when it returns (one SQLite file, WAL, synchronous=FULL). A change
-of status is checked against `rayps.core.job_status.MOVES` in the transaction that writes it: of two concurrent changes
-one is refused and writes nothing. There is one writer, whose transactions begin IMMEDIATE, and several readers.
+Guarantees: when a method returns, its writes are durable (one SQLite file, WAL, synchronous=FULL). A change of status
+is checked against `rayps.core.job_status.MOVES` in the transaction that writes it. Therefore one of two concurrent
+changes is refused and writes nothing. There is one writer, whose transactions begin IMMEDIATE, and several readers.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from rayps.strategies.job import JobSpec
 
 ID_LETTERS = 26
 FEWEST_LETTERS = 4  # the least number of letters of an abbreviated id
-_ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"  # Crockford's base 32, as in ULID: sorts like the number
-_LIVE = [s.value for s in Status if not s.terminal]
+_ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"  # Crockford's base 32, as in ULID: texts sort like their numbers
+_UNFINISHED = [s.value for s in Status if not s.terminal]
 _CODE_SECONDS = 300.0
 _MOST_IDS = 500  # the most ids in one SQL statement
 _SESSION_SECONDS = 30 * 86400.0
@@ -155,7 +155,7 @@ class Store:
         self._writer = writer
         self._reader = reader
         self.disk = disk
-        self.version = 0  # number of writes so far: a reader compares it to see whether anything changed
+        self.version = 0  # number of write transactions so far; a reader sees by it whether anything changed
         self._changed: set[str] = set()
 
     @classmethod
@@ -175,10 +175,12 @@ class Store:
         except Exception as error:
             await store.close()
             if is_full(error):
-                raise ConfigError(f"the store {path} cannot be opened: {disk.full()}", field="state_dir") from error
+                raise ConfigError(
+                    f"the store {path} cannot be opened: {disk.full_message()}", field="state_dir"
+                ) from error
             raise ConfigError(
                 f"the store {path} cannot be opened: {first_line(error)}\n"
-                "Move it away, or give another directory with --state-dir or RAYPS_STATE_DIR."
+                "Move the file away, or give another directory with --state-dir or RAYPS_STATE_DIR."
             ) from error
         return store
 
@@ -189,17 +191,17 @@ class Store:
 
     @asynccontextmanager
     async def writing(self, *jobs: str) -> AsyncIterator[AsyncConnection]:
-        """Open a write transaction, one at a time; `jobs` are the ids of the jobs whose rows it changes."""
+        """Open a write transaction, one at a time. `jobs`: the ids of the jobs whose rows the transaction changes."""
         try:
             async with self._writer.begin() as tx:
                 yield tx
         except Exception as error:
             if is_full(error):
-                self.disk.failed()
+                self.disk.record_failure()
             raise
-        self.disk.written()
+        self.disk.record_success()
         self._changed.update(jobs)
-        self.version += 1  # after the commit: a reader of the new number reads the new rows
+        self.version += 1  # after the commit, so that a reader that sees the new number also sees the new rows
 
     def take_changed(self) -> set[str]:
         """Return the ids of the jobs whose rows have changed since the last call. Only one object may call this."""
@@ -215,9 +217,9 @@ class Store:
     async def add(
         self, spec: JobSpec, *, name: str, key: str | None = None, now: float | None = None
     ) -> tuple[JobRecord, bool]:
-        """Add a QUEUED job; return it and True.
+        """Add a QUEUED job; return its record and True.
 
-        If the idempotency key was used before for the same job, return that job and False.
+        If the idempotency key `key` was used before for an equal job, return the record of that job and False.
 
         Raises:
             ConfigError: the key was used for another job.
@@ -252,7 +254,7 @@ class Store:
                     idempotency_hash=digest,
                 )
             )
-            await _note(tx, job_id, "queued", f"{name} was submitted", 0, now)
+            await _add_event(tx, job_id, "queued", f"{name} was submitted", 0, now)
             passing("submit: written, not committed")
         self._changed.add(job_id)
         return await self.get(job_id), True
@@ -293,7 +295,7 @@ class Store:
     async def page(
         self, *, status: Sequence[Status] = (), limit: int = 50, before: str | None = None
     ) -> list[JobRecord]:
-        """List jobs, newest first; `before` is the last id of the previous page."""
+        """List at most `limit` jobs, newest first. `before`: the last id of the previous page."""
         query = _jobs.select().order_by(_jobs.c.id.desc()).limit(limit)
         if status:
             query = query.where(_jobs.c.status.in_([s.value for s in status]))
@@ -302,13 +304,13 @@ class Store:
         async with self.reading() as tx:
             return [_record(row) for row in await tx.execute(query)]
 
-    async def live(self) -> list[JobRecord]:
+    async def unfinished(self) -> list[JobRecord]:
         """List the jobs that have not ended, oldest first."""
-        query = _jobs.select().where(_jobs.c.status.in_(_LIVE)).order_by(_jobs.c.id)
+        query = _jobs.select().where(_jobs.c.status.in_(_UNFINISHED)).order_by(_jobs.c.id)
         async with self.reading() as tx:
             return [_record(row) for row in await tx.execute(query)]
 
-    async def some(self, ids: Collection[str]) -> list[JobRecord]:
+    async def get_many(self, ids: Collection[str]) -> list[JobRecord]:
         """List the jobs with these ids, oldest first. Ids of deleted jobs are ignored."""
         chosen, found = sorted(ids), list[JobRecord]()
         async with self.reading() as tx:
@@ -318,12 +320,12 @@ class Store:
         return found
 
     async def counts(self) -> dict[str, int]:
-        """Count the jobs of each status."""
+        """Return a dict from status to the number of jobs with that status."""
         query = sa.select(_jobs.c.status, sa.func.count()).group_by(_jobs.c.status)
         async with self.reading() as tx:
             return {row[0]: row[1] for row in await tx.execute(query)}
 
-    async def move(
+    async def change_status(
         self,
         job_id: str,
         new: Status,
@@ -336,11 +338,11 @@ class Store:
     ) -> JobRecord:
         """Change a job's status and write an event with `message`, in one transaction.
 
-        `old` is the status that the caller expects now; `facts` are columns that change with the status. Without a
-        `message` no event is written.
+        `old`: the status that the job should have now. `facts`: columns that change with the status. If `message` is
+        None, no event is written.
 
         Raises:
-            Conflict: the status is not `old` any more, or may not become `new`; nothing is changed.
+            Conflict: the status is not `old` any more, or may not become `new`. Nothing is changed.
             NotFound: there is no such job.
         """
         now = time.time() if now is None else now
@@ -359,7 +361,7 @@ class Store:
             await tx.execute(_jobs.update().where(_jobs.c.id == job_id).values(status=new.value, **columns))
             attempt = facts.get("attempt", found.attempt)
             if message is not None:
-                await _note(tx, job_id, kind or new.value.lower(), message, attempt, now)
+                await _add_event(tx, job_id, kind or new.value.lower(), message, attempt, now)
             return await _get(tx, job_id)
 
     async def begin_attempt(
@@ -372,7 +374,7 @@ class Store:
         now: float | None = None,
         **facts: Unpack[AttemptFacts],
     ) -> JobRecord:
-        """Record a new attempt of a job whose driver was lost; the status does not change.
+        """Record a new attempt of a job whose driver was lost. The status does not change.
 
         Raises:
             Conflict: the job has ended, or that attempt has begun already.
@@ -389,15 +391,15 @@ class Store:
             await tx.execute(
                 _jobs.update().where(_jobs.c.id == job_id).values(attempt=attempt, attempt_at=now, **facts)
             )
-            await _note(tx, job_id, kind, message, attempt, now)
+            await _add_event(tx, job_id, kind, message, attempt, now)
             return await _get(tx, job_id)
 
     async def set_reason(self, job_id: str, reason: str | None) -> None:
-        """Set the reason for the status of a job. Nothing changes if the job has ended."""
+        """Set the reason for a job's status. If the job has ended, change nothing."""
         async with self.writing(job_id) as tx:
             await tx.execute(
                 _jobs.update()
-                .where(_jobs.c.id == job_id, _jobs.c.status.in_(_LIVE), _jobs.c.reason.is_distinct_from(reason))
+                .where(_jobs.c.id == job_id, _jobs.c.status.in_(_UNFINISHED), _jobs.c.reason.is_distinct_from(reason))
                 .values(reason=reason)
             )
 
@@ -420,7 +422,7 @@ class Store:
                 )
             if found.stop_requested_at is None:
                 await tx.execute(_jobs.update().where(_jobs.c.id == job_id).values(stop_requested_at=now))
-                await _note(tx, job_id, "stop_requested", "stop requested", found.attempt, now)
+                await _add_event(tx, job_id, "stop_requested", "stop requested", found.attempt, now)
             return await _get(tx, job_id)
 
     async def delete(self, job_id: str) -> None:
@@ -441,17 +443,17 @@ class Store:
                 )
             await tx.execute(_jobs.delete().where(_jobs.c.id == job_id))
 
-    async def resuming(self, folder: Path) -> list[JobRecord]:
+    async def jobs_resuming_from(self, folder: Path) -> list[JobRecord]:
         """List the jobs that have not ended and resume from a checkpoint below `folder`."""
         text = json.dumps(str(folder))[:-1] + "/"  # as in the spec's JSON text, without the closing quote
         query = _jobs.select().where(
-            _jobs.c.status.in_(_LIVE), _jobs.c.spec.contains(f'"resume": {text}', autoescape=True)
+            _jobs.c.status.in_(_UNFINISHED), _jobs.c.spec.contains(f'"resume": {text}', autoescape=True)
         )
         async with self.reading() as tx:
             return [_record(row) for row in await tx.execute(query)]
 
-    async def row(self, job_id: str) -> JobRow:
-        """Return a job's row as JSON data, from which `restore` can write it again. Raises NotFound."""
+    async def json_row(self, job_id: str) -> JobRow:
+        """Return a job's row as JSON data, as `restore_rows` expects it. Raises NotFound if there is no such job."""
         async with self.reading() as tx:
             found = (await tx.execute(_jobs.select().where(_jobs.c.id == job_id))).mappings().first()
         if found is None:
@@ -466,10 +468,10 @@ class Store:
         async with self.reading() as tx:
             return [(row.id, Status(row.status), row.attempt) for row in await tx.execute(query)]
 
-    async def restore(self, rows: Sequence[tuple[JobRow, str]], now: float | None = None) -> None:
-        """Write rows that were lost or are outdated, all or none, and an event for each.
+    async def restore_rows(self, rows: Sequence[tuple[JobRow, str]], now: float | None = None) -> None:
+        """Write lost or outdated rows and an event for each, in one transaction.
 
-        `rows`: pairs of a row and the event's message.
+        `rows`: pairs of a row and the message of its event.
         """
         now = time.time() if now is None else now
         async with self.writing(*(row["id"] for row, _ in rows)) as tx:
@@ -488,14 +490,14 @@ class Store:
                     await tx.execute(_jobs.insert().values({"interrupted": False} | facts))
                 else:
                     await tx.execute(_jobs.update().where(_jobs.c.id == row["id"]).values(facts))
-                await _note(tx, row["id"], "adopted", message, facts["attempt"], now)
+                await _add_event(tx, row["id"], "adopted", message, facts["attempt"], now)
 
-    async def interrupt(self) -> int:
+    async def mark_interrupted(self) -> int:
         """Mark every started job as interrupted, because the service stops Ray on purpose; return their number.
 
         An interruption does not count as a failure of the job.
         """
-        held = [s for s in _LIVE if s != Status.QUEUED.value]
+        held = [s for s in _UNFINISHED if s != Status.QUEUED.value]
         async with self.writing() as tx:
             ids = [row.id for row in await tx.execute(sa.select(_jobs.c.id).where(_jobs.c.status.in_(held)))]
             await tx.execute(_jobs.update().where(_jobs.c.status.in_(held)).values(interrupted=True))
@@ -515,8 +517,8 @@ class Store:
 
     # tokens
 
-    async def accepts(self, secret: str, now: float | None = None) -> bool:
-        """Return whether a token or session is known, not revoked and not expired."""
+    async def accepts_secret(self, secret: str, now: float | None = None) -> bool:
+        """Return whether a token's or session's secret is known, not revoked and not expired."""
         now = time.time() if now is None else now
         query = sa.select(_tokens.c.hash).where(
             _tokens.c.hash == _sha256(secret),
@@ -541,15 +543,15 @@ class Store:
         return code
 
     async def login(self, code: str, now: float | None = None) -> str | None:
-        """Exchange a code for a browser session; return None if the code is unknown, used or expired."""
+        """Exchange a code for a new browser session's secret. Return None if the code is unknown, used or expired."""
         now = time.time() if now is None else now
         async with self.writing() as tx:
             used = await tx.execute(_codes.delete().where(_codes.c.hash == _sha256(code), _codes.c.expires_at > now))
             if used.rowcount != 1:
                 return None
-        return await self._mint("session", now + _SESSION_SECONDS)
+        return await self._add_token("session", now + _SESSION_SECONDS)
 
-    async def _mint(self, kind: str, expires_at: float | None) -> str:
+    async def _add_token(self, kind: str, expires_at: float | None) -> str:
         secret = f"rps_{secrets.token_urlsafe(32)}"
         async with self.writing() as tx:
             await tx.execute(
@@ -563,7 +565,7 @@ def _engine(url: sa.URL, begin: str, size: int) -> AsyncEngine:
 
     @sa.event.listens_for(engine.sync_engine, "connect")
     def _connect(dbapi: sqlite3.Connection, _: sa.pool.ConnectionPoolEntry) -> None:
-        dbapi.isolation_level = None  # the driver opens no transaction by itself: `_begin` does
+        dbapi.isolation_level = None  # the SQLite driver then opens no transaction by itself; `_begin` opens it
         cursor = dbapi.cursor()
         for pragma in ("busy_timeout=30000", "journal_mode=WAL", "foreign_keys=ON", "synchronous=FULL"):
             cursor.execute(f"PRAGMA {pragma}")
@@ -591,7 +593,7 @@ async def _get(tx: AsyncConnection, job_id: str) -> JobRecord:
     return _record(row)
 
 
-async def _note(tx: AsyncConnection, job_id: str, kind: str, message: str, attempt: int, now: float) -> None:
+async def _add_event(tx: AsyncConnection, job_id: str, kind: str, message: str, attempt: int, now: float) -> None:
     await tx.execute(_events.insert().values(job_id=job_id, time=now, kind=kind, message=message, attempt=attempt))
 
 

@@ -1,4 +1,4 @@
-"""Read a user's own strategies in a child process with a deadline: the service never runs the user's files itself."""
+"""Read a user's own strategies in a child process with a deadline. The service itself never runs the user's files."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from rayps.service.ray_process import python_path
 from rayps.strategies.catalogue import StrategyDescription, StrategySpec, wire
 
 CHECK_SECONDS = 60.0  # seconds for the child to start, import the user's file (usually with torch) and answer
-MOST_AT_ONCE = 2  # child processes at one time; further requests wait
+MOST_AT_ONCE = 2  # the most child processes at one time; further requests wait
 _CHECKS = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="rayps-strategy")
 
 
 class CheckRequest(TypedDict):
-    """A request to the child: check `strategy` for `workers`; or, with `list`, list the strategies of the folder."""
+    """A request to the child: check `strategy` for `workers`, or if `list` is true list the folder's strategies."""
 
     working_dir: str
     seconds: float  # seconds after which the child ends itself
@@ -59,7 +59,7 @@ class PhaseDict(TypedDict):
 
 
 class CheckAnswer(TypedDict, total=False):
-    """The child's answer: `strategy` and `phases` to a check, `found` and `broken` to a list, or `error`."""
+    """The child's answer: `strategy` and `phases` after a check, `found` and `broken` after a list, or `error`."""
 
     strategy: Json
     phases: list[PhaseDict]
@@ -100,12 +100,12 @@ async def check_in_child(strategy: StrategySpec, working_dir: str, workers: int)
 
 
 def check(strategy: StrategySpec, working_dir: str, workers: int, *, seconds: float | None = None) -> CheckedStrategy:
-    """Read a strategy whose classes are in files of `working_dir`, in a child process killed after `seconds`.
+    """Read a strategy whose classes are in files of `working_dir`, in a child process that is killed after `seconds`.
 
     Raises:
         ConfigError: a class cannot be found or used, or its file raises or does not return in time.
     """
-    answer = _ask(
+    answer = _run_child(
         {
             "strategy": strategy,
             "working_dir": working_dir,
@@ -119,18 +119,18 @@ def check(strategy: StrategySpec, working_dir: str, workers: int, *, seconds: fl
 def strategies_in(
     working_dir: str, *, seconds: float = CHECK_SECONDS
 ) -> tuple[list[StrategyDescription], list[BrokenFile]]:
-    """Return the strategies that a folder's files define, and, for each that cannot be read, the reason.
+    """Return two lists: the strategies that a folder's files define, and those that cannot be read with the reasons.
 
-    The strategies are described as by `rayps.strategies.catalogue.described`.
+    `rayps.strategies.catalogue.described` makes the descriptions.
 
     Raises:
         ConfigError: a file does not return in time.
     """
-    answer = _ask({"list": True, "working_dir": str(Path(working_dir).absolute()), "seconds": seconds})
+    answer = _run_child({"list": True, "working_dir": str(Path(working_dir).absolute()), "seconds": seconds})
     return answer["found"], answer["broken"]
 
 
-def _ask(request: CheckRequest) -> CheckAnswer:
+def _run_child(request: CheckRequest) -> CheckAnswer:
     seconds = request["seconds"]
     child = subprocess.Popen(
         [sys.executable, "-P", "-m", "rayps.service.strategy_child"],
@@ -142,7 +142,7 @@ def _ask(request: CheckRequest) -> CheckAnswer:
         start_new_session=True,
     )
     try:
-        said, _ = child.communicate(json.dumps(request).encode(), timeout=seconds)
+        output, _ = child.communicate(json.dumps(request).encode(), timeout=seconds)
     except subprocess.TimeoutExpired:
         raise ConfigError(
             f"strategy: a file in {request['working_dir']} has not been imported within {seconds:g} s: find the slow "
@@ -150,11 +150,12 @@ def _ask(request: CheckRequest) -> CheckAnswer:
             field="strategy",
         ) from None
     finally:
-        with contextlib.suppress(ProcessLookupError):  # the process group: the user's file may have started processes
+        # kill the process group, because the user's file may have started processes
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
     try:
-        answer: CheckAnswer = json.loads(said)
+        answer: CheckAnswer = json.loads(output)
     except ValueError:
         raise ConfigError(
             f"strategy: the process that imported files of {request['working_dir']} ended with exit code "

@@ -3,10 +3,10 @@
     python -P -m rayps.service.strategy_child < request.json > answer.json
 
 The request is an object with `working_dir`, `seconds`, and either `strategy` and `workers` of a job to check, or
-`list`: true to list the folder's strategies. The answer to a check has `strategy` (in wire form) and `phases`, the
-answer to a list has `found` and `broken`; after an error it has only `error` (message and field). The parent process
-(`rayps.service.strategy_check`) kills this process at a deadline; if the parent has ended, this process ends itself
-after `seconds`.
+`list`: true to list the folder's strategies. The answer to a check has `strategy` (in wire form) and `phases`. The
+answer to a list has `found` and `broken`. After an error the answer has only `error` (message and field). The parent
+process (`rayps.service.strategy_check`) kills this process at a deadline. If the parent has ended, this process ends
+itself after `seconds`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def checked(request: CheckRequest) -> CheckAnswer:
 
 
 def listed(request: CheckRequest) -> CheckAnswer:
-    """Return the strategies that a folder's files define, and, for each that cannot be read, the reason."""
+    """Return the strategies that a folder's files define, and those that cannot be read with the reasons."""
     found, broken = list[StrategyDescription](), list[BrokenFile]()
     for path in sorted(Path(request["working_dir"]).glob("*.py")):
         for name in _candidates(path):
@@ -96,7 +96,7 @@ def listed(request: CheckRequest) -> CheckAnswer:
 def _candidates(path: Path) -> list[str]:
     """Return the names of the classes in a file that seem to be strategies, without running the file.
 
-    Such a file contains the name rayps, and such a class derives from a class with the name of a known strategy.
+    The file must contain the name rayps, and the class must derive from a class with the name of a known strategy.
     """
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -104,7 +104,7 @@ def _candidates(path: Path) -> list[str]:
         return []
     if "rayps" not in ast.dump(tree):
         return []
-    kinds = {kind.__name__ for kind in _every(Strategy)}
+    kinds = {kind.__name__ for kind in _all_subclasses(Strategy)}
     found: list[str] = []
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
@@ -114,9 +114,9 @@ def _candidates(path: Path) -> list[str]:
     return found
 
 
-def _every(kind: type) -> list[type]:
+def _all_subclasses(kind: type) -> list[type]:
     below: list[type] = kind.__subclasses__()
-    return [kind, *(each for one in below for each in _every(one))]
+    return [kind, *(each for one in below for each in _all_subclasses(one))]
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Tokens of users: the service's own token, in the file `token` of the state directory, and named tokens.
 
-A token gives full access: its holder can run code as the service's user. The store has only a hash of it; a token's id
-is the beginning of the hash. Revoking or rotating a token also ends all browser sessions and login codes, because the
-store does not know which of them were made with that token.
+A token gives full access: its holder can run code as the service's user. The store has only a hash of the token, and
+the beginning of the hash is the token's id. Revoking or rotating a token also ends all browser sessions and login
+codes, because the store does not know which of them were made with that token.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class UserTokens:
         Every earlier own token is revoked. To replace a leaked token, delete the file and restart the service.
         """
         text = self._file.read_text(encoding="utf-8").strip() if self._file.exists() else ""
-        made = not (text and await self._store.accepts(text))
+        made = not (text and await self._store.accepts_secret(text))
         if made:
             text = _secret()
         earlier = (_table.c.kind == _OWN, _table.c.hash != _sha256(text), _table.c.revoked_at.is_(None))
@@ -90,14 +90,16 @@ class UserTokens:
         return text, made
 
     async def create(self, name: str, seconds: float | None = None) -> tuple[UserToken, str]:
-        """Create a token; return its record and its text, which is not stored.
+        """Create a token that expires after `seconds` (None means never); return its record and its text.
+
+        The text is not stored.
 
         Raises:
             ConfigError: the name is reserved for the service's own token.
         """
         if name == LOCAL:
             raise ConfigError(
-                f"name is {name!r}, which is reserved for the service's own token: give another", field="name"
+                f"name is {name!r}, which is reserved for the service's own token: give another name", field="name"
             )
         text = _secret()
         async with self._store.writing() as tx:
@@ -105,11 +107,11 @@ class UserTokens:
         return await self.find(_id(text)), text
 
     async def all(self) -> list[UserToken]:
-        """List all tokens, newest first, revoked and expired ones included."""
+        """List all tokens, including revoked and expired ones, newest first."""
         return [found for _, found in await self._rows()]
 
     async def find(self, token_id: str) -> UserToken:
-        """Return the token with this id; the id `local` is that of the service's own token.
+        """Return the token with this id. The id `local` means the service's own token.
 
         Raises:
             NotFound: there is no token with this id.
@@ -117,9 +119,9 @@ class UserTokens:
         return (await self._find(token_id))[1]
 
     async def rotate(self, token_id: str) -> tuple[UserToken, str]:
-        """Replace a token by a new one with the same name and expiry; the old one is revoked at once.
+        """Replace a token by a new one with the same name and expiry, and revoke the old token at once.
 
-        The service's own token is also written to its file.
+        A new text of the service's own token is also written to the file.
 
         Raises:
             NotFound: there is no token with this id.

@@ -1,9 +1,9 @@
 """The queue of jobs: first in, first out, at a cost per decision that does not grow with the number of jobs.
 
 Jobs with the same resources and the same server group have the same shape. Whether the cluster is large enough, and
-whether the group is ready, is decided once per shape. Of each shape that could start, only the oldest job is examined:
-the job starts, or it becomes the head, behind which every later job waits. The reason why a job waits is computed on
-request.
+whether the group is ready, is decided once for each shape. Only the oldest job of each shape that could start is
+examined. This job starts, or it becomes the head of the queue, and every later job waits behind it. The reason why a
+job waits is computed on request.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from dataclasses import dataclass
 
 from rayps.cluster.local import Bundle
 from rayps.core.job_status import Status
-from rayps.service.plan import Seal, Start
+from rayps.service.plan import EndJob, Start
 
 Shape = tuple[tuple[tuple[str, float], ...], str | None]  # a job's resources and its server group
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
-    """A QUEUED job. `group` is the name of its server group; None if it needs none."""
+class QueuedJob:
+    """A QUEUED job. `group`: the name of its server group, or None if it uses none."""
 
     id: str
     name: str
@@ -32,7 +32,7 @@ class Waiting:
 
     @property
     def shape(self) -> Shape:
-        """The job's resources and server group: with the job's age, they decide whether it can start."""
+        """The job's resources and server group. Together with its age, they decide whether the job can start."""
         return tuple(sorted(self.needs.items())), self.group
 
 
@@ -41,20 +41,20 @@ class GroupReasons:
     """Two functions from a server group's name to a reason why jobs cannot use the group."""
 
     wait_reason: Callable[[str], str | None] = lambda _: None  # why a job must wait for the group
-    ended: Callable[[str], str | None] = lambda _: None  # why a job can never use the group
+    end_reason: Callable[[str], str | None] = lambda _: None  # why a job can never use the group
 
 
-class WaitingJobs:
+class JobQueue:
     """The queued jobs, and the last decision about each."""
 
     def __init__(self) -> None:
-        self.examined = 0  # jobs and shapes that decisions have examined so far
-        self._jobs: dict[str, Waiting] = {}
+        self.examined = 0  # number of jobs and shapes that all decisions so far have examined
+        self._jobs: dict[str, QueuedJob] = {}
         self._oldest: dict[Shape, list[str]] = {}  # heaps of ids; removed ids are dropped when they reach the top
         self._counts: dict[Shape, int] = {}
         self._stopping: set[str] = set()
         self._blocked: dict[Shape, str] = {}
-        self._head: Waiting | None = None
+        self._head: QueuedJob | None = None
         self._shortage: str | None = None  # the resources for which the head waits, as text
         self._none_reason: str | None = "Ray is starting"  # why no job can start
 
@@ -64,7 +64,7 @@ class WaitingJobs:
     def __contains__(self, job_id: str) -> bool:
         return job_id in self._jobs
 
-    def put(self, job: Waiting) -> None:
+    def put(self, job: QueuedJob) -> None:
         """Add a job, or replace it."""
         self.drop(job.id)
         self._jobs[job.id] = job
@@ -91,22 +91,23 @@ class WaitingJobs:
         for job_id in list(self._jobs):
             self.drop(job_id)
 
-    def stopped(self) -> list[Seal]:
-        """Return the actions that end the queued jobs whose stop was requested; no view of the cluster is needed."""
-        return [Seal(job_id, Status.STOPPED, "stopped before it started") for job_id in sorted(self._stopping)]
+    def stopped(self) -> list[EndJob]:
+        """Return the actions that end the queued jobs whose stop was requested. They need no answer of Ray."""
+        return [EndJob(job_id, Status.STOPPED, "stopped before it started") for job_id in sorted(self._stopping)]
 
-    def decide(self, room: Bundle | None, total: Bundle | None, groups: GroupReasons, why: str) -> list[Start | Seal]:
+    def decide(self, room: Bundle | None, total: Bundle | None, groups: GroupReasons, why: str) -> list[Start | EndJob]:
         """Decide which jobs start now, and which end because their server group was stopped.
 
-        `room`: the part of `total` that new jobs may take; None if the cluster cannot be seen, because of `why`.
+        `room`: the part of the resources `total` that new jobs may reserve; None if Ray does not answer, for the reason
+        `why`.
         """
         names = {group for _, group in self._counts if group is not None}
-        ended = {name: text for name in names if (text := groups.ended(name)) is not None}
+        ended = {name: text for name in names if (text := groups.end_reason(name)) is not None}
         ends = [
-            Seal(job_id, Status.FAILED, ended[shape[1]])
+            EndJob(job_id, Status.FAILED, ended[shape[1]])
             for shape in self._counts
             if shape[1] in ended
-            for job_id in self._of(shape)
+            for job_id in self._jobs_of(shape)
         ]
         self.examined += len(names) + len(ends)
         self._head, self._shortage, self._blocked = None, None, {}
@@ -122,7 +123,7 @@ class WaitingJobs:
         return [*ends, *self._starts(room)]
 
     def reason(self, job_id: str) -> str | None:
-        """Return why a job waited at the last decision; None if the decision started the job or did not include it."""
+        """Return why a job waited at the last decision, or None if the decision started it or did not include it."""
         job = self._jobs.get(job_id)
         if job is None or job.stopping:
             return None
@@ -137,7 +138,7 @@ class WaitingJobs:
         return f"waits behind {self._head.name} ({self._head.id}), which was submitted before"
 
     def _starts(self, room: Bundle) -> list[Start]:
-        left, starts, taken = dict(room), list[Start](), list[Waiting]()
+        left, starts, taken = dict(room), list[Start](), list[QueuedJob]()
         queue = [
             (first, shape)
             for shape in self._counts
@@ -172,7 +173,7 @@ class WaitingJobs:
             heapq.heappop(heap)
         return None
 
-    def _of(self, shape: Shape) -> list[str]:
+    def _jobs_of(self, shape: Shape) -> list[str]:
         return sorted(
             {
                 job_id
@@ -182,11 +183,11 @@ class WaitingJobs:
         )
 
 
-def room_beside(running: Mapping[str, tuple[Status, Bundle]], free: Bundle, total: Bundle) -> Bundle:
-    """Return the resources that new jobs may take beside the jobs that were started.
+def room_for_new_jobs(running: Mapping[str, tuple[Status, Bundle]], free: Bundle, total: Bundle) -> Bundle:
+    """Return the resources that new jobs may reserve.
 
-    They are the free resources less those that starting drivers will take; at most the total less the needs of all
-    started jobs, because a recovering job takes its resources again.
+    These are the free resources less those that starting jobs will reserve. They are at most the total less the needs
+    of all started jobs, because a recovering job reserves its resources again.
     """
     room = {}
     for kind, amount in total.items():

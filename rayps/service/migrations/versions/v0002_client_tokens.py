@@ -1,4 +1,4 @@
-"""Tokens of federated clients outside of the cluster: bound to a job or to a client's name."""
+"""The table of the tokens of federated clients. A token is bound to a job, to a client's name, or to both."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""Names of the tokens of users, by which `rayps token ls` tells them apart."""
+"""A column for the names of users' tokens, which `rayps token ls` shows."""
 
 import sqlalchemy as sa
 from alembic import op
