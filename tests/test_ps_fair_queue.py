@@ -97,13 +97,13 @@ def test_requests_of_a_space_keep_their_order_and_servers_go_first():
 def test_room_is_bounded_by_space():
     fair = FairQueue(limit=100)
     fair.put(1, "large", 99)
-    assert fair.room(1)
+    assert fair.has_room(1)
     fair.put(1, "small", 1)
-    assert not fair.room(1)
-    assert fair.room(2)
+    assert not fair.has_room(1)
+    assert fair.has_room(2)
     assert fair.queued(1) == 100
     fair.next(0.0)
-    assert fair.room(1)
+    assert fair.has_room(1)
 
 
 def test_a_quota_waits_and_loses_nothing():

@@ -242,7 +242,7 @@ class Collector:
                 self._session = self._meet()
                 self._session.join()
             for each in saved:
-                self._session.tell(GroupMessage.SAVED, each)
+                self._session.notify(GroupMessage.SAVED, each)
             if rounds:
                 self._fetch(self._session, rounds)
         except LinkError as error:

@@ -331,7 +331,7 @@ class JobSpace:
         self._saved_tables = folder, True
         if not column.space.cuts:
             with column.session() as session:
-                session.tell(GroupMessage.SAVED, -1)
+                session.notify(GroupMessage.SAVED, -1)
 
     def load_tables(self, folder: Path, same: bool) -> None:
         """Let the next generation begin with the tables in the folder of a checkpoint.

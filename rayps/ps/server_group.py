@@ -367,15 +367,15 @@ class FixedSpace:
             {
                 "index": index,
                 "table": None,
-                "primary": held.primary,
+                "primary": holders.primary,
                 "copies": [],
-                "generation": held.generation,
+                "generation": holders.generation,
                 "bytes": (hi - lo) * size,
                 "rows": 0,
                 "operations_s": None,
-                "state": "ready" if alive[str(held.primary)] else "lost",
+                "state": "ready" if alive[str(holders.primary)] else "lost",
             }
-            for index, (held, (lo, hi)) in enumerate(zip(found.holdings, space.cuts, strict=True))
+            for index, (holders, (lo, hi)) in enumerate(zip(found.holders, space.cuts, strict=True))
         ]
         servers = [
             {

@@ -67,9 +67,9 @@ class GroupServer:
         self._defer = defer
         self._vector = VectorSegments(space, space.layout)
         self._lists = IdLists(space.layout, space.cuts)
-        self._posted: _DeferredPush | None = None  # the push that is not sent yet
+        self._deferred: _DeferredPush | None = None  # the push that is not sent yet
         # where the last whole pull was written: the tensor, its pieces and landing places
-        self._landed: tuple[Tensor, dict[int, Any], dict[int, Any]] | None = None
+        self._last_whole_pull: tuple[Tensor, dict[int, Any], dict[int, Any]] | None = None
         marks = session.join()
         self.step = min(marks.values()) if step < 0 else step
 
@@ -112,22 +112,27 @@ class GroupServer:
         count = vector.numel()
         self._vector.check_range(lo, lo + count)
         self.settle()
-        if count == self.size and self.extras is None and self.feedback is None and self._lay(vector, weight, rounds):
+        if (
+            count == self.size
+            and self.extras is None
+            and self.feedback is None
+            and self._push_shared(vector, weight, rounds)
+        ):
             return
         if self.feedback is not None:
             pieces = self._vector.encoded(self.feedback, vector.detach().reshape(-1), weight, lo)
         else:
             pieces = self._vector.pushed(vector.detach().reshape(-1), lo)
-        self._post(pieces, weight, rounds)
+        self._send_push(pieces, weight, rounds)
 
-    def _post(self, pieces: dict[int, Any], weight: float, rounds: int = 1) -> None:
+    def _send_push(self, pieces: dict[int, Any], weight: float, rounds: int = 1) -> None:
         """Send a push now, or with the next request. A segment that `pieces` lacks is sent an empty piece."""
         pieces = self._vector.to_all(pieces)
         if self.extras is not None:
             pieces |= self.extras()
         self.bytes_moved += sum(len(piece) for piece in pieces.values())
         self.step += rounds
-        self._posted = _DeferredPush(self.step - 1, weight, pieces)
+        self._deferred = _DeferredPush(self.step - 1, weight, pieces)
         if not self._defer:
             self.settle()
 
@@ -153,25 +158,27 @@ class GroupServer:
             else:
                 time.sleep(LOOK_SECONDS)
 
-    def _lay(self, vector: Tensor, weight: float, rounds: int) -> bool:
+    def _push_shared(self, vector: Tensor, weight: float, rounds: int) -> bool:
         """Push a whole gradient through shared memory; return False, without effect, if no server is on this host."""
         found = self.session.shared.buffer()
         if found is None:
             return False
         if not found.holds(vector, 0):
-            found.lay(vector.detach() if vector.requires_grad else vector, found.whole)
+            found.copy_in(vector.detach() if vector.requires_grad else vector, found.whole)
         self.bytes_moved += self.size * self._vector.item
         self.step += rounds
-        self._posted = _DeferredPush(self.step - 1, weight, self.session.shared.pieces(found))
+        self._deferred = _DeferredPush(self.step - 1, weight, self.session.shared.pieces(found))
         if not self._defer:
             self.settle()
         return True
 
     def settle(self) -> None:
         """Send a deferred push, and wait until it is acknowledged."""
-        if self._posted is not None:
-            posted, self._posted = self._posted, None
-            answers = self.session.exchange(GroupMessage.PUSH, posted.pieces, step=posted.step, weight=posted.weight)
+        if self._deferred is not None:
+            deferred, self._deferred = self._deferred, None
+            answers = self.session.exchange(
+                GroupMessage.PUSH, deferred.pieces, step=deferred.step, weight=deferred.weight
+            )
             self._last = self._last._replace(durable=answers.durable)
 
     def flush(self) -> None:
@@ -202,7 +209,7 @@ class GroupServer:
         found = out.view(shape) if out is not None and listed.ids.sorted else torch.empty(shape, dtype=self.dtype)
         if not listed.pulls:
             made = {i: rows_piece(rows, self._vector.bytes_of(i)) for i, rows in listed.parts}
-            listed.pulls.update({i: self._in_room(each) for i, each in made.items()})
+            listed.pulls.update({i: self._copied(each) for i, each in made.items()})
         places = {i: flat_bytes(found[slice(*listed.cuts[i])]) for i, _ in listed.parts}
         self._last = self._pulled(listed.pulls, places, consistent, dict(listed.parts))
         self.bytes_moved += found.numel() * self._vector.item
@@ -226,14 +233,14 @@ class GroupServer:
         self.settle()
         summed = listed.ids.summed(rows.detach().reshape(-1, width).to("cpu", self.dtype))
         pieces = {
-            i: rows_push(part, self._vector.bytes_of(i), summed, listed.cuts[i][0], self.session.room)
+            i: rows_push(part, self._vector.bytes_of(i), summed, listed.cuts[i][0], self.session.allocate)
             for i, part in listed.parts
         }
-        self._post(pieces, float(weight))
+        self._send_push(pieces, float(weight))
 
-    def _in_room(self, piece: bytes) -> Any:
+    def _copied(self, piece: bytes) -> Any:
         """Return a copy of a piece in memory that servers of this host can read."""
-        found = self.session.room(len(piece))
+        found = self.session.allocate(len(piece))
         found[:] = np.frombuffer(piece, np.uint8)
         return found
 
@@ -292,31 +299,33 @@ class GroupServer:
         whole = hi - lo == self.size
         if out is None:
             out = self.home if whole and kind is GroupMessage.PULL else None
-        again, landed = whole and out is not None, self._landed
+        reused, last = whole and out is not None, self._last_whole_pull
         if out is None:
             out = torch.empty(hi - lo, dtype=self.dtype)
-        if landed is not None and again and landed[0] is out:
-            pieces, places = landed[1:]
+        if last is not None and reused and last[0] is out:
+            pieces, places = last[1:]
         else:
             self._vector.check_out(out, hi - lo)
             pieces, places = self._vector.pulled(flat_bytes(out), lo, hi)
-            if again:
-                self._landed = out, pieces, places
+            if reused:
+                self._last_whole_pull = out, pieces, places
         self.bytes_moved += (hi - lo) * self._vector.item
-        posted, together = self._posted, self._together(consistent)
-        if kind is GroupMessage.PULL and whole and posted is not None and not together:
-            self._posted = None
-            torn = not (self.consistent if consistent is None else consistent)
-            found = self.session.turn(posted.step, posted.weight, posted.pieces, places, torn=torn)
+        deferred, together = self._deferred, self._together(consistent)
+        if kind is GroupMessage.PULL and whole and deferred is not None and not together:
+            self._deferred = None
+            mixed_versions = not (self.consistent if consistent is None else consistent)
+            found = self.session.push_pull_whole(
+                deferred.step, deferred.weight, deferred.pieces, places, mixed_versions=mixed_versions
+            )
             answers = found or self.session.exchange(
-                GroupMessage.PUSH_PULL, posted.pieces, step=posted.step, weight=posted.weight, landing=places
+                GroupMessage.PUSH_PULL, deferred.pieces, step=deferred.step, weight=deferred.weight, outputs=places
             )
         else:
             self.settle()
             if kind is GroupMessage.PULL:
                 answers = self._pulled(pieces, places, consistent)
             else:
-                answers = self.session.exchange(kind, pieces, landing=places)
+                answers = self.session.exchange(kind, pieces, outputs=places)
         self._last = answers if kind is GroupMessage.PULL else self._last._replace(version=answers.version)
         return out
 
@@ -328,9 +337,11 @@ class GroupServer:
         rows: dict[int, ShardRows] | None = None,
     ) -> SegmentReplies:
         if len(pieces) > 1 and self._together(consistent):
-            return self.session.read_together(pieces, step=self.step, landing=places, rows=rows)
-        torn = not (self.consistent if consistent is None else consistent)
-        return self.session.exchange(GroupMessage.PULL, pieces, step=self.step, landing=places, rows=rows, torn=torn)
+            return self.session.read_together(pieces, step=self.step, outputs=places, rows=rows)
+        mixed_versions = not (self.consistent if consistent is None else consistent)
+        return self.session.exchange(
+            GroupMessage.PULL, pieces, step=self.step, outputs=places, rows=rows, mixed_versions=mixed_versions
+        )
 
     def _together(self, consistent: bool | None) -> bool:
         """Return whether a pull must make all segments stop after the same pushes."""
@@ -449,8 +460,8 @@ def compress(server: PushesWhole, compression: str) -> dict[str, Any]:
         return choice("server", "off", "all servers are on this host and read them in shared memory")
     n = min(server.size, PROBE_ELEMENTS)
     x = torch.randn(n).to(server.dtype)
-    line = _seconds(lambda: server.read(0, n))
-    seconds = {"off": line} | {name: _coded_seconds(name, x, line) for name in CANDIDATES}
+    sending = _seconds(lambda: server.read(0, n))
+    seconds = {"off": sending} | {name: _coded_seconds(name, x, sending) for name in CANDIDATES}
     best = min(CANDIDATES, key=lambda name: seconds[name])
     pays = seconds[best] < MARGIN * seconds["off"]
     if pays:
@@ -458,7 +469,7 @@ def compress(server: PushesWhole, compression: str) -> dict[str, Any]:
     return choice("server", best if pays else "off", f"{n} elements", seconds)
 
 
-def _coded_seconds(name: str, x: Tensor, line: float) -> float:
+def _coded_seconds(name: str, x: Tensor, sending: float) -> float:
     """Estimate the seconds of a compressed push: encoding, decoding, and sending the remaining bytes.
 
     `line` is the seconds for sending `x` uncompressed.
@@ -466,7 +477,7 @@ def _coded_seconds(name: str, x: Tensor, line: float) -> float:
     kind, n = codec(name), x.numel()
     memory = ErrorFeedback(kind, n, x.dtype)
     coding = _seconds(lambda: kind.decode(memory.encode(x), n, x.dtype))
-    return coding + line * kind.size(n) / (n * x.element_size())
+    return coding + sending * kind.size(n) / (n * x.element_size())
 
 
 def _seconds(work: Callable[[], Any]) -> float:

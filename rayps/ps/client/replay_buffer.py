@@ -121,28 +121,28 @@ class ReplayBuffer:
         `first`: the first of the steps that the push covers, if it covers several; `step` is the last of them.
         """
         for index, piece in pieces.items():
-            held = self._by_segment.setdefault(index, deque())
-            if not held:
+            pushes = self._by_segment.setdefault(index, deque())
+            if not pushes:
                 self._before[index] = step if first is None else first
-            if not held or held[-1][0] < step:
-                held.append((step, weight, piece))
-            elif all(known != step for known, _, _ in held):
-                insort(held, (step, weight, piece), key=lambda entry: entry[0])
+            if not pushes or pushes[-1][0] < step:
+                pushes.append((step, weight, piece))
+            elif all(known != step for known, _, _ in pushes):
+                insort(pushes, (step, weight, piece), key=lambda entry: entry[0])
             else:
                 continue  # the piece is retained already
             self.bytes += len(piece)
         while self.bytes > self.limit:
-            oldest = min(held[0][0] for held in self._by_segment.values() if held)
+            oldest = min(pushes[0][0] for pushes in self._by_segment.values() if pushes)
             self.durable(self._by_segment, oldest + 1)
             self.dropped, self.since = self.dropped + 1, oldest + 1
 
     def durable(self, segments: Collection[int], mark: int) -> None:
         """Free the pushes to these segments below step `mark`: they need not be repeated."""
         for index in segments:
-            held = self._by_segment.get(index)
-            while held and held[0][0] < mark:
-                self._before[index] = held[0][0] + 1
-                self.bytes -= len(held.popleft()[2])
+            pushes = self._by_segment.get(index)
+            while pushes and pushes[0][0] < mark:
+                self._before[index] = pushes[0][0] + 1
+                self.bytes -= len(pushes.popleft()[2])
 
     def concerned(self, segments: Collection[int]) -> set[int]:
         """Return which of these segments, which have a new primary, need a JOIN that asks for this rank's next step.

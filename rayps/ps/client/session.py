@@ -32,7 +32,7 @@ from rayps.ps.client.connections import (
 )
 from rayps.ps.client.replay_buffer import ReplayBuffer, StepPush
 from rayps.ps.client.requests import RequestSender
-from rayps.ps.client.whole_exchange import SharedGradient, TurnPart
+from rayps.ps.client.whole_exchange import SharedGradient, WholeExchangePart
 from rayps.ps.protocol.mailbox import WorkerMailbox
 from rayps.ps.protocol.messages import GroupMessage, error_of, numbers, read_numbers
 from rayps.ps.protocol.rows import ShardRows
@@ -95,23 +95,25 @@ class Session:
         self._source, self._incarnation = source, incarnation
         name = name or (f"worker-{rank}" if rank >= 0 else "opener")
         restored = isinstance(source, StaticMap) and not source.final  # a server that died is restored from a snapshot
-        self.kept = ReplayBuffer(keep, tracks=restored and pushes)
+        self.replay_buffer = ReplayBuffer(keep, tracks=restored and pushes)
         first = self._first if restored and pushes else None
-        self._lines = ServerConnections(source, space, rank, incarnation, name, timeout, resident=resident, first=first)
-        self.shared = SharedGradient(self._lines)
-        self._sender = RequestSender(self._lines)
+        self._connections = ServerConnections(
+            source, space, rank, incarnation, name, timeout, resident=resident, first=first
+        )
+        self.shared = SharedGradient(self._connections)
+        self._sender = RequestSender(self._connections)
         self._losses = LossCheck(space.name, lost)
         self._lock = threading.RLock()  # held during an exchange, because `catch_up` may run in another thread
         self._readers: weakref.WeakSet[Session] = weakref.WeakSet()
         self._requests: list[SegmentRequest] = []  # of the present exchange, in the order in which they are sent
         # segments whose new primary may lack pushes of this rank, and the connection on which the primary was asked for
         # this rank's next step (`_ask_marks`); None = it was not asked yet
-        self._unsure: dict[int, ServerConnection | None] = {}
+        self._unsure_segments: dict[int, ServerConnection | None] = {}
 
     @property
     def map(self) -> SpaceMap:
         """The newest map of the space that was received."""
-        return self._lines.map
+        return self._connections.map
 
     def reader(self) -> Session:
         """Return another session of the same rank, with its own connections, for another thread.
@@ -124,14 +126,14 @@ class Session:
             self.rank,
             incarnation=self._incarnation,
             timeout=self.timeout,
-            name=self._lines.name,
+            name=self._connections.name,
             keep=0,
             lost=self._losses.lost,
-            resident=self._lines.memory is not None,
+            resident=self._connections.memory is not None,
             pushes=False,
         )
         self._readers.add(made)
-        if self._lines.ended:  # `hang_up` was called while `made` was created
+        if self._connections.ended:  # `hang_up` was called while `made` was created
             made.hang_up()
         return made
 
@@ -145,22 +147,22 @@ class Session:
             StaleGeneration: a later incarnation of the rank has joined.
         """
         self._begin()
-        lines, found = self._lines, dict[int, int]()
+        connections, found = self._connections, dict[int, int]()
         while self.rank >= 0:
             self._receive()
             missing = [index for index in range(self.space.segments) if index not in found]
-            for server, segments in lines.map.by_server(missing).items():
-                line = None if server is None else lines.to(server)
-                if line is not None and line.joined:
-                    found |= {i: line.marks[i] for i in segments if i in line.marks}
-                    if any(i not in line.marks for i in segments):  # the server has not received its orders yet
-                        lines.join(line)
-                        lines.refused(line.server)
+            for server, segments in connections.map.by_server(missing).items():
+                connection = None if server is None else connections.to(server)
+                if connection is not None and connection.joined:
+                    found |= {i: connection.marks[i] for i in segments if i in connection.marks}
+                    if any(i not in connection.marks for i in segments):  # the server has not received its orders yet
+                        connections.join(connection)
+                        connections.refused(connection.server)
             missing = [index for index in missing if index not in found]
             if not missing:
                 return found
             self._losses.check(missing)
-            lines.wait(missing)
+            connections.wait(missing)
         return found
 
     def exchange(
@@ -170,9 +172,9 @@ class Session:
         *,
         step: int = 0,
         weight: float = 0.0,
-        landing: Mapping[int, Any] | None = None,
+        outputs: Mapping[int, Any] | None = None,
         rows: Mapping[int, ShardRows] | None = None,
-        torn: bool = False,
+        mixed_versions: bool = False,
     ) -> SegmentReplies:
         """Send a request to the segments in `pieces`, and return all answers.
 
@@ -187,7 +189,7 @@ class Session:
             PeerLost: segments are lost, or `hang_up` was called.
             StaleGeneration: a later incarnation of the rank has joined.
         """
-        dense, lands = len(self.space.cuts), None if landing is None else dict(landing)
+        dense, buffers = len(self.space.cuts), None if outputs is None else dict(outputs)
         parts = [(kind, dict(pieces))]
         if kind is GroupMessage.PUSH_PULL and dense < self.space.segments:
             parts = [
@@ -195,7 +197,7 @@ class Session:
                 (kind, {i: piece for i, piece in pieces.items() if i < dense}),
             ]
         requests = [
-            SegmentRequest(each, step, weight, those, lands, asked_rows=rows or {}, torn=torn)
+            SegmentRequest(each, step, weight, those, buffers, asked_rows=rows or {}, mixed_versions=mixed_versions)
             for each, those in parts
             if those
         ]
@@ -215,7 +217,7 @@ class Session:
         pieces: Mapping[int, Any],
         *,
         step: int,
-        landing: Mapping[int, Any],
+        outputs: Mapping[int, Any],
         rows: Mapping[int, ShardRows] | None = None,
     ) -> SegmentReplies:
         """Pull as `exchange` does, from all dense segments in one state: each push is in all of them or in none.
@@ -227,17 +229,17 @@ class Session:
         """
         deadline = time.monotonic() + self.timeout
         while True:
-            breaks, began = self._lines.breaks, time.monotonic()
+            breaks, began = self._connections.breaks, time.monotonic()
             try:
                 self._hold()
-                found = self.exchange(GroupMessage.PULL, pieces, step=step, landing=landing, rows=rows)
+                found = self.exchange(GroupMessage.PULL, pieces, step=step, outputs=outputs, rows=rows)
             except PeerTimeout as error:
                 if not error.data.get("behind") or time.monotonic() > deadline:
                     raise
                 continue  # a worker that must repeat a push may have waited for a server that this reader held
             finally:
-                self.tell(GroupMessage.RELEASE, 0)
-            if self._lines.breaks == breaks and time.monotonic() - began < self.timeout:
+                self.notify(GroupMessage.RELEASE, 0)
+            if self._connections.breaks == breaks and time.monotonic() - began < self.timeout:
                 return found  # no segment has moved, and no server has ended the hold
             if time.monotonic() > deadline:
                 raise PeerTimeout(
@@ -265,19 +267,27 @@ class Session:
         if late:
             self.exchange(GroupMessage.AIM, late)
 
-    def room(self, size: int) -> Any:
+    def allocate(self, size: int) -> Any:
         """Return `size` bytes, not zeroed, for a piece or a landing place; servers of this host can access them."""
-        memory = self._lines.memory
-        return np.empty(size, np.uint8) if memory is None else memory.room(size)
+        memory = self._connections.memory
+        return np.empty(size, np.uint8) if memory is None else memory.allocate(size)
 
     @property
     def shares_memory(self) -> bool:
         """Whether all connected servers share memory with this worker."""
-        lines = self._lines.open.values()
-        return bool(lines) and all(line.mailbox is not None and line.mailbox.ready for line in lines)
+        connections = self._connections.open.values()
+        return bool(connections) and all(
+            connection.mailbox is not None and connection.mailbox.ready for connection in connections
+        )
 
-    def turn(
-        self, step: int, weight: float, pieces: Mapping[int, Any], landing: Mapping[int, Any], *, torn: bool = False
+    def push_pull_whole(
+        self,
+        step: int,
+        weight: float,
+        pieces: Mapping[int, Any],
+        outputs: Mapping[int, Any],
+        *,
+        mixed_versions: bool = False,
     ) -> SegmentReplies | None:
         """Push the whole gradient and pull the whole vector through shared memory: a PUSH_PULL in fewer calls.
 
@@ -285,49 +295,49 @@ class Session:
         not share memory, or a request is in flight. Raises as `exchange`.
         """
         with self._lock:
-            return self._turn_alone(step, weight, pieces, landing, torn=torn)
+            return self._push_pull_unlocked(step, weight, pieces, outputs, mixed_versions=mixed_versions)
 
-    def _turn_alone(
-        self, step: int, weight: float, pieces: Mapping[int, Any], landing: Mapping[int, Any], *, torn: bool
+    def _push_pull_unlocked(
+        self, step: int, weight: float, pieces: Mapping[int, Any], outputs: Mapping[int, Any], *, mixed_versions: bool
     ) -> SegmentReplies | None:
-        plan = None if self._requests or self._unsure else self.shared.turn(pieces)
+        plan = None if self._requests or self._unsure_segments else self.shared.exchange_of(pieces)
         if plan is None:
             return None
-        lines, parts, sender = self._lines, plan.parts, self._sender
+        connections, parts, sender = self._connections, plan.parts, self._sender
         began = self._begin()
         patience = int(1000 * self.timeout) or 1
         for part in parts:
-            part.box.put(sender.next_tag(), GroupMessage.PUSH_PULL, part.head, step, patience, weight)
+            part.mailbox.put(sender.next_tag(), GroupMessage.PUSH_PULL, part.head, step, patience, weight)
             passing("session: between servers")
-        lines.fence()
+        connections.fence()
         for part in parts:
-            part.box.ring()
+            part.mailbox.ring()
         passing("session: sent, not answered")
-        odd: list[TurnPart] = []
-        lead, version, durable, records = 0, _NEVER, _NEVER, self.kept.records
+        unfinished: list[WholeExchangePart] = []
+        lead, version, durable, records = 0, _NEVER, _NEVER, self.replay_buffer.records
         for part in parts:
-            answer = part.take(landing, torn) if part.answered or plan.wait(lines, part) else None
+            answer = part.take(outputs, mixed_versions) if part.answered or plan.wait(connections, part) else None
             if answer is None:
-                odd.append(part)
+                unfinished.append(part)
                 continue
             least, ahead, mark = answer
             version, lead = least if least < version else version, ahead if ahead > lead else lead
             durable = mark if mark < durable else durable
-            if lines.backoffs:
-                lines.answered(part.line.server)
+            if connections.backoffs:
+                connections.answered(part.connection.server)
             if records:
                 push = StepPush(step, weight, {index: as_bytes(pieces[index]) for index in part.segments})
-                self.kept.acknowledged(push, mark, copy=True)
+                self.replay_buffer.acknowledged(push, mark, copy=True)
         self.seconds_waiting += time.monotonic() - began
-        if odd:
-            segments = [index for part in odd for index in part.segments]
+        if unfinished:
+            segments = [index for part in unfinished for index in part.segments]
             request = SegmentRequest(
-                GroupMessage.PUSH_PULL, step, weight, {index: pieces[index] for index in segments}, dict(landing)
+                GroupMessage.PUSH_PULL, step, weight, {index: pieces[index] for index in segments}, dict(outputs)
             )
-            request.torn = torn
+            request.mixed_versions = mixed_versions
             request.unsent.clear()
-            for part in odd:
-                part.line.flights[part.box.tag] = InFlight(request, part.segments, True)
+            for part in unfinished:
+                part.connection.flights[part.mailbox.tag] = InFlight(request, part.segments, True)
             self._run([request])
             version, lead = min(version, request.version or 0), max(lead, request.lead)
             durable = min(durable, request.durable or 0)
@@ -335,13 +345,13 @@ class Session:
             passing("session: acknowledged")
         return SegmentReplies({}, lead, version, durable)
 
-    def tell(self, kind: GroupMessage, number: int) -> None:
+    def notify(self, kind: GroupMessage, number: int) -> None:
         """Send a message that has no answer (SAVED, RELEASE), with a = `number`, to all connected servers."""
-        for line in list(self._lines.open.values()):
+        for connection in list(self._connections.open.values()):
             try:
-                line.send(Message(kind, 0, number), None)
+                connection.send(Message(kind, 0, number), None)
             except LinkError:
-                self._lines.lose(line)
+                self._connections.lose(connection)
 
     def flush(self) -> None:
         """Wait until every push of this rank is durable: all backups have it.
@@ -357,13 +367,13 @@ class Session:
 
     def hang_up(self) -> None:
         """End every wait of another thread with PeerLost; that thread must then `close`. Any thread may call this."""
-        self._lines.hang_up()
+        self._connections.hang_up()
         for reader in list(self._readers):
             reader.hang_up()
 
     def close(self) -> None:
         """Close all connections. Pushes that are not durable are not repeated any more. Safe to call twice."""
-        self._lines.close()
+        self._connections.close()
 
     def catch_up(self) -> None:
         """Repeat the pushes that a restored server lacks, unless an exchange has done so.
@@ -374,7 +384,7 @@ class Session:
             PeerTimeout, PeerLost: as `exchange`.
         """
         with self._lock:
-            if not self._lines.ended:
+            if not self._connections.ended:
                 self._run([])
 
     # ---- one exchange
@@ -382,7 +392,7 @@ class Session:
     def _begin(self) -> float:
         """Set the deadline of an exchange; return the time now."""
         now = time.monotonic()
-        self._lines.deadline = now + self.timeout + GRACE_SECONDS
+        self._connections.deadline = now + self.timeout + GRACE_SECONDS
         self._losses.begin(now)
         return now
 
@@ -395,7 +405,7 @@ class Session:
                 self._apply_map()
                 self._send_all()
                 passing("session: sent, not answered")
-                while self._unsure or any(request.open for request in self._requests):
+                while self._unsure_segments or any(request.open for request in self._requests):
                     if self._receive_by_mailbox():
                         continue
                     self._wait()
@@ -413,71 +423,75 @@ class Session:
 
     def _wait(self) -> None:
         awaited = {index for each in self._requests for index in each.pieces if index not in each.answers}
-        self._losses.check(awaited | self._unsure.keys())
-        unasked = [index for index, line in self._unsure.items() if line is None]
-        self._lines.wait([index for each in self._requests for index in each.unsent] + unasked)
+        self._losses.check(awaited | self._unsure_segments.keys())
+        unasked = [index for index, connection in self._unsure_segments.items() if connection is None]
+        self._connections.wait([index for each in self._requests for index in each.unsent] + unasked)
 
     def _give_up(self) -> None:
         """After an error, ignore the answers to come, and prepare to repeat the pushes that may not have arrived."""
-        for line in self._lines.open.values():
-            if line.pending and self._lines.memory is not None:
-                self._lines.memory.retire()
-            line.flights.clear()
+        for connection in self._connections.open.values():
+            if connection.pending and self._connections.memory is not None:
+                self._connections.memory.retire()
+            connection.flights.clear()
         cut_off = [each for each in self._requests if each.kind in PUSHES and each.open]
         for each in cut_off:
             if not each.repeated:
                 pieces = {i: memoryview(bytes(as_bytes(each.pieces[i]))) for i in each.pieces if i not in each.answers}
-                self.kept.keep(each.step, each.weight, pieces)
+                self.replay_buffer.keep(each.step, each.weight, pieces)
         self._requests = self._repeated(range(self.space.segments)) if cut_off else []
 
     def _repeated(self, segments: Collection[int], marks: Mapping[int, int] | None = None) -> list[SegmentRequest]:
         """Return the retained pushes to these segments as requests; `marks`: by segment, the first step to repeat."""
         return [
             SegmentRequest(GroupMessage.PUSH, p.step, p.weight, p.pieces, repeated=True, by_message=True)
-            for p in self.kept.of(segments, marks)  # a server receives messages in this order
+            for p in self.replay_buffer.of(segments, marks)  # a server receives messages in this order
         ]
 
     def _first(self, server: str) -> int:
         """Return the first step that can be repeated to a server; -1: nothing was pushed to it."""
-        return self.kept.oldest(index for index, held in enumerate(self.map.holdings) if held.primary == server)
+        return self.replay_buffer.oldest(index for index, held in enumerate(self.map.holders) if held.primary == server)
 
     def _ask_marks(self) -> None:
         """Ask new primaries for this rank's next step, by a JOIN; `_joined` handles the answer."""
-        for server, segments in self.map.by_server(list(self._unsure)).items():
-            line = None if server is None else self._lines.to(server)
-            if server is not None and line is not None and any(self._unsure[index] is not line for index in segments):
-                self._lines.join(line)
-                line = self._lines.open.get(server)
-            self._unsure.update(dict.fromkeys(segments, line))
+        for server, segments in self.map.by_server(list(self._unsure_segments)).items():
+            connection = None if server is None else self._connections.to(server)
+            if (
+                server is not None
+                and connection is not None
+                and any(self._unsure_segments[index] is not connection for index in segments)
+            ):
+                self._connections.join(connection)
+                connection = self._connections.open.get(server)
+            self._unsure_segments.update(dict.fromkeys(segments, connection))
 
-    def _joined(self, line: ServerConnection, message: Message) -> None:
+    def _joined(self, connection: ServerConnection, message: Message) -> None:
         pairs = read_numbers(message.payload)
-        line.marks = dict(zip(pairs[::2], pairs[1::2], strict=True))
-        line.joined = True
-        self.kept.joined(line.marks)
-        asked = [index for index, other in self._unsure.items() if other is line]
-        known = [index for index in asked if index in line.marks]
+        connection.marks = dict(zip(pairs[::2], pairs[1::2], strict=True))
+        connection.joined = True
+        self.replay_buffer.joined(connection.marks)
+        asked = [index for index, other in self._unsure_segments.items() if other is connection]
+        known = [index for index in asked if index in connection.marks]
         for index in known:
-            del self._unsure[index]
-        self._requests[:0] = self._repeated(known, line.marks)
+            del self._unsure_segments[index]
+        self._requests[:0] = self._repeated(known, connection.marks)
         if len(known) < len(asked):  # the server has not received its orders yet
-            self._unsure.update(dict.fromkeys(set(asked).difference(known)))
-            self._lines.refused(line.server)
+            self._unsure_segments.update(dict.fromkeys(set(asked).difference(known)))
+            self._connections.refused(connection.server)
 
     def _send_all(self) -> None:
         """Send unsent requests to the present primaries; in each segment, repeated pushes before any other request."""
-        if self._unsure:
+        if self._unsure_segments:
             self._ask_marks()
-        behind = set(self._unsure)  # segments whose primary may lack earlier pushes
+        behind = set(self._unsure_segments)  # segments whose primary may lack earlier pushes
         for request in list(self._requests):
             if request.repeated:
                 behind.update(index for index in request.pieces if index not in request.answers)
             if request.unsent:
                 ready = [index for index in request.unsent if request.repeated or index not in behind]
                 for server, segments in self.map.by_server(ready).items():
-                    line = None if server is None else self._lines.to(server)
-                    if line is not None:
-                        self._sender.send(line, request, segments, self._patience(request))
+                    connection = None if server is None else self._connections.to(server)
+                    if connection is not None:
+                        self._sender.send(connection, request, segments, self._patience(request))
                         passing("session: between servers")
         self._sender.signal()
 
@@ -485,111 +499,111 @@ class Session:
         """Return how many milliseconds a server may delay the answer to a request."""
         if request.kind not in _PATIENT:
             return 0
-        return max(1, int(1000 * (self._lines.deadline - GRACE_SECONDS - time.monotonic())))
+        return max(1, int(1000 * (self._connections.deadline - GRACE_SECONDS - time.monotonic())))
 
     # ---- answers
 
     def _receive_by_mailbox(self) -> bool:
         """Process the answers in mailboxes; return whether there were any."""
         found = False
-        for line in list(self._lines.open.values()):
-            box = line.mailbox
-            if box is not None and line.readable:
+        for connection in list(self._connections.open.values()):
+            mailbox = connection.mailbox
+            if mailbox is not None and connection.readable:
                 found = True
-                self._answered_by_mailbox(line, box)
+                self._answered_by_mailbox(connection, mailbox)
         return found
 
-    def _answered_by_mailbox(self, line: ServerConnection, box: WorkerMailbox) -> None:
-        flight = line.flights.pop(box.tag)
-        version, lead, durable, _, _ = box.answer()
+    def _answered_by_mailbox(self, connection: ServerConnection, mailbox: WorkerMailbox) -> None:
+        flight = connection.flights.pop(mailbox.tag)
+        version, lead, durable, _, _ = mailbox.answer()
         kind = GroupMessage.ACK if flight.request.kind == GroupMessage.PUSH else GroupMessage.VALUE
-        self._answered(line, flight, Message(kind, box.tag, version, lead, float(durable)))
-        torn = self._sender.read(box, flight) if kind == GroupMessage.VALUE else {}
-        if torn:  # request these values by message
+        self._answered(connection, flight, Message(kind, mailbox.tag, version, lead, float(durable)))
+        changed = self._sender.read(mailbox, flight) if kind == GroupMessage.VALUE else {}
+        if changed:  # request these values by message
             asked = flight.request
-            pieces = {index: asked.pieces[index] if index in asked.asked_rows else EMPTY for index in torn}
-            self._requests.append(SegmentRequest(GroupMessage.READ, 0, 0.0, pieces, torn, by_message=True))
+            pieces = {index: asked.pieces[index] if index in asked.asked_rows else EMPTY for index in changed}
+            self._requests.append(SegmentRequest(GroupMessage.READ, 0, 0.0, pieces, changed, by_message=True))
             self._send_all()
 
     def _receive(self) -> None:
         """Process the messages that have arrived, and a newer map."""
-        open_lines = self._lines.open
-        for line in list(open_lines.values()):
+        open_connections = self._connections.open
+        for connection in list(open_connections.values()):
             try:
-                if line.link.queued:
-                    line.link.absorb()
-                    line.link.flush()
+                if connection.link.queued:
+                    connection.link.absorb()
+                    connection.link.flush()
             except LinkError:
                 pass  # `next` raises it again, after it has returned the messages that have arrived
-            while open_lines.get(line.server) is line:
+            while open_connections.get(connection.server) is connection:
                 try:
-                    message = line.next()
+                    message = connection.next()
                 except LinkError:
-                    self._lines.lose(line)
+                    self._connections.lose(connection)
                     break
                 if message is None:
                     break
-                self._take(line, message)
+                self._take(connection, message)
         self._apply_map()
 
-    def _take(self, line: ServerConnection, message: Message) -> None:
+    def _take(self, connection: ServerConnection, message: Message) -> None:
         """Process a message. Raises the error that the server sent."""
-        if message.tag == line.joining:
-            line.joining = 0
+        if message.tag == connection.joining:
+            connection.joining = 0
             if message.kind == GroupMessage.ERROR:
                 raise error_of(message)
             if message.kind != GroupMessage.JOINED:  # the server does not know the space yet: connect again later
-                self._lines.lose(line)
+                self._connections.lose(connection)
                 return
-            self._joined(line, message)
+            self._joined(connection, message)
             return
-        flight = line.flights.pop(message.tag, None)
+        flight = connection.flights.pop(message.tag, None)
         if flight is None:
             return  # the exchange of this request has failed
         if message.kind == GroupMessage.ERROR:
             raise error_of(message)
         if message.kind == GroupMessage.STALE:
-            flight.reopen()
-            self._lines.refused(line.server)
+            flight.mark_unsent()
+            self._connections.refused(connection.server)
             return
         if message.kind not in (GroupMessage.ACK, GroupMessage.VALUE):
             raise LinkError(
-                f"{line.server!r} answered with a message of kind {message.kind}, where ACK or VALUE was expected",
-                peer=line.server,
+                f"{connection.server!r} answered with a message of kind {message.kind}, where ACK or VALUE was expected",
+                peer=connection.server,
             )
-        self._answered(line, flight, message)
+        self._answered(connection, flight, message)
         if message.kind == GroupMessage.VALUE:
-            flight.request.land(line.server, message.payload)
+            flight.request.copy_values(connection.server, message.payload)
 
-    def _answered(self, line: ServerConnection, flight: InFlight, message: Message) -> None:
+    def _answered(self, connection: ServerConnection, flight: InFlight, message: Message) -> None:
         """Record that a request has taken effect; retain a push that is not durable."""
         request, segments, durable = flight.request, flight.segments, int(message.weight)
-        self._lines.answered(line.server)
+        self._connections.answered(connection.server)
         if request.kind in PUSHES and not request.repeated:
             push = StepPush(request.step, request.weight, {i: as_bytes(request.pieces[i]) for i in segments})
-            if self.kept.acknowledged(push, durable, copy=flight.by_mailbox):
+            if self.replay_buffer.acknowledged(push, durable, copy=flight.by_mailbox):
                 request.buffers.clear()  # the replay buffer uses them now
         else:
-            self.kept.durable(segments, durable)
+            self.replay_buffer.durable(segments, durable)
         request.answered(segments, message)
 
     # ---- a newer map
 
     def _apply_map(self) -> None:
         """Apply a newer map: mark requests to segments with a new primary as unsent, and the segments as unsure."""
-        changed = self._lines.newer()
+        changed = self._connections.newer()
         if not changed:
             return
         self._losses.moved(changed)
         self._sender.pool.clear()
         passing("session: a newer map")
-        for line in list(self._lines.open.values()):
-            void = [tag for tag, flight in line.flights.items() if not changed.isdisjoint(flight.segments)]
+        for connection in list(self._connections.open.values()):
+            void = [tag for tag, flight in connection.flights.items() if not changed.isdisjoint(flight.segments)]
             for tag in void:
-                line.flights.pop(tag).reopen()
-            if void and line.link.queued:
-                self._lines.lose(line)  # a request may be sent in part, and its rest must not follow
-        self._unsure.update(dict.fromkeys(self.kept.concerned(changed)))
+                connection.flights.pop(tag).mark_unsent()
+            if void and connection.link.queued:
+                self._connections.lose(connection)  # a request may be sent in part, and its rest must not follow
+        self._unsure_segments.update(dict.fromkeys(self.replay_buffer.concerned(changed)))
 
 
 class LossCheck:

@@ -316,23 +316,23 @@ class _SegmentDecisions:
         found: list[Decision] = []
         later: list[tuple[bool, SegmentAssignment]] = []
         for segment in self._facts.segments:
-            decision = self._at_once(segment)
+            decision = self._urgent_decision(segment)
             if decision is not None:
                 found.append(decision)
             elif self._can_move(segment):
                 later.append((self._fully_copied(segment), segment))
         for copied, segment in sorted(later, key=lambda item: item[0]):  # missing backups first
-            decision = self._limited(segment, copied)
+            decision = self._next_copy_or_move(segment, copied)
             if decision is not None:
                 found.append(decision)
         return found
 
     # ---- decisions that cannot wait
 
-    def _at_once(self, segment: SegmentAssignment) -> SegmentDecision | None:
+    def _urgent_decision(self, segment: SegmentAssignment) -> SegmentDecision | None:
         primary, successor = segment.primary, segment.successor
         if primary is None or (not segment.started and self._gone(primary)):
-            return self._begin(segment)
+            return self._place(segment)
         if self._gone(primary):
             return self._recover(segment)
         if successor is not None and (successor not in segment.synced or self._gone(successor)):
@@ -347,7 +347,7 @@ class _SegmentDecisions:
             return Promote(segment.id, successor, (*others, primary) if stays else others, "moved")
         return None
 
-    def _begin(self, segment: SegmentAssignment) -> SegmentDecision | None:
+    def _place(self, segment: SegmentAssignment) -> SegmentDecision | None:
         if segment.parent not in self._segments:
             return self._place_empty(segment, lost=segment.parent is not None)  # the parent's space was closed
         parent = self._segments[segment.parent]  # a branch begins on its parent's server
@@ -376,7 +376,7 @@ class _SegmentDecisions:
         """Return whether no change of the segment is in progress, and its primary is connected."""
         return segment.ready and segment.successor is None and not segment.unsynced and self._up(str(segment.primary))
 
-    def _limited(self, segment: SegmentAssignment, copied: bool) -> SegmentDecision | None:
+    def _next_copy_or_move(self, segment: SegmentAssignment, copied: bool) -> SegmentDecision | None:
         """Return the segment's next decision: first copy it to missing servers, then hand it over, then drop a backup.
 
         A segment is handed over only after all its wanted backups are in sync, so no failure meanwhile loses it.
@@ -390,17 +390,19 @@ class _SegmentDecisions:
         missing = [name for name in wanted if name not in segment.holders and self._up(name)]
         missing.sort(key=lambda name: copied and name != wanted[0])
         for name in missing:
-            if (segment.primary, name) not in self._facts.failed_copies and self._take(limit, segment.primary, name):
+            if (segment.primary, name) not in self._facts.failed_copies and self._count_busy(
+                limit, segment.primary, name
+            ):
                 return StartCopy(segment.id, name)
         if missing:
             return None
         if segment.primary != wanted[0]:
             ready = wanted[0] in segment.synced and self._up(wanted[0])
-            return HandOver(segment.id, wanted[0]) if ready and self._take(limit, segment.primary) else None
+            return HandOver(segment.id, wanted[0]) if ready and self._count_busy(limit, segment.primary) else None
         extra = next((copy for copy in segment.copies if copy not in wanted), None)
         return None if extra is None else DropCopy(segment.id, extra)
 
-    def _take(self, limit: int, *servers: str) -> bool:
+    def _count_busy(self, limit: int, *servers: str) -> bool:
         """Count one more segment that these servers copy or hand over. Return False if one of them is at its limit."""
         if any(self._busy[server] >= limit for server in servers):
             return False
@@ -468,7 +470,7 @@ class Rebalancer:
         self._checked = now
         return True
 
-    def shed(
+    def choose_moves(
         self, loads: Mapping[SegmentId, float], at: Mapping[SegmentId, str], servers: Sequence[str], now: float
     ) -> dict[SegmentId, str]:
         """Return the segments that move now, each with its new server.
@@ -486,30 +488,32 @@ class Rebalancer:
         found: dict[SegmentId, str] = {}
         for server in sorted(hot, key=lambda name: -total[name]):
             if self._hot[server] >= balance.patience:
-                own = {each: load for each, load in loads.items() if at.get(each) == server and each not in self._moved}
-                found |= _relieve(server, own, total, balance.cool * mean, balance.at_once - len(found))
+                loads_here = {
+                    each: load for each, load in loads.items() if at.get(each) == server and each not in self._moved
+                }
+                found |= _relieve(server, loads_here, total, balance.cool * mean, balance.at_once - len(found))
         self._moved.update(dict.fromkeys(found, now))
         return found
 
 
 def _relieve(
-    server: str, own: dict[SegmentId, float], total: dict[str, float], cool: float, most: int
+    server: str, loads_here: dict[SegmentId, float], total: dict[str, float], cool: float, most: int
 ) -> dict[SegmentId, str]:
     """Choose at most `most` of the server's segments `own` to move, until its load is `cool`.
 
     Return each with its new server; update `total`, the load by server, and `own`, the load by segment.
     """
     found: dict[SegmentId, str] = {}
-    while own and len(found) < most and total[server] > cool:
+    while loads_here and len(found) < most and total[server] > cool:
         coldest = min(total, key=lambda name: (total[name], name))
 
         def larger(segment: SegmentId, target: str = coldest) -> float:
-            return max(total[server] - own[segment], total[target] + own[segment])
+            return max(total[server] - loads_here[segment], total[target] + loads_here[segment])
 
-        best = min(own, key=lambda segment: (larger(segment), segment))
+        best = min(loads_here, key=lambda segment: (larger(segment), segment))
         if larger(best) >= total[server]:
             break  # no move would help
-        load = own.pop(best)
+        load = loads_here.pop(best)
         found[best] = coldest
         total[server] -= load
         total[coldest] += load

@@ -91,7 +91,7 @@ class GroupState:
         """Increase one of the counts in the group's facts."""
         self.record.counts[what] = self.record.counts.get(what, 0) + by
 
-    def view(self) -> GroupFacts:
+    def group_facts(self) -> GroupFacts:
         """Return the present facts about the group, on which `decide` decides."""
         silent = any(member.state == ServerState.SILENT for member in self.members.values())
         expected = bool(self.pending) or silent  # a silent server will return or be replaced
@@ -108,7 +108,7 @@ class GroupState:
 
     def settled(self) -> bool:
         """Return whether all segments are where they belong, and the wanted number of servers is alive."""
-        return not self.pending and settled(self.view())
+        return not self.pending and settled(self.group_facts())
 
     # ---- messages of servers
 
@@ -245,7 +245,7 @@ class GroupState:
         servers = [member.name for member in self.members.values() if member.state == ServerState.ALIVE]
         at = {each.id: each.primary for each in self.segments.values() if each.primary in servers and each.primary}
         loads = {id_: self.members[server].load.rate(*id_) for id_, server in at.items()}
-        for id_, server in self._balance.shed(loads, at, servers, now).items():
+        for id_, server in self._balance.choose_moves(loads, at, servers, now).items():
             self.record.placed_by_load[id_] = server
             self.event(
                 "hot_segment",
@@ -257,17 +257,17 @@ class GroupState:
 
     # ---- decisions
 
-    def think(self) -> None:
+    def apply_decisions(self) -> None:
         """Apply decisions until there are none, then `commit`."""
         staying = {member.name for member in self.members.values() if member.facts.stays}
-        held = self.record.placed_by_load
-        self.record.placed_by_load = {i: name for i, name in held.items() if i in self.segments and name in staying}
+        placed = self.record.placed_by_load
+        self.record.placed_by_load = {i: name for i, name in placed.items() if i in self.segments and name in staying}
         for _ in range(100):  # a bound, in case decisions ever undo each other
-            decisions = decide(self.view())
+            decisions = decide(self.group_facts())
             if not decisions:
                 break
             for decision in decisions:
-                self._do(decision)
+                self._apply(decision)
         else:
             log.error("%s: there are still decisions after 100 rounds of them: %s", self.record.name, decisions[:3])
         if self.record.resizing is not None and self.settled():
@@ -285,7 +285,7 @@ class GroupState:
         self.publisher.send_orders(self.record, self.members)
         self.publisher.publish()
 
-    def _do(self, decision: Decision) -> None:
+    def _apply(self, decision: Decision) -> None:
         match decision:
             case StartServers(count):
                 # a replacement starts at once; an additional server starts gently, without slowing the workers down
@@ -299,7 +299,7 @@ class GroupState:
             case RetireServer(name):
                 self._retire(name)
             case _:
-                self._do_to_segment(decision)
+                self._apply_to_segment(decision)
 
     def gather(self) -> None:
         """Delay moves until the servers that will be started have registered, for GATHER_SECONDS at most."""
@@ -339,7 +339,7 @@ class GroupState:
             self.publisher.connections.drop(member.connection)
         self.launcher.end(name)
 
-    def _do_to_segment(self, decision: SegmentDecision) -> None:
+    def _apply_to_segment(self, decision: SegmentDecision) -> None:
         segment = self.segments[decision.segment]
         self.segments[segment.id] = apply(segment, decision)
         space = self.record.spaces[segment.space].name

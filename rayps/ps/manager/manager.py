@@ -86,7 +86,7 @@ class Manager:
         self._closing = threading.Event()
         if record.servers:
             self._state.event("manager_back", "the manager has restarted from its record")
-        self._state.think()
+        self._state.apply_decisions()
         self._thread = threading.Thread(target=self._run, daemon=True, name=f"manager-{name}")
         self._thread.start()
 
@@ -135,20 +135,20 @@ class Manager:
         """Close a space: its memory is freed on all servers. Raises NotFound."""
         with self._lock:
             spaces.drop(self._state, name)
-            self._state.think()
+            self._state.apply_decisions()
             self._lock.notify_all()
 
     def set_quota(self, name: str, quota: Quota | dict[str, Any]) -> None:
         """Replace a space's quota. Raises NotFound, ConfigError."""
         with self._lock:
             spaces.set_quota(self._state, name, quota)
-            self._state.think()
+            self._state.apply_decisions()
 
     def restored(self, number: int, segments: list[int]) -> None:
         """Record that lost segments have been loaded again."""
         with self._lock:
             spaces.restored(self._state, number, segments)
-            self._state.think()
+            self._state.apply_decisions()
 
     def map(self, number: int) -> dict[str, Any]:
         """Return a space's map, as `SpaceMap.to_json`. Raises NotFound."""
@@ -206,7 +206,7 @@ class Manager:
         record.resizing = (record.wanted, servers)
         record.wanted = servers
         self._state.gather()
-        self._state.think()
+        self._state.apply_decisions()
 
     def facts(self) -> dict[str, Any]:
         """Return the group's facts, as plain data."""
@@ -245,7 +245,7 @@ class Manager:
     # ---- waiting
 
     def _placed(self, space: Space) -> Space:
-        self._state.think()
+        self._state.apply_decisions()
         self._await_ready(space)
         self._await_copies(space)
         return space
@@ -265,7 +265,7 @@ class Manager:
             waiting = [each.index for each in state.of_space(number) if not each.ready]
             if not any(each.started for each in state.of_space(number)):
                 spaces.drop(state, space.name)
-                state.think()
+                state.apply_decisions()
             raise ClusterError(
                 f"segments {waiting[:5]} of space {space.name!r} have no ready server after {READY_SECONDS:g} s: "
                 f"{connected} of {state.record.wanted} servers of group {state.record.name!r} are connected"
@@ -309,7 +309,7 @@ class Manager:
                     self._receive(connection, messages)
                 self._state.tick()
                 if self._state.changed:
-                    self._state.think()
+                    self._state.apply_decisions()
                     self._lock.notify_all()
         with self._lock:
             self._lock.notify_all()

@@ -193,18 +193,18 @@ class Publisher:
 
     def update_maps(self, record: GroupRecord, members: Mapping[str, ServerMember]) -> None:
         """Compute the map of each space. A map that changed gets the next version; `publish` sends it."""
-        holdings: dict[int, list[SegmentHolders]] = {number: [] for number in record.spaces}
+        holders: dict[int, list[SegmentHolders]] = {number: [] for number in record.spaces}
         for segment in record.segments.values():
             member = members.get(str(segment.primary))
             serves = segment.ready and member is not None and member.state in UP | {ServerState.AWAY}
             copies = tuple(name for name in segment.copies if name in segment.synced)
             primary = segment.primary if serves else None
-            holdings[segment.space].append(SegmentHolders(primary, copies, segment.generation))
-        for number, found in holdings.items():
+            holders[segment.space].append(SegmentHolders(primary, copies, segment.generation))
+        for number, found in holders.items():
             names = {name for each in found for name in (each.primary, *each.copies) if name is not None}
             addresses = {name: members[name].record.address for name in sorted(names) if name in members}
             before = self.maps.get(number)
-            if before is None or before.holdings != tuple(found) or before.addresses != addresses:
+            if before is None or before.holders != tuple(found) or before.addresses != addresses:
                 record.versions[number] = record.versions.get(number, 0) + 1
                 self.maps[number] = SpaceMap(record.versions[number], tuple(found), addresses)
                 self._changed.add(number)

@@ -115,7 +115,7 @@ class WorkerMemory:
             self.chunks.append(_Chunk(self.gradients.memory, blocks=False))
         return self.gradients
 
-    def room(self, size: int) -> Bytes:
+    def allocate(self, size: int) -> Bytes:
         """Allocate `size` bytes for a piece or an answer, not zeroed; reuse them when no reference to them is left.
 
         Beyond LIMIT_BYTES the bytes are in ordinary memory, which servers cannot access.
@@ -185,13 +185,13 @@ class WorkerMailbox:
         Raises LinkError: shared memory cannot be created, or the link is lost.
         """
         self.link, self.memory = link, memory
-        self._box = Memory.create(MAILBOX_BYTES)
-        self._view, self.words = self._box.view, self._box.view.cast("q")
-        link.offer(MAILBOX, self._box)
+        self._block = Memory.create(MAILBOX_BYTES)
+        self._view, self.words = self._block.view, self._block.view.cast("q")
+        link.offer(MAILBOX, self._block)
         link.offer_descriptor(WAKEUP, memory.wakeup.fileno())
-        self._box.close_descriptor()
+        self._block.close_descriptor()
         self.tag = 0  # tag of the last request
-        self._bell: Wakeup | None = None
+        self._peer_wakeup: Wakeup | None = None
         self._asleep: memoryview | None = None
         self._offered = 0  # number of memories that were offered
         self._head, self._number, self._rows = b"", 0, 0
@@ -202,7 +202,7 @@ class WorkerMailbox:
         """Whether the server reads requests from this mailbox: it has offered its page, as it does before JOINED."""
         if self._asleep is None and SERVER in self.link.memories and WAKEUP in self.link.descriptors:
             self._asleep = self.link.memories.pop(SERVER).view.cast("q")
-            self._bell = Wakeup(self.link.descriptors.pop(WAKEUP))
+            self._peer_wakeup = Wakeup(self.link.descriptors.pop(WAKEUP))
         return self._asleep is not None
 
     @property
@@ -232,8 +232,8 @@ class WorkerMailbox:
 
     def ring(self) -> None:
         """Wake the server if it sleeps."""
-        if self._bell is not None and self._asleep is not None and self._asleep[ASLEEP]:
-            self._bell.wake()
+        if self._peer_wakeup is not None and self._asleep is not None and self._asleep[ASLEEP]:
+            self._peer_wakeup.wake()
 
     def answer(self) -> tuple[int, int, int, int, int]:
         """Return the answer to the last request: version, lead, durable, BY_MEMORY or BY_MESSAGE, and offers.
@@ -290,22 +290,22 @@ class WorkerMailbox:
             )
         return words, values, place
 
-    def read(self, segment: int, into: Any, rows: ShardRows | None = None, *, torn: bool = False) -> bool:
+    def read(self, segment: int, into: Any, rows: ShardRows | None = None, *, mixed_versions: bool = False) -> bool:
         """Copy a segment's values, or `rows` of them, to `into`; return whether the copy is valid.
 
         All values are of one version; with `torn` they may be of several, as the server may step meanwhile. Returns
         False if the server stepped during every attempt. Raises LinkError as `place_of`.
         """
         words, values, place = self.place_of(segment, into, rows)
-        if not torn:
+        if not mixed_versions:
             return copy_whole(words, values, place, rows)
         copy_now(values, place, rows)
         return True
 
     def close(self) -> None:
         """Close the wakeup descriptor. The system frees the memory when no process uses it."""
-        if self._bell is not None:
-            self._bell.close()
+        if self._peer_wakeup is not None:
+            self._peer_wakeup.close()
 
 
 def copy_whole(words: memoryview, values: Bytes, place: Bytes, rows: ShardRows | None = None) -> bool:
@@ -339,7 +339,7 @@ def array_of(buffer: Any) -> Bytes:
     return np.frombuffer(buffer, np.uint8) if len(buffer) else np.empty(0, np.uint8)
 
 
-def mailbox(link: object, memory: WorkerMemory | None) -> WorkerMailbox | None:
+def open_mailbox(link: object, memory: WorkerMemory | None) -> WorkerMailbox | None:
     """Return a mailbox on `link`; None if the two ends of the link cannot share memory."""
     if memory is None or not AVAILABLE or not isinstance(link, SharedLink):
         return None
@@ -355,9 +355,9 @@ class ServerMailbox:
         Offer the worker the server's `page`, which has the word ASLEEP, and its descriptor `wakeup`.
         """
         self.link = link
-        box = link.memories.pop(MAILBOX)
-        self._bell = Wakeup(link.descriptors.pop(WAKEUP))
-        self._view, self.words = box.view, box.view.cast("q")
+        block = link.memories.pop(MAILBOX)
+        self._peer_wakeup = Wakeup(link.descriptors.pop(WAKEUP))
+        self._view, self.words = block.view, block.view.cast("q")
         self.seen = 0  # tag of the last request that was read
         self.open = 0  # tag of the request that is not answered yet; 0 = none
         self.number, self._rows = 0, list[list[int]]()  # number and rows of the head that was read last
@@ -431,11 +431,11 @@ class ServerMailbox:
     def wake(self) -> None:
         """Wake the worker if it sleeps. Call a memory fence before."""
         if self.words[WAITS]:
-            self._bell.wake()
+            self._peer_wakeup.wake()
 
     def close(self) -> None:
         """Close the worker's wakeup descriptor. The system frees the memory when no process uses it."""
-        self._bell.close()
+        self._peer_wakeup.close()
 
 
 def offered(link: object) -> bool:
@@ -510,12 +510,12 @@ class GradientBuffer:
             and vector.is_contiguous()
         )
 
-    def lay(self, vector: Tensor, mine: Tensor) -> None:
+    def copy_in(self, vector: Tensor, target: Tensor) -> None:
         """Copy a gradient into `mine`, which is `whole` or a part of this memory."""
-        if self._array is not None and mine is self.whole and vector.dtype == mine.dtype and vector.is_cpu:
+        if self._array is not None and target is self.whole and vector.dtype == target.dtype and vector.is_cpu:
             self._array[:] = vector.numpy() if vector.dim() == 1 else vector.numpy().reshape(-1)
         else:
-            mine.copy_(vector if vector.dim() == 1 else vector.reshape(-1))
+            target.copy_(vector if vector.dim() == 1 else vector.reshape(-1))
 
     def close(self) -> None:
         """Close the descriptor. Tensors in the memory stay valid."""

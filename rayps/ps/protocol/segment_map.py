@@ -39,29 +39,29 @@ class SpaceMap:
     """
 
     version: int
-    holdings: tuple[SegmentHolders, ...]
+    holders: tuple[SegmentHolders, ...]
     addresses: dict[str, str] = field(default_factory=dict)  # server -> address
 
     def by_server(self, segments: Iterable[int]) -> dict[str | None, list[int]]:
         """Group segments by their primary, in the given order; segments without a primary are under None."""
         found: dict[str | None, list[int]] = {}
         for index in segments:
-            found.setdefault(self.holdings[index].primary, []).append(index)
+            found.setdefault(self.holders[index].primary, []).append(index)
         return found
 
     def to_json(self) -> dict[str, Any]:
         """Return the map as JSON-ready data."""
         return {
             "version": self.version,
-            "holdings": [[each.primary, list(each.copies), each.generation] for each in self.holdings],
+            "holdings": [[each.primary, list(each.copies), each.generation] for each in self.holders],
             "addresses": self.addresses,
         }
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
         """Return the map that `to_json` wrote."""
-        holdings = tuple(SegmentHolders(primary, tuple(copies), number) for primary, copies, number in data["holdings"])
-        return cls(data["version"], holdings, dict(data["addresses"]))
+        holders = tuple(SegmentHolders(primary, tuple(copies), number) for primary, copies, number in data["holdings"])
+        return cls(data["version"], holders, dict(data["addresses"]))
 
 
 class StaticMap:
@@ -88,10 +88,10 @@ class StaticMap:
         The caller must publish the map.
         """
         old = self.map
-        held = old.holdings[segment]
-        holdings = list(old.holdings)
-        holdings[segment] = replace(held, generation=held.generation + 1)
-        return SpaceMap(old.version + 1, tuple(holdings), old.addresses | {str(held.primary): address})
+        old_holders = old.holders[segment]
+        holders = list(old.holders)
+        holders[segment] = replace(old_holders, generation=old_holders.generation + 1)
+        return SpaceMap(old.version + 1, tuple(holders), old.addresses | {str(old_holders.primary): address})
 
     def publish(self, found: SpaceMap) -> None:
         """Give a map to all subscriptions of this process if it is newer than the present map; else do nothing."""
@@ -133,7 +133,7 @@ class StaticSubscription:
         self._wakeup.wake()
         self._woken = True
 
-    def look(self) -> SpaceMap | None:
+    def poll(self) -> SpaceMap | None:
         """Return the newest map if it is newer than the last one returned; does not wait."""
         if self._woken:
             self._woken = False
@@ -144,7 +144,7 @@ class StaticSubscription:
         self.map = newer
         return newer
 
-    def seek(self) -> None:
+    def reconnect(self) -> None:
         """Do nothing: there is no manager to connect to, and the owner publishes the maps."""
 
     def fileno(self) -> int:

@@ -32,7 +32,7 @@ class ServerPeer:
         self.paused = False  # it is not read until its space's queue has room
         self.gone = False
         self.applied = 0  # of another server: tag of the last STATE or FORWARD message that was applied
-        self.box: ServerMailbox | None = None
+        self.mailbox: ServerMailbox | None = None
         self.push: WholePush | None = None  # prepared for repetitions of the mailbox's last request
 
 
@@ -40,7 +40,7 @@ class ServerPeer:
 class PeerRequest:
     """A request that arrived by message or by mailbox. `a`, `b` and `weight` depend on its kind: see `GroupMessage`."""
 
-    guest: ServerPeer
+    peer: ServerPeer
     kind: int
     tag: int
     a: int
@@ -54,9 +54,9 @@ class PeerRequest:
     deadline: float = 0.0
 
 
-def fenced(guest: ServerPeer) -> StaleGeneration:
+def fenced(peer: ServerPeer) -> StaleGeneration:
     """Return the error for a connection whose rank now belongs to a newer worker."""
     return StaleGeneration(
-        f"{guest.link.peer} does not hold its rank any more: a newer worker has joined with this rank",
-        peer=guest.link.peer,
+        f"{peer.link.peer} does not hold its rank any more: a newer worker has joined with this rank",
+        peer=peer.link.peer,
     )

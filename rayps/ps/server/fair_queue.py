@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-LINE_BYTES = 64 << 20  # queued bytes of a space above which its connections are not read
+QUEUE_BYTES = 64 << 20  # queued bytes of a space above which its connections are not read
 _ROUNDING = 1e-6  # share of an operation that is ignored, because the bucket's level is rounded
 BURST_SECONDS = 0.25  # a bucket holds as many operations as fit into this time, and at least one
 
@@ -73,46 +73,46 @@ class _SpaceQueue(Generic[T]):
 class FairQueue(Generic[T]):
     """The queues of all spaces, and the choice of the next request. `T` is the type of the requests."""
 
-    def __init__(self, limit: int = LINE_BYTES) -> None:
+    def __init__(self, limit: int = QUEUE_BYTES) -> None:
         self.limit = limit
-        self._lines: dict[int, _SpaceQueue[T]] = {}
+        self._queues: dict[int, _SpaceQueue[T]] = {}
         self._busy: dict[int, _SpaceQueue[T]] = {}  # the queues that are not empty
         self._now = 0.0  # the clock of the queue that was served last
 
     def __len__(self) -> int:
-        return sum(len(line.urgent) + len(line.items) for line in self._busy.values())
+        return sum(len(queue.urgent) + len(queue.items) for queue in self._busy.values())
 
     def put(self, space: int, item: T, size: int, *, counts: bool = True, urgent: bool = False) -> None:
         """Queue a request of `size` bytes.
 
         `counts`: the request counts as an operation of the space's quota. `urgent`: serve it before the space's others.
         """
-        line = self._line(space)
+        queue = self._queue(space)
         if space not in self._busy:
-            self._busy[space] = line
-            line.clock = max(line.clock, self._now)
-        line.bytes += size
+            self._busy[space] = queue
+            queue.clock = max(queue.clock, self._now)
+        queue.bytes += size
         if urgent:
-            line.urgent.append((item, size))
+            queue.urgent.append((item, size))
         else:
-            line.items.append((item, size, counts))
+            queue.items.append((item, size, counts))
 
-    def free(self, space: int) -> bool:
+    def may_skip(self, space: int) -> bool:
         """Return whether a request of this space may be served at once: none waits, and the space has no limit."""
-        line = self._lines.get(space)
-        return not self._busy and (line is None or (line.bucket is None and not line.blocked))
+        queue = self._queues.get(space)
+        return not self._busy and (queue is None or (queue.bucket is None and not queue.blocked))
 
-    def room(self, space: int) -> bool:
+    def has_room(self, space: int) -> bool:
         """Return whether more requests of this space may be read."""
-        line = self._busy.get(space)
-        return line is None or line.bytes < self.limit
+        queue = self._busy.get(space)
+        return queue is None or queue.bytes < self.limit
 
     def next(self, now: float) -> tuple[int, T] | None:
         """Return the next space and its request; None if there is no request, or if all must wait."""
         best, number = None, -1
-        for space, line in self._busy.items():
-            if not line.blocked and (best is None or line.clock < best.clock) and self._ready(line, now):
-                best, number = line, space
+        for space, queue in self._busy.items():
+            if not queue.blocked and (best is None or queue.clock < best.clock) and self._ready(queue, now):
+                best, number = queue, space
         if best is None:
             return None
         self._now = best.clock
@@ -130,62 +130,62 @@ class FairQueue(Generic[T]):
 
     def spent(self, space: int, seconds: float) -> None:
         """Record the seconds of service that a request of the space took."""
-        self._line(space).clock += seconds
+        self._queue(space).clock += seconds
 
     def wake_at(self, now: float) -> float | None:
         """Return when a request that waits for its quota may be served; None if no request waits for it."""
         times = [
-            line.bucket.ready_at()
-            for line in self._busy.values()
-            if line.bucket is not None and not line.blocked and not self._ready(line, now)
+            queue.bucket.ready_at()
+            for queue in self._busy.values()
+            if queue.bucket is not None and not queue.blocked and not self._ready(queue, now)
         ]
         return min(times, default=None)
 
     def limit_rate(self, space: int, rate: float | None, now: float) -> None:
         """Limit a space to `rate` operations per second on this server; None = no limit."""
-        line = self._line(space)
+        queue = self._queue(space)
         if rate is None:
-            line.bucket = None
-        elif line.bucket is None:
-            line.bucket = Bucket(rate, now)
+            queue.bucket = None
+        elif queue.bucket is None:
+            queue.bucket = Bucket(rate, now)
         else:
-            line.bucket.set(rate, now)
+            queue.bucket.set(rate, now)
 
     def block(self, space: int, blocked: bool) -> None:
         """Stop serving a space; with `blocked` False, serve it again."""
-        self._line(space).blocked = blocked
+        self._queue(space).blocked = blocked
 
     def throttled(self, space: int) -> int:
         """Return the number of the space's requests so far that had to wait for the quota."""
-        line = self._lines.get(space)
-        return 0 if line is None else line.throttled
+        queue = self._queues.get(space)
+        return 0 if queue is None else queue.throttled
 
     def queued(self, space: int) -> int:
         """Return the bytes of the space's waiting requests."""
-        line = self._lines.get(space)
-        return 0 if line is None else line.bytes
+        queue = self._queues.get(space)
+        return 0 if queue is None else queue.bytes
 
     def drop(self, space: int) -> list[T]:
         """Remove a space; return its waiting requests."""
-        line = self._lines.pop(space, None)
+        queue = self._queues.pop(space, None)
         self._busy.pop(space, None)
-        if line is None:
+        if queue is None:
             return []
-        return [item for item, _ in line.urgent] + [item for item, _, _ in line.items]
+        return [item for item, _ in queue.urgent] + [item for item, _, _ in queue.items]
 
-    def _line(self, space: int) -> _SpaceQueue[T]:
-        line = self._lines.get(space)
-        if line is None:
-            line = self._lines[space] = _SpaceQueue(clock=self._now)
-        return line
+    def _queue(self, space: int) -> _SpaceQueue[T]:
+        queue = self._queues.get(space)
+        if queue is None:
+            queue = self._queues[space] = _SpaceQueue(clock=self._now)
+        return queue
 
     @staticmethod
-    def _ready(line: _SpaceQueue[T], now: float) -> bool:
-        if line.bucket is None or line.urgent or not line.items[0][2]:
+    def _ready(queue: _SpaceQueue[T], now: float) -> bool:
+        if queue.bucket is None or queue.urgent or not queue.items[0][2]:
             return True
-        if line.bucket.ready(now):
+        if queue.bucket.ready(now):
             return True
-        if not line.waits:
-            line.waits = True
-            line.throttled += 1
+        if not queue.waits:
+            queue.waits = True
+            queue.throttled += 1
         return False

@@ -40,10 +40,10 @@ class ServerActor:
     def __init__(self, server: str, group: str, secret: bytes, manager: str, *, gently: bool = False) -> None:
         """Start the server. `gently`: load its modules at the lowest priority, so that workers keep the cores."""
         if gently and HOST not in sys.modules:
-            quietly(_serving)
+            quietly(_handler)
         self._group, self._address = group, manager
         self._listener = Listener(server, secret, host=host_address())
-        self._host = _serving()(server, self._listener, self._manager, secret, host=socket.gethostname())
+        self._host = _handler()(server, self._listener, self._manager, secret, host=socket.gethostname())
         self._closing = threading.Event()
         self._watch = threading.Thread(target=self._look, daemon=True, name=f"{server}-watch")
         self._watch.start()
@@ -78,7 +78,7 @@ class ServerActor:
                 return
 
 
-def _serving() -> type[GroupServerLoop]:
+def _handler() -> type[GroupServerLoop]:
     """Import torch and the server, warm torch up, and return the class of the server's loop."""
     importlib.import_module("torch").set_num_threads(1)  # several servers share a machine with the workers
     found: Any = importlib.import_module(HOST)

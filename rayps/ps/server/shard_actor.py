@@ -63,7 +63,7 @@ class ShardActor:
         self._packed, self._index, self._secret = factory, index, secret
         self._listener = Listener(f"shard-{index}", secret, host=host or host_address())
         self._loop: GroupServerLoop | None = None
-        self._held: AssignedSegment | None = None
+        self._assigned: AssignedSegment | None = None
 
     def place(self) -> ActorHost:
         """Return the machine on which this shard runs, and the address for workers."""
@@ -86,7 +86,7 @@ class ShardActor:
         lo, hi = space.cuts[plan.segment]
         segment.begin(snapshot.params[lo:hi], snapshot.ledger(lo, hi), snapshot.moments, plan.boundary)
         self._loop = loop = GroupServerLoop(f"shard-{self._index}", self._listener, None, self._secret)
-        self._held = loop.do(lambda: loop.serve(space, plan.segment, plan.generation, segment))
+        self._assigned = loop.do(lambda: loop.serve(space, plan.segment, plan.generation, segment))
 
     def poll(self, wanted: int) -> ShardFacts | None:
         """Return the shard's facts (None before `begin`), and retain the state after round `wanted`."""
@@ -105,9 +105,11 @@ class ShardActor:
 
     def saved(self, rounds: int) -> None:
         """Record that the snapshot after `rounds` rounds is stored elsewhere, so that the pushes in it are durable."""
-        part, held = self.part(rounds), self._held
-        if part is not None and held is not None:
-            held.saved = dict(part.ledger.marks)  # atomic: the loop's thread reads either the old marks or the new ones
+        part, assigned = self.part(rounds), self._assigned
+        if part is not None and assigned is not None:
+            assigned.saved = dict(
+                part.ledger.marks
+            )  # atomic: the loop's thread reads either the old marks or the new ones
 
     def close(self) -> None:
         """Stop serving."""
@@ -117,5 +119,5 @@ class ShardActor:
 
     @property
     def _segment(self) -> DenseSegment | None:
-        found = None if self._held is None else self._held.segment
+        found = None if self._assigned is None else self._assigned.segment
         return found if isinstance(found, DenseSegment) else None

@@ -101,7 +101,7 @@ class TableClient:
         """Pull the rows [n, dim] of a lookup, in the order of `lookup.ids`. Raises LinkError."""
         self.settle()
         rows = self.room(lookup)
-        answers = self.session.exchange(kind, self.asked(lookup, uses), landing=self.landing(lookup, rows))
+        answers = self.session.exchange(kind, self.asked(lookup, uses), outputs=self.landing(lookup, rows))
         self.land(lookup, rows, answers)
         return rows
 
@@ -110,7 +110,7 @@ class TableClient:
         dtype, n = wire_format.DTYPES[self.table.dtype], len(lookup.ids)
         if not n:
             return torch.empty(0, self.table.dim, dtype=dtype)
-        memory = self.session.room(n * self.table.dim * dtype.itemsize)
+        memory = self.session.allocate(n * self.table.dim * dtype.itemsize)
         return torch.from_numpy(memory).view(dtype).view(n, self.table.dim)
 
     def asked(self, lookup: Lookup, uses: bool = False) -> dict[int, Buffer]:
@@ -126,7 +126,7 @@ class TableClient:
 
         Each id needs `row` bytes for its values (0 in a pull), besides the bytes of the id and its count.
         """
-        return wire_format.carved(self.session.room, 40 * (self.table.segments + 1) + len(lookup.ids) * (12 + row))
+        return wire_format.carved(self.session.allocate, 40 * (self.table.segments + 1) + len(lookup.ids) * (12 + row))
 
     def landing(self, lookup: Lookup, rows: Tensor) -> dict[int, Buffer] | None:
         """Return, by segment, the part of `rows` that receives the segment's answer.
