@@ -1,7 +1,7 @@
 """A worker's access to the dense vector of a space: a `GroupServer`, which sends its requests through a `Session`.
 
 With `defer`, a push is sent together with the next request, so that a push and a pull are one request to each server.
-`compress` sets an encoding of pushes that takes fewer bytes, if that is faster.
+`compress` chooses an encoding of pushes that takes fewer bytes, if that is faster.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ Extras = Callable[[], Mapping[int, Any]]
 class GroupServer:
     """A worker's pulls and pushes of the dense vector of a space: all of it, a range, or rows.
 
-    `defer`: a push is sent with the next request. `extras` returns the pieces that a push has for tables, by segment;
-    without it a push has empty pieces for tables. `step` is the number of the next push; -1 = after the last push that
-    the servers have of this rank. `consistent` is the default for the argument of `pull`; None = True, unless the
-    staleness is None.
+    `defer`: a push is sent with the next request. `extras` returns the pieces that a push has for tables, as a dict
+    from segment to piece; without `extras`, a push has empty pieces for tables. `step` is the number of the next push;
+    -1 means the step after the last push of this rank that the servers have. `consistent` is the default of the
+    argument `consistent` of `pull`; None means True unless the staleness is None.
 
     Raises:
         PeerTimeout, PeerLost, StaleGeneration: as `Session.join`.
@@ -57,18 +57,18 @@ class GroupServer:
         if space.layout is None:
             raise ConfigError(f"space {space.name!r} has tables only: there is no vector to pull", field="space")
         self.session, self.rank, self.size, self.dtype = session, session.rank, space.layout.size, space.layout.dtype
-        self.home: Tensor | None = None  # the tensor that receives whole pulls; None = a new tensor each time
+        self.home: Tensor | None = None  # the tensor that receives whole pulls; if None, each gets a new tensor
         self.bytes_moved = 0  # bytes of parameters and gradients, sent and received
         self._last = SegmentReplies({}, 0, 0, 0)  # replies to the last pull; `durable` is also updated by a push
         servers = space.servers
         self.consistent = servers.staleness is not None if consistent is None else consistent
-        self.feedback: ErrorFeedback | None = None  # encodes pushes; None = pushes are not compressed
+        self.feedback: ErrorFeedback | None = None  # encodes pushes; None if pushes are not compressed
         self.extras = extras
         self._defer = defer
         self._vector = VectorSegments(space, space.layout)
         self._lists = IdLists(space.layout, space.cuts)
         self._deferred: _DeferredPush | None = None  # the push that is not sent yet
-        # where the last whole pull was written: the tensor, its pieces and landing places
+        # the last whole pull, for reuse: the tensor, and by segment the pieces and the parts of the tensor
         self._last_whole_pull: tuple[Tensor, dict[int, Any], dict[int, Any]] | None = None
         marks = session.join()
         self.step = min(marks.values()) if step < 0 else step
@@ -80,9 +80,9 @@ class GroupServer:
 
         The values are written to `out` if it is given (a contiguous CPU tensor of as many elements), else to a new
         tensor. With `consistent` all values are of one moment: each push is contained in all of them or in none. With
-        staleness 0 this is so in any case; otherwise servers delay pushes meanwhile, and the pull takes four requests
-        instead of one. Without `consistent`, segments answer independently, and a segment in shared memory may step
-        while it is read, so that its values are of several versions.
+        staleness 0 all pulls are consistent. Otherwise a consistent pull takes four requests instead of one, and
+        servers delay pushes until it has ended. Without `consistent`, segments answer independently, and the server may
+        update a segment in shared memory while the worker reads it. The values are then of several versions.
 
         Raises:
             PeerTimeout: the slowest worker, or a server, sent nothing before the deadline.
@@ -100,10 +100,10 @@ class GroupServer:
     def push(self, value: Tensor | Gradient, weight: float = 1.0, lo: int = 0, rounds: int = 1) -> None:
         """Push a gradient, or a range of it that begins at element `lo`. The push counts as one step.
 
-        If a push of the strategy covers several rounds (`PerPush.spans`), it counts as `rounds` steps: all that the
-        worker has made since its last push. A Gradient has its own weight, the number of its samples. Elements outside
-        the range are not stepped, unless other workers push them in the same round. With `defer`, `value` must not
-        change before the next call of a method of this object.
+        If the strategy's pushes cover several rounds (`PerPush.spans`), the push counts as `rounds` steps, the number
+        of rounds since the worker's last push. A Gradient has its own weight, the number of its samples. Elements
+        outside the range are not stepped, unless other workers push them in the same round. With `defer`, `value` must
+        not change before the next call of a method of this object.
 
         Raises:
             PeerTimeout, PeerLost, StaleGeneration: as `Session.exchange`.
@@ -159,7 +159,7 @@ class GroupServer:
                 time.sleep(LOOK_SECONDS)
 
     def _push_shared(self, vector: Tensor, weight: float, rounds: int) -> bool:
-        """Push a whole gradient through shared memory; return False, without effect, if no server is on this host."""
+        """Push a whole gradient through shared memory. Return False, without effect, if no server is on this host."""
         found = self.session.shared.buffer()
         if found is None:
             return False
@@ -182,9 +182,9 @@ class GroupServer:
             self._last = self._last._replace(durable=answers.durable)
 
     def flush(self) -> None:
-        """Wait until every push is durable: all backups have it, so no failure of one server loses it.
+        """Wait until every push is durable: all backups have it, so the failure of one server does not lose it.
 
-        With staleness 0 this is after the other workers have pushed as many rounds.
+        With staleness 0 a push is durable only after the other workers have pushed as many rounds.
 
         Raises:
             PeerTimeout, PeerLost: as `Session.exchange`.
@@ -198,7 +198,7 @@ class GroupServer:
         """Return the rows of a table with these ids, [len(ids), width], in the order of `ids`, which may repeat.
 
         A table is a parameter of two or more dimensions; `table` is its name, if there are several. The rows are
-        written to `out` if it is given. Waits and raises as `pull`; also raises ConfigError: there is no such table or
+        written to `out` if it is given. Waits and raises as `pull`, and raises ConfigError if there is no such table or
         row.
         """
         self.settle()
@@ -216,10 +216,10 @@ class GroupServer:
         return listed.ids.spread(found, None if out is None else out.view(-1, width))
 
     def push_rows(self, ids: Tensor, rows: Tensor, weight: float = 1.0, table: str | None = None) -> None:
-        """Push a gradient [len(ids), width] of the rows with these ids; rows of the same id are added up.
+        """Push a gradient [len(ids), width] of the rows with these ids; gradients of the same id are added.
 
         The push counts as one step. With staleness 0 the optimizer steps all rows that any worker has pushed in the
-        round, otherwise only these rows; `rayps.ps.protocol.rows.step_rows` says how its state changes.
+        round, otherwise only these rows. `rayps.ps.protocol.rows.step_rows` says how the optimizer's state changes.
 
         Raises:
             ConfigError: there is no such table or row, or `rows` has another shape.
@@ -245,10 +245,10 @@ class GroupServer:
         return found
 
     def buffer(self, size: int, dtype: torch.dtype) -> Tensor:
-        """Return a tensor of `size` zeros; a gradient that is written into its first elements is pushed without a copy.
+        """Return a tensor of `size` zeros. A gradient that is written into its first elements is pushed without a copy.
 
-        Servers of this host read this memory: after a `push`, change it only after the push is acknowledged (`pull` or
-        `settle` has returned). If no server is on this host, it is ordinary memory.
+        Servers of this host read the tensor's memory. After a `push`, change the tensor only when the push is
+        acknowledged (`pull` or `settle` has returned). If no server is on this host, this is ordinary memory.
         """
         found = self.session.shared.buffer()
         if found is None or dtype != self.dtype or size > found.gradient.numel():
@@ -276,7 +276,7 @@ class GroupServer:
 
     @property
     def version(self) -> int:
-        """The number of optimizer steps that the last pulled values contain, the least of the segments."""
+        """The number of optimizer steps that the last pulled values contain: the lowest number of any segment."""
         return self._last.version
 
     @property
@@ -344,12 +344,12 @@ class GroupServer:
         )
 
     def _together(self, consistent: bool | None) -> bool:
-        """Return whether a pull must make all segments stop after the same pushes."""
+        """Return whether a pull must first make all segments stop after the same pushes, to be consistent."""
         return self._vector.independent and (self.consistent if consistent is None else consistent)
 
 
 class VectorSegments:
-    """The segments of a space's dense vector: divides a push or a pull of a range into pieces, by segment."""
+    """The segments of a space's dense vector. Divides a push or a pull of a range into pieces, one for each segment."""
 
     def __init__(self, space: Space, layout: Layout) -> None:
         self.size, self.dtype, self.cuts, self.item = layout.size, layout.dtype, space.cuts, layout.dtype.itemsize
@@ -363,11 +363,14 @@ class VectorSegments:
         return (b - a) * self.item
 
     def to_all(self, pieces: dict[int, Any]) -> dict[int, Any]:
-        """Return `pieces` with an empty piece for every segment, of tables too, that it lacks."""
+        """Return `pieces`, with an empty piece for each segment that it lacks, including segments of tables."""
         return self._nothing | pieces
 
     def pulled(self, out: Any, lo: int, hi: int) -> tuple[dict[int, Any], dict[int, Any]]:
-        """Return the pieces of a pull of the elements lo to hi, and where in the bytes `out` each piece's values go."""
+        """Return the pieces of a pull of the elements lo to hi, and the parts of the bytes `out` for their values.
+
+        Both are dicts from segment.
+        """
         pieces: dict[int, Any] = {}
         places: dict[int, Any] = {}
         for index, (a, b) in enumerate(self.cuts):
@@ -425,7 +428,7 @@ class _DeferredPush(NamedTuple):
     pieces: dict[int, Any]
 
 
-PROBE_ELEMENTS = 1 << 20  # most elements with which `compress` measures
+PROBE_ELEMENTS = 1 << 20  # largest number of elements that `compress` reads and encodes to measure times
 _TRIES = 3  # measurements of which the median counts
 
 
@@ -434,7 +437,7 @@ class PushesWhole(Protocol):
 
     size: int  # elements
     dtype: torch.dtype
-    feedback: ErrorFeedback | None  # encodes pushes; None = pushes are not compressed
+    feedback: ErrorFeedback | None  # encodes pushes; None if pushes are not compressed
 
     @property
     def shares_memory(self) -> bool:
@@ -472,7 +475,7 @@ def compress(server: PushesWhole, compression: str) -> dict[str, Any]:
 def _coded_seconds(name: str, x: Tensor, sending: float) -> float:
     """Estimate the seconds of a compressed push: encoding, decoding, and sending the remaining bytes.
 
-    `line` is the seconds for sending `x` uncompressed.
+    `sending` is the number of seconds for sending `x` uncompressed.
     """
     kind, n = codec(name), x.numel()
     memory = ErrorFeedback(kind, n, x.dtype)
@@ -486,4 +489,4 @@ def _seconds(work: Callable[[], Any]) -> float:
         began = time.perf_counter()
         work()
         found.append(time.perf_counter() - began)
-    return statistics.median(found[1:])  # the first one touches new pages
+    return statistics.median(found[1:])  # without the first call, which also allocates memory pages

@@ -1,7 +1,7 @@
 """A worker's connections to the servers of a space.
 
 `ServerConnection` is one connection with its requests in flight. `ServerConnections` opens a connection when a request
-needs it, closes it when the server dies, and limits how often it tries to reach an unreachable server.
+needs it, closes it when the server dies, and limits the attempts to connect to an unreachable server.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rayps.ps.protocol.space import Space
 
 # seconds of the first, and of the longest, attempt to connect to a server: a dead server may still be in the map
 CALL_SECONDS = (0.1, 2.0)
-PROBE_SECONDS = 0.002  # seconds to find out whether a server that was lost listens at all
+PROBE_SECONDS = 0.002  # longest time to find out whether a server that was lost accepts connections at all
 # seconds of the first, and of the longest, pause before the next request to a server that refused one or was lost
 PAUSE_SECONDS = (0.005, 0.1)
 NAP_SECONDS = 0.05  # seconds between two checks while a segment has no primary
@@ -64,9 +64,9 @@ class ServerConnections:
         resident: bool = True,
         first: Callable[[str], int] | None = None,
     ) -> None:
-        """With `resident`, share memory with servers of this host.
+        """Subscribe to the map. `timeout` is in seconds. With `resident`, share memory with servers of this host.
 
-        `first(server)` returns the first step that this worker can repeat to a server; the server counts missing pushes
+        `first(server)` returns the first step that this worker can repeat to a server. The server counts missing pushes
         below this step as lost.
         """
         self.space, self.rank, self.name, self.timeout = space, rank, name, timeout
@@ -80,11 +80,11 @@ class ServerConnections:
         self.memory = WorkerMemory() if resident and AVAILABLE else None
         self.fence = Fence()
         self._incarnation, self._first = incarnation, first
-        self.backoffs: dict[str, _Backoff] = {}  # by server: those that refused a request or were lost
+        self.backoffs: dict[str, _Backoff] = {}  # server -> its pauses, if it refused a request or was lost
         self._joins = 0
 
     def newer(self) -> set[int] | None:
-        """Apply a newer map, if there is one; return the segments whose primary or generation changed."""
+        """Apply a newer map and return the segments whose primary or generation changed, or None if there is none."""
         found = self.map_subscription.poll()
         if found is None:
             return None
@@ -111,9 +111,9 @@ class ServerConnections:
         return changed
 
     def to(self, server: str) -> ServerConnection | None:
-        """Return the connection to a server; open it and send JOIN if there is none.
+        """Return the connection to a server. If there is none, open it and send JOIN.
 
-        None: the server is unreachable, or the pause before the next attempt is not over.
+        Returns None if the server is unreachable, or the pause before the next attempt has not ended.
 
         Raises:
             PeerLost: the server died, and will not be replaced.
@@ -141,8 +141,8 @@ class ServerConnections:
     def _connect(self, address: str, backoff: _Backoff, known_trouble: bool) -> Link | None:
         """Connect to a server; return None if it is too slow, or does not listen.
 
-        `known_trouble`: the server has been lost or has refused a request, so probe first whether it listens. Raises
-        LinkError: the server does not listen, and will not be replaced.
+        `known_trouble`: the server was lost or has refused a request, so a short first attempt checks whether it
+        listens. Raises LinkError if the server does not listen, and will not be replaced.
         """
         patience = min(backoff.connect_seconds, max(0.001, self.deadline - time.monotonic()))
         for seconds in (PROBE_SECONDS, patience) if known_trouble else (patience,):
@@ -160,7 +160,7 @@ class ServerConnections:
         return None
 
     def join(self, connection: ServerConnection) -> None:
-        """Send a JOIN with this rank and incarnation; the server answers JOINED."""
+        """Send JOIN with this rank and incarnation. The server will answer JOINED."""
         self._joins -= 1
         connection.joined, connection.joining = False, self._joins
         try:
@@ -187,7 +187,7 @@ class ServerConnections:
             passing("session: lost, not sent again")
 
     def refused(self, server: str) -> None:
-        """Begin a pause in which this server is sent nothing: it does not serve the segments, or not yet."""
+        """Begin a pause in which this server is sent nothing, because it does not serve the segments, or not yet."""
         self._backoff(server).extend()
 
     def answered(self, server: str) -> None:
@@ -195,7 +195,7 @@ class ServerConnections:
         self.backoffs.pop(server, None)
 
     def wait(self, unsent: list[int]) -> None:
-        """Wait until an answer or a map arrives, or it is time to try again to send requests to the segments `unsent`.
+        """Wait until an answer or a map arrives, or until requests to the segments `unsent` may be tried again.
 
         Raises:
             PeerTimeout: the deadline has passed; the error names the servers that did not answer.
@@ -274,7 +274,7 @@ class ServerConnections:
 
 
 def take_seat(source: StaticMap, space: Space, rank: int, timeout: float) -> int:
-    """Return a new incarnation of a rank of a space without a manager: the server of segment 0 counts incarnations.
+    """Return a new incarnation of a rank, in a space without a manager. The server of segment 0 counts incarnations.
 
     Raises:
         PeerTimeout, PeerLost: the server does not answer.
@@ -312,8 +312,8 @@ class SegmentRequest:
     kind: GroupMessage
     step: int
     weight: float
-    pieces: dict[int, Any]  # by segment: a buffer; once a push was sent by message, a view of one of `buffers`
-    outputs: dict[int, Any] | None = None  # by segment: writable buffers for the values
+    pieces: dict[int, Any]  # segment -> buffer; after a push was sent by message, a view of one of `buffers`
+    outputs: dict[int, Any] | None = None  # segment -> writable buffer for its values
     answers: dict[int, Any] = field(default_factory=dict)
     unsent: dict[int, None] = field(default_factory=dict)  # an ordered set
     open: int = 0
@@ -321,17 +321,17 @@ class SegmentRequest:
     version: int | None = None
     durable: int | None = None
     buffers: list[Any] = field(default_factory=list)  # payloads of sent messages; their memory is reused afterwards
-    repeated: bool = False  # a push out of the replay buffer, which owns its memory
+    repeated: bool = False  # a push from the replay buffer, which owns its memory
     by_message: bool = False  # it must be sent as a message, not by mailbox
-    mixed_versions: bool = False  # the values that are read of a segment may be of several versions
-    asked_rows: Mapping[int, ShardRows] = field(default_factory=dict)  # by segment: the rows that a pull asks for
+    mixed_versions: bool = False  # the values of one segment may be of several versions
+    asked_rows: Mapping[int, ShardRows] = field(default_factory=dict)  # segment -> rows that a pull asks for
 
     def __post_init__(self) -> None:
         self.unsent = dict.fromkeys(self.pieces)
         self.open = len(self.pieces)
 
     def answered(self, segments: list[int], message: Message) -> None:
-        """Record that these segments have answered; `land` records the values of the answer."""
+        """Record that these segments have answered. `copy_values` then takes the values of the answer."""
         durable = int(message.weight)
         self.open -= len(segments)
         self.durable = durable if self.durable is None else min(durable, self.durable)
@@ -342,7 +342,7 @@ class SegmentRequest:
             self.answers.update(dict.fromkeys(segments, EMPTY))
 
     def copy_values(self, server: str, payload: Any) -> None:
-        """Copy the values of an answer to their landing places. Raises LinkError: the sizes differ."""
+        """Copy the values of an answer to the buffers in `outputs`. Raises LinkError if the sizes differ."""
         for index, _, data in unpack(payload):
             place = None if self.outputs is None else self.outputs.get(index)
             if place is None:
@@ -367,7 +367,7 @@ class InFlight:
     request: SegmentRequest
     segments: list[int]
     by_mailbox: bool = False
-    outs: dict[int, Any] = field(default_factory=dict)  # by segment: where a server writes rows that are copied later
+    outs: dict[int, Any] = field(default_factory=dict)  # segment -> memory in which the server writes its rows first
 
     def mark_unsent(self) -> None:
         """Mark this part of the request as unsent."""
@@ -375,21 +375,21 @@ class InFlight:
 
 
 class ServerConnection:
-    """A worker's connection to one server, the requests in flight on it, and the mailbox if they share memory."""
+    """A worker's connection to one server, the requests in flight on it, and the mailbox if both share memory."""
 
     def __init__(self, server: str, link: Link, mailbox: WorkerMailbox | None = None) -> None:
         self.server, self.link, self.mailbox = server, link, mailbox
-        self.flights: dict[int, InFlight] = {}  # by tag
-        self.marks: dict[int, int] = {}  # by segment: the rank's next step when it joined
+        self.flights: dict[int, InFlight] = {}  # tag -> part of a request
+        self.marks: dict[int, int] = {}  # segment -> the rank's next step when it joined
         self.joined = False
         self.joining = -1  # tag of the unanswered JOIN
         self._scratch = np.empty(0, np.uint8)
         self._seen = 0  # bytes that the link had received when `next` last found no complete message
 
     def send(self, message: Message, payload: Any) -> None:
-        """Send what the socket accepts now; the rest is sent while answers are awaited.
+        """Send what the socket accepts now. The rest is sent while the session waits for answers.
 
-        Raises LinkError: the connection is lost.
+        Raises LinkError if the connection is lost.
         """
         self.link.queue(message, payload, copy=False)
 
@@ -427,9 +427,9 @@ class ServerConnection:
         return select.POLLIN | (self.link.interest if self.link.queued else 0)
 
     def next(self) -> Message | None:
-        """Return the next message; None if none has arrived. Raises LinkError: the connection is lost.
+        """Return the next message, or None if none has arrived. Raises LinkError if the connection is lost.
 
-        The payload of a VALUE whose request has landing places is valid until the next call.
+        The payload of a VALUE whose request has `outputs` is valid until the next call.
         """
         link = self.link
         head = link.peek()
@@ -462,8 +462,8 @@ FIND_SECONDS = 0.25  # limit of one such attempt in seconds
 class MapSubscription:
     """One space's map, updated over a link to the manager. For one thread.
 
-    An outdated map is safe, because servers refuse requests to segments that they do not hold. So this object looks for
-    a manager that was lost only while a request waits for a newer map.
+    An outdated map is safe, because servers refuse requests to segments that they do not hold. So this object connects
+    to a manager that was lost only while a request waits for a newer map.
 
     Raises:
         PeerLost, PeerTimeout: no manager answers.
@@ -477,7 +477,7 @@ class MapSubscription:
         self._find = contact if callable(contact) else None
         self._space, self._name = space, name
         self._link: Link | None = None
-        self._next = 0.0  # when to look for a lost manager again
+        self._next = 0.0  # time of the next attempt to connect to a lost manager
         deadline = time.monotonic() + timeout
         self._connect(timeout)
         found: SpaceMap | None = None
@@ -494,7 +494,7 @@ class MapSubscription:
         self.map = found
 
     def poll(self) -> SpaceMap | None:
-        """Return a newer map; None if none has arrived. Does not wait. Raises NotFound: the space is closed."""
+        """Return a newer map, or None if none has arrived. Does not wait. Raises NotFound if the space is closed."""
         link = self._link
         if link is None:
             return None
@@ -510,7 +510,7 @@ class MapSubscription:
         return newer
 
     def reconnect(self) -> None:
-        """Connect to a manager that was lost, at most every RETRY_SECONDS; does nothing while connected."""
+        """Try to connect to a manager that was lost, at most once in RETRY_SECONDS. Do nothing while connected."""
         now = time.monotonic()
         if self._link is None and now >= self._next:
             self._next = now + RETRY_SECONDS
@@ -525,7 +525,7 @@ class MapSubscription:
         return self._link is None
 
     def fileno(self) -> int:
-        """Return the descriptor that is readable when `look` may find a map; -1 while the manager is lost."""
+        """Return the descriptor that is readable when `poll` may return a map, or -1 while the manager is lost."""
         return -1 if self._link is None else self._link.fileno()
 
     def hang_up(self) -> None:

@@ -1,7 +1,8 @@
-"""Send a request to one server, and read its answer: through shared memory if possible, else by message.
+"""Send a request to one server, and read the answer: through shared memory if possible, else by message.
 
-On one host a request goes into the server's mailbox (`rayps.ps.protocol.mailbox`): its pieces are in memory that the
-server reads, and the worker copies values out of the server's memory. Otherwise the pieces are packed into one payload.
+To a server on the same host, a request is written into a mailbox (`rayps.ps.protocol.mailbox`). Its pieces are in
+memory that the server reads, and the worker copies values from the server's memory. To other servers the pieces are
+sent as one payload.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ class RequestSender:
         return self._tag
 
     def send(self, connection: ServerConnection, request: SegmentRequest, segments: list[int], patience: int) -> None:
-        """Send the part of a request for these segments, which the server holds; `signal` must follow.
+        """Send the part of a request for these segments of one server. Call `signal` afterwards.
 
-        `patience` is how long the server may delay the answer, in milliseconds. A connection that fails is closed, and
-        the segments remain unsent.
+        `patience` is the time that the server may delay the answer, in milliseconds. If the connection fails, it is
+        closed, and the segments remain unsent.
         """
         if not self._send_by_mailbox(connection, request, segments, patience):
             self._send_by_message(connection, request, segments, patience)
@@ -109,9 +110,10 @@ class RequestSender:
     def _row(
         self, memory: WorkerMemory, request: SegmentRequest, index: int, outs: dict[int, Any]
     ) -> tuple[int, ...] | None:
-        """Return a segment's row in the head of a mailbox; None if the request must be sent by message.
+        """Return a segment's row in the head of a mailbox, or None if the request must be sent by message.
 
-        If a server cannot write the rows of a table to their landing place, `outs` gets other memory for them.
+        If the server cannot access the buffer for a table's rows, `outs` gets other memory, from which the rows are
+        copied later.
         """
         dense, place, size = index < len(self._connections.space.cuts), 0, 0
         if not dense and request.kind != GroupMessage.PUSH:
@@ -146,9 +148,10 @@ class RequestSender:
         return tag
 
     def read(self, mailbox: WorkerMailbox, flight: InFlight) -> dict[int, Any]:
-        """Copy the values of an answer out of shared memory to their landing places.
+        """Copy the values of an answer from shared memory to the request's `outputs`.
 
-        Return the landing places, by segment, whose values changed during every attempt: request them by message.
+        Return a dict from segment to output buffer, for the segments whose values changed during every attempt. Their
+        values must be requested by message.
         """
         request, dense = flight.request, len(self._connections.space.cuts)
         changed: dict[int, Any] = {}
@@ -172,7 +175,7 @@ class RequestSender:
 
 
 class BufferPool:
-    """Memory for payloads, which is reused: the first write to new pages costs as much as the copy of a payload."""
+    """Memory for payloads. It is reused, because the first write to new pages costs as much as copying a payload."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[Any]] = {}
@@ -183,7 +186,7 @@ class BufferPool:
         return free.pop() if free else memoryview(np.empty(size, np.uint8))  # type: ignore[arg-type]
 
     def give(self, buffers: list[Any]) -> None:
-        """Return buffers to the pool; nothing may read them any more."""
+        """Return buffers to the pool. No other object may use them any more."""
         for buffer in buffers:
             if len(buffer) >= POOLED_BYTES:
                 free = self._free.setdefault(len(buffer), [])

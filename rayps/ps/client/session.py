@@ -1,10 +1,10 @@
 """A worker's session with the servers of one space: it sends each request to the primaries of the segments.
 
 An acknowledged push is not lost as long as one server that has it lives, and each push is applied once. When a server
-dies or a segment moves, the session repeats the pushes that only the former primary had
-(`rayps.ps.client.replay_buffer`), and then sends the unanswered requests, to the segment's new primary; the segment's
-ledger drops a push that it has already. An exchange sends its requests to all servers before it reads an answer. Li et
-al., OSDI 2014, section 4.1.
+dies or a segment moves, the session first repeats to the segment's new primary the pushes that only the former primary
+had (`rayps.ps.client.replay_buffer`). Then it sends the unanswered requests there. The segment's ledger ignores a push
+that the segment has already. An exchange sends its requests to all servers before it reads an answer. Li et al.,
+OSDI 2014, section 4.1.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ _PATIENT = frozenset({GroupMessage.PULL, GroupMessage.PUSH_PULL, GroupMessage.RE
 class SegmentReplies(NamedTuple):
     """The answers to a request.
 
-    `pieces`: the values, by segment; EMPTY if they were written to a landing place. `lead`: the number of rounds that
-    this rank is ahead of the slowest. `version`: the least number of optimizer steps of the segments. `durable`: the
-    step of this rank below which all pushes are durable.
+    `pieces`: a dict from segment to its values, or to EMPTY if they were written to an output buffer. `lead`: the
+    number of rounds that this rank is ahead of the slowest. `version`: the lowest number of optimizer steps of any
+    segment. `durable`: the step of this rank below which all pushes are durable.
     """
 
     pieces: dict[int, Any]
@@ -62,15 +62,15 @@ class SegmentReplies(NamedTuple):
 
 
 class Session:
-    """The requests of one rank to a space's servers. For one thread; another thread uses a `reader()` of its own.
+    """The requests of one rank to a space's servers. For one thread; every other thread needs its own `reader()`.
 
     `source` is a manager's {"address", "secret"}, a function that returns it, or a `StaticMap`. `incarnation` is the
     number of this process among those that had the rank (`ManagerClient.join`); servers refuse all but the last one.
     `timeout` is in seconds. `keep` is the size of the replay buffer in bytes. `lost` returns the segments that are lost
     for good; without it the session waits for lost segments until the deadline, because they may be loaded again. Rank
     -1 loads and reads, and never pushes. With `resident=False` no memory is shared with servers of this host. With
-    `pushes=False` this session does not report pushes as lost to a restored server: the session of the rank that
-    pushes does.
+    `pushes=False` this session does not report pushes as lost to a restored server, because another session of the
+    rank does so.
 
     Raises:
         PeerLost, PeerTimeout: the manager does not answer.
@@ -106,8 +106,8 @@ class Session:
         self._lock = threading.RLock()  # held during an exchange, because `catch_up` may run in another thread
         self._readers: weakref.WeakSet[Session] = weakref.WeakSet()
         self._requests: list[SegmentRequest] = []  # of the present exchange, in the order in which they are sent
-        # segments whose new primary may lack pushes of this rank, and the connection on which the primary was asked for
-        # this rank's next step (`_ask_marks`); None = it was not asked yet
+        # segments whose new primary may lack pushes of this rank -> the connection on which the primary was asked for
+        # this rank's next step (`_ask_marks`), or None if it was not asked yet
         self._unsure_segments: dict[int, ServerConnection | None] = {}
 
     @property
@@ -138,7 +138,7 @@ class Session:
         return made
 
     def join(self) -> dict[int, int]:
-        """Connect to all servers; return this rank's next step by segment.
+        """Connect to all servers; return a dict from segment to this rank's next step.
 
         Rank -1 has no steps, and need not join.
 
@@ -178,11 +178,11 @@ class Session:
     ) -> SegmentReplies:
         """Send a request to the segments in `pieces`, and return all answers.
 
-        `pieces`: buffers by segment, which may change when this has returned. `step`: the step of a push or a pull, or
-        the round of a PART. `landing`: by segment, a writable buffer of the size of the values; without one the values
-        are in new memory. `rows`: by segment, the rows for which the piece of a PULL asks; with them, the rows can be
-        read in a server's shared memory. `torn`: a segment may step while it is read there. A PUSH_PULL pulls only
-        segments of the dense vector.
+        `pieces`: a dict from segment to buffer; the buffers may change when this has returned. `step`: the step of a
+        push or a pull, or the round of a PART. `outputs`: a dict from segment to a writable buffer of the size of its
+        values; the values of other segments are in new memory. `rows`: a dict from segment to the rows for which the
+        piece of a PULL asks; with it, the rows can be read in a server's shared memory. `mixed_versions`: values that
+        are read there may be of several versions. A PUSH_PULL pulls only segments of the dense vector.
 
         Raises:
             PeerTimeout: servers did not answer, or the slowest rank did not push, in time; the error names them.
@@ -222,7 +222,7 @@ class Session:
     ) -> SegmentReplies:
         """Pull as `exchange` does, from all dense segments in one state: each push is in all of them or in none.
 
-        Servers delay pushes meanwhile. All pushes of this rank must be acknowledged before.
+        Servers delay pushes during the pull. All pushes of this rank must be acknowledged before the call.
 
         Raises:
             PeerTimeout: a push that one server has did not reach another server, or no pull succeeded in time.
@@ -236,11 +236,11 @@ class Session:
             except PeerTimeout as error:
                 if not error.data.get("behind") or time.monotonic() > deadline:
                     raise
-                continue  # a worker that must repeat a push may have waited for a server that this reader held
+                continue  # a worker may have been unable to repeat a push, because this reader held the server
             finally:
                 self.notify(GroupMessage.RELEASE, 0)
             if self._connections.breaks == breaks and time.monotonic() - began < self.timeout:
-                return found  # no segment has moved, and no server has ended the hold
+                return found  # no segment has moved, and no server has ended this reader's hold
             if time.monotonic() > deadline:
                 raise PeerTimeout(
                     f"no consistent pull of space {self.space.name!r} succeeded within {self.timeout:g} s, because "
@@ -268,7 +268,7 @@ class Session:
             self.exchange(GroupMessage.AIM, late)
 
     def allocate(self, size: int) -> Any:
-        """Return `size` bytes, not zeroed, for a piece or a landing place; servers of this host can access them."""
+        """Return `size` bytes, not zeroed, for a piece or an output. Servers of this host can access them."""
         memory = self._connections.memory
         return np.empty(size, np.uint8) if memory is None else memory.allocate(size)
 
@@ -291,8 +291,8 @@ class Session:
     ) -> SegmentReplies | None:
         """Push the whole gradient and pull the whole vector through shared memory: a PUSH_PULL in fewer calls.
 
-        `pieces` is the result of `shared.pieces`. Returns None, without effect, if `exchange` must do it: a server does
-        not share memory, or a request is in flight. Raises as `exchange`.
+        `pieces` is the result of `shared.pieces`. Returns None, without effect, if a server does not share memory, or a
+        request is in flight; the caller must then use `exchange`. Raises as `exchange`.
         """
         with self._lock:
             return self._push_pull_unlocked(step, weight, pieces, outputs, mixed_versions=mixed_versions)
@@ -356,8 +356,8 @@ class Session:
     def flush(self) -> None:
         """Wait until every push of this rank is durable: all backups have it.
 
-        With staleness 0 this is after the other workers have pushed as many rounds. With a static map it returns at
-        once, because the servers have no backups.
+        With staleness 0 a push is durable only after the other workers have pushed as many rounds. With a static map
+        this returns immediately, because the servers have no backups.
 
         Raises:
             PeerTimeout, PeerLost: as `exchange`.
@@ -376,9 +376,9 @@ class Session:
         self._connections.close()
 
     def catch_up(self) -> None:
-        """Repeat the pushes that a restored server lacks, unless an exchange has done so.
+        """Repeat the pushes that a restored server lacks, unless an exchange has repeated them.
 
-        Any thread may call this: it waits for the end of the present exchange, and the next exchange waits for it.
+        Any thread may call this. It waits for the end of the present exchange, and the next exchange waits for its end.
 
         Raises:
             PeerTimeout, PeerLost: as `exchange`.
@@ -397,7 +397,7 @@ class Session:
         return now
 
     def _run(self, requests: list[SegmentRequest]) -> None:
-        """Send requests, after the pushes that a failed exchange has left to repeat, and wait for all answers."""
+        """Send requests, after the pushes that must be repeated since a failed exchange, and wait for all answers."""
         with self._lock:
             began = self._begin()
             self._requests += requests
@@ -441,18 +441,18 @@ class Session:
         self._requests = self._repeated(range(self.space.segments)) if cut_off else []
 
     def _repeated(self, segments: Collection[int], marks: Mapping[int, int] | None = None) -> list[SegmentRequest]:
-        """Return the retained pushes to these segments as requests; `marks`: by segment, the first step to repeat."""
+        """Return the retained pushes to these segments as requests; `marks`: segment -> the first step to repeat."""
         return [
             SegmentRequest(GroupMessage.PUSH, p.step, p.weight, p.pieces, repeated=True, by_message=True)
             for p in self.replay_buffer.of(segments, marks)  # a server receives messages in this order
         ]
 
     def _first(self, server: str) -> int:
-        """Return the first step that can be repeated to a server; -1: nothing was pushed to it."""
+        """Return the first step that can be repeated to a server, or -1 if one of its segments has had no push."""
         return self.replay_buffer.oldest(index for index, held in enumerate(self.map.holders) if held.primary == server)
 
     def _ask_marks(self) -> None:
-        """Ask new primaries for this rank's next step, by a JOIN; `_joined` handles the answer."""
+        """Send JOIN to new primaries to learn this rank's next step there. `_joined` handles the answers."""
         for server, segments in self.map.by_server(list(self._unsure_segments)).items():
             connection = None if server is None else self._connections.to(server)
             if (
@@ -479,7 +479,7 @@ class Session:
             self._connections.refused(connection.server)
 
     def _send_all(self) -> None:
-        """Send unsent requests to the present primaries; in each segment, repeated pushes before any other request."""
+        """Send unsent requests to the present primaries. To each segment, repeated pushes are sent first."""
         if self._unsure_segments:
             self._ask_marks()
         behind = set(self._unsure_segments)  # segments whose primary may lack earlier pushes
@@ -568,7 +568,8 @@ class Session:
             return
         if message.kind not in (GroupMessage.ACK, GroupMessage.VALUE):
             raise LinkError(
-                f"{connection.server!r} answered with a message of kind {message.kind}, where ACK or VALUE was expected",
+                f"{connection.server!r} answered with a message of kind {message.kind}, where ACK or VALUE was "
+                "expected",
                 peer=connection.server,
             )
         self._answered(connection, flight, message)
@@ -576,7 +577,7 @@ class Session:
             flight.request.copy_values(connection.server, message.payload)
 
     def _answered(self, connection: ServerConnection, flight: InFlight, message: Message) -> None:
-        """Record that a request has taken effect; retain a push that is not durable."""
+        """Record that a request was answered. If it is a push that is not durable, retain it."""
         request, segments, durable = flight.request, flight.segments, int(message.weight)
         self._connections.answered(connection.server)
         if request.kind in PUSHES and not request.repeated:
@@ -590,7 +591,10 @@ class Session:
     # ---- a newer map
 
     def _apply_map(self) -> None:
-        """Apply a newer map: mark requests to segments with a new primary as unsent, and the segments as unsure."""
+        """Apply a newer map: mark the requests to segments with a new primary as unsent.
+
+        The new primaries of segments that may lack pushes of this rank are asked for the rank's next step.
+        """
         changed = self._connections.newer()
         if not changed:
             return
@@ -609,7 +613,7 @@ class Session:
 class LossCheck:
     """Detects that segments for which a session waits are lost for good.
 
-    `lost` returns the segments of the space that are lost for good; None = never check.
+    `lost` returns the segments of the space that are lost for good; if it is None, `check` does nothing.
     """
 
     def __init__(self, space: str, lost: Callable[[], Collection[int]] | None) -> None:
@@ -627,7 +631,7 @@ class LossCheck:
         self._due = now + ASK_SECONDS
 
     def check(self, awaited: Iterable[int]) -> None:
-        """Raise PeerLost if awaited segments are lost. Calls `lost` at most once in ASK_SECONDS."""
+        """Raise PeerLost if `awaited` segments are lost. Calls `lost` at most once in ASK_SECONDS."""
         if self.lost is None or not self._moved or time.monotonic() < self._due:
             return
         self._due = time.monotonic() + ASK_SECONDS

@@ -1,4 +1,4 @@
-"""The usual exchange in few calls: push the whole gradient, and pull the whole vector, through servers' mailboxes."""
+"""The most frequent exchange in few calls: push the whole gradient and pull the whole vector, through mailboxes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LOOK_MS = 1000  # milliseconds between two checks of the deadline
 
 
 class WholeExchangePart:
-    """The part of a `Turn` that concerns one server: the request, and where its values are copied."""
+    """The part of a `WholeExchange` that concerns one server: the request, and where its values are copied."""
 
     __slots__ = ("_offers", "_outputs", "_reads", "connection", "head", "mailbox", "segments", "words")
 
@@ -40,9 +40,7 @@ class WholeExchangePart:
         self.words = mailbox.words
         self._outputs: Mapping[int, Any] | None = None
         self._offers = -1  # number of memories that the server had offered when `_reads` was made
-        self._reads: list[
-            tuple[memoryview, Bytes, Bytes]
-        ] = []  # a segment's words, its values, and their landing place
+        self._reads: list[tuple[memoryview, Bytes, Bytes]] = []  # a segment's words, its values, and the output buffer
 
     @property
     def answered(self) -> bool:
@@ -51,10 +49,10 @@ class WholeExchangePart:
         return found
 
     def take(self, outputs: Mapping[int, Any], mixed_versions: bool) -> tuple[int, int, int] | None:
-        """Copy the values of an answer to their landing places; return the answer's version, lead and durable step.
+        """Copy the values of an answer to `outputs`; return the answer's version, lead and durable step.
 
-        None: the answer comes by message, or a segment changed during every attempt to read it. Raises LinkError: the
-        server did not offer its memory of a segment.
+        Returns None if the answer comes by message, or a segment changed during every attempt to read it. Raises
+        LinkError if the server did not offer its memory of a segment.
         """
         version, lead, durable, where, offers = self.mailbox.answer()
         if where != BY_MEMORY:
@@ -76,7 +74,7 @@ class WholeExchangePart:
 class WholeExchange:
     """The prepared requests of an exchange of the whole vector, one for each server.
 
-    They are valid for one map, one set of connections and one gradient buffer.
+    The requests are valid for one map, one set of connections and one gradient buffer.
     """
 
     def __init__(
@@ -96,7 +94,7 @@ class WholeExchange:
 
     @classmethod
     def of(cls, connections: ServerConnections, space: Space) -> WholeExchange | None:
-        """Prepare the requests; return None if there are tables, or not all servers are joined and share memory."""
+        """Prepare the requests. Return None if the space has tables, or a server is not joined or shares no memory."""
         memory, layout = connections.memory, space.layout
         if memory is None or layout is None or space.segments > len(space.cuts):
             return None
@@ -110,7 +108,7 @@ class WholeExchange:
             try:
                 if not connection.mailbox.ready or not connection.mailbox.offer():
                     return None
-            except LinkError:  # the server has died: `Session.exchange` detects it, and repeats what the server lacks
+            except LinkError:  # the server has died: `Session.exchange` detects this, and repeats the lost pushes
                 return None
             rows = [
                 (
@@ -143,7 +141,7 @@ class WholeExchange:
         return True
 
     def wait(self, connections: ServerConnections, part: WholeExchangePart) -> bool:
-        """Wait for the answer of a server; return False if a link becomes readable first, or the deadline passes."""
+        """Wait for a server's answer; return False if a link becomes readable before, or the deadline passes."""
         words, tag, wakeup = part.words, part.mailbox.tag, self._memory.wakeup
         while words[ANSWERED] != tag:
             words[WAITS] = 1
@@ -168,7 +166,7 @@ class SharedGradient:
         self._whole: tuple[GradientBuffer, dict[int, Any]] | None = None
 
     def buffer(self) -> GradientBuffer | None:
-        """Return the memory of the gradient; None if no connected server is on this host."""
+        """Return the memory of the gradient, or None if no connected server is on this host."""
         connections = self._connections
         if self._plan is not None and self._plan.is_valid(connections):
             return self._plan.gradients
@@ -181,7 +179,7 @@ class SharedGradient:
         return memory.gradient(layout.size, layout.dtype) if shares else None
 
     def pieces(self, gradients: GradientBuffer) -> dict[int, Any]:
-        """Return the pieces of a push of the whole gradient, by segment."""
+        """Return a push of the whole gradient as a dict from segment to piece."""
         if self._whole is None or self._whole[0] is not gradients:
             shared, item = flat_bytes(gradients.whole), gradients.whole.element_size()
             self._whole = (
@@ -191,7 +189,10 @@ class SharedGradient:
         return self._whole[1]
 
     def exchange_of(self, pieces: Mapping[int, Any]) -> WholeExchange | None:
-        """Return the requests that push `pieces`; None if this is not the whole gradient, or requests are in flight."""
+        """Return the exchange that pushes `pieces`, the result of the method `pieces`.
+
+        Returns None if `pieces` is something else, requests are in flight, or not all servers share memory.
+        """
         connections, plan = self._connections, self._plan
         if plan is None or not plan.is_valid(connections):
             plan = self._plan = WholeExchange.of(connections, connections.space) if connections.open else None

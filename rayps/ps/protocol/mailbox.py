@@ -1,16 +1,16 @@
 """A worker's requests to a server on the same host, through shared memory: nothing is sent on the connection.
 
 A mailbox is a block of shared memory that holds one request at a time: its kind, step and weight, and a *head* with one
-row for each segment. A row has the segment, its generation, the place and size of its piece, and the place and size of
-its answer. A *place* is the number of one of the worker's shared memories, and an offset in it. The worker writes its
-pieces there, and the server writes the rows of tables there. The worker reads the values of a dense segment in the
-server's own shared memory (`SharedSlice`). Any other answer (an error, STALE) is sent as a message, and the answer in
-the mailbox says so.
+row for each segment. A row has the segment, its generation, the place and size of the request's piece, and the place
+and size of the answer. A *place* is the number of one of the worker's shared memories, and an offset in that memory.
+The worker writes its pieces there, and the server writes the rows of tables there. The worker reads the values of a
+dense segment in the server's own shared memory (`SharedSlice`). Any other answer (an error, STALE) is sent as a
+message, and the answer in the mailbox says so.
 
-Each side sleeps until its wakeup descriptor (an eventfd) is written, and the other side writes it only if it must: a
-side first sets a word in shared memory (the server ASLEEP, the worker WAITS), then checks once more for work, then
-sleeps. While a request is unanswered, the worker must not change the piece, and must not use the place of the answer. A
-worker that gives up an unanswered request uses new memory from then on (`WorkerMemory.retire`).
+Each side sleeps until its wakeup descriptor (an eventfd) is written. Before it sleeps, a side sets a word in shared
+memory (the server ASLEEP, the worker WAITS), and then checks once more for work. The other side writes the descriptor
+only if this word is set. While a request is unanswered, the worker must not change the piece, and must not use the
+place of the answer. A worker that gives up an unanswered request uses new memory from then on (`WorkerMemory.retire`).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from rayps.ps.protocol.rows import Bytes, ShardRows
 MAILBOX, SERVER, WAKEUP, MEMORY, SEGMENT = 16, 17, 18, 1 << 10, 1 << 20
 
 MAILBOX_BYTES = 1 << 14
-# indices of int64 words in a mailbox: the tag of the last request, with the request after it; the tag of the last
-# answer, with the answer after it; and a word that is 1 while the worker sleeps
+# indices of int64 words in a mailbox: the tag of the last request, before the request itself; the tag of the last
+# answer, before the answer itself; and a word that is 1 while the worker sleeps
 ASKED, ANSWERED, WAITS = 0, 8, 16
 HEAD = 256  # byte at which the head begins
 ROW = 6  # words in a row of the head
@@ -99,9 +99,9 @@ class WorkerMemory:
     """The shared memories of one session, in which servers of this host read pieces and write answers."""
 
     def __init__(self) -> None:
-        """Create the wakeup descriptor; memories are created on use.
+        """Create the wakeup descriptor. Memories are created when they are needed.
 
-        Raises LinkError: shared memory is not available.
+        Raises LinkError if shared memory is not available.
         """
         self.wakeup = Wakeup()
         self.chunks: list[_Chunk] = []
@@ -109,14 +109,14 @@ class WorkerMemory:
         self._bytes = 0
 
     def gradient(self, size: int, dtype: torch.dtype) -> GradientBuffer:
-        """Return the memory for the dense vector's gradient; create it at the first call."""
+        """Return the memory for the dense vector's gradient, of `size` elements; create it at the first call."""
         if self.gradients is None:
             self.gradients = GradientBuffer(size, dtype)
             self.chunks.append(_Chunk(self.gradients.memory, blocks=False))
         return self.gradients
 
     def allocate(self, size: int) -> Bytes:
-        """Allocate `size` bytes for a piece or an answer, not zeroed; reuse them when no reference to them is left.
+        """Return `size` bytes for a piece or an answer, not zeroed. They are reused when no reference to them is left.
 
         Beyond LIMIT_BYTES the bytes are in ordinary memory, which servers cannot access.
         """
@@ -138,7 +138,7 @@ class WorkerMemory:
         return found
 
     def place(self, piece: Bytes) -> int:
-        """Return the place of a piece, as in the head of a request; -1 if it is in none of these memories."""
+        """Return the place of a piece, as in the head of a request, or -1 if the piece is in none of these memories."""
         address = int(piece.__array_interface__["data"][0])
         for number, chunk in enumerate(self.chunks):
             if address - chunk.address >= 0 and address + len(piece) <= chunk.address + chunk.size:
@@ -146,7 +146,7 @@ class WorkerMemory:
         return -1
 
     def number(self, gradients: GradientBuffer) -> int:
-        """Return the index in `chunks` of the block in which `gradients` is stored."""
+        """Return the index in `chunks` of the memory of `gradients`."""
         return next(i for i, chunk in enumerate(self.chunks) if chunk.memory is gradients.memory)
 
     def retire(self) -> None:
@@ -182,7 +182,7 @@ class WorkerMailbox:
     def __init__(self, link: SharedLink, memory: WorkerMemory) -> None:
         """Create the mailbox and offer it on the link.
 
-        Raises LinkError: shared memory cannot be created, or the link is lost.
+        Raises LinkError if shared memory cannot be created, or the link is lost.
         """
         self.link, self.memory = link, memory
         self._block = Memory.create(MAILBOX_BYTES)
@@ -199,7 +199,7 @@ class WorkerMailbox:
 
     @property
     def ready(self) -> bool:
-        """Whether the server reads requests from this mailbox: it has offered its page, as it does before JOINED."""
+        """Whether the server reads requests from this mailbox: it has offered its page, which it does before JOINED."""
         if self._asleep is None and SERVER in self.link.memories and WAKEUP in self.link.descriptors:
             self._asleep = self.link.memories.pop(SERVER).view.cast("q")
             self._peer_wakeup = Wakeup(self.link.descriptors.pop(WAKEUP))
@@ -221,7 +221,7 @@ class WorkerMailbox:
         return self.link.flush() and not self.link.queued
 
     def put(self, tag: int, kind: int, head: bytes, step: int, patience: int, weight: float) -> None:
-        """Write a request. Call `offer` before it; after it, call a memory fence and then `ring`."""
+        """Write a request. Call `offer` first; afterwards call a memory fence, then `ring`."""
         if head is not self._head:
             if head != self._head:
                 self._number += 1
@@ -259,7 +259,7 @@ class WorkerMailbox:
     def slice(self, segment: int) -> tuple[memoryview, Bytes]:
         """Return a segment's words (such as STEPS) and values, in the server's memory.
 
-        Raises LinkError: the server did not offer the segment's memory.
+        Raises LinkError if the server did not offer the segment's memory.
         """
         fresh = self.link.memories.pop(SEGMENT + segment, None)
         if fresh is not None:
@@ -274,10 +274,10 @@ class WorkerMailbox:
         return found
 
     def place_of(self, segment: int, into: Any, rows: ShardRows | None = None) -> tuple[memoryview, Bytes, Bytes]:
-        """Return a segment's words and values, as `slice`, and the buffer `into` as an array of bytes.
+        """Return a segment's words and values, as `slice` does, and the buffer `into` as an array of bytes.
 
-        `into` has room for all values, or for `rows`. Raises LinkError: the server did not offer the segment, or the
-        segment has another size than `into`.
+        `into` has room for all values, or for `rows` if given. Raises LinkError if the server did not offer the
+        segment, or the segment has another size than `into`.
         """
         words, values = self.slice(segment)
         place = array_of(into)
@@ -293,8 +293,9 @@ class WorkerMailbox:
     def read(self, segment: int, into: Any, rows: ShardRows | None = None, *, mixed_versions: bool = False) -> bool:
         """Copy a segment's values, or `rows` of them, to `into`; return whether the copy is valid.
 
-        All values are of one version; with `torn` they may be of several, as the server may step meanwhile. Returns
-        False if the server stepped during every attempt. Raises LinkError as `place_of`.
+        All values are of one version, and the copy is not valid if the server's optimizer stepped during every attempt.
+        With `mixed_versions` there is one attempt, and values that are copied during a step may be of two versions.
+        Raises LinkError as `place_of`.
         """
         words, values, place = self.place_of(segment, into, rows)
         if not mixed_versions:
@@ -309,9 +310,9 @@ class WorkerMailbox:
 
 
 def copy_whole(words: memoryview, values: Bytes, place: Bytes, rows: ShardRows | None = None) -> bool:
-    """Copy `values`, or `rows` of them, to `place`, all of one version; `words` are those of the segment.
+    """Copy `values`, or `rows` of them, to `place`, all of one version. `words` are the segment's words.
 
-    Return False if the server stepped during every attempt.
+    Return False if the server's optimizer stepped during every attempt.
     """
     for _ in range(TRIES):
         before = words[STEPS]
@@ -325,7 +326,7 @@ def copy_whole(words: memoryview, values: Bytes, place: Bytes, rows: ShardRows |
 
 
 def copy_now(values: Bytes, place: Bytes, rows: ShardRows | None) -> None:
-    """Copy `values`, or `rows` of them, to `place`, even if the server steps meanwhile."""
+    """Copy `values`, or `rows` of them, to `place`, even if the server's optimizer steps during the copy."""
     if rows is None:
         place[:] = values
     else:
@@ -340,7 +341,7 @@ def array_of(buffer: Any) -> Bytes:
 
 
 def open_mailbox(link: object, memory: WorkerMemory | None) -> WorkerMailbox | None:
-    """Return a mailbox on `link`; None if the two ends of the link cannot share memory."""
+    """Create a mailbox and offer it on `link`; return None if the two ends of the link cannot share memory."""
     if memory is None or not AVAILABLE or not isinstance(link, SharedLink):
         return None
     return WorkerMailbox(link, memory)
@@ -359,10 +360,10 @@ class ServerMailbox:
         self._peer_wakeup = Wakeup(link.descriptors.pop(WAKEUP))
         self._view, self.words = block.view, block.view.cast("q")
         self.seen = 0  # tag of the last request that was read
-        self.open = 0  # tag of the request that is not answered yet; 0 = none
+        self.open = 0  # tag of the request that is not answered yet; 0 if there is none
         self.number, self._rows = 0, list[list[int]]()  # number and rows of the head that was read last
         self._memories: dict[int, Memory] = {}
-        self.offered: dict[int, object] = {}  # by segment: the memory that the worker was offered
+        self.offered: dict[int, object] = {}  # segment -> the memory that the worker was offered
         link.offer(SERVER, page, read_only=True)
         link.offer_descriptor(WAKEUP, wakeup)
 
@@ -390,7 +391,7 @@ class ServerMailbox:
         return tag
 
     def bytes_at(self, place: int, size: int) -> memoryview:
-        """Return `size` bytes at a place in the worker's memories. Raises ValueError: the worker did not offer them."""
+        """Return `size` bytes at a place in the worker's memories. Raises ValueError if they were not offered."""
         if not size:
             return memoryview(b"")
         number, offset = place >> OFFSET_BITS, place & (1 << OFFSET_BITS) - 1
@@ -412,7 +413,7 @@ class ServerMailbox:
     def tensor_at(self, place: int, size: int, dtype: torch.dtype) -> Tensor:
         """Return `size` bytes at a place in the worker's memories as elements of `dtype`.
 
-        Raises ValueError: as `bytes_at`, or the bytes are not a whole number of elements.
+        Raises ValueError as `bytes_at`, or if the bytes are not a whole number of elements.
         """
         if size % dtype.itemsize:
             raise ValueError(f"a piece of {size} bytes is not a whole number of {dtype} elements")
@@ -424,12 +425,12 @@ class ServerMailbox:
         self.link.offer(SEGMENT + segment, memory, read_only=True)
 
     def answer(self, version: int, lead: int, durable: int, where: int = BY_MEMORY) -> None:
-        """Write the answer to the open request. Send all offers before it; after it, call a memory fence and `wake`."""
+        """Write the answer to the open request. Send all offers first; afterwards call a memory fence, then `wake`."""
         ANSWER.pack_into(self._view, _ANSWER_AT, version, lead, durable, where, self.link.offers_made)
         self.words[ANSWERED], self.open = self.open, 0
 
     def wake(self) -> None:
-        """Wake the worker if it sleeps. Call a memory fence before."""
+        """Wake the worker if it sleeps. Call a memory fence first."""
         if self.words[WAITS]:
             self._peer_wakeup.wake()
 
@@ -459,9 +460,9 @@ STEPS = 0  # twice the number of optimizer steps, plus one during a step
 
 
 class SharedSlice:
-    """A shard's parameters; in shared memory, if it is available, so that workers of this host can read them.
+    """A shard's parameters, in shared memory where it is available, so that workers of this host can read them.
 
-    With `private` the parameters stay in the given memory, which no other process reads.
+    With `private` the parameters stay in the given tensor, which no other process can read.
     """
 
     def __init__(self, params: Tensor, *, private: bool = False) -> None:
@@ -503,7 +504,7 @@ class GradientBuffer:
         self._start = self.gradient.data_ptr()
 
     def holds(self, vector: Tensor, lo: int) -> bool:
-        """Return whether a vector is in this memory already, at element `lo`."""
+        """Return whether `vector` is stored in this memory already, beginning at element `lo`."""
         return (
             vector.data_ptr() == self._start + lo * self.gradient.element_size()
             and vector.dtype == self.gradient.dtype

@@ -1,4 +1,4 @@
-"""The map of a space: which server holds each segment, and its address. Also: the managers of a cluster's groups.
+"""The map of a space: which server holds each segment, and the servers' addresses. Also the list of a cluster's groups.
 
 The manager of a server group makes the maps of its spaces. Where there is no manager, the owner of the servers
 publishes a `StaticMap`, and a newer one when it has replaced a server. Each request of a worker names the generation of
@@ -26,16 +26,16 @@ class SegmentHolders:
     A new primary begins a new generation.
     """
 
-    primary: str | None  # None: lost, or not placed yet
+    primary: str | None  # None if the segment is lost, or not placed yet
     copies: tuple[str, ...] = ()
     generation: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class SpaceMap:
-    """The holders of each segment of one space, by number, and the servers' addresses. Plain data, sent as JSON.
+    """The servers that hold each segment of one space, in the segments' order, and the addresses of these servers.
 
-    A newer map has a higher version.
+    Plain data, sent as JSON. A newer map has a higher version.
     """
 
     version: int
@@ -67,8 +67,8 @@ class SpaceMap:
 class StaticMap:
     """The map of a space whose servers have no manager, and the servers' secret. May be passed to other processes.
 
-    Any thread may `publish`. `final`: a server that dies is not replaced, so a worker raises PeerLost at once when it
-    loses a server; otherwise the worker waits for a newer map.
+    Any thread may call `publish`. `final`: a server that dies is not replaced, and a worker that loses a server raises
+    PeerLost at once. If not `final`, the worker waits for a newer map.
     """
 
     def __init__(self, found: SpaceMap, secret: bytes, *, final: bool = True) -> None:
@@ -94,7 +94,7 @@ class StaticMap:
         return SpaceMap(old.version + 1, tuple(holders), old.addresses | {str(old_holders.primary): address})
 
     def publish(self, found: SpaceMap) -> None:
-        """Give a map to all subscriptions of this process if it is newer than the present map; else do nothing."""
+        """Replace the present map if `found` is newer, and notify all subscriptions in this process."""
         with self._lock:
             if found.version > self.map.version:
                 self.map = found
@@ -134,7 +134,7 @@ class StaticSubscription:
         self._woken = True
 
     def poll(self) -> SpaceMap | None:
-        """Return the newest map if it is newer than the last one returned; does not wait."""
+        """Return the newest map, or None if this method has returned it before. Does not wait."""
         if self._woken:
             self._woken = False
             self._wakeup.clear()
@@ -148,7 +148,7 @@ class StaticSubscription:
         """Do nothing: there is no manager to connect to, and the owner publishes the maps."""
 
     def fileno(self) -> int:
-        """Return the descriptor that is readable when `look` may find a map."""
+        """Return the descriptor that is readable when `poll` may return a map."""
         return self._wakeup.fileno()
 
     def hang_up(self) -> None:

@@ -22,7 +22,7 @@ from rayps.tensors.optim import Factory
 
 
 class SegmentReport(NamedTuple):
-    """An event about a segment, to be sent to the manager. `name`: the backup's server, for an event about a backup."""
+    """An event about a segment, which is sent to the manager. `name`: the backup's server if it is about a backup."""
 
     space: int
     event: Event
@@ -39,15 +39,15 @@ class AssignedSegment:
     index: int
     role: Role
     generation: int
-    segment: ServedSegment | None = None  # None: a backup that has not received a state yet
+    segment: ServedSegment | None = None  # None if this is a backup that has not received a state yet
     usable: bool = True  # False until a state is loaded, here or on the primary that sent its state
-    copies: dict[str, Any] = field(default_factory=dict)  # by server: `rayps.ps.server.replication.ReplicaCopy`
-    state_generation: int = 0  # the generation of its last change or state, a part of the mark (see `replication`)
-    source: object = None  # of a backup: the connection on which its state came
+    copies: dict[str, Any] = field(default_factory=dict)  # server -> `rayps.ps.server.replication.ReplicaCopy`
+    state_generation: int = 0  # the generation of its last change or state; a part of the mark (see `replication`)
+    source: object = None  # if this is a backup: the connection on which its state came
     since: float = 0.0  # when its present role began
     handed: bool = False  # whether HANDED was reported
-    saved: dict[int, int] = field(default_factory=dict)  # by rank: number of steps in the state stored elsewhere
-    saving: dict[int, dict[int, int]] = field(default_factory=dict)  # by round: as `saved`, of states to be stored
+    saved: dict[int, int] = field(default_factory=dict)  # rank -> number of its steps in the state stored elsewhere
+    saving: dict[int, dict[int, int]] = field(default_factory=dict)  # round -> as `saved`, for states to be stored
 
     @property
     def serves(self) -> bool:
@@ -55,10 +55,10 @@ class AssignedSegment:
         return self.role == Role.PRIMARY
 
     def durable(self, rank: int) -> int:
-        """Return the step of a rank below which no push is lost if this server dies after an answer.
+        """Return the step of a rank below which no push is lost if this server dies after it has answered.
 
-        If the segment has backups, all applied pushes count, because an answer waits for the backups anyway. If it has
-        none, only the pushes in a state that is stored elsewhere count.
+        If the segment has backups, these are all applied pushes, because an answer waits for the backups. If it has no
+        backups, these are only the pushes in a state that is stored elsewhere.
         """
         assert self.segment is not None
         saved = None if self.copies else self.saved.get(rank, 0)
@@ -68,7 +68,7 @@ class AssignedSegment:
         return applied if saved is None else min(applied, saved)
 
     def marks(self) -> dict[int, int]:
-        """Return for each rank its next step: the pushes of all earlier steps are recorded."""
+        """Return a dict from each rank to its next step. The pushes of all earlier steps are recorded."""
         assert self.segment is not None
         return self.segment.marks()
 
@@ -87,12 +87,12 @@ class AssignedSpace:
         self.space = space
         self.static = False  # whether the space has no manager and no backups, so that no other server takes over
         self.by_index: dict[int, AssignedSegment] = {}
-        self.incarnations: dict[int, int] = {}  # by rank: the highest incarnation that has joined
+        self.incarnations: dict[int, int] = {}  # rank -> the highest incarnation that has joined
         self.parked: list[Any] = []  # requests that wait for the clock
         self.withheld: list[Any] = []  # answers that wait for backups
         self.unplaced_branches: set[tuple[int, int]] = (
             set()
-        )  # segment, generation: of a branch whose parent's segment is not here
+        )  # (segment, generation) that could not begin here as a branch
         self.operations = 0
         self.rejected = 0
         self.seconds = 0.0
@@ -105,7 +105,7 @@ class AssignedSpace:
 
     @property
     def factory(self) -> Factory:
-        """The optimizer factory of the dense vector. Raises WorkloadError: it cannot be unpacked."""
+        """The optimizer factory of the dense vector. Raises WorkloadError if it cannot be unpacked."""
         if self._factory is None:
             try:
                 self._factory = self.space.unpack_factory()
@@ -122,7 +122,7 @@ class AssignedSpace:
         return [assigned for assigned in self.by_index.values() if assigned.serves]
 
     def make(self, index: int) -> ServedSegment:
-        """Create segment `index` of the space, without values: of the dense vector or of a table."""
+        """Create segment `index` of the space, of the dense vector or of a table, without values."""
         found = self.space.table_of(index)
         if found is None:
             return DenseSegment(self.space, index, self.factory)
@@ -130,7 +130,10 @@ class AssignedSpace:
 
     @property
     def scheduled(self) -> Scheduled | None:
-        """The learning-rate schedule of the tables' optimizers; None if the job has none. Raises WorkloadError."""
+        """The learning-rate schedule of the tables' optimizers, or None if the job has none.
+
+        Raises WorkloadError if the optimizer factory cannot be unpacked.
+        """
         found = self.factory if self.space.factory else None
         return Scheduled(found, self.space.ticks) if isinstance(found, Recipe) else None
 
@@ -147,16 +150,16 @@ class OrderActions(Protocol):
         """Send an event to the manager."""
 
     def want_copies(self, assigned: AssignedSegment, copies: dict[str, str], *, anew: bool) -> None:
-        """Keep backups of a segment on these servers (name -> address) and no others.
+        """Keep backups of a segment on these servers (name -> address) and on no others.
 
-        `anew`: this is the first order of a generation.
+        `anew`: this is the first order of a new generation of the segment.
         """
 
     def stop_serving(self, assigned: AssignedSegment) -> None:
         """Refuse the parked requests that touch this segment."""
 
     def withdraw(self, assigned: AssignedSegment) -> None:
-        """Refuse the withheld answers about this segment, and drop its backups."""
+        """Answer STALE in place of the withheld answers about this segment, and drop its backups."""
 
 
 class Assignments:
@@ -168,7 +171,7 @@ class Assignments:
         self._actions = actions
 
     def add_space(self, space: Space) -> AssignedSpace:
-        """Add a space, before its segments are assigned; of a known space, replace the options (a new quota)."""
+        """Add a space before its segments are assigned. If it is known, replace its options, such as the quota."""
         assigned_space = self.spaces.get(space.number)
         if assigned_space is None:
             assigned_space = self.spaces[space.number] = AssignedSpace(space)
@@ -178,7 +181,7 @@ class Assignments:
         return assigned_space
 
     def assign(self, space: Space, index: int, generation: int, segment: ServedSegment) -> AssignedSegment:
-        """Make this server primary of a segment that has its state already. For a server without a manager."""
+        """Make this server the primary of `segment`, which has its state already. For a server without a manager."""
         assigned_space = self.add_space(space)
         assigned_space.static = True
         found = AssignedSegment(
@@ -245,8 +248,9 @@ class Assignments:
     ) -> AssignedSegment | None:
         """Make this server a backup of a segment, because the primary of this generation sends a state over `source`.
 
-        The state may arrive before the manager's order. It means the same, because only the manager assigns
-        generations. Return None if this server has a later generation, or is itself the primary of this one.
+        The state may arrive before the manager's order. It means the same as the order, because only the manager
+        assigns generations. Return None if this server has a later generation of the segment, or is itself the primary
+        of this generation.
         """
         assigned = assigned_space.by_index.get(index)
         if assigned is not None and (

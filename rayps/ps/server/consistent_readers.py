@@ -4,13 +4,13 @@ Segments on different servers apply pushes independently, so a reader proceeds i
 
 1. It holds each segment (HOLD). A held segment reports, for each rank, one more than the highest step that it has
    applied, and delays further pushes.
-2. It sends every held segment the largest of these numbers for each rank (AIM). The segment then applies the pushes
-   below these numbers: another segment has applied each of them, so each is on its way to this one. When all segments
+2. It sends every held segment the largest of these numbers for each rank (AIM). The segment then also applies the
+   pushes below these numbers. They will arrive, because another segment has applied each of them. When all segments
    have applied them, all have the same pushes, and the reader reads the segments.
 
-A server lets one reader at a time hold a space, and every reader asks the server of the first segment first, so two
-readers never wait for each other. A hold ends when the reader releases it or disconnects, when its deadline passes, or
-when a held segment is migrated; after the last two the reader tries again.
+A server lets one reader at a time hold a space. Every reader first sends HOLD to the server of the first segment, so
+two readers never wait for each other. A hold ends when the reader releases it or disconnects, when its deadline passes,
+or when a held segment is moved to another server. In the last two cases the reader tries again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rayps.ps.server.assignments import AssignedSegment, AssignedSpace
 from rayps.ps.server.connection import PeerRequest, ServerPeer
 from rayps.ps.server.dense_segment import DenseSegment
 
-BEHIND_SECONDS = 0.5  # longest wait for a push that another server has applied, before its worker must repeat the push
+BEHIND_SECONDS = 0.5  # longest wait for a push that another server has applied; then the reader must try again
 
 
 class ReaderReplies(Protocol):
@@ -61,9 +61,9 @@ class ConsistentCut:
         return [self._ledger.reach(rank) for rank in self._ledger.marks]
 
     def aim(self, target: Sequence[int]) -> None:
-        """Admit the pushes below `target`: by rank, the largest number that `reached` returned on any segment.
+        """Admit the pushes below `target`, which has for each rank the largest result of `reached` on any segment.
 
-        Raises ValueError: `target` has another number of ranks.
+        Raises ValueError if `target` has another number of ranks.
         """
         if len(target) != len(self._ledger.marks):
             raise ValueError(
@@ -76,7 +76,7 @@ class ConsistentCut:
         return self._ledger.seen(rank, step) or (self._target is not None and step < self._target[rank])
 
     def missing(self) -> list[int]:
-        """Return the ranks of which another segment has applied a push that this segment has not applied."""
+        """Return the ranks that have a push below the target which this segment has not applied."""
         if self._target is None:
             return []
         return [rank for rank, mark in self._ledger.marks.items() if mark < self._target[rank]]
@@ -84,7 +84,7 @@ class ConsistentCut:
 
 @dataclass(slots=True)
 class _Hold:
-    """The reader that holds the space, its deadline, and a `ConsistentCut` for each held segment."""
+    """One reader's hold of the space: the reader, the deadline, and a `ConsistentCut` for each held segment."""
 
     reader: ServerPeer
     deadline: float
@@ -111,7 +111,7 @@ class ConsistentReaders:
         return self._hold is not None or bool(self._waiting)
 
     def admits(self, push: PeerRequest) -> bool:
-        """Return whether a push may be applied now; otherwise delay it."""
+        """Return whether a push may be applied now. If not, add it to the delayed pushes."""
         add_request = self._hold
         if add_request is None:
             return True
@@ -122,7 +122,10 @@ class ConsistentReaders:
         return False
 
     def add_request(self, request: PeerRequest) -> None:
-        """Hold the space for this reader when its turn has come; answer with the steps applied, by segment and rank."""
+        """Add a HOLD request. When the reader may hold the space, answer with the steps applied, by segment and rank.
+
+        Raises ValueError if the connection is of a reader without a rank, or a segment is not of the dense vector.
+        """
         if request.peer.rank < 0:
             raise ValueError(f"{request.peer.link.peer} joined as a reader and has no clock: send READ, not HOLD")
         add_request = self._hold
@@ -132,7 +135,7 @@ class ConsistentReaders:
             and any(p.segment in add_request.cuts for p in request.pieces)
         ):
             self._end_hold()  # the reader's last attempt failed, and this is the next
-        # a reader that the first server has admitted waits on other servers only if the first server was replaced
+        # a reader that the first server has admitted must wait on another server only if the first server was replaced
         request.deadline = time.monotonic() + (request.peer.patience if request.a else BEHIND_SECONDS)
         self._waiting.append(request)
         self._grant()
@@ -140,7 +143,7 @@ class ConsistentReaders:
     def aim(self, request: PeerRequest) -> None:
         """Answer once the named segments have applied the pushes below the steps in the request.
 
-        Raises PeerTimeout: the reader does not hold these segments.
+        Raises PeerTimeout if the reader does not hold these segments any more.
         """
         add_request = self._hold
         if (
@@ -149,8 +152,8 @@ class ConsistentReaders:
             or any(p.segment not in add_request.cuts for p in request.pieces)
         ):
             raise PeerTimeout(
-                f"{request.peer.link.peer} no longer holds space {self._assigned_space.space.name!r}: its hold ended after "
-                f"{request.peer.patience:g} s (raise `timeout`), or because a segment was migrated",
+                f"{request.peer.link.peer} no longer holds space {self._assigned_space.space.name!r}: its hold ended "
+                f"after {request.peer.patience:g} s (raise `timeout`), or because a segment was moved",
                 peer=request.peer.link.peer,
                 seconds=request.peer.patience,
                 behind=True,
@@ -214,15 +217,15 @@ class ConsistentReaders:
         segment = self._assigned_space.by_index[index].segment
         if not isinstance(segment, DenseSegment):
             raise ValueError(
-                f"segment {index} of space {self._assigned_space.space.name!r} belongs to a table: HOLD is for segments of the "
-                "dense vector"
+                f"segment {index} of space {self._assigned_space.space.name!r} belongs to a table: HOLD is for "
+                "segments of the dense vector"
             )
         return segment
 
     def _grant(self) -> None:
         """Let the next reader hold the space, if no other reader does and the clock lets this one pull.
 
-        All waiting requests of that reader are granted together: otherwise it would wait for its own hold to end.
+        All waiting requests of that reader are granted together, because otherwise it would wait for its own hold.
         """
         for request in list(self._waiting):
             add_request = self._hold
@@ -257,8 +260,9 @@ class ConsistentReaders:
         behind = sorted({rank for p in request.pieces for rank in self._segment(p.segment).laggards()})
         names = ", ".join(f"rank {rank}" for rank in behind)
         return PeerTimeout(
-            f"{request.peer.link.peer} waited too long to read space {self._assigned_space.space.name!r} consistently, for "
-            f"{names} to push or for another reader to finish: raise `timeout` if this may take longer",
+            f"{request.peer.link.peer} could not read space {self._assigned_space.space.name!r} consistently in time, "
+            f"because it waited for {names} to push, or for another reader to finish: raise `timeout` if this may take "
+            "longer",
             peer=names,
             ranks=behind,
             behind=not request.a,
@@ -267,7 +271,7 @@ class ConsistentReaders:
     def _cut_off(self, aimed: PeerRequest, missing: list[int]) -> PeerTimeout:
         return PeerTimeout(
             f"{aimed.peer.link.peer} waited for a push of rank {', '.join(map(str, missing))} that another server has "
-            "received and this one has not: the worker may have died before it had pushed to all servers.\nraise "
+            "received and this server has not: the worker may have died before it had pushed to all servers.\nraise "
             "`timeout` if the push may take longer, or pull with consistent=False",
             peer=f"worker-{missing[0]}" if missing else "server",
             seconds=aimed.peer.patience,

@@ -2,8 +2,9 @@
 
 Each space has a queue, and a clock: the seconds of service that the space has had. The queue with the lowest clock is
 served next. When a request enters an empty queue, the queue's clock is raised to that of the queue that was served
-last, so an idle space saves up no time. This is start-time fair queueing: Goyal, Vin and Cheng, SIGCOMM 1996. A token
-bucket may limit the operations per second of a space: its further requests then wait, and none is dropped.
+last. So a space gains no advantage from a time without requests. This is start-time fair queueing: Goyal, Vin and
+Cheng, SIGCOMM 1996. A token bucket may limit the operations per second of a space. Requests beyond the limit wait, and
+none is dropped.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ BURST_SECONDS = 0.25  # a bucket holds as many operations as fit into this time,
 
 
 class Bucket:
-    """A token bucket: allows `rate` operations per second, and saves up a few unused ones."""
+    """A token bucket: it allows `rate` operations per second, and saves unused ones for BURST_SECONDS."""
 
     def __init__(self, rate: float, now: float) -> None:
         self._left, self._at = 0.0, now
@@ -60,13 +61,13 @@ class Bucket:
 class _SpaceQueue(Generic[T]):
     """The waiting requests of one space, and the service that the space has had."""
 
-    urgent: deque[tuple[T, int]] = field(default_factory=deque)  # request, bytes: of other servers, served first
+    urgent: deque[tuple[T, int]] = field(default_factory=deque)  # request, bytes; from other servers, served first
     items: deque[tuple[T, int, bool]] = field(default_factory=deque)  # request, bytes, whether the bucket counts it
     bytes: int = 0
     clock: float = 0.0  # seconds of service
     bucket: Bucket | None = None
     blocked: bool = False  # the server does not know the space yet
-    waits: bool = False  # the first item has been counted as throttled
+    waits: bool = False  # whether the first item has been counted as throttled
     throttled: int = 0
 
 
@@ -98,7 +99,7 @@ class FairQueue(Generic[T]):
             queue.items.append((item, size, counts))
 
     def may_skip(self, space: int) -> bool:
-        """Return whether a request of this space may be served at once: none waits, and the space has no limit."""
+        """Return whether a request of this space need not be queued: no request waits, and the space has no limit."""
         queue = self._queues.get(space)
         return not self._busy and (queue is None or (queue.bucket is None and not queue.blocked))
 
@@ -108,7 +109,7 @@ class FairQueue(Generic[T]):
         return queue is None or queue.bytes < self.limit
 
     def next(self, now: float) -> tuple[int, T] | None:
-        """Return the next space and its request; None if there is no request, or if all must wait."""
+        """Return the next space and its request, or None if there is no request or all must wait."""
         best, number = None, -1
         for space, queue in self._busy.items():
             if not queue.blocked and (best is None or queue.clock < best.clock) and self._ready(queue, now):
@@ -133,7 +134,7 @@ class FairQueue(Generic[T]):
         self._queue(space).clock += seconds
 
     def wake_at(self, now: float) -> float | None:
-        """Return when a request that waits for its quota may be served; None if no request waits for it."""
+        """Return when the next request that waits for its quota may be served, or None if none waits for its quota."""
         times = [
             queue.bucket.ready_at()
             for queue in self._busy.values()
@@ -142,7 +143,7 @@ class FairQueue(Generic[T]):
         return min(times, default=None)
 
     def limit_rate(self, space: int, rate: float | None, now: float) -> None:
-        """Limit a space to `rate` operations per second on this server; None = no limit."""
+        """Limit a space to `rate` operations per second on this server; None means no limit."""
         queue = self._queue(space)
         if rate is None:
             queue.bucket = None
@@ -152,7 +153,7 @@ class FairQueue(Generic[T]):
             queue.bucket.set(rate, now)
 
     def block(self, space: int, blocked: bool) -> None:
-        """Stop serving a space; with `blocked` False, serve it again."""
+        """Stop serving a space, or serve it again if `blocked` is False."""
         self._queue(space).blocked = blocked
 
     def throttled(self, space: int) -> int:

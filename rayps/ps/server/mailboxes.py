@@ -1,12 +1,12 @@
 """The server's side of mailboxes: blocks of shared memory in which workers on its host write one request at a time.
 
 A request from a mailbox becomes a `PeerRequest` without payload, whose pieces are in the worker's memory. The rest of
-the server treats it like a request that came by message. See `rayps.ps.protocol.mailbox` for the mailbox and its head.
+the server treats it like a request that came by message. See `rayps.ps.protocol.mailbox` for mailboxes and heads.
 
 `WholePush` is a fast path for the most frequent request: a push of whole dense segments, and the pull of the same
 segments. Its result equals that of `rayps.ps.server.requests` bit for bit. It is possible only if this server serves
-each segment in the requested generation, without backups, and in memory that no other space uses. All that it needs is
-looked up once for each head of a mailbox. If it is not possible, it changes nothing, and `requests` serves the request.
+each segment in the requested generation, without backups, and in memory that no other space uses. Segments and memory
+are looked up once for each head of a mailbox. If the fast path is not possible, `requests` serves the request.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _INFINITE, _INFINITE_STEP = float("inf"), 1 << 62
 class MailboxHead(NamedTuple):
     """The head of a mailbox, decoded: a request's pieces, one for each segment, and the memory for their answers.
 
-    `whole` lists segment, generation and elements of each piece if all pieces are different whole dense segments;
-    otherwise it is None.
+    `whole` lists segment, generation and elements of each piece; None unless each piece is a whole dense segment, and
+    no segment occurs twice.
     """
 
     assigned_space: AssignedSpace
@@ -44,7 +44,7 @@ class MailboxHead(NamedTuple):
 
     @classmethod
     def of(cls, mailbox: ServerMailbox, assigned_space: AssignedSpace, rows: list[list[int]]) -> MailboxHead:
-        """Decode the `rows` of a head. Raises ValueError: a row refers to memory that the worker has not offered."""
+        """Decode the `rows` of a head. Raises ValueError if a row refers to memory that the worker has not offered."""
         space = assigned_space.space
         dense, dtype = len(space.cuts), None if space.layout is None else space.layout.dtype
         pieces: list[SegmentPayload] = []
@@ -100,9 +100,9 @@ class Mailboxes:
         return [peer for peer, mailbox, words in self._open if words[ASKED] != mailbox.seen]
 
     def take(self, peer: ServerPeer, assigned_space: AssignedSpace | None) -> tuple[MailboxCall, MailboxHead | None]:
-        """Return the new request in a mailbox, and its head; None in place of the head if `held` is None.
+        """Return the new request in a mailbox, and its head, or None for the head if `assigned_space` is None.
 
-        Raises ValueError: the request is invalid.
+        Raises ValueError if the request is invalid.
         """
         mailbox = peer.mailbox
         assert mailbox is not None
@@ -128,7 +128,10 @@ class Mailboxes:
                 mailbox.wake()
 
     def sleeps(self) -> bool:
-        """Announce that the loop will sleep; return False if a new request forbids it. Call `awake` afterwards."""
+        """Announce that the loop will sleep; return False if it must not, because of a new request.
+
+        Call `awake` after the sleep.
+        """
         self._words[ASLEEP] = 1
         self._fence()
         return not self.asked()
@@ -162,7 +165,7 @@ class WholePush:
 
     def __init__(self, head: MailboxHead, rank: int, targets: list[_Target]) -> None:
         self.head, self.rank, self._targets = head, rank, targets
-        self.offered = False  # whether the worker knows the memory of all segments
+        self.offered = False  # whether the worker was offered the memory of all segments
 
     @classmethod
     def of(cls, assigned_space: AssignedSpace, head: MailboxHead, rank: int) -> WholePush | None:
@@ -185,7 +188,7 @@ class WholePush:
         return cls(head, rank, targets)
 
     def takes(self, step: int, weight: float) -> bool:
-        """Return whether a request can be served: all segments are served as when prepared, and the push is valid."""
+        """Return whether a request can be served: the push is valid, and all segments are served as when prepared."""
         if not 0 <= weight < _INFINITE:
             return False
         rank, here = self.rank, self.head.assigned_space.by_index
@@ -232,7 +235,8 @@ class WholePush:
     def pulled(self) -> tuple[int, int, int]:
         """Count the pull, and stop using the memory of the push, which the worker may overwrite afterwards.
 
-        Return the segments' lowest version, the rank's lead in rounds, and the step below which its pushes are durable.
+        Return the lowest version of the segments, the rank's lead in rounds, and the step below which all pushes of the
+        rank are durable.
         """
         rank, lead, version, durable = self.rank, 0, _INFINITE_STEP, _INFINITE_STEP
         for assigned, _, _, shard, _ in self._targets:

@@ -34,8 +34,8 @@ from rayps.ps.tables.table_segment import TableSegment
 log = logging.getLogger(__name__)
 
 DIAL_SECONDS = 2.0  # longest time to connect
-AGAIN_SECONDS = 0.2  # between two attempts to connect to the manager
-WORK_SECONDS = 30.0  # longest time without a turn of the loop in which `beat_for` still sends heartbeats
+AGAIN_SECONDS = 0.2  # seconds between two attempts to connect to the manager
+WORK_SECONDS = 30.0  # longest time that the loop may spend on one request while `send_heartbeat` sends for it
 
 Later = Callable[[Callable[[], None]], None]
 Address = str | Callable[[], str]
@@ -66,16 +66,16 @@ class ManagerSession:
         self.link: Link | None = None
         self.every = heartbeat
         self.next_beat = 0.0
-        self.alone_since: float | None = time.monotonic()  # None: the manager is connected
+        self.alone_since: float | None = time.monotonic()  # None while the manager is connected
         self._beats = 0
         self._orders_tag = 0  # tag of the newest orders
         self._reports: list[SegmentReport] = []
-        self.lock = threading.RLock()  # guards the connection, which the loop and `beat_for` use
-        self._last_turn = time.monotonic()  # time of the loop's last call of `turn`
+        self.lock = threading.RLock()  # guards the connection, which the loop and `send_heartbeat` use
+        self._last_turn = time.monotonic()  # time of the loop's last call of `send_due`
         self._load: dict[str, Any] = {"spaces": {}}
 
-    def send(self, report: SegmentReport) -> None:
-        """Send a report at the next `turn`. A manager that connects later receives all reports that are still true."""
+    def add_report(self, report: SegmentReport) -> None:
+        """Send a report at the next `send_due`. A manager that connects later gets all reports that are still true."""
         self._reports.append(report)
 
     def register(self, link: Link) -> None:
@@ -128,7 +128,7 @@ class ManagerSession:
             for index, generation in json.loads(bytes(message.payload))["segments"]:
                 done = assigned_space is not None and parent is not None
                 if not (done and self._assignments.branch(assigned_space, parent, index, generation)):  # type: ignore[arg-type]
-                    self.send(SegmentReport(message.a, Event.ASKED, index, generation))
+                    self.add_report(SegmentReport(message.a, Event.ASKED, index, generation))
         elif message.kind == GroupMessage.FORGET:
             self._assignments.drop_space(message.a)
             self._server.space_closed(message.a)
@@ -151,10 +151,10 @@ class ManagerSession:
             self._beat(now)
 
     def send_heartbeat(self, now: float) -> None:
-        """Send a heartbeat while the loop is busy with one long request, such as a large state.
+        """Send a heartbeat if the loop is late, because it is busy with one long request, such as a large state.
 
-        Call it from another thread. After `WORK_SECONDS` in the same request it sends no heartbeat, so that the manager
-        counts the server as dead.
+        Call this from another thread. When the request takes longer than `WORK_SECONDS`, no heartbeat is sent, so that
+        the manager counts the server as dead.
         """
         with self.lock:
             late = now > self.next_beat + self.every
@@ -250,7 +250,7 @@ class Outbound:
         copies: Replication,
         manager_session: ManagerSession,
     ) -> None:
-        """`later(work)` runs `work` in the loop, whose poll object is `poll`. `manager=None`: there is no manager."""
+        """`later(work)` runs `work` in the loop, whose poll object is `poll`. `manager` is None if there is none."""
         self._name, self._secret, self._manager = name, secret, manager
         self._poll, self._later, self._replication, self._manager_session = poll, later, copies, manager_session
         self._peers: dict[int, BackupConnection] = {}
@@ -264,7 +264,7 @@ class Outbound:
             self._manager_session.send_heartbeat(time.monotonic())
 
     def handle_events(self, descriptor: int) -> bool:
-        """Receive and send on a connection that is ready. Return False if `descriptor` is of no outgoing connection."""
+        """Receive and send on the connection with this descriptor; return False if it is not an outgoing connection."""
         peer = self._peers.get(descriptor)
         if peer is not None:
             self._attend_peer(peer)

@@ -1,18 +1,18 @@
-"""Replication of segments: the primary's half sends states and changes, the backup's half applies them.
+"""Replication of segments: the primary sends states and changes (`Replication`), the backup applies them (`Backups`).
 
 Guarantee: an answer is sent only after every backup that the manager counts as complete has acknowledged the changes
 that the answer reports.
 
-A server has one connection for each space and backup server. Each message has a tag that counts up; COPIED returns the
-tag of the last message that the backup has applied. A backup that is *due* counts as complete, but its state is still
-to be sent: answers wait for it. A backup that is *new* does not count as complete: no answer waits for it before its
-state is sent.
+A server has one connection for each space and backup server. Each message has a tag, which increases by 1 with each
+message. COPIED returns the tag of the last message that the backup has applied. A backup that is DUE counts as complete
+although its state is still to be sent, so answers wait for it. A backup that is NEW does not count as complete, and no
+answer waits for it before its state is sent.
 
 After a promotion, a backup may have the complete state already. The new primary then sends only the *mark* of its
 state: the number of changes, and the generation of the last change. Two segments with the same mark are equal bit for
-bit, because a generation has one primary. A backup with another mark refuses, and the primary sends it the whole state.
-Raft compares logs in this way: Ongaro and Ousterhout, "In search of an understandable consensus algorithm", USENIX ATC
-2014.
+bit, because each generation of a segment has one primary. A backup with another mark answers STALE, and the primary
+sends it the whole state. Raft compares logs in this way: Ongaro and Ousterhout, "In search of an understandable
+consensus algorithm", USENIX ATC 2014.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 MARK = struct.Struct("<qq")  # number of changes, generation of the last change
 NEVER = 1 << 62  # a tag that no message has
-SMALL = 1 << 16  # bytes: a smaller change is copied once more, to be sent in one message with others
+SMALL = 1 << 16  # bytes; changes up to this size are sent together in one message, which needs one more copy of them
 ROOM = 32 << 20  # no further state is encoded while so many bytes are queued on a connection
 
 
@@ -58,10 +58,10 @@ class BackupConnection:
         self.lost = False
         self.sent = 0  # tag of the last message
         self.acked = 0  # tag of the last message that the backup server has applied
-        self.copies: dict[int, ReplicaCopy] = {}  # by segment
+        self.copies: dict[int, ReplicaCopy] = {}  # segment -> backup
         self.todo: deque[ReplicaCopy] = deque()  # backups whose state is still to be sent
         self.watched: set[ReplicaCopy] = set()  # backups whose acknowledgement must be reported to the manager
-        self.bytes = 0  # of the states sent
+        self.bytes = 0  # bytes of the states sent
 
 
 class ReplicaCopy:
@@ -100,14 +100,15 @@ class Replication:
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
         self._peers: dict[tuple[int, str], BackupConnection] = {}
-        self.bytes = 0  # of all states sent so far
+        self.bytes = 0  # bytes of all states sent so far
 
     # ---- which backups exist
 
     def set_backups(self, assigned: AssignedSegment, servers: dict[str, str], *, anew: bool) -> None:
-        """Keep backups of a segment on these servers (name -> address) and no others.
+        """Keep backups of a segment on these servers (name -> address) and on no others.
 
-        `anew`: a generation begins, in which the manager counts these backups as complete: every answer waits for them.
+        `anew`: a new generation of the segment begins. The manager then counts these backups as complete, so every
+        answer waits for them.
         """
         space = assigned.space.number
         for server in [name for name in assigned.copies if name not in servers]:
@@ -176,7 +177,8 @@ class Replication:
     def forward(self, changed: Iterable[tuple[AssignedSegment, list[bytes]]]) -> None:
         """Send each backup the changes that were just applied, unless the backup's state is still to be sent.
 
-        Small changes of several segments are sent to one server in one message (FORWARD with b = -1: head and pieces).
+        Small changes of several segments are sent to one server in one message (FORWARD with b = -1, whose payload is a
+        head and pieces).
         """
         small: dict[BackupConnection, list[tuple[ReplicaCopy, bytes]]] = {}
         for assigned, changes in changed:
@@ -216,7 +218,7 @@ class Replication:
 
     def _send(self, copy: ReplicaCopy, kind: GroupMessage, payload: bytes) -> None:
         copy.tag = copy.peer.sent + 1
-        # 0.5 is added for a segment before its first load, which its backup must not serve after a promotion either
+        # 0.5 is added while no state was loaded into the segment: a backup must not serve it after a promotion either
         generation = copy.assigned.generation + (0.0 if copy.assigned.usable else 0.5)
         self._send_message(copy.peer, kind, copy.assigned.index, generation, payload)
 
@@ -261,7 +263,7 @@ class Replication:
             self._calls.settled(peer.space, anew=True)
 
     def _report_synced(self, copy: ReplicaCopy) -> None:
-        """Report SYNCED once a backup has applied its state, and HANDED when `_hand` finds that it is due."""
+        """Report SYNCED once a backup has applied its state, and HANDED if the segment's hand-over is complete."""
         if copy.stage != Stage.SENT or copy.first > copy.peer.acked:
             return
         if not copy.synced:
@@ -274,7 +276,7 @@ class Replication:
     def _refused(self, peer: BackupConnection, index: int, tag: int) -> None:
         copy = peer.copies.get(index)
         if copy is None or copy.stage != Stage.SENT or tag < copy.first:
-            return  # the refusal is about an earlier state
+            return  # the backup has refused an earlier state
         if not copy.whole and tag == copy.first:
             copy.whole = True
             self._due(copy)
@@ -282,7 +284,7 @@ class Replication:
             self._give_up(copy)
 
     def lost(self, peer: BackupConnection, why: str) -> None:
-        """Mark the backups of a failed connection as lost: answers wait for them until new orders arrive."""
+        """Mark the backups of a failed connection as lost. Answers wait for these backups until new orders arrive."""
         if peer.lost:
             return
         peer.lost = True
@@ -303,7 +305,10 @@ class Replication:
     # ---- which answers wait
 
     def needs(self, segments: Iterable[AssignedSegment]) -> dict[BackupConnection, int]:
-        """Return, for each peer, the tag of the message that it must acknowledge before these segments answer."""
+        """Return a dict from connection to the tag that must be acknowledged before these segments answer.
+
+        The tag is NEVER if a backup has no state yet, or is lost.
+        """
         found: dict[BackupConnection, int] = {}
         for assigned in segments:
             for copy in assigned.copies.values():
@@ -346,7 +351,7 @@ class Replication:
 
 
 def _set_recording(assigned: AssignedSegment) -> None:
-    """Let a segment encode its changes only if it has backups. Call it before a backup's state is encoded."""
+    """Let a segment encode changes only if it has backups. Call this before a backup's state is encoded."""
     if assigned.segment is not None:
         assigned.segment.copied = bool(assigned.copies)
 
@@ -360,7 +365,7 @@ def unacknowledged(needs: dict[BackupConnection, int]) -> list[str]:
 
 
 class Backups:
-    """The segments for which this server is a backup: applies what their primaries send, and acknowledges it."""
+    """Applies the states and changes that primaries send to this server's backups, and acknowledges them."""
 
     def __init__(self, assignments: Assignments) -> None:
         self._assignments = assignments
@@ -369,7 +374,8 @@ class Backups:
     def apply(self, assigned_space: AssignedSpace, request: PeerRequest) -> list[int]:
         """Apply STATE or FORWARD; return the segments on which the message had no effect.
 
-        Possible reasons: the message is older than the segment, an earlier message is missing, or applying it failed.
+        Possible reasons are that the message is older than the segment, that an earlier message is missing, or that an
+        error occurred.
         """
         if request.kind == GroupMessage.STATE:
             done = _tried(assigned_space, request.b, lambda: self._state(assigned_space, request))
@@ -423,7 +429,7 @@ class Backups:
 def _tried(assigned_space: AssignedSpace, index: int, work: Callable[[], bool]) -> bool:
     try:
         return work()
-    except Exception as error:  # this backup may be inconsistent now: it refuses changes until it gets a new state
+    except Exception as error:  # this backup may be inconsistent, so it refuses changes until it receives a new state
         log.error(
             "segment %d of space %d: cannot apply its primary's message", index, assigned_space.number, exc_info=error
         )

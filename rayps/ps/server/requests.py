@@ -1,8 +1,9 @@
-"""Serve the requests of workers on the segments of a server, and hold back the answers that must wait.
+"""Serve the requests that workers send to this server, and delay the answers that must wait.
 
-A request is applied to all of its segments or to none: the server first compares the generations of all segments, then
-checks the push to each, and only then applies them. An answer is *withheld* until the backups have acknowledged the
-changes that it reports (`Replication.needs`). A pull is *parked* until the staleness bound allows it.
+A request is applied to all of its segments or to none. The server first compares the generation that the request names
+for each segment with the generation in which the server serves this segment. Then it checks the push to each segment,
+and only then applies the pushes. An answer is *withheld* until the backups have acknowledged the changes that it
+reports (`Replication.needs`). A pull is *parked* until the staleness bound allows it.
 """
 
 from __future__ import annotations
@@ -48,27 +49,27 @@ class Withheld:
 
 
 class ReplySender(Protocol):
-    """What `PendingReplies` calls on the server to send answers. A guest is a connection to the server."""
+    """What `PendingReplies` calls on the server to send answers. `peer` is the connection of a worker or reader."""
 
     def send(self, peer: ServerPeer, message: Message, payload: Any) -> None:
         """Queue a message on a connection; close the connection if that fails."""
 
     def answer(self, peer: ServerPeer, tag: int, version: int, lead: int, durable: int) -> None:
-        """Answer a request that came by mailbox and whose values the worker reads in shared memory."""
+        """Answer a request that came by mailbox. The worker reads the values in shared memory."""
 
     def offer(self, peer: ServerPeer, segment: int, slice_: SharedSlice) -> None:
         """Give a worker on this host access to a segment's memory."""
 
 
 class PendingReplies:
-    """Sends answers, and holds back answers that must wait for backups."""
+    """Sends answers, and delays answers that must wait for backups."""
 
     def __init__(self, copies: Replication, sender: ReplySender, name: str) -> None:
-        """`copies`: the backups for which answers wait. `mouth`: sends answers. `name`: the server's name."""
+        """`copies`: the backups for which answers wait. `sender`: sends answers. `name`: the server's name."""
         self._replication, self._sender, self._name = copies, sender, name
 
     def fail(self, assigned_space: AssignedSpace | None, request: PeerRequest, error: Exception) -> None:
-        """Answer a request with an error. An unexpected error of the server is logged, and the server continues."""
+        """Answer a request with an error. An unexpected error is logged too, and the server continues."""
         if not isinstance(error, (ValueError, RaypsError)):
             log.error("a request of kind %d failed", request.kind, exc_info=error)
             error = RaypsError(f"{self._name} failed: {type(error).__name__}: {error}")
@@ -78,7 +79,7 @@ class PendingReplies:
         self._sender.send(request.peer, Message(GroupMessage.ERROR, request.tag), refusal(request.tag, error)[1])
 
     def send_stale(self, request: PeerRequest, segments: Iterable[int]) -> None:
-        """Answer STALE: these segments are not served here in the requested generation; nothing was applied."""
+        """Answer STALE: this server does not serve these segments in the requested generation, and applied nothing."""
         release(request)
         self._sender.send(request.peer, Message(GroupMessage.STALE, request.tag), numbers(segments))
 
@@ -142,7 +143,9 @@ class PendingReplies:
         assigned_space = assigned.space
         gone = [answer for answer in assigned_space.withheld if assigned in answer.segments]
         for answer in [answer for answer in gone if answer.message.kind == GroupMessage.JOINED]:
-            gone.remove(answer)  # it is still true of its other segments: only this segment's pair is removed
+            gone.remove(
+                answer
+            )  # the answer is still true for its other segments, so only this segment's pair is removed
             answer.segments.remove(assigned)
             pairs = read_numbers(answer.payload)
             kept = [pair for pair in zip(pairs[::2], pairs[1::2], strict=True) if pair[0] != assigned.index]
@@ -153,7 +156,7 @@ class PendingReplies:
                 self.send_stale(answer.request, [assigned.index])
 
     def forget(self, assigned_space: AssignedSpace, peer: ServerPeer) -> None:
-        """Drop the requests and answers of a lost connection, and stop using its worker's memory."""
+        """Remove the requests and answers of a lost connection, and stop using its worker's memory."""
         assigned_space.parked = [request for request in assigned_space.parked if request.peer is not peer]
         assigned_space.withheld = [answer for answer in assigned_space.withheld if answer.request.peer is not peer]
         if peer.rank >= 0:
@@ -198,34 +201,40 @@ class PendingReplies:
                 assigned_space,
                 answer.request,
                 PeerTimeout(
-                    f"the backups on {names} have not acknowledged in time the changes that "
-                    f"{answer.request.peer.link.peer} pushed or read: raise `timeout` if this may take longer",
+                    f"the changes that {answer.request.peer.link.peer} pushed or read were not acknowledged in time by "
+                    f"the backups on {names}: raise `timeout` if this may take longer",
                     peer=names,
                 ),
             )
 
 
 def segment_of(assigned: AssignedSegment) -> ServedSegment:
-    """Return the segment that a primary holds."""
+    """Return the segment that this server holds as primary."""
     assert assigned.segment is not None
     return assigned.segment
 
 
 def copy_pushes(assigned: AssignedSegment, rank: int) -> None:
-    """Copy a rank's pushes that a segment still needs into the server's memory, before the rank overwrites them."""
+    """Copy the pushes of `rank` that a segment still needs from the worker's memory into the server's memory.
+
+    Call it before the answer, after which the worker may overwrite its memory.
+    """
     if isinstance(assigned.segment, DenseSegment):
         assigned.segment.copy_pushes(rank)
 
 
 def release(request: PeerRequest) -> None:
-    """Stop using a mailbox request's memory. Call it before the answer, after which the worker may overwrite it."""
+    """Stop using the worker's memory for a request by mailbox. Call it before the answer.
+
+    After the answer the worker may overwrite this memory.
+    """
     for assigned in request.referencing:
         copy_pushes(assigned, request.peer.rank)
 
 
 def remove(waiting: list[Any], item: object) -> None:
     """Remove an item from a list if it is in the list."""
-    if item in waiting:  # else `forget` has removed it, because its connection was lost meanwhile
+    if item in waiting:  # else `forget` has removed it, because its connection was lost
         waiting.remove(item)
 
 
@@ -234,7 +243,7 @@ class RequestHandler(PendingReplies):
 
     def __init__(self, copies: Replication, sender: ReplySender, name: str) -> None:
         super().__init__(copies, sender, name)
-        self._readers: dict[int, ConsistentReaders] = {}  # by space, while a reader holds the space or waits for it
+        self._readers: dict[int, ConsistentReaders] = {}  # space -> its readers, while one holds it or waits for it
         self._answers: dict[int, Callable[[AssignedSpace, PeerRequest], None]] = {
             GroupMessage.PUSH: self._push,
             GroupMessage.PULL: self._wait,
@@ -294,9 +303,9 @@ class RequestHandler(PendingReplies):
         return True
 
     def answer_again(self, assigned_space: AssignedSpace, peer: ServerPeer, push: WholePush) -> bool:
-        """Serve a mailbox request with `push`, which `answer_whole` has prepared for an earlier one with the same head.
+        """Serve a mailbox request with `push`, which `answer_whole` prepared for an earlier request.
 
-        Return False, without effect, if the request must be read from the mailbox and served in another way.
+        Return False, without effect, if the request has another head, or needs the general path, `answer`.
         """
         mailbox = peer.mailbox
         assert mailbox is not None, "a connection with a prepared push has a mailbox"
@@ -315,7 +324,7 @@ class RequestHandler(PendingReplies):
     def _serve_whole(
         self, assigned_space: AssignedSpace, peer: ServerPeer, push: WholePush, call: tuple[int, int, int, int, float]
     ) -> None:
-        """Apply the push, then answer or park the pull. `call` has the fields of a `MailboxCall`."""
+        """Apply the push, then answer or park the pull. `call` is a tuple of the fields of a `MailboxCall`."""
         tag, _, step, patience, weight = call
         assigned_space.operations += 1
         request: PeerRequest | None = None
@@ -402,7 +411,7 @@ class RequestHandler(PendingReplies):
     def _is_stale(self, assigned_space: AssignedSpace, request: PeerRequest) -> bool:
         """Answer STALE and return True if a segment of the request is not served here in the requested generation.
 
-        Raises StaleGeneration: a newer incarnation of the rank has joined.
+        Raises StaleGeneration if a newer incarnation of the rank has joined.
         """
         if self.fences(assigned_space, request):
             raise fenced(request.peer)
@@ -478,7 +487,7 @@ class RequestHandler(PendingReplies):
     # ---- pulls
 
     def _wait(self, assigned_space: AssignedSpace, request: PeerRequest) -> None:
-        """Serve a request at once if it need not wait, else park it."""
+        """Serve a request now if it need not wait, else park it."""
         if request.peer.rank == READER and request.kind == GroupMessage.PULL:
             raise ValueError(f"{request.peer.link.peer} joined as a reader and has no clock: send READ, not PULL")
         if not self._serve_waiting(assigned_space, request):
@@ -515,7 +524,7 @@ class RequestHandler(PendingReplies):
     def _serve_pull(self, request: PeerRequest, touched: list[AssignedSegment], shared: dict[Any, Any] | None) -> None:
         """Answer with the current values.
 
-        `shared`: by segment numbers, packed values that the pulls served in the same call of `wake` reuse.
+        `shared`: packed values by segment numbers, which all pulls that one call of `wake` serves have in common.
         """
         if request.payload is None and not any(map(_borrows, touched)):
             self._pull_by_memory(request, touched)
@@ -643,7 +652,7 @@ class RequestHandler(PendingReplies):
             self._readers[assigned_space.number].forget(peer)
 
     def stop_serving(self, assigned: AssignedSegment) -> None:
-        """Refuse the parked requests that touch this segment, and end a reader's hold of it; the reader tries again."""
+        """Refuse the parked requests that touch this segment, and end a reader's hold of it. The reader tries again."""
         super().stop_serving(assigned)
         if assigned.space.number in self._readers:
             for request in self._readers[assigned.space.number].stop_serving(assigned.index):
@@ -690,8 +699,8 @@ class RequestHandler(PendingReplies):
                 if segment.part(rounds) is None and closed != rounds:
                     if closed > rounds:
                         raise RaypsError(
-                            f"segment {assigned.index} of space {assigned_space.space.name!r} has no state after round {rounds}: "
-                            "this state was dropped, or was requested only after the round had ended"
+                            f"segment {assigned.index} of space {assigned_space.space.name!r} has no state after round "
+                            f"{rounds}: this state was dropped, or was requested only after the round had ended"
                         )
                     segment.keep([rounds])
         self._wait(assigned_space, request)
@@ -716,7 +725,7 @@ class RequestHandler(PendingReplies):
 
 
 def _borrows(assigned: AssignedSegment) -> bool:
-    """Return whether a dense segment reads the memory of the space that it branches from.
+    """Return whether a segment is of a branch, and still reads its base's memory.
 
     Its values must then be sent by message.
     """
@@ -724,7 +733,7 @@ def _borrows(assigned: AssignedSegment) -> bool:
 
 
 def _put(out: memoryview, value: Any) -> None:
-    """Write rows into the memory `out`. Raises ValueError: their sizes differ."""
+    """Write the rows `value` into the memory `out`. Raises ValueError if the sizes differ."""
     found = memoryview(value).cast("B")
     if len(found) != len(out):
         raise ValueError(f"the answer has {len(found)} bytes, but the request has room for {len(out)}")
@@ -735,22 +744,23 @@ def _changed(segment: ServedSegment, data: memoryview) -> bytes:
     if not isinstance(segment, TableSegment):
         raise ConfigError("CHANGES is for tables only: send READ or PART for the dense vector", field="table")
     since = read_numbers(data)[0]
-    # a later version than the segment's: an earlier state was loaded meanwhile, so all rows are sent
+    # if the worker knows a later version than the segment's, an earlier state has been loaded: all rows are sent
     return delta(segment, since if since <= segment.version else 0)
 
 
 def _no_rank(assigned_space: AssignedSpace, rank: int) -> ValueError:
     count = assigned_space.space.workers
     return ValueError(
-        f"rank {rank} does not exist in space {assigned_space.space.name!r}: its {count} workers have the ranks 0 to {count - 1}"
+        f"rank {rank} does not exist in space {assigned_space.space.name!r}: its {count} workers have the ranks 0 to "
+        f"{count - 1}"
     )
 
 
 def _over(assigned_space: AssignedSpace, total: int, here: int, most: int) -> ConfigError:
     """Return the error of a space over its quota: `total` bytes on all servers, by estimate, and `here` on this one."""
     return ConfigError(
-        f"space {assigned_space.space.name!r} has about {total} bytes on all servers ({here} on this one), and its quota is "
-        f"{most}: raise `quota.bytes` (`rayps servers quota`), or give its tables a policy that evicts rows",
+        f"space {assigned_space.space.name!r} has about {total} bytes on all servers ({here} on this one), and its "
+        f"quota is {most}: raise `quota.bytes` (`rayps servers quota`), or give its tables a policy that evicts rows",
         field="quota.bytes",
         used=total,
         limit=most,

@@ -1,7 +1,8 @@
 """A server of a group: one thread serves segments of many spaces, and keeps backups of them on other servers.
 
-The loop reads the requests that have arrived, divides its time among the spaces (`fair_queue`), answers (`requests`),
-and applies the manager's orders (`assignments`). What would block the loop, such as connecting, runs in other threads.
+The loop reads the requests that have arrived, divides its time among the spaces (`fair_queue`), answers the requests
+(`requests`), and applies the manager's orders (`assignments`). Work that would block the loop, such as connecting, runs
+in other threads.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from rayps.ps.server.requests import OPERATIONS, RequestHandler
 log = logging.getLogger(__name__)
 
 NAP_SECONDS = 0.05  # longest sleep of the loop between two checks of its deadlines
-MAINTAIN_SECONDS = 0.01  # between two checks of deadlines, connections and the manager, while only mailboxes are served
+MAINTAIN_SECONDS = 0.01  # seconds between two calls of `_maintain` while only mailboxes are served
 TURN_SECONDS = 0.002  # longest time of service between two reads of new requests
 UNKNOWN_SPACE_SECONDS = 5.0  # seconds that a request for an unknown space waits for the space
 T = TypeVar("T")
@@ -61,7 +62,7 @@ class GroupServerLoop:
 
         `manager` is the address of the manager's listener, or a function that returns this address. With `manager=None`
         the server has no manager, and the caller assigns segments to the server with `serve`. `host` is the machine's
-        name. `heartbeat` is the time between two heartbeats, in seconds, until the manager sets another.
+        name. `heartbeat` is the time between two heartbeats, in seconds, until the manager sets another time.
         """
         warm_up()
         self.name, self.address, self.where = name, listener.address, host or socket.gethostname()
@@ -77,7 +78,7 @@ class GroupServerLoop:
         self._has_more = False  # whether the last `_serve_all` left requests that can be served
         self._unread_peers: set[ServerPeer] = set()  # connections that may have more messages to read
         self._backups = Backups(self._assignments)
-        self._unknown_spaces: dict[int, float] = {}  # by unknown space: since when requests wait for this space
+        self._unknown_spaces: dict[int, float] = {}  # unknown space -> since when requests wait for it
         self._arrived: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wakeup = Wakeup()
         self._mailboxes = Mailboxes(self._wakeup)
@@ -109,7 +110,7 @@ class GroupServerLoop:
         self._thread.join()
 
     def serve(self, space: Space, index: int, generation: int, segment: ServedSegment) -> AssignedSegment:
-        """Serve a segment without a manager's orders. Call it in the loop's thread, by `do`."""
+        """Serve a segment without a manager's orders. Call this in the loop's thread, by `do`."""
         found = self._assignments.assign(space, index, generation, segment)
         self.space_changed(space)
         return found
@@ -170,7 +171,7 @@ class GroupServerLoop:
         return max(0.0, min(NAP_SECONDS, beat, NAP_SECONDS if wake is None else wake - now))
 
     def _read_input(self, seconds: float) -> bool:
-        """Wait at most `seconds` for input, and read it; return whether any came other than requests in mailboxes."""
+        """Wait at most `seconds` for input, and read it. Return whether there was input other than in mailboxes."""
         again, self._unread_peers = self._unread_peers, set()
         for peer in again:
             if not peer.gone:
@@ -207,7 +208,7 @@ class GroupServerLoop:
             self._flush(peer)
 
     def _read(self, peer: ServerPeer) -> None:
-        """Queue the requests that have arrived on a connection; charge the time to its space."""
+        """Queue the requests that have arrived on a connection, and count the time as service of its space."""
         began = time.monotonic()
         self._read_requests(peer)
         if peer.space in self._assignments.spaces:
@@ -255,7 +256,7 @@ class GroupServerLoop:
     def _serve_mailboxes(self) -> tuple[int, bool]:
         """Serve the requests in mailboxes, or queue them if other requests wait.
 
-        Return the number of these requests, and whether `_serve_all` and `_tend` must run because of them.
+        Return the number of these requests, and whether `_serve_all` and `_maintain` must run because of them.
         """
         asked = self._mailboxes.asked()
         if not asked:
@@ -273,10 +274,10 @@ class GroupServerLoop:
         return len(asked), rest
 
     def _serve_mailbox(self, peer: ServerPeer, alone: AssignedSpace | None) -> bool:
-        """Serve the request in a mailbox at once if it is for the space `alone`; queue it otherwise.
+        """Serve the request in a mailbox now if it is for the space `alone`; queue it otherwise.
 
-        `alone` is the server's only space, given only if no request waits and the space has no limit of operations.
-        Return whether `_serve_all` and `_tend` must run because of the request.
+        `alone` is the server's only space, or None if there are several, requests wait, or its operations are limited.
+        Return whether `_serve_all` and `_maintain` must run because of the request.
         """
         if peer.mailbox is None:
             return False  # the connection was lost while another request was served
@@ -369,7 +370,7 @@ class GroupServerLoop:
     # ---- answers and connections
 
     def send(self, peer: ServerPeer, message: Message, payload: Any) -> None:
-        """Queue an answer, whose payload must not change afterwards. A request by mailbox is answered by mailbox."""
+        """Queue an answer; its payload must not change afterwards. A request by mailbox is answered in the mailbox."""
         if peer.gone:
             return
         mailbox = peer.mailbox
@@ -387,15 +388,15 @@ class GroupServerLoop:
             self._mailboxes.answered.append(mailbox)
 
     def answer(self, peer: ServerPeer, tag: int, version: int, lead: int, durable: int) -> None:
-        """Answer a request that came by mailbox and whose values the worker reads in shared memory."""
+        """Answer a request that came by mailbox. The worker reads the values in shared memory."""
         mailbox = peer.mailbox
         if mailbox is not None and mailbox.open == tag and not peer.gone:
             mailbox.answer(version, lead, durable)
             self._mailboxes.answered.append(mailbox)
 
     def report(self, report: SegmentReport) -> None:
-        """Send an event to the manager at the end of this turn."""
-        self._manager_session.send(report)
+        """Send an event to the manager before the loop's next wait."""
+        self._manager_session.add_report(report)
 
     def _flush(self, peer: ServerPeer) -> None:
         try:
@@ -448,7 +449,7 @@ class GroupServerLoop:
     # ---- effects of the manager's orders
 
     def want_copies(self, assigned: AssignedSegment, copies: dict[str, str], *, anew: bool) -> None:
-        """Keep backups of a segment on these servers and no others; see `Replication.want`."""
+        """Keep backups of a segment on these servers and on no others; see `Replication.set_backups`."""
         self._replication.set_backups(assigned, copies, anew=anew)
 
     def stop_serving(self, assigned: AssignedSegment) -> None:
@@ -456,7 +457,7 @@ class GroupServerLoop:
         self._handler.stop_serving(assigned)
 
     def withdraw(self, assigned: AssignedSegment) -> None:
-        """Refuse the withheld answers about this segment (see `RequestHandler.withdraw`), and drop its backups."""
+        """Answer STALE in place of the withheld answers about this segment, and drop its backups."""
         self._handler.withdraw(assigned)
         self._replication.drop_all(assigned)
         self.settled(assigned.space.number, anew=True)
@@ -468,7 +469,7 @@ class GroupServerLoop:
             self._handler.settled(assigned_space, anew=anew)
 
     def space_changed(self, space: Space) -> None:
-        """Handle a new space or new quota: serve the requests that waited, and set this server's share of the quota."""
+        """Handle a new space or quota: serve the requests that waited for the space, and set this server's rate limit."""
         if self._unknown_spaces.pop(space.number, None) is not None:
             self._fair.block(space.number, False)
         most, rate = space.quota.operations, None
@@ -499,7 +500,7 @@ class GroupServerLoop:
 
 @functools.cache
 def warm_up() -> None:
-    """Let torch import what an optimizer's first step needs, which would otherwise delay requests by seconds."""
+    """Let torch import what an optimizer's first step needs. Otherwise the first push would take seconds."""
     for kind in (torch.optim.SGD, torch.optim.Adam):
         param = torch.nn.Parameter(torch.zeros(1))
         param.grad = torch.zeros(1)

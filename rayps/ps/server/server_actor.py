@@ -29,13 +29,14 @@ log = logging.getLogger(__name__)
 
 ALONE_SECONDS = 60.0  # a server ends after this time without a manager
 LOOK_SECONDS = 1.0  # time between two checks for the manager
-LOWEST = 19  # niceness; Ray may have started the workers with 15. SCHED_IDLE gets no core at all beside busy threads
+# niceness. Ray may have started the workers with 15. With SCHED_IDLE the thread would get no core while others are busy
+LOWEST = 19
 QUIET_SECONDS = 60.0  # longest wait of `quietly`
 HOST = "rayps.ps.server.server"
 
 
 class ServerActor:
-    """The actor of one server: serves until it is closed, or has had no manager for `ALONE_SECONDS`."""
+    """The actor of one server. It serves until it is closed, or has had no manager for `ALONE_SECONDS`."""
 
     def __init__(self, server: str, group: str, secret: bytes, manager: str, *, gently: bool = False) -> None:
         """Start the server. `gently`: load its modules at the lowest priority, so that workers keep the cores."""

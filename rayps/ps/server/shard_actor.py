@@ -31,7 +31,7 @@ from rayps.workload.base import Workload
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """The order to one shard: serve segment `segment` of `space` in generation `generation`.
+    """The order to one shard: serve segment `segment` of `space` in the segment's generation `generation`.
 
     `boundary`: the rounds after which the shard must retain its state.
     """
@@ -72,7 +72,7 @@ class ShardActor:
     def begin(self, plan: ShardPlan, snapshot: Snapshot) -> None:
         """Serve the plan's segment from now on, beginning with the snapshot's values.
 
-        Raises WorkloadError: the packed factory cannot be unpacked.
+        Raises WorkloadError if the packed factory cannot be unpacked.
         """
         if self._loop is not None:
             self._loop.close()
@@ -89,14 +89,14 @@ class ShardActor:
         self._assigned = loop.do(lambda: loop.serve(space, plan.segment, plan.generation, segment))
 
     def poll(self, wanted: int) -> ShardFacts | None:
-        """Return the shard's facts (None before `begin`), and retain the state after round `wanted`."""
+        """Return the shard's facts, or None before `begin`; retain the state after round `wanted`."""
         segment = self._segment
         if self._loop is None or segment is None:
             return None
         return self._loop.do(lambda: segment.facts(self._index, wanted))
 
     def part(self, rounds: int) -> ShardPart | None:
-        """Return the shard's share of the checkpoint after `rounds` rounds; None if this state is not retained."""
+        """Return the shard's share of the checkpoint after `rounds` rounds, or None if this state is not retained."""
         segment = self._segment
         if self._loop is None or segment is None:
             return None
