@@ -236,7 +236,7 @@ class ShardRows:
 
 
 def _cells(rows: Tensor) -> Any:
-    """Return rows [n, width] as n cells of bytes in the same memory, which numpy copies faster than torch copies rows."""
+    """Return rows [n, width] as n cells of bytes in the same memory, which numpy copies faster than torch."""
     if not rows.numel():
         return np.empty(0, np.dtype((np.void, 1)))
     return rows.view(-1).view(torch.uint8).numpy().view(np.dtype((np.void, rows.shape[1] * rows.element_size())))

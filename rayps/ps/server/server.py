@@ -469,7 +469,7 @@ class GroupServerLoop:
             self._handler.settled(assigned_space, anew=anew)
 
     def space_changed(self, space: Space) -> None:
-        """Handle a new space or quota: serve the requests that waited for the space, and set this server's rate limit."""
+        """Handle a new space or quota: serve the requests that waited for the space, and limit its rate here."""
         if self._unknown_spaces.pop(space.number, None) is not None:
             self._fair.block(space.number, False)
         most, rate = space.quota.operations, None
