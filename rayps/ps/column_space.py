@@ -96,7 +96,7 @@ class ColumnSpace:
     # ---- checkpoints
 
     def collect(self) -> None:
-        """Fetch states for checkpoints from now on. Call it when a generation begins.
+        """Fetch states for checkpoints from now on. Call it when a generation of the worker group begins.
 
         Does nothing if the space has tables only.
         """
@@ -159,7 +159,7 @@ def first_state(
 
 
 class Collector:
-    """The thread that fetches states for the checkpoints of one generation.
+    """The thread that fetches states for the checkpoints of one generation of the worker group.
 
     `meet` creates a session of rank -1 with the space; `segments` are the segments whose states are fetched.
     """

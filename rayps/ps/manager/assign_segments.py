@@ -10,8 +10,8 @@ old server. A segment is recovered by promoting a backup and making a new one.
 which ignores load: if the ids of a table follow Zipf's law, a few segments are hot. Segments of a server that stays hot
 are moved, one after the other, to the least loaded server, until the hot server is cool (`Balance`). The segment that
 moves is the one whose move makes the larger of the two servers' loads smallest. A segment that alone has more load than
-the mean of a server stays, and other segments leave its server. Below a minimum load no segment moves. A segment that
-has moved stays for a while, so that its load is measured on the new server before it moves again.
+the mean load of a server stays, and other segments leave its server. Below a minimum load no segment moves. A segment
+that has moved stays for a while, so that its load is measured on the new server before it moves again.
 """
 
 from __future__ import annotations

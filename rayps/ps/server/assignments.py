@@ -149,7 +149,7 @@ class OrderActions(Protocol):
     def report(self, report: SegmentReport) -> None:
         """Send an event to the manager."""
 
-    def want_copies(self, assigned: AssignedSegment, copies: dict[str, str], *, anew: bool) -> None:
+    def set_backups(self, assigned: AssignedSegment, copies: dict[str, str], *, anew: bool) -> None:
         """Keep backups of a segment on these servers (name -> address) and on no others.
 
         `anew`: this is the first order of a new generation of the segment.
@@ -158,7 +158,7 @@ class OrderActions(Protocol):
     def stop_serving(self, assigned: AssignedSegment) -> None:
         """Refuse the parked requests that touch this segment."""
 
-    def withdraw(self, assigned: AssignedSegment) -> None:
+    def withdraw_answers(self, assigned: AssignedSegment) -> None:
         """Answer STALE in place of the withheld answers about this segment, and drop its backups."""
 
 
@@ -294,7 +294,7 @@ class Assignments:
         if anew:
             assigned.since = _now()
             self._actions.report(SegmentReport(assigned_space.number, Event.READY, order.segment, order.generation))
-        self._actions.want_copies(assigned, order.copies, anew=anew)
+        self._actions.set_backups(assigned, order.copies, anew=anew)
 
     def _leaving(self, assigned: AssignedSegment | None, order: SegmentOrder) -> None:
         if assigned is None or assigned.segment is None or assigned.role == Role.COPY:
@@ -303,7 +303,7 @@ class Assignments:
             assigned.role, assigned.handed, assigned.since = Role.LEAVING, False, _now()
             self._actions.stop_serving(assigned)
         assigned.generation = order.generation
-        self._actions.want_copies(assigned, order.copies, anew=False)
+        self._actions.set_backups(assigned, order.copies, anew=False)
 
     def _copy(self, assigned_space: AssignedSpace, assigned: AssignedSegment | None, order: SegmentOrder) -> None:
         if assigned is None:
@@ -313,7 +313,7 @@ class Assignments:
             return
         if assigned.role != Role.COPY:
             self._actions.stop_serving(assigned)
-            self._actions.withdraw(assigned)
+            self._actions.withdraw_answers(assigned)
             if not assigned.usable:
                 assigned.segment = None
             assigned.role, assigned.since = Role.COPY, _now()
@@ -321,7 +321,7 @@ class Assignments:
 
     def _end(self, assigned: AssignedSegment) -> None:
         self._actions.stop_serving(assigned)
-        self._actions.withdraw(assigned)
+        self._actions.withdraw_answers(assigned)
         getattr(assigned.segment, "close", _nothing)()
         del assigned.space.by_index[assigned.index]
 

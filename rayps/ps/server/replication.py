@@ -87,7 +87,7 @@ class Calls(Protocol):
     def report(self, report: SegmentReport) -> None:
         """Send the manager a report."""
 
-    def settled(self, space: int, *, anew: bool) -> None:
+    def send_withheld(self, space: int, *, anew: bool) -> None:
         """Send the withheld answers of this space whose backups have now acknowledged.
 
         `anew`: determine again for which backups each answer waits, because these may have changed.
@@ -129,7 +129,7 @@ class Replication:
             self.send_states(peer)
         _set_recording(assigned)
         self._report_handed(assigned)
-        self._calls.settled(space, anew=True)
+        self._calls.send_withheld(space, anew=True)
 
     def drop_all(self, assigned: AssignedSegment) -> None:
         """Stop sending changes to all backups of this segment."""
@@ -214,7 +214,7 @@ class Replication:
             self._send(copy, GroupMessage.STATE, state)
             peer.watched.add(copy)
             passing("host: state sent, not synced")
-            self._calls.settled(peer.space, anew=True)
+            self._calls.send_withheld(peer.space, anew=True)
 
     def _send(self, copy: ReplicaCopy, kind: GroupMessage, payload: bytes) -> None:
         copy.tag = copy.peer.sent + 1
@@ -256,11 +256,11 @@ class Replication:
             peer.acked = max(peer.acked, message.tag)
             for copy in list(peer.watched):
                 self._report_synced(copy)
-            self._calls.settled(peer.space, anew=False)
+            self._calls.send_withheld(peer.space, anew=False)
         elif message.kind == GroupMessage.STALE:
             for index in read_numbers(message.payload):
                 self._refused(peer, index, message.tag)
-            self._calls.settled(peer.space, anew=True)
+            self._calls.send_withheld(peer.space, anew=True)
 
     def _report_synced(self, copy: ReplicaCopy) -> None:
         """Report SYNCED once a backup has applied its state, and HANDED if the segment's hand-over is complete."""
@@ -294,7 +294,7 @@ class Replication:
         for copy in list(peer.copies.values()):
             self._give_up(copy)
         self._calls.hang_up(peer)
-        self._calls.settled(peer.space, anew=True)
+        self._calls.send_withheld(peer.space, anew=True)
 
     def _give_up(self, copy: ReplicaCopy) -> None:
         if copy.stage != Stage.NEW:  # answers wait for a LOST backup, and not for a NEW one

@@ -106,7 +106,7 @@ class PendingReplies:
         else:
             self._sender.send(request.peer, message, payload)
 
-    def settled(self, assigned_space: AssignedSpace, *, anew: bool) -> None:
+    def send_withheld(self, assigned_space: AssignedSpace, *, anew: bool) -> None:
         """Send the withheld answers whose backups have now acknowledged.
 
         `anew`: determine again for which backups each answer waits, because these may have changed.
@@ -135,7 +135,7 @@ class PendingReplies:
             for request in gone:
                 self.send_stale(request, [assigned.index])
 
-    def withdraw(self, assigned: AssignedSegment) -> None:
+    def withdraw_answers(self, assigned: AssignedSegment) -> None:
         """Answer STALE in place of the withheld answers about this segment.
 
         They waited for backups whose state this server no longer knows.

@@ -448,7 +448,7 @@ class GroupServerLoop:
 
     # ---- effects of the manager's orders
 
-    def want_copies(self, assigned: AssignedSegment, copies: dict[str, str], *, anew: bool) -> None:
+    def set_backups(self, assigned: AssignedSegment, copies: dict[str, str], *, anew: bool) -> None:
         """Keep backups of a segment on these servers and on no others; see `Replication.set_backups`."""
         self._replication.set_backups(assigned, copies, anew=anew)
 
@@ -456,17 +456,17 @@ class GroupServerLoop:
         """Refuse the parked requests that touch this segment; see `RequestHandler.stop_serving`."""
         self._handler.stop_serving(assigned)
 
-    def withdraw(self, assigned: AssignedSegment) -> None:
+    def withdraw_answers(self, assigned: AssignedSegment) -> None:
         """Answer STALE in place of the withheld answers about this segment, and drop its backups."""
-        self._handler.withdraw(assigned)
+        self._handler.withdraw_answers(assigned)
         self._replication.drop_all(assigned)
-        self.settled(assigned.space.number, anew=True)
+        self.send_withheld(assigned.space.number, anew=True)
 
-    def settled(self, space: int, *, anew: bool) -> None:
-        """Send the withheld answers of a space whose backups have acknowledged; see `PendingReplies.settled`."""
+    def send_withheld(self, space: int, *, anew: bool) -> None:
+        """Send the withheld answers of a space whose backups have acknowledged; see `PendingReplies.send_withheld`."""
         assigned_space = self._assignments.spaces.get(space)
         if assigned_space is not None and assigned_space.withheld:
-            self._handler.settled(assigned_space, anew=anew)
+            self._handler.send_withheld(assigned_space, anew=anew)
 
     def space_changed(self, space: Space) -> None:
         """Handle a new space or quota: serve the requests that waited for the space, and limit its rate here."""
