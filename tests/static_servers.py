@@ -101,7 +101,7 @@ class House:
         """A worker; with `relink` it waits for the replacement of a server that is lost."""
         found = self.map(final=not relink)
         found.publish(self.now)
-        incarnation = connections.take_seat(found, self.space, rank, 60.0)
+        incarnation = connections.take_rank(found, self.space, rank, 60.0)
         calls = functools.partial(link.connect, prefer=prefer)
         with _CONNECTING, mock.patch.object(connections, "connect", calls):
             session = Session(

@@ -90,12 +90,12 @@ def test_a_reader_that_vanishes_or_stays_too_long_lets_the_shards_go(house):  # 
     reader, pusher = joined(one, 0, timeout=0.5), joined(one, 1)
     began = time.monotonic()
     pusher.settle()
-    reader.session._hold()
+    reader.session._stop_segments()
     pusher.push(ONES)
     pusher.settle()
     assert time.monotonic() - began >= 0.3  # held back until the reader's time was over
     again = joined(one, 0, timeout=600)
-    again.session._hold()
+    again.session._stop_segments()
     again.close()  # dies while it holds them
     pusher.push(ONES)
     pusher.settle()

@@ -163,10 +163,10 @@ def test_a_space_that_is_not_known_waits_and_can_be_dropped():
 
 def test_a_bucket():
     bucket = Bucket(100.0, 0.0)
-    assert sum(bucket.take(0.0) for _ in range(100)) == 100 * BURST_SECONDS
-    assert not bucket.take(0.005)
-    assert bucket.take(0.011)
+    assert sum(bucket.use_operation(0.0) for _ in range(100)) == 100 * BURST_SECONDS
+    assert not bucket.use_operation(0.005)
+    assert bucket.use_operation(0.011)
     bucket.set(1.0, 10.0)  # what was saved up at the higher rate is not kept
-    assert bucket.take(10.0)
-    assert not bucket.take(10.5)
+    assert bucket.use_operation(10.0)
+    assert not bucket.use_operation(10.5)
     assert bucket.ready_at() == pytest.approx(11.0)

@@ -318,7 +318,7 @@ def test_memory_of_copies_is_reused_once_they_are_dropped(monkeypatch):
 def test_what_is_kept_is_bounded_and_counted():
     kept = ReplayBuffer(100)
     for step in range(5):
-        kept.keep(step, 1.0, {0: memoryview(bytes(20)), 1: memoryview(bytes(10))})
+        kept.retain(step, 1.0, {0: memoryview(bytes(20)), 1: memoryview(bytes(10))})
     assert [push.step for push in kept.of([0])] == [2, 3, 4] and kept.dropped == 2 and kept.bytes == 90
     kept.durable([0], 4)
     assert [(push.step, sorted(push.pieces)) for push in kept.of([0, 1])] == [(2, [1]), (3, [1]), (4, [0, 1])]

@@ -27,7 +27,7 @@ from rayps.core.server_updates import PlainServers, plain_servers
 from rayps.core.user_module import pack
 from rayps.ps import group as elastic
 from rayps.ps.client.client import GroupServer, compress
-from rayps.ps.client.connections import take_seat
+from rayps.ps.client.connections import take_rank
 from rayps.ps.client.session import KEEP_BYTES, Session
 from rayps.ps.group import ManagerClient
 from rayps.ps.manager.status import COUNTS
@@ -206,7 +206,7 @@ class ServerGroup:
             return self._coded(self._own.server(rank))
         assert self._fixed is not None, "a ServerGroup has an OwnSpace or a FixedSpace"
         found, space = self._fixed.map, self._fixed.space
-        incarnation = take_seat(found, space, rank, self.timeout)
+        incarnation = take_rank(found, space, rank, self.timeout)
         session = Session(found, space, rank, incarnation=incarnation, timeout=self.timeout, keep=0, resident=resident)
         try:
             return self._coded(GroupServer(session))

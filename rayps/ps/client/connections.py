@@ -273,7 +273,7 @@ class ServerConnections:
         )
 
 
-def take_seat(source: StaticMap, space: Space, rank: int, timeout: float) -> int:
+def take_rank(source: StaticMap, space: Space, rank: int, timeout: float) -> int:
     """Return a new incarnation of a rank, in a space without a manager. The server of segment 0 counts incarnations.
 
     Raises:
@@ -283,7 +283,7 @@ def take_seat(source: StaticMap, space: Space, rank: int, timeout: float) -> int
     server = str(found.holders[0].primary)
     link = connect(found.addresses[server], name=f"worker-{rank}", secret=source.secret, generation=0, timeout=timeout)
     try:
-        link.send(Message(GroupMessage.SEAT, 1, space.number, rank), timeout=timeout)
+        link.send(Message(GroupMessage.TAKE_RANK, 1, space.number, rank), timeout=timeout)
         reply = link.recv(timeout)
     finally:
         link.close()

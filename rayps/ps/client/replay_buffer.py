@@ -112,10 +112,10 @@ class ReplayBuffer:
         pieces = push.pieces
         if copy:
             pieces = {index: self._copies.copy(piece) for index, piece in pieces.items()}
-        self.keep(step, push.weight, pieces, min(first, step))
+        self.retain(step, push.weight, pieces, min(first, step))
         return True
 
-    def keep(self, step: int, weight: float, pieces: Mapping[int, memoryview], first: int | None = None) -> None:
+    def retain(self, step: int, weight: float, pieces: Mapping[int, memoryview], first: int | None = None) -> None:
         """Retain a push. Pieces of the same step are one push. Evicts the oldest pushes beyond the limit.
 
         `first`: the first of the steps that the push covers, if it covers several; `step` is the last of these steps.

@@ -180,12 +180,12 @@ class BufferPool:
     def __init__(self) -> None:
         self._free: dict[int, list[Any]] = {}
 
-    def take(self, size: int) -> Any:
+    def allocate(self, size: int) -> Any:
         """Return memory of `size` bytes, not zeroed."""
         free = self._free.get(size)
         return free.pop() if free else memoryview(np.empty(size, np.uint8))  # type: ignore[arg-type]
 
-    def give(self, buffers: list[Any]) -> None:
+    def release(self, buffers: list[Any]) -> None:
         """Return buffers to the pool. No other object may use them any more."""
         for buffer in buffers:
             if len(buffer) >= POOLED_BYTES:
@@ -202,7 +202,7 @@ def gather(pieces: list[SegmentPayload], pool: BufferPool) -> tuple[Any, list[An
     """Return a payload as `messages.pack` makes it, in memory of `pool`, and a view of each piece in it."""
     head = pack_head(pieces)
     views = [as_bytes(each.data) for each in pieces]
-    payload = pool.take(len(head) + sum(map(len, views)))
+    payload = pool.allocate(len(head) + sum(map(len, views)))
     at = len(head)
     payload[:at] = head
     places = []

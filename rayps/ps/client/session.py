@@ -231,7 +231,7 @@ class Session:
         while True:
             breaks, began = self._connections.breaks, time.monotonic()
             try:
-                self._hold()
+                self._stop_segments()
                 found = self.exchange(GroupMessage.PULL, pieces, step=step, outputs=outputs, rows=rows)
             except PeerTimeout as error:
                 if not error.data.get("behind") or time.monotonic() > deadline:
@@ -249,7 +249,7 @@ class Session:
                     seconds=self.timeout,
                 )
 
-    def _hold(self) -> None:
+    def _stop_segments(self) -> None:
         """Make all dense segments stop after the same pushes.
 
         The first request is to segment 0 alone, whose server admits one reader at a time. A first request to two
@@ -316,7 +316,9 @@ class Session:
         unfinished: list[WholeExchangePart] = []
         lead, version, durable, records = 0, _NEVER, _NEVER, self.replay_buffer.records
         for part in parts:
-            answer = part.take(outputs, mixed_versions) if part.answered or plan.wait(connections, part) else None
+            answer = (
+                part.copy_values(outputs, mixed_versions) if part.answered or plan.wait(connections, part) else None
+            )
             if answer is None:
                 unfinished.append(part)
                 continue
@@ -417,7 +419,7 @@ class Session:
                 raise
             for request in self._requests:
                 if not request.repeated:
-                    self._sender.pool.give(request.buffers)
+                    self._sender.pool.release(request.buffers)
             self._requests = []
             self.seconds_waiting += time.monotonic() - began
 
@@ -437,7 +439,7 @@ class Session:
         for each in cut_off:
             if not each.repeated:
                 pieces = {i: memoryview(bytes(as_bytes(each.pieces[i]))) for i in each.pieces if i not in each.answers}
-                self.replay_buffer.keep(each.step, each.weight, pieces)
+                self.replay_buffer.retain(each.step, each.weight, pieces)
         self._requests = self._repeated(range(self.space.segments)) if cut_off else []
 
     def _repeated(self, segments: Collection[int], marks: Mapping[int, int] | None = None) -> list[SegmentRequest]:
@@ -543,10 +545,10 @@ class Session:
                     break
                 if message is None:
                     break
-                self._take(connection, message)
+                self._process(connection, message)
         self._apply_map()
 
-    def _take(self, connection: ServerConnection, message: Message) -> None:
+    def _process(self, connection: ServerConnection, message: Message) -> None:
         """Process a message. Raises the error that the server sent."""
         if message.tag == connection.joining:
             connection.joining = 0

@@ -48,7 +48,7 @@ class WholeExchangePart:
         found: bool = self.words[ANSWERED] == self.mailbox.tag
         return found
 
-    def take(self, outputs: Mapping[int, Any], mixed_versions: bool) -> tuple[int, int, int] | None:
+    def copy_values(self, outputs: Mapping[int, Any], mixed_versions: bool) -> tuple[int, int, int] | None:
         """Copy the values of an answer to `outputs`; return the answer's version, lead and durable step.
 
         Returns None if the answer comes by message, or a segment changed during every attempt to read it. Raises

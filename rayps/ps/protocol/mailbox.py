@@ -80,7 +80,7 @@ class _Chunk:
         self._top = 0
         self._free: dict[int, deque[int]] = {}
 
-    def take(self, size: int) -> int:
+    def allocate_block(self, size: int) -> int:
         """Allocate a block of this size; return its offset, or -1 if there is no room."""
         free = self._free.get(size)
         if free:
@@ -90,7 +90,7 @@ class _Chunk:
         self._top += size
         return self._top - size
 
-    def give(self, size: int, offset: int) -> None:
+    def free_block(self, size: int, offset: int) -> None:
         """Free the block of this size at `offset`."""
         self._free.setdefault(size, deque()).append(offset)
 
@@ -122,19 +122,19 @@ class WorkerMemory:
         """
         whole = rounded(size)
         for chunk in self.chunks:
-            if chunk.usable and (offset := chunk.take(whole)) >= 0:
+            if chunk.usable and (offset := chunk.allocate_block(whole)) >= 0:
                 return self._block(chunk, whole, offset, size)
         if self._bytes + whole > LIMIT_BYTES:
             return np.empty(size, np.uint8)
         chunk = _Chunk(Memory.create(max(CHUNK_BYTES, 2 * whole)), blocks=True)
         self._bytes += chunk.size
         self.chunks.append(chunk)
-        return self._block(chunk, whole, chunk.take(whole), size)
+        return self._block(chunk, whole, chunk.allocate_block(whole), size)
 
     @staticmethod
     def _block(chunk: _Chunk, whole: int, offset: int, size: int) -> Bytes:
         found: Bytes = np.frombuffer(chunk.memory.view, np.uint8, size, offset)
-        weakref.finalize(found, chunk.give, whole, offset).atexit = False
+        weakref.finalize(found, chunk.free_block, whole, offset).atexit = False
         return found
 
     def place(self, piece: Bytes) -> int:
@@ -367,7 +367,7 @@ class ServerMailbox:
         link.offer(SERVER, page, read_only=True)
         link.offer_descriptor(WAKEUP, wakeup)
 
-    def take(self) -> tuple[MailboxCall, list[list[int]], bool]:
+    def read_request(self) -> tuple[MailboxCall, list[list[int]], bool]:
         """Read the new request; return it, the rows of its head, and whether the head differs from the last one."""
         tag = self.begin()
         kind, number, rows, step, patience, weight = self.request()

@@ -45,7 +45,7 @@ class GroupMessage(enum.IntEnum):
     # AIM: during a HOLD, apply the pushes below these steps nevertheless
     AIM = 13  # payload = head + a step for each rank (int64) -> ACK, once all these pushes are applied
     RELEASE = 14  # end a consistent pull: apply the pushes that have waited since HOLD; no answer
-    SEAT = 15  # where there is no manager: a = space, b = rank -> ACK: the incarnation for the next JOIN (int64)
+    TAKE_RANK = 15  # where there is no manager: a = space, b = rank -> ACK: the incarnation for the next JOIN (int64)
     # server -> worker. In every answer, weight = the step of this rank below which all pushes to the request's segments
     # are durable
     JOINED = 20  # payload = int64 pairs (segment, this rank's next step) of all segments that this server is primary of

@@ -150,7 +150,7 @@ class KnownRows:
         self._known[key] = self._known.pop(key)
         return found[1]
 
-    def keep(self, entry: int, ids: NDArray[np.int32], rows: ShardRows) -> None:
+    def add(self, entry: int, ids: NDArray[np.int32], rows: ShardRows) -> None:
         """Add a list that was checked; drop the least recently used lists beyond the limits."""
         key = self._key(entry, ids)
         self._forget(key)
@@ -230,7 +230,7 @@ class Extent(NamedTuple):
         if found is None:
             found = local_rows(self.layout, self.lo, self.hi, entry, torch.from_numpy(ids.astype(np.int64)))
             if known is not None:
-                known.keep(entry, ids, found)
+                known.add(entry, ids, found)
         return found, size + -size % _ALIGN
 
     def _must_fit(self, offset: int, count: int) -> None:

@@ -90,7 +90,7 @@ def changes_by(strategy: ServerHalf) -> int:
     return MEAN if servers.update.means else VALUES
 
 
-class FiledPush(NamedTuple):
+class OpenPush(NamedTuple):
     """A push of an open round: its elements, its weight, and the area of the shard that these elements cover."""
 
     value: Tensor
@@ -119,7 +119,7 @@ class ChangeLog:
         if self.kind == MEAN:
             self._mean = area_piece(grad, area, self._size)
 
-    def gathered(self, finished: int, pushes: Sequence[tuple[int, FiledPush]]) -> None:
+    def gathered(self, finished: int, pushes: Sequence[tuple[int, OpenPush]]) -> None:
         """If changes have all pushes, record the pushes of a round, as pairs (rank, push)."""
         if self.kind == VALUES:
             values = [area_piece(push.value, push.area, self._size) for _, push in pushes]
@@ -238,10 +238,10 @@ class RoundBuffer:
     """The pushes of open rounds, by step and rank."""
 
     def __init__(self) -> None:
-        self._pushes: dict[int, dict[int, FiledPush]] = {}
+        self._pushes: dict[int, dict[int, OpenPush]] = {}
         self.by_reference: set[tuple[int, int]] = set()  # (step, rank) of pushes in the pusher's memory
 
-    def file(self, step: int, rank: int, push: FiledPush, by_reference: bool = False) -> None:
+    def add_push(self, step: int, rank: int, push: OpenPush, by_reference: bool = False) -> None:
         """Store a push until its round is closed.
 
         If the push is `by_reference`, it is in the worker's memory: call `copy_pushes` before the worker is answered.
@@ -257,13 +257,13 @@ class RoundBuffer:
             push = self._pushes[key[0]][rank]
             self._pushes[key[0]][rank] = push._replace(value=push.value.clone())
 
-    def take(self, step: int) -> list[tuple[int, FiledPush]]:
+    def remove_round(self, step: int) -> list[tuple[int, OpenPush]]:
         """Remove and return the pushes of a round, in the order of ranks."""
         if self.by_reference:
             self.by_reference = {key for key in self.by_reference if key[0] != step}
         return sorted(self._pushes.pop(step, {}).items())
 
-    def __iter__(self) -> Iterator[tuple[int, int, FiledPush]]:
+    def __iter__(self) -> Iterator[tuple[int, int, OpenPush]]:
         return ((step, rank, push) for step, pushes in self._pushes.items() for rank, push in pushes.items())
 
 
@@ -458,7 +458,7 @@ class Shard:
         if self.changes.kind == PUSHED:
             self.changes.seq += 1
         if self._open is not None:
-            self._open.file(step, rank, FiledPush(value, weight, area), by_reference)
+            self._open.add_push(step, rank, OpenPush(value, weight, area), by_reference)
         if step == self.closed or self.spans:  # otherwise a rank that has not pushed step `closed` keeps the round open
             self.finish()
         return True
@@ -485,7 +485,7 @@ class Shard:
     def _close(self, finished: int) -> None:
         """Close a round: apply its pushes by the strategy's `on_round`."""
         if self._open is not None:
-            pushes = self._open.take(finished)
+            pushes = self._open.remove_round(finished)
             if self.changes.recording:
                 self.changes.gathered(finished, pushes)
             values, area = gathered([(push.value, push.area) for _, push in pushes], self.optimizer.whole[1])
@@ -527,16 +527,16 @@ class Shard:
         for rank in self.ledger.marks:
             self.ledger.skip(rank, finished + 1)
         if self._open is not None:
-            self._open.take(finished)
+            self._open.remove_round(finished)
         self.closed = finished + 1  # the state may contain pushes of later rounds: later changes close those
         if mean is not None:
-            value, area = self._filed(mean)
+            value, area = self._open_push(mean)
             self.optimizer.begin(area, finished)
             self.step(value)
         self._closed(finished)
 
-    def _filed(self, piece: DensePiece) -> tuple[Tensor, Area]:
-        """Return a piece's elements and area, as in `FiledPush`. A range is extended with zeros to the whole shard."""
+    def _open_push(self, piece: DensePiece) -> tuple[Tensor, Area]:
+        """Return a piece's elements and area, as in `OpenPush`. A range is extended with zeros to the whole shard."""
         (value, offset, rows), size = piece, self.optimizer.whole[1]
         return (padded(value, offset, size) if rows is None and value.numel() < size else value), piece.area
 
@@ -586,8 +586,8 @@ class Shard:
         self.changes.seq, self.version = state.seq, state.version
         self.optimizer.restore(state.moments, state.groups)
         for step, rank, weight, piece in state.pushes if self._open is not None else ():
-            value, area = self._filed(self.extent.read_push(memoryview(bytearray(piece))))
-            self._open.file(step, rank, FiledPush(value, weight, area))  # type: ignore[union-attr]
+            value, area = self._open_push(self.extent.read_push(memoryview(bytearray(piece))))
+            self._open.add_push(step, rank, OpenPush(value, weight, area))  # type: ignore[union-attr]
         self.retained.update(state.kept)
         self.retained.requested = set(state.wanted)
 

@@ -39,7 +39,7 @@ class Bucket:
             self.rate = rate
             self._left = min(self._left, self._size)
 
-    def take(self, now: float) -> bool:
+    def use_operation(self, now: float) -> bool:
         """Use one operation; return False if none is left."""
         if not self.ready(now):
             return False
@@ -122,7 +122,7 @@ class FairQueue(Generic[T]):
         else:
             item, size, counts = best.items.popleft()
             if counts and best.bucket is not None:
-                best.bucket.take(now)
+                best.bucket.use_operation(now)
             best.waits = False
         best.bytes -= size
         if not best.urgent and not best.items:

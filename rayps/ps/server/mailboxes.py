@@ -99,14 +99,16 @@ class Mailboxes:
         """Return the connections whose mailbox has a new request."""
         return [peer for peer, mailbox, words in self._open if words[ASKED] != mailbox.seen]
 
-    def take(self, peer: ServerPeer, assigned_space: AssignedSpace | None) -> tuple[MailboxCall, MailboxHead | None]:
+    def read_request(
+        self, peer: ServerPeer, assigned_space: AssignedSpace | None
+    ) -> tuple[MailboxCall, MailboxHead | None]:
         """Return the new request in a mailbox, and its head, or None for the head if `assigned_space` is None.
 
         Raises ValueError if the request is invalid.
         """
         mailbox = peer.mailbox
         assert mailbox is not None
-        call, rows, fresh = mailbox.take()
+        call, rows, fresh = mailbox.read_request()
         if assigned_space is None:
             return call, None
         known = self._heads.get(peer)

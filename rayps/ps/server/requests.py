@@ -263,8 +263,8 @@ class RequestHandler(PendingReplies):
     def answer(self, assigned_space: AssignedSpace, request: PeerRequest) -> None:
         """Serve one request, or park it."""
         try:
-            if request.kind in (GroupMessage.JOIN, GroupMessage.SEAT):
-                (self._join if request.kind == GroupMessage.JOIN else self._seat)(assigned_space, request)
+            if request.kind in (GroupMessage.JOIN, GroupMessage.TAKE_RANK):
+                (self._join if request.kind == GroupMessage.JOIN else self._take_rank)(assigned_space, request)
                 return
             handler = self._answers.get(request.kind)
             if handler is None:
@@ -386,7 +386,7 @@ class RequestHandler(PendingReplies):
             pairs += [assigned.index, segment.marks()[rank] if assigned_space.static else segment.durable(rank)]
         self.reply(request, GroupMessage.JOINED, mine, payload=numbers(pairs))
 
-    def _seat(self, assigned_space: AssignedSpace, request: PeerRequest) -> None:
+    def _take_rank(self, assigned_space: AssignedSpace, request: PeerRequest) -> None:
         rank = request.b
         if not 0 <= rank < assigned_space.space.workers:
             raise _no_rank(assigned_space, rank)

@@ -244,7 +244,7 @@ class GroupServerLoop:
     def _queue(self, peer: ServerPeer, m: Message) -> None:
         request = PeerRequest(peer, m.kind, m.tag, m.a, m.b, m.weight, m.payload)
         from_server = m.kind in FROM_SERVERS
-        if m.kind in (GroupMessage.JOIN, GroupMessage.SEAT) or from_server:
+        if m.kind in (GroupMessage.JOIN, GroupMessage.TAKE_RANK) or from_server:
             peer.space = m.a
         number = peer.space
         if number not in self._assignments.spaces and number >= 0 and number not in self._unknown_spaces:
@@ -283,7 +283,7 @@ class GroupServerLoop:
             return False  # the connection was lost while another request was served
         assigned_space = self._assignments.spaces.get(peer.space)
         try:
-            call, head = self._mailboxes.take(peer, assigned_space)
+            call, head = self._mailboxes.read_request(peer, assigned_space)
         except ValueError as error:
             self._refuse_mailbox(peer, error)
             return False

@@ -46,7 +46,7 @@ class ServerActor:
         self._listener = Listener(server, secret, host=host_address())
         self._host = _handler()(server, self._listener, self._manager, secret, host=socket.gethostname())
         self._closing = threading.Event()
-        self._watch = threading.Thread(target=self._look, daemon=True, name=f"{server}-watch")
+        self._watch = threading.Thread(target=self._watch_manager, daemon=True, name=f"{server}-watch")
         self._watch.start()
 
     def ping(self) -> int:
@@ -68,7 +68,7 @@ class ServerActor:
         found = rendezvous().get(address_key(self._group))
         return self._address if found is None else found.decode()
 
-    def _look(self) -> None:
+    def _watch_manager(self) -> None:
         while not self._closing.wait(LOOK_SECONDS):
             if self._host.alone > ALONE_SECONDS:
                 log.warning("server group %s has had no manager for %g s: this server ends", self._group, ALONE_SECONDS)
