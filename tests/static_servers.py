@@ -34,7 +34,7 @@ class Served:
 
     @property
     def segment(self):
-        return self.actor._held.segment
+        return self.actor._assigned.segment
 
     @property
     def shard(self):
