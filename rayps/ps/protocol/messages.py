@@ -1,6 +1,6 @@
 """The messages between workers, servers and the manager of a server group.
 
-A worker's request is applied to all of its segments or to none. A request names the generation of each segment, as in
+A worker's request is applied to all of its segments or to none. A request names the generation that each segment has in
 the worker's map. If the server does not serve one of the segments in that generation, it applies nothing, and answers
 STALE. The payload of a request begins with a head (`pack_head`): for each segment its number, its generation, and the
 size of its piece in bytes. The pieces follow the head. The pieces of the answer are in the same order.

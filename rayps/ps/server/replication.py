@@ -307,7 +307,7 @@ class Replication:
     def needs(self, segments: Iterable[AssignedSegment]) -> dict[BackupConnection, int]:
         """Return a dict from connection to the tag that must be acknowledged before these segments answer.
 
-        The tag is NEVER if a backup has no state yet, or is lost.
+        For a DUE or LOST backup the tag is NEVER.
         """
         found: dict[BackupConnection, int] = {}
         for assigned in segments:
