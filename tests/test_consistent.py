@@ -73,14 +73,14 @@ def test_in_step_a_pull_is_never_torn_and_shards_are_not_held(house, monkeypatch
 def test_the_request_that_admits_a_reader_is_of_one_segment(house, monkeypatch):  # noqa: F811
     """Of several, each on another server after a move, two readers could hold one each and wait for the other."""
     one = house(3, 2, None, plain)
-    admitted, own = [], ConsistentReaders.hold
+    admitted, own = [], ConsistentReaders.add_request
 
     def hold(self, request):
         if request.a:
             admitted.append([piece.segment for piece in request.pieces])
         own(self, request)
 
-    monkeypatch.setattr(ConsistentReaders, "hold", hold)
+    monkeypatch.setattr(ConsistentReaders, "add_request", hold)
     joined(one, 0).pull()
     assert admitted == [[0]]
 
