@@ -104,7 +104,7 @@ class Server(Loop):
                 self.ranks[link] = message.b
                 held = [
                     i
-                    for i, each in enumerate(group.map.holdings)
+                    for i, each in enumerate(group.map.holders)
                     if each.primary == self.name and i not in group.unheard
                 ]
                 pairs = [n for i in held for n in (i, group.marks[i].get(message.b, 0))]
@@ -119,7 +119,7 @@ class Server(Loop):
                 self.serve(link, message, pieces)
 
     def holds(self, piece):
-        holding = self.group.map.holdings[piece.segment]
+        holding = self.group.map.holders[piece.segment]
         return (holding.primary, holding.generation) == (self.name, piece.generation)
 
     def serve(self, link, message, pieces):
@@ -186,12 +186,12 @@ class FakeGroup:
         self.servers[name] = Server(name, self)
         with self.lock:
             where = self.map.addresses | {name: self.servers[name].listener.address}
-            self.map = SpaceMap(self.map.version + 1, self.map.holdings, where)
+            self.map = SpaceMap(self.map.version + 1, self.map.holders, where)
 
     def give(self, segment, server):
         """Another primary, in another generation."""
         with self.lock:
-            held = list(self.map.holdings)
+            held = list(self.map.holders)
             held[segment] = SegmentHolders(server, (), held[segment].generation + 1)
             self.map = SpaceMap(self.map.version + 1, tuple(held), self.map.addresses)
 

@@ -154,7 +154,7 @@ class Site:
 
     def segment(self, name, index, number=1):
         """What a server holds, read from this thread: only while nothing is under way."""
-        return self.hosts[name]._holdings.spaces[number].holdings[index].segment
+        return self.hosts[name]._assignments.spaces[number].by_index[index].segment
 
     def kill(self, name):
         """As seen from outside: all links end at once."""

@@ -34,7 +34,7 @@ class Served:
 
     @property
     def segment(self):
-        return self.actor._held.segment
+        return self.actor._assigned.segment
 
     @property
     def shard(self):
@@ -53,7 +53,7 @@ class Served:
 
     def boxes(self):
         """The workers that share memory."""
-        return [guest for guest in list(self.loop._guests.values()) if guest.box is not None]
+        return [guest for guest in list(self.loop._peers.values()) if guest.mailbox is not None]
 
     def close(self):
         self.actor.close()
@@ -79,7 +79,7 @@ class House:
     def restart(self, i):
         """A server dies, and its replacement begins from the beginning."""
         self.loops[i].close()
-        generation = self.now.holdings[i].generation + 1
+        generation = self.now.holders[i].generation + 1
         self.loops[i] = Served(self, i, generation)
         for each in self.maps:
             each.publish(each.moved(i, self.loops[i].address))
@@ -101,7 +101,7 @@ class House:
         """A worker; with `relink` it waits for the replacement of a server that is lost."""
         found = self.map(final=not relink)
         found.publish(self.now)
-        incarnation = connections.take_seat(found, self.space, rank, 60.0)
+        incarnation = connections.take_rank(found, self.space, rank, 60.0)
         calls = functools.partial(link.connect, prefer=prefer)
         with _CONNECTING, mock.patch.object(connections, "connect", calls):
             session = Session(
@@ -128,4 +128,4 @@ def vector_layout(n, dtype=torch.float64):
 
 def lines(server):
     """A worker's connections, by server."""
-    return server.session._lines.open
+    return server.session._connections.open

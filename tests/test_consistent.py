@@ -73,14 +73,14 @@ def test_in_step_a_pull_is_never_torn_and_shards_are_not_held(house, monkeypatch
 def test_the_request_that_admits_a_reader_is_of_one_segment(house, monkeypatch):  # noqa: F811
     """Of several, each on another server after a move, two readers could hold one each and wait for the other."""
     one = house(3, 2, None, plain)
-    admitted, own = [], ConsistentReaders.hold
+    admitted, own = [], ConsistentReaders.add_request
 
     def hold(self, request):
         if request.a:
             admitted.append([piece.segment for piece in request.pieces])
         own(self, request)
 
-    monkeypatch.setattr(ConsistentReaders, "hold", hold)
+    monkeypatch.setattr(ConsistentReaders, "add_request", hold)
     joined(one, 0).pull()
     assert admitted == [[0]]
 
@@ -90,12 +90,12 @@ def test_a_reader_that_vanishes_or_stays_too_long_lets_the_shards_go(house):  # 
     reader, pusher = joined(one, 0, timeout=0.5), joined(one, 1)
     began = time.monotonic()
     pusher.settle()
-    reader.session._hold()
+    reader.session._stop_segments()
     pusher.push(ONES)
     pusher.settle()
     assert time.monotonic() - began >= 0.3  # held back until the reader's time was over
     again = joined(one, 0, timeout=600)
-    again.session._hold()
+    again.session._stop_segments()
     again.close()  # dies while it holds them
     pusher.push(ONES)
     pusher.settle()

@@ -103,10 +103,10 @@ class TalkOf:
         self.readers[-1].slow, self.readers[-1].broken = self.slow, self.broken
         return self.readers[-1]
 
-    def room(self, size):
+    def allocate(self, size):
         return np.empty(size, np.uint8)
 
-    def exchange(self, kind, pieces, *, step=0, weight=0.0, landing=None):
+    def exchange(self, kind, pieces, *, step=0, weight=0.0, outputs=None):
         self.asked.append((kind, sorted(pieces)))
         time.sleep(self.slow)
         assert self.gate.wait(self.timeout)
@@ -124,8 +124,8 @@ class TalkOf:
                     may = self.servers.changed.wait_for(lambda i=index: segments[i].may_pull(self.rank), self.timeout)
                     assert may, f"rank {self.rank} waits for {segments[index].laggards()}"
                 value = segments[index].read(view)
-                if landing is not None and index in landing:
-                    as_bytes(landing[index])[:] = as_bytes(value)
+                if outputs is not None and index in outputs:
+                    as_bytes(outputs[index])[:] = as_bytes(value)
                 else:
                     found[index] = value
         return SegmentReplies(found, 0, 0, 0)

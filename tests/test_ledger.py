@@ -110,7 +110,7 @@ PIECE = memoryview(bytes(10))
 def test_what_is_kept_is_bounded_and_has_no_holes(durable, limit):
     kept, marks = ReplayBuffer(limit), [0, 0]
     for step in range(10):
-        kept.keep(step, 1.0, {0: PIECE, 1: PIECE})
+        kept.retain(step, 1.0, {0: PIECE, 1: PIECE})
         for shard, mark in durable[3 * step : 3 * step + 3]:
             marks[shard] = max(marks[shard], min(mark, step + 1))
             kept.durable([shard], mark if mark <= step else step + 1)
@@ -186,7 +186,7 @@ class World:
         if step < STEPS:
             self.step[rank] += 1
             for i in range(2):
-                self.kept[rank].keep(step, 1.0, {i: PIECE})
+                self.kept[rank].retain(step, 1.0, {i: PIECE})
                 self.flying.append((i, self.lives[i], rank, step))
 
     def deliver(self, n, keep):

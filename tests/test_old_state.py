@@ -207,7 +207,7 @@ def test_a_manager_goes_on_from_an_old_record(state: Path, monkeypatch: pytest.M
         assert manager.join(1, 0) == old["ranks"]["1"]["0"] + 1
         manager.drop(running)
         assert until(manager.settled, 120), manager.facts()
-        held = SpaceMap.from_json(manager.map(2)).holdings  # the old servers are dead: new ones hold it
+        held = SpaceMap.from_json(manager.map(2)).holders  # the old servers are dead: new ones hold it
         assert all(h.generation > 1 and len(h.copies) == 1 for h in held)
         made = manager.open(Space("new", 0, 1, ParameterServer(), tables=(SparseTable("t", 2, 3),)))
         assert made.number == old["next_space"]

@@ -34,7 +34,7 @@ def run(balance, loads, at, looks=60, noise=0.0):
     rebalancer, moved, last, rng = Rebalancer(balance), 0, 0, random.Random(1)
     for look in range(looks):
         seen = {seat: load * (1 + noise * rng.uniform(-1, 1)) for seat, load in loads.items()}
-        found = rebalancer.shed(seen, at, SERVERS, look * balance.every)
+        found = rebalancer.choose_moves(seen, at, SERVERS, look * balance.every)
         at.update(found)
         if found:
             moved, last = moved + len(found), look
@@ -67,7 +67,7 @@ def test_idle_and_even_groups_do_not_move():
     assert run(Balance(), {seat: load / 10_000 for seat, load in loads.items()}, dict(at)) == (0, 0)
     even = dict.fromkeys(loads, 100.0)
     assert run(Balance(), even, {seat: SERVERS[seat[1] % 4] for seat in even}, noise=0.3) == (0, 0)
-    assert Rebalancer(Balance()).shed({}, {}, [], 0.0) == {}
+    assert Rebalancer(Balance()).choose_moves({}, {}, [], 0.0) == {}
     assert run(Balance(), {(1, 0): 500.0}, {(1, 0): "server-0"}) == (0, 0)  # it would be as hot elsewhere
 
 
@@ -77,7 +77,7 @@ def test_a_moment_is_not_enough_and_what_moved_rests():
     rebalancer = Rebalancer(Balance(patience=3, at_once=2, rest=10.0))
 
     def shed(loads, now):
-        return rebalancer.shed(loads, at, SERVERS, now)
+        return rebalancer.choose_moves(loads, at, SERVERS, now)
 
     assert [len(shed(loads, float(t))) for t in range(2)] == [0, 0]
     first = shed(loads, 2.0)

@@ -97,13 +97,13 @@ def test_requests_of_a_space_keep_their_order_and_servers_go_first():
 def test_room_is_bounded_by_space():
     fair = FairQueue(limit=100)
     fair.put(1, "large", 99)
-    assert fair.room(1)
+    assert fair.has_room(1)
     fair.put(1, "small", 1)
-    assert not fair.room(1)
-    assert fair.room(2)
+    assert not fair.has_room(1)
+    assert fair.has_room(2)
     assert fair.queued(1) == 100
     fair.next(0.0)
-    assert fair.room(1)
+    assert fair.has_room(1)
 
 
 def test_a_quota_waits_and_loses_nothing():
@@ -163,10 +163,10 @@ def test_a_space_that_is_not_known_waits_and_can_be_dropped():
 
 def test_a_bucket():
     bucket = Bucket(100.0, 0.0)
-    assert sum(bucket.take(0.0) for _ in range(100)) == 100 * BURST_SECONDS
-    assert not bucket.take(0.005)
-    assert bucket.take(0.011)
+    assert sum(bucket.use_operation(0.0) for _ in range(100)) == 100 * BURST_SECONDS
+    assert not bucket.use_operation(0.005)
+    assert bucket.use_operation(0.011)
     bucket.set(1.0, 10.0)  # what was saved up at the higher rate is not kept
-    assert bucket.take(10.0)
-    assert not bucket.take(10.5)
+    assert bucket.use_operation(10.0)
+    assert not bucket.use_operation(10.5)
     assert bucket.ready_at() == pytest.approx(11.0)

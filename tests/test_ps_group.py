@@ -141,9 +141,9 @@ def test_a_manager_that_dies_is_begun_again_while_pushes_go_on(cluster, tmp_path
         assert group.facts()["wanted"] == 2 and group.facts()["replicas"] == 1
         group.wait_settled(SECONDS)
         after = group.map(1)
-        assert after.holdings == before.holdings and after.version > before.version
+        assert after.holders == before.holders and after.version > before.version
         push(server, 1)
-        gone = before.holdings[0].primary
+        gone = before.holders[0].primary
         cluster.kill(cluster.find(actor_name("again", gone)))
         for _ in range(5):
             push(server, 1)  # the worker heard of the new manager, and of the new primaries from it
@@ -271,7 +271,7 @@ def test_a_branch_goes_its_own_way(cluster):
         push(other, 10)
         assert torch.equal(server.pull(), began - 1) and torch.equal(other.pull(), began - 10)
         group.wait_settled(SECONDS)
-        gone = group.map(twig.number).holdings[0].primary
+        gone = group.map(twig.number).holders[0].primary
         cluster.kill(cluster.find(actor_name("branch", gone)))
         push(other, 10)
         assert torch.equal(other.pull(), began - 20) and torch.equal(server.pull(), began - 1)
@@ -299,7 +299,7 @@ def test_on_ray_servers_and_the_manager_are_killed(ray_cluster, tmp_path):
         os.kill(pid, signal.SIGKILL)  # Ray makes it anew, and it goes on from its record
         push(server, 1)
         group.wait_settled(120.0)
-        assert group.map(1).holdings == before.holdings
+        assert group.map(1).holders == before.holders
         assert ray_cluster.find("rayps-servers-on-ray").call("ping").result(30.0) != pid
         assert {event["kind"] for event in group.facts()["events"]} >= {"manager_back"}
         group.resize(3)

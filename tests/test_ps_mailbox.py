@@ -74,7 +74,7 @@ def joined(group, made, rank, resident):
 
 
 def boxes(session):
-    return [line.mailbox for line in session._lines.open.values()]
+    return [line.mailbox for line in session._connections.open.values()]
 
 
 def rounds(group, made, resident, in_step, count=6):
@@ -177,7 +177,7 @@ def history(group, made, seed, dies):
 @pytest.mark.parametrize("staleness", [1, None], ids=["one round apart", "asynchronous"])
 def test_the_short_way_and_the_long_way_give_the_same_bits(group, staleness, monkeypatch):
     dies, taken = [False], {"short": 0, "client": 0}
-    passing, apply, turn = client_session.passing, WholePush.apply, Session.turn
+    passing, apply, turn = client_session.passing, WholePush.apply, Session.push_pull_whole
 
     def dying(place):
         if dies[0] and place == "session: between servers":
@@ -195,13 +195,13 @@ def test_the_short_way_and_the_long_way_give_the_same_bits(group, staleness, mon
 
     monkeypatch.setattr(client_session, "passing", dying)
     monkeypatch.setattr(WholePush, "apply", counted)
-    monkeypatch.setattr(Session, "turn", client)
+    monkeypatch.setattr(Session, "push_pull_whole", client)
     short = history(group, opened(group, "short", staleness, tabled=False), 5, dies)
     assert taken["client"] > 10
     used = dict(taken)
     monkeypatch.setattr(WholePush, "of", classmethod(lambda cls, *args: None))
     long = history(group, opened(group, "long", staleness, tabled=False), 5, dies)
-    monkeypatch.setattr(Session, "turn", lambda *args, **more: None)
+    monkeypatch.setattr(Session, "push_pull_whole", lambda *args, **more: None)
     longest = history(group, opened(group, "longest", staleness, tabled=False), 5, dies)
     assert used["short"] > 0 or group.facts()["replicas"]  # what copies must hear goes the long way
     for one, two, three in zip(short, long, longest, strict=True):
@@ -271,8 +271,8 @@ def test_messages_that_arrive_with_the_memory_of_a_mailbox_are_served(group, mon
 
     monkeypatch.setattr(Mailboxes, "asked", asked_late)
     assert until(lambda: len(waiting) == 2, SECONDS)  # no server reads before all has left
-    monkeypatch.setattr(session._lines, "fence", sent.set)  # the client calls it once all its requests have left
-    session._lines.memory.retire()  # the next request offers other memory
+    monkeypatch.setattr(session._connections, "fence", sent.set)  # the client calls it once all its requests have left
+    session._connections.memory.retire()  # the next request offers other memory
     pushes = [
         SegmentRequest(
             GroupMessage.PUSH, step, 1.0, {i: np.zeros(4 * (b - a), np.uint8) for i, (a, b) in enumerate(made.cuts)}
@@ -300,7 +300,7 @@ def test_a_worker_does_not_sleep_when_it_has_received_a_message(group, monkeypat
         def __init__(self):
             self.register = (real := select.poll()).register
             self.poll = lambda most: (
-                slept.append([line.link.head for line in session._lines.open.values()]) or real.poll(0)
+                slept.append([line.link.head for line in session._connections.open.values()]) or real.poll(0)
             )
 
     monkeypatch.setattr(ServerConnection, "readable", property(readable))
@@ -323,9 +323,9 @@ def test_a_connection_that_breaks_before_memory_is_offered_is_made_again(group):
         server.buffer(SIZE, torch.float32).fill_(-20.0)
         server.push(server.buffer(SIZE, torch.float32))
         assert torch.equal(server.pull(out=out), law), step
-        for line in session._lines.open.values():
+        for line in session._connections.open.values():
             line.link.hang_up()
-        session._lines.memory.retire()
+        session._connections.memory.retire()
     assert server.step == 4
     session.close()
 
@@ -352,11 +352,11 @@ def test_what_a_server_refuses_comes_as_an_error_and_the_mailbox_goes_on(group):
     session = joined(group, made, 0, True)
     server, client = GroupServer(session), TableClient(session, made, "users")
     lookup = client.lookup(torch.tensor([3, 4]))
-    bad = {i: client.session.room(24) for i in client.pull_pieces(lookup)}
+    bad = {i: client.session.allocate(24) for i in client.pull_pieces(lookup)}
     for piece in bad.values():
         piece[:24].view(np.int64)[:] = 5, 0, 0
     with pytest.raises(ConfigError, match="too short for 5 ids"):
-        session.exchange(GroupMessage.PULL, bad, landing=client.landing(lookup, client.room(lookup)))
+        session.exchange(GroupMessage.PULL, bad, outputs=client.landing(lookup, client.room(lookup)))
     server.push(torch.zeros(SIZE))
     assert torch.equal(server.pull(), torch.ones(SIZE)) and client.fetch(lookup).shape == (2, 4)
     session.close()
@@ -364,10 +364,10 @@ def test_what_a_server_refuses_comes_as_an_error_and_the_mailbox_goes_on(group):
 
 def test_memory_that_a_server_may_still_write_to_is_not_used_again():
     memory = WorkerMemory()
-    block = memory.room(100)
+    block = memory.allocate(100)
     assert memory.place(block) >= 0
     memory.retire()
-    assert memory.place(block) < 0 and memory.place(memory.room(100)) >= 0
+    assert memory.place(block) < 0 and memory.place(memory.allocate(100)) >= 0
     memory.close()
 
 
@@ -389,16 +389,16 @@ def test_a_worker_that_gave_up_uses_other_memory(group):
 
 def test_blocks_are_given_back_with_their_last_user():
     memory = WorkerMemory()
-    first = memory.room(1000)
+    first = memory.allocate(1000)
     place, part = memory.place(first), first[10:20]
     del first
     gc.collect()
-    second = memory.room(1000)
+    second = memory.allocate(1000)
     assert memory.place(second) != place  # a part of the first is still in use
     del part
     gc.collect()
-    assert memory.place(memory.room(1000)) == place
-    large = memory.room(2 * CHUNK_BYTES)
+    assert memory.place(memory.allocate(1000)) == place
+    large = memory.allocate(2 * CHUNK_BYTES)
     assert len(memory.chunks) == 2 and memory.place(large[5:]) == memory.place(large) + 5
     assert memory.place(np.zeros(8, np.uint8)) == -1
     memory.close()

@@ -68,13 +68,13 @@ def test_a_space_is_placed_and_gets_its_copies(make):
     manager = make()
     space = manager.open(a_space())
     assert space.number == 1 and manager.space("job") == space
-    assert all(holding.primary and holding.copies for holding in by(manager, 1).holdings)
+    assert all(holding.primary and holding.copies for holding in by(manager, 1).holders)
     found = by(manager, 1)
     assert all(
-        h.primary and len(h.copies) == 1 and h.copies[0] != h.primary and h.generation == 1 for h in found.holdings
+        h.primary and len(h.copies) == 1 and h.copies[0] != h.primary and h.generation == 1 for h in found.holders
     )
     assert set(found.addresses) == {"server-0", "server-1", "server-2"}
-    for index, holding in enumerate(found.holdings):
+    for index, holding in enumerate(found.holders):
         assert HOSTS[holding.primary].orders[1, index][:2] == (Role.PRIMARY, 1)
         copy = HOSTS[holding.copies[0]].orders  # the fake primary says SYNCED whatever the copy has heard
         assert until(lambda c=copy, i=index: (1, i) in c, 60) and copy[1, index][:2] == (Role.COPY, 1)
@@ -92,7 +92,7 @@ def test_copies_are_on_other_machines(make):
     manager.open(a_space())
     settle(manager)
     machine = FakeHost.machines
-    assert all(machine[h.primary] != machine[h.copies[0]] for h in by(manager, 1).holdings)
+    assert all(machine[h.primary] != machine[h.copies[0]] for h in by(manager, 1).holders)
 
 
 def watch(manager, number):
@@ -117,11 +117,11 @@ def test_a_dead_servers_segments_are_promoted_and_workers_hear_of_it(make):
     assert read_map(link) == before
     kill(manager, make, "server-1")
     newest = before
-    while any(h.primary in (None, "server-1") for h in newest.holdings):
+    while any(h.primary in (None, "server-1") for h in newest.holders):
         newer = read_map(link)
         assert newer.version > newest.version
         newest = newer
-    for old, new in zip(before.holdings, newest.holdings, strict=True):
+    for old, new in zip(before.holders, newest.holders, strict=True):
         if old.primary == "server-1":
             assert new.primary == old.copies[0] and new.generation == old.generation + 1
         else:
@@ -130,7 +130,7 @@ def test_a_dead_servers_segments_are_promoted_and_workers_hear_of_it(make):
     settle(manager)  # replaced, and copied to
     facts = manager.facts()
     assert "server-3" in list_alive(manager) and facts["counts"]["deaths"] == 1
-    assert facts["counts"]["promotions"] == sum(h.primary == "server-1" for h in before.holdings) > 0
+    assert facts["counts"]["promotions"] == sum(h.primary == "server-1" for h in before.holders) > 0
     assert facts["counts"]["lost"] == 0
     assert {"server_lost", "server_dead"} <= {event["kind"] for event in facts["events"]}
     assert [s["state"] for s in facts["servers"] if s["name"] == "server-1"] == ["dead"]
@@ -142,13 +142,13 @@ def test_a_primary_is_named_once_it_says_that_it_is_ready(make):
     manager.open(a_space(segments=4))
     settle(manager)
     FakeHost.hold = {Event.READY}
-    gone = by(manager, 1).holdings[0]
+    gone = by(manager, 1).holders[0]
     kill(manager, make, gone.primary)
-    assert until(lambda: by(manager, 1).holdings[0].generation == 2, 60)
-    assert by(manager, 1).holdings[0].primary is None
+    assert until(lambda: by(manager, 1).holders[0].generation == 2, 60)
+    assert by(manager, 1).holders[0].primary is None
     FakeHost.hold = set()
     HOSTS[gone.copies[0]].say_all()
-    assert until(lambda: by(manager, 1).holdings[0].primary == gone.copies[0], 60)
+    assert until(lambda: by(manager, 1).holders[0].primary == gone.copies[0], 60)
 
 
 def test_a_silent_server_is_taken_for_dead_and_may_come_back(make):
@@ -157,7 +157,7 @@ def test_a_silent_server_is_taken_for_dead_and_may_come_back(make):
     settle(manager)
     before = by(manager, 1)
     HOSTS["server-0"].mute = True
-    assert until(lambda: all(h.primary not in (None, "server-0") for h in by(manager, 1).holdings), 60)
+    assert until(lambda: all(h.primary not in (None, "server-0") for h in by(manager, 1).holders), 60)
     facts = manager.facts()
     assert facts["counts"]["deaths"] == 1
     dead = next(server for server in facts["servers"] if server["name"] == "server-0")
@@ -167,9 +167,9 @@ def test_a_silent_server_is_taken_for_dead_and_may_come_back(make):
     assert manager.facts()["counts"]["deaths"] == 0  # one that came back was not lost
     assert list_alive(manager) == ["server-0", "server-1", "server-2"]
     after = by(manager, 1)
-    assert [h.primary for h in after.holdings] == [h.primary for h in before.holdings]
+    assert [h.primary for h in after.holders] == [h.primary for h in before.holders]
     assert all(
-        h.generation >= 3 for h, b in zip(after.holdings, before.holdings, strict=True) if b.primary == "server-0"
+        h.generation >= 3 for h, b in zip(after.holders, before.holders, strict=True) if b.primary == "server-0"
     )  # promoted away, and moved back
 
 
@@ -181,7 +181,7 @@ def test_grow_and_shrink(make):
     manager.resize(4)
     settle(manager)
     after = by(manager, 1)
-    moved = sum(a.primary != b.primary for a, b in zip(before.holdings, after.holdings, strict=True))
+    moved = sum(a.primary != b.primary for a, b in zip(before.holders, after.holders, strict=True))
     assert 10 <= moved <= 22  # half of 32
     assert manager.facts()["counts"]["moves"] == moved
     assert {event["kind"] for event in manager.facts()["events"]} >= {"resizing", "resized"}
@@ -189,7 +189,7 @@ def test_grow_and_shrink(make):
     settle(manager)
     assert list_alive(manager) == ["server-0", "server-1", "server-2"]
     assert until(lambda: "server-3" not in HOSTS, 60)
-    assert all(len(h.copies) == 1 for h in by(manager, 1).holdings)
+    assert all(len(h.copies) == 1 for h in by(manager, 1).holders)
     assert manager.facts()["counts"]["deaths"] == manager.facts()["counts"]["promotions"] == 0
 
 
@@ -332,7 +332,7 @@ def test_a_branch_begins_where_its_parent_is(make):
     assert made.branch_of == "job" and made.workers == 5 and made.number == 2
     settle(manager)
     parent, branch = by(manager, 1), by(manager, 2)
-    assert [h.primary for h in parent.holdings] == [h.primary for h in branch.holdings]
+    assert [h.primary for h in parent.holders] == [h.primary for h in branch.holders]
     told = {
         (index, host.name)
         for host in HOSTS.values()
@@ -340,7 +340,7 @@ def test_a_branch_begins_where_its_parent_is(make):
         for index, _ in rows
         if (new, old) == (2, 1)
     }
-    assert told == {(i, h.primary) for i, h in enumerate(branch.holdings)}
+    assert told == {(i, h.primary) for i, h in enumerate(branch.holders)}
     manager.drop("twig")
     assert [s["name"] for s in manager.facts()["spaces"]] == ["job"]
     with pytest.raises(NotFound):
@@ -360,7 +360,7 @@ def test_a_manager_that_begins_again_moves_nothing(make):
     assert parse_address(again.contact()["address"]).port == parse_address(contact["address"]).port
     settle(again)
     after = by(again, 1)
-    assert after.holdings == before.holdings and after.version > before.version
+    assert after.holders == before.holders and after.version > before.version
     assert again.facts()["counts"] == counts
     assert again.join(1, 0) == 2 and again.space("job").number == 1
     for name, host in HOSTS.items():  # what they are told again is what they are
@@ -378,7 +378,7 @@ def test_a_manager_that_begins_again_finds_a_server_dead(make, monkeypatch):
     again = make()
     settle(again)
     assert list_alive(again) == ["server-0", "server-1", "server-3"]
-    for old, new in zip(before.holdings, by(again, 1).holdings, strict=True):
+    for old, new in zip(before.holders, by(again, 1).holders, strict=True):
         assert old.primary != "server-2" or (new.generation > old.generation and new.primary != "server-2")
     assert again.facts()["counts"]["lost"] == 0
 
@@ -387,16 +387,16 @@ def test_without_copies_a_dead_servers_segments_are_lost_and_said_to_be(make):
     manager = make(3, replicas=0)
     manager.open(a_space())
     settle(manager)
-    gone = [i for i, h in enumerate(by(manager, 1).holdings) if h.primary == "server-0"]
+    gone = [i for i, h in enumerate(by(manager, 1).holders) if h.primary == "server-0"]
     kill(manager, make, "server-0")
     assert until(lambda: manager.facts()["counts"]["lost"] == len(gone), 60)
-    assert until(lambda: all(by(manager, 1).holdings[i].primary for i in gone), 60)
+    assert until(lambda: all(by(manager, 1).holders[i].primary for i in gone), 60)
     facts = manager.facts()
     assert facts["status"] == "degraded"
     assert [s["index"] for s in facts["spaces"][0]["segments"] if s["state"] == "lost"] == gone
     said = [event["message"] for event in facts["events"] if event["kind"] == "segment_lost"]
     assert "'job' is lost" in said[0] and "replicas=1" in said[0]
-    assert all(by(manager, 1).holdings[i].generation >= 2 for i in gone)
+    assert all(by(manager, 1).holders[i].generation >= 2 for i in gone)
     manager.restored(1, gone)
     settle(manager)
     assert manager.facts()["status"] == "ready"
@@ -474,8 +474,8 @@ def test_load_moves_nothing_while_the_group_is_resized(make, monkeypatch):
         ).start(),
     )
     manager.resize(3)
-    first = by(manager, space.number).holdings[0].primary
-    mine = [i for i, h in enumerate(by(manager, space.number).holdings) if h.primary == first]
+    first = by(manager, space.number).holders[0].primary
+    mine = [i for i, h in enumerate(by(manager, space.number).holders) if h.primary == first]
     for count in range(15):  # one server has all the load
         segments = {str(i): [100, 10, 100 * count, count] for i in mine}
         HOSTS[first].load = {
@@ -505,19 +505,19 @@ def test_a_copy_that_is_lost_is_made_again(make):
     manager = make()
     manager.open(a_space(segments=4))
     settle(manager)
-    holding = by(manager, 1).holdings[2]
+    holding = by(manager, 1).holders[2]
     host = HOSTS[holding.primary]
     host.log.clear()
     host.report(1, 0, [Event.COPY_LOST, 2, holding.generation, holding.copies[0]])
     assert until(lambda: len(host.log) >= 2, 60)
     settle(manager)
-    assert by(manager, 1).holdings[2].copies == holding.copies
+    assert by(manager, 1).holders[2].copies == holding.copies
     told = [copies for _, index, _, _, copies in host.log if index == 2]
     assert told[0] == () and told[-1] == holding.copies  # first without it, then anew
     HOSTS[holding.copies[0]].report(1, 0, [Event.ASKED, 2, holding.generation, ""])
     assert until(lambda: len([1 for _, index, *_ in host.log if index == 2]) >= 4, 60)
     settle(manager)
-    assert by(manager, 1).holdings[2].copies == holding.copies
+    assert by(manager, 1).holders[2].copies == holding.copies
 
 
 def test_reports_of_another_generation_and_nonsense_change_nothing(make):
@@ -525,8 +525,8 @@ def test_reports_of_another_generation_and_nonsense_change_nothing(make):
     manager.open(a_space(segments=4))
     settle(manager)
     before = by(manager, 1)
-    host = HOSTS[before.holdings[0].primary]
-    host.report(1, 0, [Event.COPY_LOST, 0, 7, before.holdings[0].copies[0]], [Event.READY, 99, 1, ""])
+    host = HOSTS[before.holders[0].primary]
+    host.report(1, 0, [Event.COPY_LOST, 0, 7, before.holders[0].copies[0]], [Event.READY, 99, 1, ""])
     host.report(55, 0, [Event.READY, 0, 1, ""])
     link = watch(manager, 1)
     read_map(link)
@@ -561,7 +561,7 @@ def test_hot_segments_move(make, monkeypatch):
     manager = make(2, balance=Balance(hot=1.2, patience=2, every=0.1, floor=1.0, rest=60.0))
     manager.open(a_space())
     settle(manager)
-    holdings = by(manager, 1).holdings
+    holdings = by(manager, 1).holders
     hot = [i for i, h in enumerate(holdings) if h.primary == "server-0"]
     for count in range(1, 60):
         segments = {str(i): [100, 10, count * (100 if i in hot else 1), count] for i in range(16)}
@@ -592,7 +592,7 @@ def test_hot_segments_move(make, monkeypatch):
         time.sleep(0.1)
     settle(manager)
     facts = manager.facts()
-    moved = [i for i in hot if by(manager, 1).holdings[i].primary == "server-1"]
+    moved = [i for i in hot if by(manager, 1).holders[i].primary == "server-1"]
     assert len(moved) >= 2 and facts["counts"]["moved_bytes"] == 100 * facts["counts"]["moves"]
     assert any(event["kind"] == "hot_segment" for event in facts["events"])
     assert facts["spaces"][0]["throttled"] == 4  # of two servers

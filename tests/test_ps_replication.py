@@ -261,7 +261,7 @@ def test_a_segment_moves_while_it_is_pushed_to(site):
         assert segment.marks() == done
         assert segment.version == sum(done.values())
         assert any(state for state in segment.shard.optimizer.moments().values())
-    assert site.hosts["s1"]._holdings.spaces[1].holdings == {}
+    assert site.hosts["s1"]._assignments.spaces[1].by_index == {}
 
 
 def test_a_fenced_primary_answers_nothing_and_changes_nothing(site):
@@ -291,7 +291,7 @@ def test_a_fenced_primary_answers_nothing_and_changes_nothing(site):
 def test_a_copy_that_has_heard_of_a_newer_generation_refuses_the_old_primary(site):
     opened(site, copies=("s1", "s2"), staleness=None)
     site.manager.orders("s2", 1, [[i, "copy", 2, {}] for i in range(3)])
-    assert until(lambda: site.hosts["s2"]._holdings.spaces[1].holdings[2].generation == 2, SECONDS)
+    assert until(lambda: site.hosts["s2"]._assignments.spaces[1].by_index[2].generation == 2, SECONDS)
     worker = site.guest("s0")
     push = worker.say(GroupMessage.PUSH, pieces(0, 0), a=0, weight=1.0)
     for i in range(3):
@@ -329,7 +329,7 @@ def test_nothing_is_handed_over_before_the_copy_has_it(site):
     push = worker.say(GroupMessage.PUSH, pieces(0, 0), a=0, weight=1.0)
     assert until(lambda: len(quiet.heard) == 4, SECONDS)
     site.manager.orders("s0", 1, [[i, "leaving", 1, {"quiet": quiet.address}] for i in range(3)])
-    assert until(lambda: site.hosts["s0"]._holdings.spaces[1].holdings[2].role == "leaving", SECONDS)
+    assert until(lambda: site.hosts["s0"]._assignments.spaces[1].by_index[2].role == "leaving", SECONDS)
     assert read_numbers(worker.ask(GroupMessage.PUSH, pieces(0, 1), a=1, weight=1.0).payload) == [0, 1, 2]
     assert worker.silent()
     assert not any(what == "handed" for _, what, *_ in site.manager.facts)
@@ -388,7 +388,7 @@ def test_a_heir_says_only_its_mark_to_who_has_everything(site):
     for i in range(3):
         for name in ("s0", "s2"):
             site.manager.heard("s1", "synced", 1, i, 2, name)
-    assert site.hosts["s1"]._copies.bytes == 0
+    assert site.hosts["s1"]._replication.bytes == 0
     worker = site.guest("s1")
     assert worker.ask(GroupMessage.PUSH, pieces(0, 1, 2), a=1, weight=1.0).kind == GroupMessage.ACK
     equal(site, one, "s1", "s0", "s2")

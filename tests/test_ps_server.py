@@ -81,7 +81,7 @@ def test_a_space_pays_for_what_is_read_of_it_too(site):
             == GroupMessage.ACK
         )
     served = host.facts()["spaces"][str(one.number)]["seconds"]
-    assert host._fair._line(one.number).clock > served + 1e-5 > 1e-5
+    assert host._fair._queue(one.number).clock > served + 1e-5 > 1e-5
 
 
 def opened(site, places=("s0",) * 3, **more):
@@ -216,7 +216,7 @@ def test_a_newer_incarnation_fences_the_older(site):
 
 
 def test_a_space_that_is_heard_of_late_and_one_that_is_not(site, monkeypatch):
-    monkeypatch.setattr("rayps.ps.server.server.STRANGE_SECONDS", 1.0)
+    monkeypatch.setattr("rayps.ps.server.server.UNKNOWN_SPACE_SECONDS", 1.0)
     early = site.guest("s0", join=False)
     joining = early.say(GroupMessage.JOIN, a=1, b=0, payload=b"")
     assert early.silent(0.3)
@@ -230,7 +230,7 @@ def test_a_space_that_is_heard_of_late_and_one_that_is_not(site, monkeypatch):
     assert "2 workers" in error(wrong.join())["message"]
     worker = site.guest("s0")
     site.manager.tell("s0", GroupMessage.FORGET, b"", a=1)
-    assert until(lambda: 1 not in site.hosts["s0"]._holdings.spaces, 60)
+    assert until(lambda: 1 not in site.hosts["s0"]._assignments.spaces, 60)
     assert error(worker.ask(GroupMessage.PULL, all_of()))["kind"] == "NotFound"
 
 
@@ -327,7 +327,7 @@ def test_a_flood_of_one_space_leaves_half_to_the_other(site):
     for thread in threads:
         thread.start()
     worker, step, others = site.guest("s0"), 0, []  # the flood's requests that were served during one of the worker's
-    served = site.hosts["s0"]._holdings.spaces
+    served = site.hosts["s0"]._assignments.spaces
     while step < 30:
         before = served[2].operations
         assert worker.ask(GroupMessage.PUSH, all_of(1.0), a=step, weight=1.0).kind == GroupMessage.ACK
@@ -375,7 +375,7 @@ def test_a_branch_on_a_server(site):
     assert np.allclose(values(other.ask(GroupMessage.PULL, all_of(), a=1))[1], np.arange(4, 8) - 0.05 - 0.1)
     assert np.allclose(values(worker.ask(GroupMessage.PULL, all_of(), a=1))[1], np.arange(4, 8) - 0.05)
     site.manager.tell("s0", GroupMessage.FORGET, b"", a=1)
-    assert until(lambda: 1 not in site.hosts["s0"]._holdings.spaces, 60)
+    assert until(lambda: 1 not in site.hosts["s0"]._assignments.spaces, 60)
     assert other.ask(GroupMessage.PULL, all_of(), a=1).kind == GroupMessage.VALUE
     # what is to begin from nothing does not begin
     site.manager.tell("s1", GroupMessage.SPACE, pickle.dumps(child))
@@ -407,14 +407,14 @@ def test_the_manager_goes_and_comes_back(site):
     assert worker.ask(GroupMessage.PUSH, all_of(1.0), weight=1.0).kind == GroupMessage.ACK
     site.manager = Manager()
     for each in site.hosts.values():
-        each._reach._manager = site.manager.listener.address
+        each._outbound._manager = site.manager.listener.address
     assert until(lambda: set(site.manager.links) == {"s0", "s1"}, 60)
     for i in range(3):
         site.manager.heard("s0", "ready", 1, i, 1, "")
         site.manager.heard("s0", "synced", 1, i, 1, "s1")
     site.manager.orders("s0", 1, [[i, "primary", 1, site.copies("s1")] for i in range(3)])  # repeated: nothing changes
     assert worker.ask(GroupMessage.PUSH, all_of(1.0), a=1, weight=1.0).kind == GroupMessage.ACK
-    assert site.hosts["s0"]._copies.bytes == site.hosts["s0"]._copies.bytes
+    assert site.hosts["s0"]._replication.bytes == site.hosts["s0"]._replication.bytes
 
 
 def test_orders_of_the_past_and_a_copy_without_a_state(site):

@@ -129,7 +129,7 @@ def test_pushes_that_only_the_former_holder_knew_are_said_again(make, found_by, 
     for step in range(3):
         server.push(torch.full((size,), float(step), dtype=torch.float64))
         server.settle()
-    assert [push.step for push in session.kept.of(range(4))] == [0, 1, 2]
+    assert [push.step for push in session.replay_buffer.of(range(4))] == [0, 1, 2]
     group.parks = found_by == "a pull that waits"
 
     def move():
@@ -169,7 +169,7 @@ def test_a_new_holder_is_told_only_what_it_lacks(make, orders):
     if orders == "come later":
         thread.join()
     assert sorted(key for key in group.servers["s0"].filed if key[0] == 1) == [(1, 0, 3), (1, 0, 4)]
-    assert [push.step for push in session.kept.of([1])] == [0, 1, 2, 3, 4]  # no answer says that it is durable
+    assert [push.step for push in session.replay_buffer.of([1])] == [0, 1, 2, 3, 4]  # no answer says that it is durable
 
 
 def test_gradients_may_change_once_a_push_has_returned(make):
@@ -189,7 +189,7 @@ def test_past_the_deadline_the_server_the_segments_and_the_knob_are_named(make):
     group, session = make(timeout=0.2)
     server = GroupServer(session)
     group.servers["s1"].mute = True
-    session._lines.deadline = 0
+    session._connections.deadline = 0
     import rayps.ps.client.session as module
 
     module.GRACE_SECONDS, before = 0.1, module.GRACE_SECONDS
@@ -285,7 +285,7 @@ def test_a_manager_that_is_lost_is_found_again_when_it_is_needed(make):
 
     group.give(1, "s0")
     group.manager = Manager(group)
-    session._lines.watch._find = group.contact
+    session._connections.map_subscription._find = group.contact
     assert server.pull().sum() == 0
 
 
@@ -296,7 +296,7 @@ def test_a_reader_has_links_of_its_own(make):
     server.settle()
     other.join()
     places = {i: np.empty(3) for i in range(4)}
-    other.exchange(GroupMessage.PULL, dict.fromkeys(range(4), b""), landing=places)
+    other.exchange(GroupMessage.PULL, dict.fromkeys(range(4), b""), outputs=places)
     other.close()
     assert all(place.tolist() == [1.0] * 3 for place in places.values())
     assert server.pull().sum() == 12
@@ -318,7 +318,7 @@ def test_memory_of_copies_is_reused_once_they_are_dropped(monkeypatch):
 def test_what_is_kept_is_bounded_and_counted():
     kept = ReplayBuffer(100)
     for step in range(5):
-        kept.keep(step, 1.0, {0: memoryview(bytes(20)), 1: memoryview(bytes(10))})
+        kept.retain(step, 1.0, {0: memoryview(bytes(20)), 1: memoryview(bytes(10))})
     assert [push.step for push in kept.of([0])] == [2, 3, 4] and kept.dropped == 2 and kept.bytes == 90
     kept.durable([0], 4)
     assert [(push.step, sorted(push.pieces)) for push in kept.of([0, 1])] == [(2, [1]), (3, [1]), (4, [0, 1])]

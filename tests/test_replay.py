@@ -53,7 +53,7 @@ def test_what_is_durable_is_not_kept(house):  # noqa: F811
     for _ in range(4):
         server.push(ONES)
     server.settle()
-    assert server.session.kept.bytes == 4 * N * 8
+    assert server.session.replay_buffer.bytes == 4 * N * 8
     for loop in one.loops:
         loop.do(lambda shard: shard.retained.requested.add(5))
     server.push(ONES)
@@ -62,7 +62,7 @@ def test_what_is_durable_is_not_kept(house):  # noqa: F811
         loop.actor.saved(5)
     server.push(ONES)  # its acknowledgement says so
     server.settle()
-    assert server.session.kept.bytes == N * 8
+    assert server.session.replay_buffer.bytes == N * 8
 
 
 def test_what_was_not_kept_is_lost_and_counted(house):  # noqa: F811
@@ -188,7 +188,7 @@ def test_a_map_in_which_nothing_of_a_lost_server_changed_is_no_reason_to_call_it
     server = keeps(one, 0)
     server.push(ONES)
     server.settle()
-    connections = server.session._lines
+    connections = server.session._connections
     for name in ("shard-0", "shard-1"):
         connections.refused(name)
     one.maps[-1].publish(replace(connections.map, version=connections.map.version + 1))  # as with another backup
@@ -208,10 +208,10 @@ def test_a_worker_that_is_lost_between_its_answer_and_its_wakeup_ends_no_server(
         server.settle()
 
     def answer_and_lose():
-        boxes = one.loops[0].loop._boxes
+        boxes = one.loops[0].loop._mailboxes
         guest = next(guest for guest in one.loops[0].boxes() if guest.rank == 0)
-        guest.box.words[WAITS] = 1
-        boxes.answered.append(guest.box)
+        guest.mailbox.words[WAITS] = 1
+        boxes.answered.append(guest.mailbox)
         boxes.close(guest)
         boxes.wake()
 
@@ -254,7 +254,7 @@ def test_a_retried_push_pull_counts_once_and_still_pulls(house, resident):  # no
     for _ in range(3):
         found.zero_()
         places = {0: flat_bytes(found)}
-        server.session.exchange(GroupMessage.PUSH_PULL, {0: piece.data.cast("B")}, step=0, weight=1.0, landing=places)
+        server.session.exchange(GroupMessage.PUSH_PULL, {0: piece.data.cast("B")}, step=0, weight=1.0, outputs=places)
         assert np.array_equal(found.numpy(), (START - 0.1).numpy())
 
 

@@ -21,7 +21,7 @@ from torch.optim import SGD, Adam
 from rayps.cluster.local import until
 from rayps.comm.link.memory import Memory
 from rayps.core.errors import PeerLost, PeerTimeout, StaleGeneration
-from rayps.ps.client.whole_exchange import TurnPart
+from rayps.ps.client.whole_exchange import WholeExchangePart
 from rayps.ps.protocol import mailbox
 from rayps.ps.protocol.messages import GroupMessage
 from rayps.ps.server.dense_segment import DenseSegment
@@ -302,7 +302,7 @@ def test_a_read_that_the_shard_always_steps_in_the_middle_of_comes_by_message(ho
     one = house(100, 1, 1)
     server = one.join(0)
     line, asked = ways(server)[0], []
-    monkeypatch.setattr(TurnPart, "take", lambda *_: None)
+    monkeypatch.setattr(WholeExchangePart, "copy_values", lambda *_: None)
     monkeypatch.setattr(line.mailbox, "read", lambda *_, **more: False)  # as if every try had been mixed
     send = line.send
     monkeypatch.setattr(line, "send", lambda message, payload: (asked.append(message.kind), send(message, payload)))
@@ -446,10 +446,10 @@ WORKER = """
 import pickle, sys, torch
 sys.path.insert(0, {root!r})
 from rayps.ps.client.client import GroupServer
-from rayps.ps.client.connections import take_seat
+from rayps.ps.client.connections import take_rank
 from rayps.ps.client.session import Session
 found, space = pickle.loads(bytes.fromhex({given!r}))
-session = Session(found, space, 1, incarnation=take_seat(found, space, 1, 60.0), timeout=60.0, keep=0)
+session = Session(found, space, 1, incarnation=take_rank(found, space, 1, 60.0), timeout=60.0, keep=0)
 server = GroupServer(session, consistent=False)
 mine = server.buffer({n}, torch.float32)
 mine.fill_(1.0)

@@ -155,7 +155,7 @@ def test_rows_go_through_shared_memory_and_give_the_bits_that_messages_give():
         with group(shards=2, staleness=None, optimizer=OPTIMIZERS["adagrad"]) as shared:
             one = shared.join(0, resident=resident)
             one.pull(batch(1)[0], table="table")
-            lines = list(one._server.session._lines.open.values())
+            lines = list(one._server.session._connections.open.values())
             before = sum(line.link.bytes_sent + line.link.bytes_received for line in lines)
             for seed in (1, 2, 1, 3, 4, 5, 6, 1):
                 ids, rows = batch(seed)

@@ -9,18 +9,18 @@ def space(throttled, limit=4.0):
 
 def test_a_job_that_waits_for_its_quota_is_told_once():
     held = Throttled()
-    assert held.look(space(0), 0.0) is None
-    assert held.look(space(1), 1.0) is None  # a burst
+    assert held.observe(space(0), 0.0) is None
+    assert held.observe(space(1), 1.0) is None  # a burst
     assert held.now(1.0) is None
-    assert held.look(space(5), 2.0) == "throttled by its quota of 4 operations a second"
-    assert held.look(space(9), 3.0) is None
+    assert held.observe(space(5), 2.0) == "throttled by its quota of 4 operations a second"
+    assert held.observe(space(9), 3.0) is None
     assert held.now(3.0) == "throttled by its quota of 4 operations a second"
     assert held.now(3.0 + FOR_SECONDS) is None
 
 
 def test_another_quota_is_told_again_and_none_says_nothing():
     held = Throttled()
-    told = [held.look(space(n, limit), float(n)) for n, limit in enumerate([4, 4, 4, 8, 8, 8, None, None, None])]
+    told = [held.observe(space(n, limit), float(n)) for n, limit in enumerate([4, 4, 4, 8, 8, 8, None, None, None])]
     assert [bool(each) for each in told] == [False, False, True, False, False, True, False, False, False]
     assert held.now(9.0) is None
 
@@ -28,4 +28,4 @@ def test_another_quota_is_told_again_and_none_says_nothing():
 def test_two_requests_that_waited_long_apart_are_two_bursts():
     held = Throttled()
     for number in range(5):
-        assert held.look(space(number), number * (FOR_SECONDS + 1)) is None
+        assert held.observe(space(number), number * (FOR_SECONDS + 1)) is None

@@ -189,7 +189,7 @@ def _resized(group: ServerGroup, before: int, after: int) -> Keywords:
 def _moved(old: SpaceMap, new: SpaceMap, cuts: tuple[tuple[int, int], ...]) -> float:
     total = cuts[-1][1]
     return (
-        sum(hi - lo for (lo, hi), a, b in zip(cuts, old.holdings, new.holdings, strict=True) if a.primary != b.primary)
+        sum(hi - lo for (lo, hi), a, b in zip(cuts, old.holders, new.holders, strict=True) if a.primary != b.primary)
         / total
     )
 

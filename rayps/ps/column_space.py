@@ -1,10 +1,10 @@
-"""One space of a job on a server group, as the job's driver uses it: it loads, fetches and restores the space's states.
+"""One space of a job on a server group, as the job's driver uses it to load, fetch and restore the space's states.
 
 A job has one space. If each data-parallel replica of its model is several workers, it has one space for each column of
 the model. The ranks of a space are data ranks.
 
-Servers answer a request for the states after a round (PART) when they close the round, so the request must arrive
-before that. A request for one round is cancelled when another round is wanted.
+Servers answer a request for the states after a round (PART) when they close the round. The request must arrive before
+that. A request for one round is cancelled when the states after another round are wanted.
 """
 
 from __future__ import annotations
@@ -63,14 +63,15 @@ class ColumnSpace:
     def load(self, part: Snapshot, tables: Mapping[int, Any], segments: Iterable[int] | None = None) -> None:
         """Send states to `segments` (default: all). `part` has the state of the dense vector.
 
-        `tables` has the states of tables, by segment; a table's segment that `tables` lacks begins empty.
+        `tables` is a dict from segment to state, for segments of tables. Those that it lacks begin empty.
         """
         self._load({}, part, tables, range(self.space.segments) if segments is None else segments)
 
     def restore(self, part: Snapshot, tables: Mapping[int, Any], segments: list[int], skips: Mapping[int, int]) -> int:
         """Load lost segments again, as `load` does, and report this to the manager; return how many pushes are lost.
 
-        `skips`: by rank, the step below which no worker retains pushes. Such pushes are lost if the states lack them.
+        `skips`: a dict from rank to the step below which no worker retains pushes. Such pushes are lost if the states
+        do not contain them.
         """
         missing = self._load(skips, part, tables, segments)
         self._group.restored(self.space.number, segments)
@@ -95,7 +96,7 @@ class ColumnSpace:
     # ---- checkpoints
 
     def collect(self) -> None:
-        """Fetch states for checkpoints from now on. Call it when a generation begins.
+        """Fetch states for checkpoints from now on. Call it when a generation of the worker group begins.
 
         Does nothing if the space has tables only.
         """
@@ -115,15 +116,15 @@ class ColumnSpace:
             self._collector.want(rounds)
 
     def held(self, slowest: int) -> list[tuple[int, list[int]]]:
-        """Return the progress and the fetched rounds as one pair (`Collector.held`); [] if no states are fetched."""
+        """Return a list with the pair of progress and fetched rounds (`Collector.held`), or [] without a collector."""
         return [] if self._collector is None else [self._collector.held(slowest)]
 
     def states(self, rounds: int) -> dict[int, Any] | None:
-        """Return the states after round `rounds`, by segment; None if they have not been fetched."""
+        """Return a dict from segment to its state after round `rounds`, or None if these have not been fetched."""
         return None if self._collector is None else self._collector.states(rounds)
 
     def parts(self, rounds: int) -> list[ShardPart | None]:
-        """Return the states of the dense vector's segments after round `rounds`; a state not fetched is None."""
+        """Return the states of the dense vector's segments after round `rounds`, or None for each not fetched."""
         states = self.states(rounds)
         return [None if states is None else part_of(states[i], rounds, lo) for i, (lo, _) in enumerate(self.space.cuts)]
 
@@ -144,8 +145,8 @@ def first_state(
     """Return the state with which a segment begins, and how many pushes are lost because of `skips`.
 
     A segment of the dense vector begins with its elements of the snapshot `part`. A segment of a table begins with the
-    state `table`; if that is None, without rows and at the steps `positions`. `skips`: by rank, the step below which
-    missing pushes count as applied, because no worker retains them.
+    state `table`, or if that is None, without rows and at the steps `positions`. `skips`: a dict from rank to the step
+    below which missing pushes count as applied, because no worker retains them.
     """
     found = space.table_of(index)
     if found is not None:
@@ -158,7 +159,7 @@ def first_state(
 
 
 class Collector:
-    """The thread that fetches states for the checkpoints of one generation.
+    """The thread that fetches states for the checkpoints of one generation of the worker group.
 
     `meet` creates a session of rank -1 with the space; `segments` are the segments whose states are fetched.
     """
@@ -194,9 +195,9 @@ class Collector:
     def held(self, slowest: int) -> tuple[int, list[int]]:
         """Return the servers' progress in rounds, and the rounds whose states have been fetched.
 
-        The driver waits for the wanted round as long as the progress is not greater. The progress is therefore
-        `slowest`, the position of the slowest worker, but at most the wanted round while its states may still arrive,
-        and more than the wanted round if they were requested too late.
+        The driver waits for the states after the wanted round until the progress is greater than this round. The
+        progress is the position `slowest` of the slowest worker. But it is at most the wanted round while the states
+        may still arrive, and greater than the wanted round if they were requested too late.
         """
         with self._news:
             wanted, held = self._states.wanted, sorted(self._states)
@@ -205,7 +206,7 @@ class Collector:
             return slowest, held
 
     def states(self, rounds: int) -> dict[int, Any] | None:
-        """Return the states after round `rounds`, by segment; None if they have not been fetched."""
+        """Return a dict from segment to its state after round `rounds`, or None if these have not been fetched."""
         with self._news:
             return self._states.get(rounds)
 
@@ -242,7 +243,7 @@ class Collector:
                 self._session = self._meet()
                 self._session.join()
             for each in saved:
-                self._session.tell(GroupMessage.SAVED, each)
+                self._session.notify(GroupMessage.SAVED, each)
             if rounds:
                 self._fetch(self._session, rounds)
         except LinkError as error:
@@ -294,7 +295,8 @@ def write_tables(
 ) -> list[Path]:
     """Write the tables to `folder`, and return the files.
 
-    `kept` has the states to write, by segment; None: write the present states, read in a session that `meet` opens.
+    `kept` is a dict from segment to the state to write. If it is None, the present states are written, which are read
+    in a session that `meet` opens.
     """
     if kept is not None:
         for table, segments in _tables(space):
@@ -309,10 +311,11 @@ def write_tables(
 def saved_tables(
     space: Space, folder: Path, positions: list[int], same: bool, only: Collection[int] | None = None
 ) -> dict[int, Any]:
-    """Return the states that `write_tables` wrote to `folder`, by segment of `space`; with `only`, of these segments.
+    """Return the states that `write_tables` wrote to `folder`, as a dict from segment of `space` to state.
 
-    The tables may have been written with another number of segments. `same`: they were written with this number of
-    workers. If both numbers are the same, clocks continue as written; otherwise they begin at `positions`.
+    `only`: the segments to return; None means all. The tables may have been written with another number of segments.
+    `same`: they were written with this number of workers. If both numbers are the same, clocks continue as written;
+    otherwise they begin at `positions`.
     """
     found: dict[int, Any] = {}
     for table, segments in _tables(space):
@@ -325,9 +328,9 @@ def saved_tables(
 
 
 def skip_steps(segment: Any, skips: Mapping[int, int]) -> tuple[Any, int]:
-    """Count, in the state of a table's segment, missing pushes of each rank below the step `skips[rank]` as applied.
+    """Change the state of a table's segment: missing pushes of each rank below the step `skips[rank]` count as applied.
 
-    Return the new state, and how many pushes are lost thereby.
+    Return the new state, and the number of these pushes, which are lost.
     """
     if not skips:
         return segment, 0
@@ -338,7 +341,7 @@ def skip_steps(segment: Any, skips: Mapping[int, int]) -> tuple[Any, int]:
 
 
 def carried_tables(old: Space, session: Session, new: Space) -> dict[int, Any]:
-    """Return the states that `session` reads of the old space's tables, by segment of the new space."""
+    """Return the old space's table states, which `session` reads, as a dict from segment of the new space to state."""
     there = {table.name: segments for table, segments in _tables(new)}
     found: dict[int, Any] = {}
     for table, segments in _tables(old):

@@ -25,9 +25,9 @@ from rayps.ps.protocol.space import Quota, Space
 from rayps.ps.tables.delta import Served, read_delta
 from rayps.ps.tables.wire_format import bucket
 
-CALL_SECONDS = 90.0  # seconds for a manager to answer a call: `open` waits until servers are ready
+CALL_SECONDS = 90.0  # seconds for a manager to answer a call; the longest call is `open`, which waits for servers
 PAUSE_SECONDS = 0.1  # seconds between two checks of a group, and before a call of a manager that died is repeated
-# calls that are repeated if the manager dies before it answers: to execute one twice does no harm
+# calls that are repeated if the manager dies before it answers; executing one of them twice does no harm
 _REPEATABLE = frozenset(
     {"contact", "space", "map", "facts", "settled", "set_quota", "restored", "join", "resize", "drain"}
 )
@@ -48,7 +48,8 @@ class ManagerClient:
     def open(self, space: Space) -> Space:
         """Open a space: assign its segments to servers, and return it with its number.
 
-        Raises ConfigError, Conflict (a space of that name is open), ClusterError (no server is ready in time).
+        Raises ConfigError if the space is not valid, Conflict if a space of that name is open, and ClusterError if
+        segments have no ready server in time.
         """
         found: Space = self._call("open", space)
         return found
@@ -64,34 +65,42 @@ class ManagerClient:
     ) -> Space:
         """Create the space `name`, which begins at step 0 with the parameters of the space `parent`.
 
-        The two spaces share memory until one of them changes. An argument that is None is as in `parent`.
+        The two spaces share memory until one of them changes. An argument that is None has the value of `parent`.
 
-        Raises NotFound (there is no space `parent`), Conflict (a space `name` is open), ConfigError.
+        Raises NotFound if there is no space `parent`, Conflict if a space `name` is open, and ConfigError if an
+        argument is not valid.
         """
         found: Space = self._call("branch", parent, name, quota, workers, strategy, factory)
         return found
 
     def space(self, name: str) -> Space:
-        """Return the open space of this name. Raises NotFound: there is none."""
+        """Return the open space of this name. Raises NotFound if there is none."""
         found: Space = self._call("space", name)
         return found
 
     def drop(self, name: str) -> None:
-        """Close a space. Raises NotFound."""
+        """Close a space. Raises NotFound if no open space has this name."""
         self._call("drop", name)
 
     def set_quota(self, name: str, quota: Quota | dict[str, Any]) -> None:
-        """Set the limits of a space from now on. Raises NotFound, ConfigError."""
+        """Set the limits of a space from now on.
+
+        Raises NotFound if no open space has this name, and ConfigError if the quota is not valid.
+        """
         self._call("set_quota", name, quota)
 
     def map(self, number: int) -> SpaceMap:
-        """Return the map of a space, given by number: the servers that hold its segments. Raises NotFound."""
+        """Return the map of the space with this number: the servers that hold its segments.
+
+        Raises NotFound if no open space has this number.
+        """
         return SpaceMap.from_json(self._call("map", number))
 
     def join(self, number: int, rank: int) -> int:
-        """Give `rank` of a space, given by number, to a new process; return the number of this incarnation.
+        """Assign `rank` of the space with this number to a new process; return the number of this incarnation.
 
-        Servers refuse the processes that had the rank before. Raises NotFound, ConfigError.
+        Servers refuse the processes that had the rank before. Raises NotFound if no open space has this number, and
+        ConfigError if the space has no such rank.
         """
         found: int = self._call("join", number, rank)
         return found
@@ -99,25 +108,27 @@ class ManagerClient:
     def follow(self, space: str, table: str, timeout: float = 60.0) -> Follower:
         """Return a copy of a table's rows, which is empty until its `update` is called.
 
-        `timeout`: seconds for servers to answer. Raises NotFound, ConfigError: there is no such space or table.
+        `timeout`: seconds for servers to answer. Raises NotFound if there is no such space, and ConfigError if the
+        space has no such table.
         """
         return Follower(self.contact, self.space(space), table, timeout)
 
     def restored(self, number: int, segments: list[int]) -> None:
-        """Report to the manager that lost segments of a space, given by number, have been loaded again."""
+        """Report to the manager that lost segments of the space with this number have been loaded again."""
         self._call("restored", number, segments)
 
     def resize(self, servers: int) -> None:
         """Set the number of servers. Segments move in the background, while pushes and pulls continue.
 
-        Raises ConfigError: `servers` is 0, or below replicas + 1. Raises Conflict: a resize is in progress.
+        Raises ConfigError if `servers` is 0 or below replicas + 1, and Conflict if a resize is in progress.
         """
         self._call("resize", servers)
 
     def drain(self, server: str) -> None:
         """Move all segments of one server to the others, then end it. The group then has one server less.
 
-        Raises NotFound, ConfigError (too few servers would be left), Conflict (a resize is in progress).
+        Raises NotFound if there is no such server or it does not respond, ConfigError if too few servers would be left,
+        and Conflict if a resize is in progress.
         """
         self._call("drain", server)
 
@@ -131,7 +142,7 @@ class ManagerClient:
         return bool(self._call("settled"))
 
     def wait_settled(self, timeout: float = 60.0) -> None:
-        """Wait until the group is `settled()`. Raises PeerTimeout: this takes longer than `timeout` seconds."""
+        """Wait until the group is `settled()`. Raises PeerTimeout if this takes longer than `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while not self.settled():
             if time.monotonic() > deadline:
@@ -212,9 +223,10 @@ def start(
     process dies. If the folder has the record of a group of this name, the group continues with those of its servers
     that still run. `detached`: the group outlives this process. `cpus`: CPUs that the cluster reserves for each server.
     `hosts`: another cluster, in which the servers run. `silence`: seconds after which a server that sends nothing
-    counts as dead. `balance`: when an overloaded server gives segments to another server (None = never).
+    counts as dead. `balance`: the rule by which segments move because of load; with None no segment does.
 
-    Raises ConfigError, Conflict (a group of this name runs), PeerTimeout (not all servers are alive in time).
+    Raises ConfigError if an argument is not valid, Conflict if a group of this name runs, and PeerTimeout if not all
+    servers are alive within `timeout` seconds.
     """
     if not isinstance(name, str) or not name.strip() or "/" in name:
         raise ConfigError(
@@ -252,7 +264,7 @@ def start(
 
 
 def find(cluster: Cluster, name: str) -> ManagerClient:
-    """Return the running group of this name. Raises ConfigError: there is none; the error lists the running groups."""
+    """Return the running group of this name. Raises ConfigError, which lists the running groups, if there is none."""
     for home in (cluster, surrounding()):
         handle = home.find(manager_actor(name))
         if handle is not None:
@@ -273,10 +285,10 @@ def names(cluster: Cluster) -> list[str]:
 
 
 def _home(cluster: Cluster, hosts: Cluster | None) -> tuple[Cluster, Cluster | None]:
-    """Return the cluster in which the manager runs, and the cluster that is passed to it, to start servers in.
+    """Return the cluster in which the manager runs, and the cluster that is passed to it, in which it starts servers.
 
-    The second is None on Ray, where an actor finds its own cluster. In a cluster of threads, or of a test's processes,
-    an actor cannot find it: the manager then runs in this process, and the cluster is passed to it.
+    The second is None on Ray, where an actor can find its own cluster. In a cluster of threads, or of a test's
+    processes, an actor cannot do so. The manager then runs in this process, and the cluster is passed to it.
     """
     if isinstance(cluster, LocalCluster):
         return cluster, hosts or cluster
@@ -312,7 +324,7 @@ __all__ = ["ManagerClient", "find", "names", "start"]
 class Follower:
     """A copy of the rows of one table of a space, as of the last `update`.
 
-    Raises ConfigError: the space has no such table.
+    Raises ConfigError if the space has no such table.
     """
 
     def __init__(self, source: MapSource, space: Space, table: str, timeout: float) -> None:

@@ -1,9 +1,10 @@
-"""A job's spaces on an elastic server group: the job's driver opens, loads, collects, watches and drops them.
+"""A job's spaces on an elastic server group. The job's driver opens, loads and drops them, and fetches their states.
 
 A job has one space, with the job's name. If each data-parallel replica of its model is several workers, it has one
-space for each column of the model: `JOB`, `JOB/1`, `JOB/2`... A generation that begins from a snapshot opens spaces
-with new numbers, so that servers refuse workers of the generation before. Sparse tables are too large to be reset to a
-snapshot: the new space begins with their present rows, and a push that the rows contain is not applied again.
+space for each column of the model: `JOB`, `JOB/1`, `JOB/2`... A generation of the worker group that begins from a
+snapshot opens spaces with new numbers, so that servers refuse workers of the generation before. Sparse tables are too
+large to be reset to a snapshot. The new space begins with their present rows, and a push that these rows contain is not
+applied again.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class ModelColumns(Protocol):
 
 
 class ServedPhase(Protocol):
-    """What servers must know about a generation of a job."""
+    """What servers must know about a generation of a job's worker group."""
 
     @property
     def strategy(self) -> StrategyView:
@@ -75,7 +76,7 @@ class ServedPhase(Protocol):
 
     @property
     def division(self) -> ModelColumns | None:
-        """The division of the model into columns; None if each replica is one worker."""
+        """The division of the model into columns, or None if each replica is one worker."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -128,8 +129,8 @@ class SpaceTerms:
 class JobSpace:
     """The spaces of the job `name` on `group`. Implements `rayps.runtime.job_servers.JobServers`.
 
-    `own`: the group was started for this job alone, and ends with it. `factory`, `tables`, `timeout` and `scheduled`:
-    see `SpaceTerms`.
+    `own`: the group was started for this job alone, and ends with the job. `factory`, `tables`, `timeout` and
+    `scheduled`: see `SpaceTerms`.
     """
 
     def __init__(
@@ -146,7 +147,7 @@ class JobSpace:
         scheduled: bool = False,
     ) -> None:
         self.group, self.name, self.own, self.tables = group, name, own, tables
-        # by worker: its position, and the step below which its replay buffer has evicted pushes
+        # worker -> its position, and the step below which its replay buffer has evicted pushes
         self.reached: dict[int, tuple[int, int]] = {}
         self._terms = SpaceTerms(workers, factory, tables, quota or Quota(), timeout, scheduled)
         self._columns: list[ColumnSpace] = []
@@ -164,7 +165,7 @@ class JobSpace:
 
     @property
     def _with_tables(self) -> ColumnSpace | None:
-        """Return the open space that holds the tables; None if there are none."""
+        """The open space that has the tables, or None if there are no tables."""
         return self._columns[0] if self._columns and self._columns[0].space.tables else None
 
     # ---- a generation
@@ -231,9 +232,10 @@ class JobSpace:
         self._watch.start()
 
     def _stays(self, strategy: StrategyView, dense_too: bool) -> bool:
-        """Return whether the open space serves a new generation unchanged.
+        """Return whether the open space can serve a new generation unchanged.
 
-        It does if it has just been branched, or if it has, and needs, tables only and the same strategy.
+        It can if it has just been branched, or if it has tables only, the generation needs tables only, and the
+        strategy is the same.
         """
         if not self._columns:
             return False
@@ -241,7 +243,7 @@ class JobSpace:
         return self._branched or (not dense_too and old.layout is None and old.strategy == strategy.server_half)
 
     def _open(self, fresh: list[Space], parts: Sequence[Snapshot]) -> None:
-        """Drop the open spaces, open `fresh`, and load the state `parts`, by column, and the present rows of tables."""
+        """Drop the open spaces, open `fresh`, and load `parts`, one for each column, and the present rows of tables."""
         for column in self._columns:
             column.stop_collecting()
         positions = list(parts[0].positions)
@@ -255,7 +257,7 @@ class JobSpace:
             column.load(part, tables)
 
     def _opened(self, fresh: Space) -> Space:
-        """Open a space; if the manager dies meanwhile, wait for its restart."""
+        """Open a space. If the manager dies before it answers, wait for its restart."""
         try:
             return self.group.open(fresh)
         except ActorDied:
@@ -265,7 +267,7 @@ class JobSpace:
                 return self.group.open(fresh)
 
     def _drop(self, name: str) -> None:
-        """Drop a space, if it is open. Raises ActorDied: the manager died, and has not restarted in time."""
+        """Drop a space, if it is open. Raises ActorDied if the manager died, and has not restarted in time."""
         deadline = time.monotonic() + DROP_SECONDS
         while True:
             try:
@@ -295,7 +297,7 @@ class JobSpace:
         return [each for column in self._columns for each in column.held(slowest)]
 
     def parts(self, rounds: int) -> Callable[[float], list[ShardPart | None]]:
-        """Return a function that returns the fetched states after round `rounds`; a state not fetched is None."""
+        """Return a function that returns the states after round `rounds`, with None for each that was not fetched."""
         found = [part for column in self._columns for part in column.parts(rounds)]
         return lambda timeout: found
 
@@ -313,9 +315,9 @@ class JobSpace:
                 column.saved(snapshot.round)
 
     def write_tables(self, rounds: int) -> Callable[[Path], list[Path]] | None:
-        """Return a function that writes the tables to a folder and returns the files; None if there are no tables.
+        """Return a function that writes the tables to a folder and returns the files, or None if there are no tables.
 
-        It writes their states after round `rounds` if these were fetched, else their present states.
+        The function writes the states after round `rounds` if these were fetched, else the present states.
         """
         column = self._with_tables
         if column is None:
@@ -324,14 +326,14 @@ class JobSpace:
         return lambda folder: write_tables(space, folder, kept, session)
 
     def tables_kept(self, folder: Path) -> None:
-        """Record that this checkpoint folder has the tables: lost segments of tables are loaded from it from now on."""
+        """Record that this checkpoint folder has the tables. Their lost segments will be loaded from this folder."""
         column = self._with_tables
         if column is None:
             return
         self._saved_tables = folder, True
         if not column.space.cuts:
             with column.session() as session:
-                session.tell(GroupMessage.SAVED, -1)
+                session.notify(GroupMessage.SAVED, -1)
 
     def load_tables(self, folder: Path, same: bool) -> None:
         """Let the next generation begin with the tables in the folder of a checkpoint.
@@ -349,7 +351,11 @@ class JobSpace:
             return tables_by_value(column.space, session)
 
     def _first_tables(self, space: Space, positions: list[int]) -> dict[int, Any]:
-        """Return the states with which tables begin: those of the open space, or of a checkpoint; else {} (no rows)."""
+        """Return a dict from segment to the state with which it begins, for segments of tables.
+
+        The states are those of the open space, or of a checkpoint, or {} if there is neither; the tables are then
+        empty.
+        """
         old = self._with_tables
         if old is not None:
             with old.session() as session:
@@ -364,9 +370,9 @@ class JobSpace:
     def look(self) -> None:
         """Check the group's state, and load lost segments again.
 
-        Any thread may call this; a failure is logged, and not raised.
+        Any thread may call this. A failure is logged, and not raised.
         """
-        self._watch.look()
+        self._watch.check()
 
     def _restore(self, facts: Facts) -> None:
         for number, (column, mine) in enumerate(zip(self._columns, spaces_of(facts, self.spaces), strict=True)):
@@ -392,7 +398,7 @@ class JobSpace:
         tables = saved_tables(space, folder, part.positions, same, lost) if folder else {}
         missing = column.restore(part, tables, lost, skips)
         rows = "" if folder or not space.tables else ". Tables start empty, because no checkpoint has their rows"
-        self._watch.tell(
+        self._watch.add_event(
             {
                 "kind": "restored",
                 "time": time.time(),
@@ -470,22 +476,22 @@ def shared(quota: Quota, elements: float, requests: float) -> Quota:
 
 
 def _of_tables(strategy: StrategyView) -> StrategyView | None:
-    """Return the strategy of the servers that hold sparse tables; None = a model with tables cannot be trained."""
+    """Return the strategy of servers with sparse tables, or None if it cannot train a model with such tables."""
     return strategy.tables
 
 
 LOOK_SECONDS = 0.5  # seconds between two checks of a group
 # kinds of the group's events that become events of the job
 EVENTS = ("server_lost", "server_dead", "segment_lost", "resized", "server_leaving", "server_joined")
-GROWTHS = 2  # checks that find more throttled requests before a warning is written: one burst causes no warning
+GROWTHS = 2  # number of checks that find more throttled requests before a warning; one burst causes no warning
 FOR_SECONDS = 10.0  # seconds after the last throttled request in which the job counts as throttled
 
 
 class GroupWatch:
     """A thread that checks the group's facts at intervals, from `start` to `close`.
 
-    Each check calls `react` with the new facts, and holds `lock` meanwhile; code that changes the job's spaces must
-    hold `lock` too. `spaces()` returns the job's open spaces.
+    Each check calls `react` with the new facts while it holds `lock`. Code that changes the job's spaces must hold
+    `lock` too. `spaces()` returns the job's open spaces.
     """
 
     def __init__(
@@ -517,11 +523,11 @@ class GroupWatch:
 
     def _run(self) -> None:
         while True:
-            self.look()
+            self.check()
             if self._over.wait(LOOK_SECONDS):
                 return
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Read the group's facts, and call `react` with them. Any thread may call this; a failure is logged."""
         if self._over.is_set():
             return  # the job's own group has ended
@@ -530,7 +536,7 @@ class GroupWatch:
             with self.lock:
                 self.facts = facts
                 self._take_events(facts)
-                self._look_at_quota()
+                self._check_quota()
                 if not self._over.is_set():
                     self._react(facts)
         except (RaypsError, TimeoutError) as error:  # the manager may restart: the next check asks again
@@ -545,17 +551,17 @@ class GroupWatch:
         names = {None, self._job, *(space.name for space in self._spaces())}
         self._events += [event for event in fresh if event["kind"] in EVENTS and event.get("space") in names]
 
-    def _look_at_quota(self) -> None:
+    def _check_quota(self) -> None:
         """Add a warning, once for each value of the quota, if the quota throttles the job."""
-        found = self._throttled.look(self.job(), time.monotonic())
+        found = self._throttled.observe(self.job(), time.monotonic())
         if found is not None:
             names = [space.name for space in self._spaces()]
             commands = [f"`rayps servers quota {self._group.name} {name} --operations N`" for name in names]
             verb = "changes" if len(commands) == 1 else "change"
             message = f"the job is {found}: {' and '.join(commands)} {verb} the quota"
-            self.tell({"kind": "warning", "time": time.time(), "message": message})
+            self.add_event({"kind": "warning", "time": time.time(), "message": message})
 
-    def tell(self, event: Facts) -> None:
+    def add_event(self, event: Facts) -> None:
         """Add an event for `events` to return."""
         self._events.append(event)
 
@@ -569,7 +575,7 @@ class GroupWatch:
 
     @property
     def throttled(self) -> str | None:
-        """Return, as text, how the quota throttles the job now; None if it does not."""
+        """A text on how the quota throttles the job now, or None if it does not."""
         return self._throttled.now(time.monotonic())
 
 
@@ -605,8 +611,11 @@ class Throttled:
         self._growths, self._grown_at = 0, float("-inf")
         self._said = False
 
-    def look(self, space: dict[str, Any], now: float) -> str | None:
-        """Record the job's "quota" and "throttled"; return the text of a warning, once for each value of the quota."""
+    def observe(self, space: dict[str, Any], now: float) -> str | None:
+        """Record the facts "quota" and "throttled" of a job; return a warning's text, or None.
+
+        A warning is returned once for each value of the quota.
+        """
         limit, throttled = (space.get("quota") or {}).get("operations"), int(space.get("throttled") or 0)
         if limit != self._limit:
             self._limit, self._growths, self._said = limit, 0, False
@@ -620,7 +629,7 @@ class Throttled:
         return self.now(now)
 
     def now(self, now: float) -> str | None:
-        """Return, as text, how the quota throttles the job; None if it does not."""
+        """Return a text on how the quota throttles the job at the time `now`, or None if it does not."""
         if self._limit is None or self._growths < GROWTHS or now - self._grown_at >= FOR_SECONDS:
             return None
         return f"throttled by its quota of {self._limit:g} operations a second"

@@ -1,12 +1,12 @@
-"""`rayps.ServerGroup`: parameters that the user's own actors share, on fixed servers or on an elastic group.
+"""`rayps.ServerGroup`: parameters that a user's actors share, on fixed servers or on an elastic server group.
 
 group = rayps.ServerGroup(params, shards=2, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), workers=4)
 server = group.join(rank)            # in each actor, which was given `group` as an argument
 server.push(grad); params = server.pull()
 
-With the argument `replicas` or `group` the servers are elastic: one that dies is replaced, and `group.resize(4)`
-changes their number while pushes and pulls continue. Otherwise the servers are fixed: each holds one segment, and none
-is replaced when it dies.
+With the argument `replicas` or `group` the servers are elastic: a server that dies is replaced, and `group.resize(4)`
+changes the number of servers while pushes and pulls continue. Otherwise the servers are fixed: each holds one segment,
+and none is replaced when it dies.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rayps.core.server_updates import PlainServers, plain_servers
 from rayps.core.user_module import pack
 from rayps.ps import group as elastic
 from rayps.ps.client.client import GroupServer, compress
-from rayps.ps.client.connections import take_seat
+from rayps.ps.client.connections import take_rank
 from rayps.ps.client.session import KEEP_BYTES, Session
 from rayps.ps.group import ManagerClient
 from rayps.ps.manager.status import COUNTS
@@ -59,11 +59,11 @@ class ServerGroup:
     is not replaced when it dies.
 
     With `replicas`, an elastic group of `shards` servers is started, and ends with this object. With replicas=1 each
-    part has a backup on a second server, and a push is acknowledged when both servers have it. With staleness=0 it is
-    acknowledged earlier, because the second server gets it when its round is complete: until then the worker can repeat
-    it (`SharedParameters.flush` waits until both servers have all pushes). A server that dies is replaced; values are
-    lost only if a second server dies before the new backup is complete. With replicas=0 the parts of a server that dies
-    are lost, and pushes and pulls raise PeerLost.
+    part has a backup on a second server, and a push is acknowledged when both servers have it. With staleness=0 a push
+    is acknowledged earlier, because the second server gets it only when its round is complete. Until then the worker
+    can repeat it (`SharedParameters.flush` waits until both servers have all pushes). A server that dies is replaced.
+    Values are lost only if a second server dies before the new backup is complete. With replicas=0 the parts of a
+    server that dies are lost, and pushes and pulls raise PeerLost.
 
     With `group`, a name or a `rayps.ps.group.ManagerClient`, the parameters become the space `name` on a running group,
     which other jobs may use too; `quota` limits the space. `segments` is the number of parts into which an elastic
@@ -141,7 +141,7 @@ class ServerGroup:
         self._fixed = self._start(factory, space, snapshot)
 
     def _opened(self, group: str | elastic.ManagerClient | None, space: Space, vector: Tensor) -> OwnSpace:
-        """Open `space` on the given group, or on a group that is started for it, and load `vector` into it."""
+        """Open `space` on the given group, or on a new group, and load `vector` into the space."""
         assert self._cluster is not None
         servers, private = space.servers, group is None
         if group is None:
@@ -163,7 +163,7 @@ class ServerGroup:
             raise
 
     def _start(self, factory: optim.Factory, space: Space, snapshot: Snapshot) -> FixedSpace:
-        """Start servers with a static map, one for each segment: no manager, no backups, no moves."""
+        """Start servers with a static map, one for each segment, without manager and backups; segments do not move."""
         assert self._cluster is not None
         packed, shared = pack(factory), self._cluster.share(snapshot)
         for index in range(len(space.cuts)):
@@ -186,7 +186,7 @@ class ServerGroup:
         """Become worker `rank`, and return its access to the parameters.
 
         Servers refuse a process that had the rank before; the steps that it has pushed stay counted. With
-        `resident=False`, fixed servers on this host get messages too, instead of sharing memory with this process.
+        `resident=False`, fixed servers on this host receive messages, and do not share memory with this process.
 
         Raises:
             ConfigError: there is no such rank.
@@ -198,14 +198,15 @@ class ServerGroup:
         """Become worker `rank` as `join` does; return a `GroupServer`, which pulls and pushes one flat vector."""
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.workers:
             raise ConfigError(
-                f"rank is {rank!r}, and the group has {self.workers} workers: give 0 to {self.workers - 1}",
+                f"rank is {rank!r}, and the group has {self.workers} workers: give a number from 0 to "
+                f"{self.workers - 1}",
                 field="rank",
             )
         if self._own is not None:
             return self._coded(self._own.server(rank))
         assert self._fixed is not None, "a ServerGroup has an OwnSpace or a FixedSpace"
         found, space = self._fixed.map, self._fixed.space
-        incarnation = take_seat(found, space, rank, self.timeout)
+        incarnation = take_rank(found, space, rank, self.timeout)
         session = Session(found, space, rank, incarnation=incarnation, timeout=self.timeout, keep=0, resident=resident)
         try:
             return self._coded(GroupServer(session))
@@ -245,7 +246,7 @@ class ServerGroup:
         """Wait until all servers are alive, and have the segments and backups that the manager assigns to them.
 
         Raises:
-            PeerTimeout: this takes longer than `timeout` seconds (None = the `timeout` of this object).
+            PeerTimeout: this takes longer than `timeout` seconds; None means the `timeout` of this object.
             PeerLost: a fixed server has died; fixed servers are not replaced.
         """
         if self._fixed is not None:
@@ -258,7 +259,7 @@ class ServerGroup:
 
         The two share memory until one of them changes. `close()` of the branch ends only the branch.
 
-        Raises ConfigError: the servers are fixed. Conflict: a space `name` is open.
+        Raises ConfigError if the servers are fixed, and Conflict if a space `name` is open.
         """
         own = self._elastic("branch")
         found = ServerGroup.__new__(ServerGroup)
@@ -268,12 +269,12 @@ class ServerGroup:
 
     @property
     def group(self) -> elastic.ManagerClient | None:
-        """The elastic group that holds the parameters; None: the servers are fixed."""
+        """The elastic group that holds the parameters, or None if the servers are fixed."""
         return None if self._own is None else self._own.group
 
     @property
     def space(self) -> Space | None:
-        """The space of the parameters on the elastic group; None: the servers are fixed."""
+        """The space of the parameters on the elastic group, or None if the servers are fixed."""
         return None if self._own is None else self._own.space
 
     def _elastic(self, call: str) -> OwnSpace:
@@ -310,7 +311,7 @@ class ServerGroup:
 def _refuse_mixtures(
     is_elastic: bool, replicas: object, group: object, name: object, segments: object, quota: object
 ) -> None:
-    """Check that the arguments fit together. Raises ConfigError: two of them exclude each other."""
+    """Check that the arguments fit together. Raises ConfigError if two of them exclude each other."""
     if group is not None and replicas is not None:
         raise ConfigError(
             f"replicas is {replicas!r}, and a running group has its own number of replicas: leave out `replicas`, or "
@@ -367,15 +368,15 @@ class FixedSpace:
             {
                 "index": index,
                 "table": None,
-                "primary": held.primary,
+                "primary": holders.primary,
                 "copies": [],
-                "generation": held.generation,
+                "generation": holders.generation,
                 "bytes": (hi - lo) * size,
                 "rows": 0,
                 "operations_s": None,
-                "state": "ready" if alive[str(held.primary)] else "lost",
+                "state": "ready" if alive[str(holders.primary)] else "lost",
             }
-            for index, (held, (lo, hi)) in enumerate(zip(found.holdings, space.cuts, strict=True))
+            for index, (holders, (lo, hi)) in enumerate(zip(found.holders, space.cuts, strict=True))
         ]
         servers = [
             {
@@ -424,7 +425,7 @@ class FixedSpace:
         }
 
     def check(self) -> None:
-        """Raise PeerLost if a server has died: a fixed server is not replaced."""
+        """Raise PeerLost if a server has died, because a fixed server is not replaced."""
         dead = [server for server, address in self.map.map.addresses.items() if not self._answers(address)]
         if dead:
             raise PeerLost(
@@ -480,7 +481,9 @@ class OwnSpace:
     def server(self, rank: int) -> GroupServer:
         """Become worker `rank`; servers refuse a process that had the rank before. Raises as `GroupServer`."""
         incarnation = self.group.join(self.space.number, rank)
-        keep = KEEP_BYTES if self._replicas else 0  # without backups a lost segment does not return: nothing to repeat
+        keep = (
+            KEEP_BYTES if self._replicas else 0
+        )  # without backups a lost segment does not return, so no push is repeated
         session = Session(
             self.group.contact(),
             self.space,
@@ -553,7 +556,7 @@ class SharedParameters:
         out: Tensor | None = None,
         consistent: bool | None = None,
     ) -> Any:
-        """Return the parameters, a tensor or a dict; with `lo` and `hi`, the elements lo to hi of the flat vector.
+        """Return the parameters, a tensor or a dict, or with `lo` and `hi` the elements lo to hi of the flat vector.
 
         `pull(ids)`, where `ids` is a tensor of whole numbers, returns these rows of a table, [len(ids), width]. A table
         is a parameter of two or more dimensions; `table` is its name, required if there are several. Values are written
@@ -605,9 +608,9 @@ class SharedParameters:
             self._server.push(self._checked(value) if lo is None else value, weight, lo or 0)
 
     def buffer(self) -> Tensor:
-        """Return a flat tensor, as long as the parameters and zero at first. A gradient in it is pushed without a copy.
+        """Return a flat tensor of zeros, as long as the parameters. A gradient in this tensor is pushed without a copy.
 
-        Servers of this host read the tensor's memory: change it only after `push` or `push_pull` has returned.
+        Servers of this host read the tensor's memory. After a push, change it only when the push has returned.
         """
         return self._server.buffer(self._layout.size, self._layout.dtype)
 
@@ -618,8 +621,8 @@ class SharedParameters:
     def flush(self) -> None:
         """Wait until every push is durable: all backups have it, so the death of one server does not lose it.
 
-        With staleness=0 this is when the other workers have pushed as many rounds. Without backups a push is lost if
-        its server dies, even after this call.
+        With staleness=0 a push is durable only after the other workers have pushed as many rounds. Without backups a
+        push is lost if its server dies, even after this call.
         """
         self._server.flush()
 

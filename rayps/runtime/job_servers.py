@@ -154,7 +154,7 @@ class FixedServers:
         division, source = self._orders.division, self._maps[column]
         part = snapshot if division is None else division.cut(snapshot, column)
         found = source.moved(number, shard.address)
-        plan = self._plan(index, found.holdings[number].generation)
+        plan = self._plan(index, found.holders[number].generation)
         settle([shard.handle.call("begin", plan, self._cluster.share(part))], [shard])
         source.publish(found)
         return found

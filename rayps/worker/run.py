@@ -83,7 +83,7 @@ class GenerationRun:
                 facts.error,
                 facts.points,
                 sorted(self._parts),
-                kept_since=0 if session is None else session.kept.since,
+                kept_since=0 if session is None else session.replay_buffer.since,
                 cost=None if self._backup is None else self._backup.cost,
                 met=facts.met,
                 call=self.call,

@@ -1,1 +1,1 @@
-"""The worker's side of the parameter server: sends each request to the servers that now hold its segments."""
+"""The worker's side of the parameter server. Each request is sent to the servers that hold its segments now."""

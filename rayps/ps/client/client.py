@@ -1,7 +1,7 @@
 """A worker's access to the dense vector of a space: a `GroupServer`, which sends its requests through a `Session`.
 
 With `defer`, a push is sent together with the next request, so that a push and a pull are one request to each server.
-`compress` sets an encoding of pushes that takes fewer bytes, if that is faster.
+`compress` chooses an encoding of pushes that takes fewer bytes, if that is faster.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ Extras = Callable[[], Mapping[int, Any]]
 class GroupServer:
     """A worker's pulls and pushes of the dense vector of a space: all of it, a range, or rows.
 
-    `defer`: a push is sent with the next request. `extras` returns the pieces that a push has for tables, by segment;
-    without it a push has empty pieces for tables. `step` is the number of the next push; -1 = after the last push that
-    the servers have of this rank. `consistent` is the default for the argument of `pull`; None = True, unless the
-    staleness is None.
+    `defer`: a push is sent with the next request. `extras` returns the pieces that a push has for tables, as a dict
+    from segment to piece; without `extras`, a push has empty pieces for tables. `step` is the number of the next push;
+    -1 means the step after the last push of this rank that the servers have. `consistent` is the default of the
+    argument `consistent` of `pull`; None means True unless the staleness is None.
 
     Raises:
         PeerTimeout, PeerLost, StaleGeneration: as `Session.join`.
@@ -57,19 +57,19 @@ class GroupServer:
         if space.layout is None:
             raise ConfigError(f"space {space.name!r} has tables only: there is no vector to pull", field="space")
         self.session, self.rank, self.size, self.dtype = session, session.rank, space.layout.size, space.layout.dtype
-        self.home: Tensor | None = None  # the tensor that receives whole pulls; None = a new tensor each time
+        self.home: Tensor | None = None  # the tensor that receives whole pulls; if None, each gets a new tensor
         self.bytes_moved = 0  # bytes of parameters and gradients, sent and received
         self._last = SegmentReplies({}, 0, 0, 0)  # replies to the last pull; `durable` is also updated by a push
         servers = space.servers
         self.consistent = servers.staleness is not None if consistent is None else consistent
-        self.feedback: ErrorFeedback | None = None  # encodes pushes; None = pushes are not compressed
+        self.feedback: ErrorFeedback | None = None  # encodes pushes; None if pushes are not compressed
         self.extras = extras
         self._defer = defer
         self._vector = VectorSegments(space, space.layout)
         self._lists = IdLists(space.layout, space.cuts)
-        self._posted: _DeferredPush | None = None  # the push that is not sent yet
-        # where the last whole pull was written: the tensor, its pieces and landing places
-        self._landed: tuple[Tensor, dict[int, Any], dict[int, Any]] | None = None
+        self._deferred: _DeferredPush | None = None  # the push that is not sent yet
+        # the last whole pull, for reuse: the tensor, and by segment the pieces and the parts of the tensor
+        self._last_whole_pull: tuple[Tensor, dict[int, Any], dict[int, Any]] | None = None
         marks = session.join()
         self.step = min(marks.values()) if step < 0 else step
 
@@ -80,9 +80,9 @@ class GroupServer:
 
         The values are written to `out` if it is given (a contiguous CPU tensor of as many elements), else to a new
         tensor. With `consistent` all values are of one moment: each push is contained in all of them or in none. With
-        staleness 0 this is so in any case; otherwise servers delay pushes meanwhile, and the pull takes four requests
-        instead of one. Without `consistent`, segments answer independently, and a segment in shared memory may step
-        while it is read, so that its values are of several versions.
+        staleness 0 all pulls are consistent. Otherwise a consistent pull takes four requests instead of one, and
+        servers delay pushes until it has ended. Without `consistent`, segments answer independently, and the server may
+        update a segment in shared memory while the worker reads it. The values are then of several versions.
 
         Raises:
             PeerTimeout: the slowest worker, or a server, sent nothing before the deadline.
@@ -100,10 +100,10 @@ class GroupServer:
     def push(self, value: Tensor | Gradient, weight: float = 1.0, lo: int = 0, rounds: int = 1) -> None:
         """Push a gradient, or a range of it that begins at element `lo`. The push counts as one step.
 
-        If a push of the strategy covers several rounds (`PerPush.spans`), it counts as `rounds` steps: all that the
-        worker has made since its last push. A Gradient has its own weight, the number of its samples. Elements outside
-        the range are not stepped, unless other workers push them in the same round. With `defer`, `value` must not
-        change before the next call of a method of this object.
+        If the strategy's pushes cover several rounds (`PerPush.spans`), the push counts as `rounds` steps, the number
+        of rounds since the worker's last push. A Gradient has its own weight, the number of its samples. Elements
+        outside the range are not stepped, unless other workers push them in the same round. With `defer`, `value` must
+        not change before the next call of a method of this object.
 
         Raises:
             PeerTimeout, PeerLost, StaleGeneration: as `Session.exchange`.
@@ -112,22 +112,27 @@ class GroupServer:
         count = vector.numel()
         self._vector.check_range(lo, lo + count)
         self.settle()
-        if count == self.size and self.extras is None and self.feedback is None and self._lay(vector, weight, rounds):
+        if (
+            count == self.size
+            and self.extras is None
+            and self.feedback is None
+            and self._push_shared(vector, weight, rounds)
+        ):
             return
         if self.feedback is not None:
             pieces = self._vector.encoded(self.feedback, vector.detach().reshape(-1), weight, lo)
         else:
             pieces = self._vector.pushed(vector.detach().reshape(-1), lo)
-        self._post(pieces, weight, rounds)
+        self._send_push(pieces, weight, rounds)
 
-    def _post(self, pieces: dict[int, Any], weight: float, rounds: int = 1) -> None:
+    def _send_push(self, pieces: dict[int, Any], weight: float, rounds: int = 1) -> None:
         """Send a push now, or with the next request. A segment that `pieces` lacks is sent an empty piece."""
         pieces = self._vector.to_all(pieces)
         if self.extras is not None:
             pieces |= self.extras()
         self.bytes_moved += sum(len(piece) for piece in pieces.values())
         self.step += rounds
-        self._posted = _DeferredPush(self.step - 1, weight, pieces)
+        self._deferred = _DeferredPush(self.step - 1, weight, pieces)
         if not self._defer:
             self.settle()
 
@@ -153,31 +158,33 @@ class GroupServer:
             else:
                 time.sleep(LOOK_SECONDS)
 
-    def _lay(self, vector: Tensor, weight: float, rounds: int) -> bool:
-        """Push a whole gradient through shared memory; return False, without effect, if no server is on this host."""
+    def _push_shared(self, vector: Tensor, weight: float, rounds: int) -> bool:
+        """Push a whole gradient through shared memory. Return False, without effect, if no server is on this host."""
         found = self.session.shared.buffer()
         if found is None:
             return False
         if not found.holds(vector, 0):
-            found.lay(vector.detach() if vector.requires_grad else vector, found.whole)
+            found.copy_in(vector.detach() if vector.requires_grad else vector, found.whole)
         self.bytes_moved += self.size * self._vector.item
         self.step += rounds
-        self._posted = _DeferredPush(self.step - 1, weight, self.session.shared.pieces(found))
+        self._deferred = _DeferredPush(self.step - 1, weight, self.session.shared.pieces(found))
         if not self._defer:
             self.settle()
         return True
 
     def settle(self) -> None:
         """Send a deferred push, and wait until it is acknowledged."""
-        if self._posted is not None:
-            posted, self._posted = self._posted, None
-            answers = self.session.exchange(GroupMessage.PUSH, posted.pieces, step=posted.step, weight=posted.weight)
+        if self._deferred is not None:
+            deferred, self._deferred = self._deferred, None
+            answers = self.session.exchange(
+                GroupMessage.PUSH, deferred.pieces, step=deferred.step, weight=deferred.weight
+            )
             self._last = self._last._replace(durable=answers.durable)
 
     def flush(self) -> None:
-        """Wait until every push is durable: all backups have it, so no failure of one server loses it.
+        """Wait until every push is durable: all backups have it, so the failure of one server does not lose it.
 
-        With staleness 0 this is after the other workers have pushed as many rounds.
+        With staleness 0 a push is durable only after the other workers have pushed as many rounds.
 
         Raises:
             PeerTimeout, PeerLost: as `Session.exchange`.
@@ -191,7 +198,7 @@ class GroupServer:
         """Return the rows of a table with these ids, [len(ids), width], in the order of `ids`, which may repeat.
 
         A table is a parameter of two or more dimensions; `table` is its name, if there are several. The rows are
-        written to `out` if it is given. Waits and raises as `pull`; also raises ConfigError: there is no such table or
+        written to `out` if it is given. Waits and raises as `pull`, and raises ConfigError if there is no such table or
         row.
         """
         self.settle()
@@ -202,17 +209,17 @@ class GroupServer:
         found = out.view(shape) if out is not None and listed.ids.sorted else torch.empty(shape, dtype=self.dtype)
         if not listed.pulls:
             made = {i: rows_piece(rows, self._vector.bytes_of(i)) for i, rows in listed.parts}
-            listed.pulls.update({i: self._in_room(each) for i, each in made.items()})
+            listed.pulls.update({i: self._copied(each) for i, each in made.items()})
         places = {i: flat_bytes(found[slice(*listed.cuts[i])]) for i, _ in listed.parts}
         self._last = self._pulled(listed.pulls, places, consistent, dict(listed.parts))
         self.bytes_moved += found.numel() * self._vector.item
         return listed.ids.spread(found, None if out is None else out.view(-1, width))
 
     def push_rows(self, ids: Tensor, rows: Tensor, weight: float = 1.0, table: str | None = None) -> None:
-        """Push a gradient [len(ids), width] of the rows with these ids; rows of the same id are added up.
+        """Push a gradient [len(ids), width] of the rows with these ids; gradients of the same id are added.
 
         The push counts as one step. With staleness 0 the optimizer steps all rows that any worker has pushed in the
-        round, otherwise only these rows; `rayps.ps.protocol.rows.step_rows` says how its state changes.
+        round, otherwise only these rows. `rayps.ps.protocol.rows.step_rows` says how the optimizer's state changes.
 
         Raises:
             ConfigError: there is no such table or row, or `rows` has another shape.
@@ -226,22 +233,22 @@ class GroupServer:
         self.settle()
         summed = listed.ids.summed(rows.detach().reshape(-1, width).to("cpu", self.dtype))
         pieces = {
-            i: rows_push(part, self._vector.bytes_of(i), summed, listed.cuts[i][0], self.session.room)
+            i: rows_push(part, self._vector.bytes_of(i), summed, listed.cuts[i][0], self.session.allocate)
             for i, part in listed.parts
         }
-        self._post(pieces, float(weight))
+        self._send_push(pieces, float(weight))
 
-    def _in_room(self, piece: bytes) -> Any:
+    def _copied(self, piece: bytes) -> Any:
         """Return a copy of a piece in memory that servers of this host can read."""
-        found = self.session.room(len(piece))
+        found = self.session.allocate(len(piece))
         found[:] = np.frombuffer(piece, np.uint8)
         return found
 
     def buffer(self, size: int, dtype: torch.dtype) -> Tensor:
-        """Return a tensor of `size` zeros; a gradient that is written into its first elements is pushed without a copy.
+        """Return a tensor of `size` zeros. A gradient that is written into its first elements is pushed without a copy.
 
-        Servers of this host read this memory: after a `push`, change it only after the push is acknowledged (`pull` or
-        `settle` has returned). If no server is on this host, it is ordinary memory.
+        Servers of this host read the tensor's memory. After a `push`, change the tensor only when the push is
+        acknowledged (`pull` or `settle` has returned). If no server is on this host, this is ordinary memory.
         """
         found = self.session.shared.buffer()
         if found is None or dtype != self.dtype or size > found.gradient.numel():
@@ -269,7 +276,7 @@ class GroupServer:
 
     @property
     def version(self) -> int:
-        """The number of optimizer steps that the last pulled values contain, the least of the segments."""
+        """The number of optimizer steps that the last pulled values contain: the lowest number of any segment."""
         return self._last.version
 
     @property
@@ -292,31 +299,33 @@ class GroupServer:
         whole = hi - lo == self.size
         if out is None:
             out = self.home if whole and kind is GroupMessage.PULL else None
-        again, landed = whole and out is not None, self._landed
+        reused, last = whole and out is not None, self._last_whole_pull
         if out is None:
             out = torch.empty(hi - lo, dtype=self.dtype)
-        if landed is not None and again and landed[0] is out:
-            pieces, places = landed[1:]
+        if last is not None and reused and last[0] is out:
+            pieces, places = last[1:]
         else:
             self._vector.check_out(out, hi - lo)
             pieces, places = self._vector.pulled(flat_bytes(out), lo, hi)
-            if again:
-                self._landed = out, pieces, places
+            if reused:
+                self._last_whole_pull = out, pieces, places
         self.bytes_moved += (hi - lo) * self._vector.item
-        posted, together = self._posted, self._together(consistent)
-        if kind is GroupMessage.PULL and whole and posted is not None and not together:
-            self._posted = None
-            torn = not (self.consistent if consistent is None else consistent)
-            found = self.session.turn(posted.step, posted.weight, posted.pieces, places, torn=torn)
+        deferred, together = self._deferred, self._together(consistent)
+        if kind is GroupMessage.PULL and whole and deferred is not None and not together:
+            self._deferred = None
+            mixed_versions = not (self.consistent if consistent is None else consistent)
+            found = self.session.push_pull_whole(
+                deferred.step, deferred.weight, deferred.pieces, places, mixed_versions=mixed_versions
+            )
             answers = found or self.session.exchange(
-                GroupMessage.PUSH_PULL, posted.pieces, step=posted.step, weight=posted.weight, landing=places
+                GroupMessage.PUSH_PULL, deferred.pieces, step=deferred.step, weight=deferred.weight, outputs=places
             )
         else:
             self.settle()
             if kind is GroupMessage.PULL:
                 answers = self._pulled(pieces, places, consistent)
             else:
-                answers = self.session.exchange(kind, pieces, landing=places)
+                answers = self.session.exchange(kind, pieces, outputs=places)
         self._last = answers if kind is GroupMessage.PULL else self._last._replace(version=answers.version)
         return out
 
@@ -328,17 +337,19 @@ class GroupServer:
         rows: dict[int, ShardRows] | None = None,
     ) -> SegmentReplies:
         if len(pieces) > 1 and self._together(consistent):
-            return self.session.read_together(pieces, step=self.step, landing=places, rows=rows)
-        torn = not (self.consistent if consistent is None else consistent)
-        return self.session.exchange(GroupMessage.PULL, pieces, step=self.step, landing=places, rows=rows, torn=torn)
+            return self.session.read_together(pieces, step=self.step, outputs=places, rows=rows)
+        mixed_versions = not (self.consistent if consistent is None else consistent)
+        return self.session.exchange(
+            GroupMessage.PULL, pieces, step=self.step, outputs=places, rows=rows, mixed_versions=mixed_versions
+        )
 
     def _together(self, consistent: bool | None) -> bool:
-        """Return whether a pull must make all segments stop after the same pushes."""
+        """Return whether a pull must first make all segments stop after the same pushes, to be consistent."""
         return self._vector.independent and (self.consistent if consistent is None else consistent)
 
 
 class VectorSegments:
-    """The segments of a space's dense vector: divides a push or a pull of a range into pieces, by segment."""
+    """The segments of a space's dense vector. Divides a push or a pull of a range into pieces, one for each segment."""
 
     def __init__(self, space: Space, layout: Layout) -> None:
         self.size, self.dtype, self.cuts, self.item = layout.size, layout.dtype, space.cuts, layout.dtype.itemsize
@@ -352,11 +363,14 @@ class VectorSegments:
         return (b - a) * self.item
 
     def to_all(self, pieces: dict[int, Any]) -> dict[int, Any]:
-        """Return `pieces` with an empty piece for every segment, of tables too, that it lacks."""
+        """Return `pieces`, with an empty piece for each segment that it lacks, including segments of tables."""
         return self._nothing | pieces
 
     def pulled(self, out: Any, lo: int, hi: int) -> tuple[dict[int, Any], dict[int, Any]]:
-        """Return the pieces of a pull of the elements lo to hi, and where in the bytes `out` each piece's values go."""
+        """Return the pieces of a pull of the elements lo to hi, and the parts of the bytes `out` for their values.
+
+        Both are dicts from segment.
+        """
         pieces: dict[int, Any] = {}
         places: dict[int, Any] = {}
         for index, (a, b) in enumerate(self.cuts):
@@ -414,7 +428,7 @@ class _DeferredPush(NamedTuple):
     pieces: dict[int, Any]
 
 
-PROBE_ELEMENTS = 1 << 20  # most elements with which `compress` measures
+PROBE_ELEMENTS = 1 << 20  # largest number of elements that `compress` reads and encodes to measure times
 _TRIES = 3  # measurements of which the median counts
 
 
@@ -423,7 +437,7 @@ class PushesWhole(Protocol):
 
     size: int  # elements
     dtype: torch.dtype
-    feedback: ErrorFeedback | None  # encodes pushes; None = pushes are not compressed
+    feedback: ErrorFeedback | None  # encodes pushes; None if pushes are not compressed
 
     @property
     def shares_memory(self) -> bool:
@@ -449,8 +463,8 @@ def compress(server: PushesWhole, compression: str) -> dict[str, Any]:
         return choice("server", "off", "all servers are on this host and read them in shared memory")
     n = min(server.size, PROBE_ELEMENTS)
     x = torch.randn(n).to(server.dtype)
-    line = _seconds(lambda: server.read(0, n))
-    seconds = {"off": line} | {name: _coded_seconds(name, x, line) for name in CANDIDATES}
+    sending = _seconds(lambda: server.read(0, n))
+    seconds = {"off": sending} | {name: _coded_seconds(name, x, sending) for name in CANDIDATES}
     best = min(CANDIDATES, key=lambda name: seconds[name])
     pays = seconds[best] < MARGIN * seconds["off"]
     if pays:
@@ -458,15 +472,15 @@ def compress(server: PushesWhole, compression: str) -> dict[str, Any]:
     return choice("server", best if pays else "off", f"{n} elements", seconds)
 
 
-def _coded_seconds(name: str, x: Tensor, line: float) -> float:
+def _coded_seconds(name: str, x: Tensor, sending: float) -> float:
     """Estimate the seconds of a compressed push: encoding, decoding, and sending the remaining bytes.
 
-    `line` is the seconds for sending `x` uncompressed.
+    `sending` is the number of seconds for sending `x` uncompressed.
     """
     kind, n = codec(name), x.numel()
     memory = ErrorFeedback(kind, n, x.dtype)
     coding = _seconds(lambda: kind.decode(memory.encode(x), n, x.dtype))
-    return coding + line * kind.size(n) / (n * x.element_size())
+    return coding + sending * kind.size(n) / (n * x.element_size())
 
 
 def _seconds(work: Callable[[], Any]) -> float:
@@ -475,4 +489,4 @@ def _seconds(work: Callable[[], Any]) -> float:
         began = time.perf_counter()
         work()
         found.append(time.perf_counter() - began)
-    return statistics.median(found[1:])  # the first one touches new pages
+    return statistics.median(found[1:])  # without the first call, which also allocates memory pages

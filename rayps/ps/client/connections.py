@@ -1,7 +1,7 @@
 """A worker's connections to the servers of a space.
 
 `ServerConnection` is one connection with its requests in flight. `ServerConnections` opens a connection when a request
-needs it, closes it when the server dies, and limits how often it tries to reach an unreachable server.
+needs it, closes it when the server dies, and limits the attempts to connect to an unreachable server.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rayps.comm.link.memory import Fence
 from rayps.comm.link.socket_link import EMPTY, as_bytes
 from rayps.core.errors import LinkError, PeerLost, PeerTimeout
 from rayps.core.failpoint import passing
-from rayps.ps.protocol.mailbox import AVAILABLE, WAITS, WorkerMailbox, WorkerMemory, mailbox
+from rayps.ps.protocol.mailbox import AVAILABLE, WAITS, WorkerMailbox, WorkerMemory, open_mailbox
 from rayps.ps.protocol.messages import GroupMessage, error_of, read_numbers, unpack
 from rayps.ps.protocol.rows import ShardRows
 from rayps.ps.protocol.segment_map import SpaceMap, StaticMap, StaticSubscription
@@ -30,7 +30,7 @@ from rayps.ps.protocol.space import Space
 
 # seconds of the first, and of the longest, attempt to connect to a server: a dead server may still be in the map
 CALL_SECONDS = (0.1, 2.0)
-PROBE_SECONDS = 0.002  # seconds to find out whether a server that was lost listens at all
+PROBE_SECONDS = 0.002  # longest time to find out whether a server that was lost accepts connections at all
 # seconds of the first, and of the longest, pause before the next request to a server that refused one or was lost
 PAUSE_SECONDS = (0.005, 0.1)
 NAP_SECONDS = 0.05  # seconds between two checks while a segment has no primary
@@ -41,7 +41,7 @@ class _Backoff:
     """The pauses, of growing length, between attempts to use a server that refused a request or was lost."""
 
     def __init__(self) -> None:
-        self.pause, self.call, self.until = PAUSE_SECONDS[0], CALL_SECONDS[0], 0.0
+        self.pause, self.connect_seconds, self.until = PAUSE_SECONDS[0], CALL_SECONDS[0], 0.0
 
     def extend(self) -> None:
         """Begin a pause, and double the length of the next one."""
@@ -64,14 +64,14 @@ class ServerConnections:
         resident: bool = True,
         first: Callable[[str], int] | None = None,
     ) -> None:
-        """With `resident`, share memory with servers of this host.
+        """Subscribe to the map. `timeout` is in seconds. With `resident`, share memory with servers of this host.
 
-        `first(server)` returns the first step that this worker can repeat to a server; the server counts missing pushes
+        `first(server)` returns the first step that this worker can repeat to a server. The server counts missing pushes
         below this step as lost.
         """
         self.space, self.rank, self.name, self.timeout = space, rank, name, timeout
-        self.watch = subscribe(source, space.number, name, timeout)
-        self.map: SpaceMap = self.watch.map
+        self.map_subscription = subscribe(source, space.number, name, timeout)
+        self.map: SpaceMap = self.map_subscription.map
         self.open: dict[str, ServerConnection] = {}
         self.ended = False
         self.breaks = 0  # counts lost connections, and maps that changed the primary or generation of a segment
@@ -80,21 +80,21 @@ class ServerConnections:
         self.memory = WorkerMemory() if resident and AVAILABLE else None
         self.fence = Fence()
         self._incarnation, self._first = incarnation, first
-        self.backoffs: dict[str, _Backoff] = {}  # by server: those that refused a request or were lost
+        self.backoffs: dict[str, _Backoff] = {}  # server -> its pauses, if it refused a request or was lost
         self._joins = 0
 
     def newer(self) -> set[int] | None:
-        """Apply a newer map, if there is one; return the segments whose primary or generation changed."""
-        found = self.watch.look()
+        """Apply a newer map and return the segments whose primary or generation changed, or None if there is none."""
+        found = self.map_subscription.poll()
         if found is None:
             return None
         old, self.map = self.map, found
         changed = {
             index
-            for index, (a, b) in enumerate(zip(old.holdings, found.holdings, strict=True))
+            for index, (a, b) in enumerate(zip(old.holders, found.holders, strict=True))
             if (a.primary, a.generation) != (b.primary, b.generation)
         }
-        received = {found.holdings[index].primary for index in changed}
+        received = {found.holders[index].primary for index in changed}
         # the pauses of servers about which the map says nothing new continue: an attempt to connect to a dead server
         # takes up to CALL_SECONDS
         self.backoffs = {
@@ -103,17 +103,17 @@ class ServerConnections:
             if server not in received and found.addresses.get(server) == old.addresses.get(server)
         }
         self.breaks += bool(changed)
-        for line in list(self.open.values()):
-            if found.addresses.get(line.server) != old.addresses.get(
-                line.server
+        for connection in list(self.open.values()):
+            if found.addresses.get(connection.server) != old.addresses.get(
+                connection.server
             ):  # this name now belongs to another process
-                self.lose(line)
+                self.lose(connection)
         return changed
 
     def to(self, server: str) -> ServerConnection | None:
-        """Return the connection to a server; open it and send JOIN if there is none.
+        """Return the connection to a server. If there is none, open it and send JOIN.
 
-        None: the server is unreachable, or the pause before the next attempt is not over.
+        Returns None if the server is unreachable, or the pause before the next attempt has not ended.
 
         Raises:
             PeerLost: the server died, and will not be replaced.
@@ -128,65 +128,66 @@ class ServerConnections:
         if address is None or self.ended:
             return None
         try:
-            link = self._call(address, backoff or self._backoff(server), known_trouble=backoff is not None)
+            link = self._connect(address, backoff or self._backoff(server), known_trouble=backoff is not None)
         except LinkError as error:
             raise PeerLost(f"{server!r} closed the connection or died: {error}", peer=server) from error
         if link is None:
             return None
         self.changes += 1
-        made = self.open[server] = ServerConnection(server, link, mailbox(link, self.memory))
+        made = self.open[server] = ServerConnection(server, link, open_mailbox(link, self.memory))
         self.join(made)
         return self.open.get(server)
 
-    def _call(self, address: str, backoff: _Backoff, known_trouble: bool) -> Link | None:
+    def _connect(self, address: str, backoff: _Backoff, known_trouble: bool) -> Link | None:
         """Connect to a server; return None if it is too slow, or does not listen.
 
-        `known_trouble`: the server has been lost or has refused a request, so probe first whether it listens. Raises
-        LinkError: the server does not listen, and will not be replaced.
+        `known_trouble`: the server was lost or has refused a request, so a short first attempt checks whether it
+        listens. Raises LinkError if the server does not listen, and will not be replaced.
         """
-        patience = min(backoff.call, max(0.001, self.deadline - time.monotonic()))
+        patience = min(backoff.connect_seconds, max(0.001, self.deadline - time.monotonic()))
         for seconds in (PROBE_SECONDS, patience) if known_trouble else (patience,):
             try:
-                secret = self.watch.contact["secret"]
+                secret = self.map_subscription.contact["secret"]
                 return connect(address, name=self.name, secret=secret, generation=0, timeout=seconds)
             except PeerTimeout:
                 continue  # the server may listen, but is slow
             except LinkError:
-                if self.watch.final:
+                if self.map_subscription.final:
                     raise
                 break
-        backoff.call = min(2 * backoff.call, CALL_SECONDS[1])
+        backoff.connect_seconds = min(2 * backoff.connect_seconds, CALL_SECONDS[1])
         backoff.extend()
         return None
 
-    def join(self, line: ServerConnection) -> None:
-        """Send a JOIN with this rank and incarnation; the server answers JOINED."""
+    def join(self, connection: ServerConnection) -> None:
+        """Send JOIN with this rank and incarnation. The server will answer JOINED."""
         self._joins -= 1
-        line.joined, line.joining = False, self._joins
+        connection.joined, connection.joining = False, self._joins
         try:
-            more = struct.pack("<dq", self.timeout, -1 if self._first is None else self._first(line.server))
-            line.send(
-                Message(GroupMessage.JOIN, line.joining, self.space.number, self.rank, float(self._incarnation)), more
+            more = struct.pack("<dq", self.timeout, -1 if self._first is None else self._first(connection.server))
+            connection.send(
+                Message(GroupMessage.JOIN, connection.joining, self.space.number, self.rank, float(self._incarnation)),
+                more,
             )
         except LinkError:
-            self.lose(line)
+            self.lose(connection)
 
-    def lose(self, line: ServerConnection) -> None:
+    def lose(self, connection: ServerConnection) -> None:
         """Close a connection that failed, and mark its requests in flight as unsent."""
-        if self.open.pop(line.server, None) is not None:
+        if self.open.pop(connection.server, None) is not None:
             self.breaks += 1
             self.changes += 1
-            if line.pending and self.memory is not None:
+            if connection.pending and self.memory is not None:
                 self.memory.retire()
-            line.close()
-            for flight in line.flights.values():
-                flight.reopen()
-            line.flights.clear()
-            self.refused(line.server)
+            connection.close()
+            for flight in connection.flights.values():
+                flight.mark_unsent()
+            connection.flights.clear()
+            self.refused(connection.server)
             passing("session: lost, not sent again")
 
     def refused(self, server: str) -> None:
-        """Begin a pause in which this server is sent nothing: it does not serve the segments, or not yet."""
+        """Begin a pause in which this server is sent nothing, because it does not serve the segments, or not yet."""
         self._backoff(server).extend()
 
     def answered(self, server: str) -> None:
@@ -194,7 +195,7 @@ class ServerConnections:
         self.backoffs.pop(server, None)
 
     def wait(self, unsent: list[int]) -> None:
-        """Wait until an answer or a map arrives, or it is time to try again to send requests to the segments `unsent`.
+        """Wait until an answer or a map arrives, or until requests to the segments `unsent` may be tried again.
 
         Raises:
             PeerTimeout: the deadline has passed; the error names the servers that did not answer.
@@ -207,41 +208,45 @@ class ServerConnections:
             raise self._late(unsent)
         ends = self.deadline
         if unsent:
-            self.watch.seek()
+            self.map_subscription.reconnect()
             ends = min(ends, *(each.until for each in self.backoffs.values() if each.until > now), now + NAP_SECONDS)
         poll = select.poll()
-        boxes = [line.mailbox for line in self.open.values() if line.mailbox is not None and line.pending]
-        for line in self.open.values():
-            poll.register(line.link.fileno(), line.events)
-        if not self.watch.lost:
-            poll.register(self.watch.fileno(), select.POLLIN)
-        if boxes and self.memory is not None:
+        mailboxes = [
+            connection.mailbox
+            for connection in self.open.values()
+            if connection.mailbox is not None and connection.pending
+        ]
+        for connection in self.open.values():
+            poll.register(connection.link.fileno(), connection.events)
+        if not self.map_subscription.lost:
+            poll.register(self.map_subscription.fileno(), select.POLLIN)
+        if mailboxes and self.memory is not None:
             poll.register(self.memory.wakeup, select.POLLIN)
-        for box in boxes:
-            box.words[WAITS] = 1
+        for mailbox in mailboxes:
+            mailbox.words[WAITS] = 1
         self.fence()
-        if not any(line.readable or line.unread for line in self.open.values()):
+        if not any(connection.readable or connection.unread for connection in self.open.values()):
             poll.poll(max(1, int(1000 * (ends - now))))
-        for box in boxes:
-            box.words[WAITS] = 0
-        if boxes and self.memory is not None:
+        for mailbox in mailboxes:
+            mailbox.words[WAITS] = 0
+        if mailboxes and self.memory is not None:
             self.memory.wakeup.clear()
 
     def hang_up(self) -> None:
         """End every wait of another thread with PeerLost. Any thread may call this."""
         self.ended = True
-        self.watch.hang_up()
-        for line in list(self.open.values()):
-            line.link.hang_up()
+        self.map_subscription.hang_up()
+        for connection in list(self.open.values()):
+            connection.link.hang_up()
 
     def close(self) -> None:
         """Close all connections, the subscription to the map, and the shared memory. Safe to call twice."""
         self.ended = True
-        self.watch.hang_up()  # a thread that catches up would wait on closed descriptors until its deadline
-        for line in list(self.open.values()):
-            line.close()
+        self.map_subscription.hang_up()  # a thread that catches up would wait on closed descriptors until its deadline
+        for connection in list(self.open.values()):
+            connection.close()
         self.open.clear()
-        self.watch.close()
+        self.map_subscription.close()
         if self.memory is not None:
             self.memory.close()
 
@@ -250,15 +255,15 @@ class ServerConnections:
 
     def _late(self, unsent: list[int]) -> PeerTimeout:
         silent = {
-            line.server: sorted({index for flight in line.flights.values() for index in flight.segments})
-            for line in self.open.values()
-            if line.flights
+            connection.server: sorted({index for flight in connection.flights.values() for index in flight.segments})
+            for connection in self.open.values()
+            if connection.flights
         }
         reasons = [f"server {name!r} did not answer requests to {named(which)}" for name, which in silent.items()]
         segments = sorted({*unsent, *(index for which in silent.values() for index in which)})
         if unsent:
             holders = ", ".join(sorted(server or "no server" for server in self.map.by_server(unsent)))
-            lost = "; the manager is unreachable" if self.watch.lost else ""
+            lost = "; the manager is unreachable" if self.map_subscription.lost else ""
             reasons.append(f"no request could be sent to {named(sorted(set(unsent)))} (held by {holders}{lost})")
         return PeerTimeout(
             f"space {self.space.name!r}: {'; '.join(reasons)} within {self.timeout:g} s (the knob is `timeout`)",
@@ -268,17 +273,17 @@ class ServerConnections:
         )
 
 
-def take_seat(source: StaticMap, space: Space, rank: int, timeout: float) -> int:
-    """Return a new incarnation of a rank of a space without a manager: the server of segment 0 counts incarnations.
+def take_rank(source: StaticMap, space: Space, rank: int, timeout: float) -> int:
+    """Return a new incarnation of a rank, in a space without a manager. The server of segment 0 counts incarnations.
 
     Raises:
         PeerTimeout, PeerLost: the server does not answer.
     """
     found = source.map
-    server = str(found.holdings[0].primary)
+    server = str(found.holders[0].primary)
     link = connect(found.addresses[server], name=f"worker-{rank}", secret=source.secret, generation=0, timeout=timeout)
     try:
-        link.send(Message(GroupMessage.SEAT, 1, space.number, rank), timeout=timeout)
+        link.send(Message(GroupMessage.TAKE_RANK, 1, space.number, rank), timeout=timeout)
         reply = link.recv(timeout)
     finally:
         link.close()
@@ -307,8 +312,8 @@ class SegmentRequest:
     kind: GroupMessage
     step: int
     weight: float
-    pieces: dict[int, Any]  # by segment: a buffer; once a push was sent by message, a view of one of `buffers`
-    landing: dict[int, Any] | None = None  # by segment: writable buffers for the values
+    pieces: dict[int, Any]  # segment -> buffer; after a push was sent by message, a view of one of `buffers`
+    outputs: dict[int, Any] | None = None  # segment -> writable buffer for its values
     answers: dict[int, Any] = field(default_factory=dict)
     unsent: dict[int, None] = field(default_factory=dict)  # an ordered set
     open: int = 0
@@ -316,17 +321,17 @@ class SegmentRequest:
     version: int | None = None
     durable: int | None = None
     buffers: list[Any] = field(default_factory=list)  # payloads of sent messages; their memory is reused afterwards
-    repeated: bool = False  # a push out of the replay buffer, which owns its memory
+    repeated: bool = False  # a push from the replay buffer, which owns its memory
     by_message: bool = False  # it must be sent as a message, not by mailbox
-    torn: bool = False  # the values that are read of a segment may be of several versions
-    asked_rows: Mapping[int, ShardRows] = field(default_factory=dict)  # by segment: the rows that a pull asks for
+    mixed_versions: bool = False  # the values of one segment may be of several versions
+    asked_rows: Mapping[int, ShardRows] = field(default_factory=dict)  # segment -> rows that a pull asks for
 
     def __post_init__(self) -> None:
         self.unsent = dict.fromkeys(self.pieces)
         self.open = len(self.pieces)
 
     def answered(self, segments: list[int], message: Message) -> None:
-        """Record that these segments have answered; `land` records the values of the answer."""
+        """Record that these segments have answered. `copy_values` then takes the values of the answer."""
         durable = int(message.weight)
         self.open -= len(segments)
         self.durable = durable if self.durable is None else min(durable, self.durable)
@@ -336,12 +341,12 @@ class SegmentRequest:
         else:
             self.answers.update(dict.fromkeys(segments, EMPTY))
 
-    def land(self, server: str, payload: Any) -> None:
-        """Copy the values of an answer to their landing places. Raises LinkError: the sizes differ."""
+    def copy_values(self, server: str, payload: Any) -> None:
+        """Copy the values of an answer to the buffers in `outputs`. Raises LinkError if the sizes differ."""
         for index, _, data in unpack(payload):
-            place = None if self.landing is None else self.landing.get(index)
+            place = None if self.outputs is None else self.outputs.get(index)
             if place is None:
-                self.answers[index] = data if self.landing is None else memoryview(bytes(data))
+                self.answers[index] = data if self.outputs is None else memoryview(bytes(data))
                 continue
             view = as_bytes(place)
             if len(view) != len(data):
@@ -362,29 +367,29 @@ class InFlight:
     request: SegmentRequest
     segments: list[int]
     by_mailbox: bool = False
-    outs: dict[int, Any] = field(default_factory=dict)  # by segment: where a server writes rows that are copied later
+    outs: dict[int, Any] = field(default_factory=dict)  # segment -> memory in which the server writes its rows first
 
-    def reopen(self) -> None:
+    def mark_unsent(self) -> None:
         """Mark this part of the request as unsent."""
         self.request.unsent.update(dict.fromkeys(self.segments))
 
 
 class ServerConnection:
-    """A worker's connection to one server, the requests in flight on it, and the mailbox if they share memory."""
+    """A worker's connection to one server, the requests in flight on it, and the mailbox if both share memory."""
 
     def __init__(self, server: str, link: Link, mailbox: WorkerMailbox | None = None) -> None:
         self.server, self.link, self.mailbox = server, link, mailbox
-        self.flights: dict[int, InFlight] = {}  # by tag
-        self.marks: dict[int, int] = {}  # by segment: the rank's next step when it joined
+        self.flights: dict[int, InFlight] = {}  # tag -> part of a request
+        self.marks: dict[int, int] = {}  # segment -> the rank's next step when it joined
         self.joined = False
         self.joining = -1  # tag of the unanswered JOIN
         self._scratch = np.empty(0, np.uint8)
         self._seen = 0  # bytes that the link had received when `next` last found no complete message
 
     def send(self, message: Message, payload: Any) -> None:
-        """Send what the socket accepts now; the rest is sent while answers are awaited.
+        """Send what the socket accepts now. The rest is sent while the session waits for answers.
 
-        Raises LinkError: the connection is lost.
+        Raises LinkError if the connection is lost.
         """
         self.link.queue(message, payload, copy=False)
 
@@ -396,11 +401,11 @@ class ServerConnection:
     @property
     def readable(self) -> bool:
         """Whether the mailbox has the answer to a request in flight."""
-        box = self.mailbox
-        if box is None or not box.answered:
+        mailbox = self.mailbox
+        if mailbox is None or not mailbox.answered:
             return False
-        flight = self.flights.get(box.tag)
-        return flight is not None and flight.by_mailbox and box.readable
+        flight = self.flights.get(mailbox.tag)
+        return flight is not None and flight.by_mailbox and mailbox.readable
 
     @property
     def unread(self) -> bool:
@@ -422,9 +427,9 @@ class ServerConnection:
         return select.POLLIN | (self.link.interest if self.link.queued else 0)
 
     def next(self) -> Message | None:
-        """Return the next message; None if none has arrived. Raises LinkError: the connection is lost.
+        """Return the next message, or None if none has arrived. Raises LinkError if the connection is lost.
 
-        The payload of a VALUE whose request has landing places is valid until the next call.
+        The payload of a VALUE whose request has `outputs` is valid until the next call.
         """
         link = self.link
         head = link.peek()
@@ -433,7 +438,7 @@ class ServerConnection:
             return None
         flight = self.flights.get(head.tag)
         into = None
-        if flight is not None and flight.request.landing is not None and head.kind == GroupMessage.VALUE:
+        if flight is not None and flight.request.outputs is not None and head.kind == GroupMessage.VALUE:
             size = link.pending_bytes
             if size >= POOLED_BYTES:
                 if len(self._scratch) != size:
@@ -457,8 +462,8 @@ FIND_SECONDS = 0.25  # limit of one such attempt in seconds
 class MapSubscription:
     """One space's map, updated over a link to the manager. For one thread.
 
-    An outdated map is safe, because servers refuse requests to segments that they do not hold. So this object looks for
-    a manager that was lost only while a request waits for a newer map.
+    An outdated map is safe, because servers refuse requests to segments that they do not hold. So this object connects
+    to a manager that was lost only while a request waits for a newer map.
 
     Raises:
         PeerLost, PeerTimeout: no manager answers.
@@ -472,9 +477,9 @@ class MapSubscription:
         self._find = contact if callable(contact) else None
         self._space, self._name = space, name
         self._link: Link | None = None
-        self._next = 0.0  # when to look for a lost manager again
+        self._next = 0.0  # time of the next attempt to connect to a lost manager
         deadline = time.monotonic() + timeout
-        self._call(timeout)
+        self._connect(timeout)
         found: SpaceMap | None = None
         while found is None and (link := self._link) is not None:
             message = link.recv(max(0.0, deadline - time.monotonic()))
@@ -488,8 +493,8 @@ class MapSubscription:
             )
         self.map = found
 
-    def look(self) -> SpaceMap | None:
-        """Return a newer map; None if none has arrived. Does not wait. Raises NotFound: the space is closed."""
+    def poll(self) -> SpaceMap | None:
+        """Return a newer map, or None if none has arrived. Does not wait. Raises NotFound if the space is closed."""
         link = self._link
         if link is None:
             return None
@@ -504,15 +509,15 @@ class MapSubscription:
             self.map = newer
         return newer
 
-    def seek(self) -> None:
-        """Connect to a manager that was lost, at most every RETRY_SECONDS; does nothing while connected."""
+    def reconnect(self) -> None:
+        """Try to connect to a manager that was lost, at most once in RETRY_SECONDS. Do nothing while connected."""
         now = time.monotonic()
         if self._link is None and now >= self._next:
             self._next = now + RETRY_SECONDS
             with contextlib.suppress(LinkError):
                 if self._find is not None:
                     self.contact = self._find()
-                self._call(FIND_SECONDS)
+                self._connect(FIND_SECONDS)
 
     @property
     def lost(self) -> bool:
@@ -520,7 +525,7 @@ class MapSubscription:
         return self._link is None
 
     def fileno(self) -> int:
-        """Return the descriptor that is readable when `look` may find a map; -1 while the manager is lost."""
+        """Return the descriptor that is readable when `poll` may return a map, or -1 while the manager is lost."""
         return -1 if self._link is None else self._link.fileno()
 
     def hang_up(self) -> None:
@@ -532,7 +537,7 @@ class MapSubscription:
         """Close the connection. Safe to call twice."""
         self._drop()
 
-    def _call(self, timeout: float) -> None:
+    def _connect(self, timeout: float) -> None:
         where = self.contact
         link = connect(where["address"], name=self._name, secret=where["secret"], generation=0, timeout=timeout)
         try:

@@ -1,9 +1,9 @@
 """A worker's pushes that are not durable yet, retained so that they can be pushed again. Pure: no sockets.
 
-A server acknowledges a push that waits for the rest of its round before the backups have it. When a segment gets
-another primary, the worker repeats the retained pushes that the new primary lacks; the segment's ledger drops a push
-that it has already. Memory is bounded: beyond `limit` bytes the oldest pushes are evicted, and counted in `dropped`. An
-evicted push that only a dead server had is lost.
+A push that waits for the rest of its round is acknowledged before the backups have it. When a segment gets another
+primary, the worker repeats the retained pushes that the new primary lacks. The segment's ledger ignores a push that the
+segment has already. Beyond `limit` bytes the oldest pushes are evicted, and counted in `dropped`. An evicted push that
+only a dead server had is lost.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COPY_LIMIT = 1 << 29  # most bytes that are allocated
 
 @dataclass(slots=True)
 class StepPush:
-    """The push of one step: its pieces, by segment, for the segments in which it is not durable.
+    """The push of one step: a dict from segment to piece, for the segments in which the push is not durable.
 
     The bytes of the pieces must not change.
     """
@@ -44,12 +44,12 @@ class CopyMemory:
     """
 
     def __init__(self) -> None:
-        self._free: dict[int, list[Bytes]] = {}  # by size
+        self._free: dict[int, list[Bytes]] = {}  # size in bytes -> free blocks
         self._rest: Bytes = np.empty(0, np.uint8)
         self._bytes = 0
 
     def copy(self, piece: Payload) -> memoryview:
-        """Return a copy of a piece; in ordinary memory if it is small, or `COPY_LIMIT` is reached."""
+        """Return a copy of a piece. A small copy, or one beyond `COPY_LIMIT`, is in ordinary memory."""
         view = as_bytes(piece)
         size = rounded(len(view))
         free = self._free.setdefault(size, [])
@@ -65,7 +65,7 @@ class CopyMemory:
         return found.data
 
     def _room(self, size: int) -> bool:
-        """Return whether a block fits into the rest of the last chunk; allocate a chunk, within the limit, if not."""
+        """Return whether a block of `size` bytes is available; allocate a new chunk, within the limit, if necessary."""
         wanted = max(COPY_CHUNK, size)
         if len(self._rest) < size and self._bytes + wanted <= COPY_LIMIT:
             self._rest = np.empty(wanted, np.uint8)
@@ -74,10 +74,10 @@ class CopyMemory:
 
 
 class ReplayBuffer:
-    """The pushes of one worker that are not durable everywhere, by segment, oldest first.
+    """The pushes of one worker that are not durable in all segments: for each segment a list, with the oldest first.
 
-    `limit` is in bytes; 0 retains nothing. With `tracks`, the acknowledged steps are recorded even if `limit` is 0, for
-    `oldest`.
+    `limit` is in bytes; 0 means that no push is retained. With `tracks`, the acknowledged steps are recorded even if
+    `limit` is 0, because `oldest` needs them.
     """
 
     def __init__(self, limit: int, *, tracks: bool = False) -> None:
@@ -88,12 +88,12 @@ class ReplayBuffer:
         self.dropped = 0  # pushes that were evicted before they were durable
         self.since = 0  # all evicted pushes are below this step
         self._by_segment: dict[int, deque[tuple[int, float, memoryview]]] = {}
-        self._before: dict[int, int] = {}  # by segment: the first step that retained pushes cover
+        self._before: dict[int, int] = {}  # segment -> the first step that retained pushes cover
         self._copies = CopyMemory()
-        self._next: dict[int, int] = {}  # by segment: the step after the last acknowledged one
+        self._next: dict[int, int] = {}  # segment -> the step after the last acknowledged one
 
     def joined(self, marks: Mapping[int, int]) -> None:
-        """Record the rank's next step by segment, as servers reported it, for segments of which it is not known yet."""
+        """Record `marks`, the rank's next step in each segment as servers reported it, where it is not known yet."""
         for index, mark in marks.items():
             self._next.setdefault(index, mark)
 
@@ -112,58 +112,61 @@ class ReplayBuffer:
         pieces = push.pieces
         if copy:
             pieces = {index: self._copies.copy(piece) for index, piece in pieces.items()}
-        self.keep(step, push.weight, pieces, min(first, step))
+        self.retain(step, push.weight, pieces, min(first, step))
         return True
 
-    def keep(self, step: int, weight: float, pieces: Mapping[int, memoryview], first: int | None = None) -> None:
-        """Retain a push; pieces of the same step are one push. Evicts the oldest pushes beyond the limit.
+    def retain(self, step: int, weight: float, pieces: Mapping[int, memoryview], first: int | None = None) -> None:
+        """Retain a push. Pieces of the same step are one push. Evicts the oldest pushes beyond the limit.
 
-        `first`: the first of the steps that the push covers, if it covers several; `step` is the last of them.
+        `first`: the first of the steps that the push covers, if it covers several; `step` is the last of these steps.
         """
         for index, piece in pieces.items():
-            held = self._by_segment.setdefault(index, deque())
-            if not held:
+            pushes = self._by_segment.setdefault(index, deque())
+            if not pushes:
                 self._before[index] = step if first is None else first
-            if not held or held[-1][0] < step:
-                held.append((step, weight, piece))
-            elif all(known != step for known, _, _ in held):
-                insort(held, (step, weight, piece), key=lambda entry: entry[0])
+            if not pushes or pushes[-1][0] < step:
+                pushes.append((step, weight, piece))
+            elif all(known != step for known, _, _ in pushes):
+                insort(pushes, (step, weight, piece), key=lambda entry: entry[0])
             else:
                 continue  # the piece is retained already
             self.bytes += len(piece)
         while self.bytes > self.limit:
-            oldest = min(held[0][0] for held in self._by_segment.values() if held)
+            oldest = min(pushes[0][0] for pushes in self._by_segment.values() if pushes)
             self.durable(self._by_segment, oldest + 1)
             self.dropped, self.since = self.dropped + 1, oldest + 1
 
     def durable(self, segments: Collection[int], mark: int) -> None:
-        """Free the pushes to these segments below step `mark`: they need not be repeated."""
+        """Free the pushes to these segments below step `mark`, which need not be repeated any more."""
         for index in segments:
-            held = self._by_segment.get(index)
-            while held and held[0][0] < mark:
-                self._before[index] = held[0][0] + 1
-                self.bytes -= len(held.popleft()[2])
+            pushes = self._by_segment.get(index)
+            while pushes and pushes[0][0] < mark:
+                self._before[index] = pushes[0][0] + 1
+                self.bytes -= len(pushes.popleft()[2])
 
     def concerned(self, segments: Collection[int]) -> set[int]:
-        """Return which of these segments, which have a new primary, need a JOIN that asks for this rank's next step.
+        """Return the segments, of these with a new primary, whose primary must be asked for this rank's next step.
 
-        The new primary may lack a retained push, which the worker then repeats. With `tracks` it may also lack a push
-        of an earlier worker of this rank, which this buffer does not have: the JOIN counts that push as lost, because
-        otherwise consistent pulls of other ranks would wait for it.
+        The primary is asked by a JOIN. It may lack a retained push, which the worker then repeats. With `tracks` it may
+        also lack a push of an earlier worker of this rank, which this buffer does not have. The JOIN counts that push
+        as lost, because otherwise consistent pulls of other ranks would wait for it.
         """
         return {index for index in segments if self._by_segment.get(index) or (self._tracks and index in self._next)}
 
     def first(self, segment: int) -> int | None:
-        """Return the first step of a segment that retained pushes cover; None if no push is retained."""
+        """Return the first step of a segment that retained pushes cover, or None if no push is retained."""
         return self._before[segment] if self._by_segment.get(segment) else None
 
     def oldest(self, segments: Iterable[int]) -> int:
-        """Return the first step that can be repeated to any of these segments; -1: one of them has had no push."""
+        """Return the first step that can be repeated to any of these segments, or -1 if one of them has had no push."""
         found = [(self.first(index), index) for index in segments]
         return min((self._next.get(index, -1) if first is None else first for first, index in found), default=-1)
 
     def of(self, segments: Collection[int], marks: Mapping[int, int] | None = None) -> list[StepPush]:
-        """Return the retained pushes to these segments, by step; `marks`: by segment, the first step to return."""
+        """Return the retained pushes to these segments, in the order of steps.
+
+        `marks`: a dict from segment to the first step to return; the default is 0.
+        """
         found: dict[int, StepPush] = {}
         for index in segments:
             first = 0 if marks is None else marks.get(index, 0)

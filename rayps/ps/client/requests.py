@@ -1,7 +1,8 @@
-"""Send a request to one server, and read its answer: through shared memory if possible, else by message.
+"""Send a request to one server, and read the answer: through shared memory if possible, else by message.
 
-On one host a request goes into the server's mailbox (`rayps.ps.protocol.mailbox`): its pieces are in memory that the
-server reads, and the worker copies values out of the server's memory. Otherwise the pieces are packed into one payload.
+To a server on the same host, a request is written into a mailbox (`rayps.ps.protocol.mailbox`). Its pieces are in
+memory that the server reads, and the worker copies values from the server's memory. To other servers the pieces are
+sent as one payload.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ _BY_MAILBOX = frozenset({GroupMessage.PUSH, GroupMessage.PULL, GroupMessage.PUSH
 class RequestSender:
     """Sends requests on the connections of a session, and reads the answers that arrive in mailboxes."""
 
-    def __init__(self, lines: ServerConnections) -> None:
+    def __init__(self, connections: ServerConnections) -> None:
         self.pool = BufferPool()
-        self._lines = lines
-        self._item = 0 if lines.space.layout is None else lines.space.layout.dtype.itemsize
+        self._connections = connections
+        self._item = 0 if connections.space.layout is None else connections.space.layout.dtype.itemsize
         self._tag = 0
         self._unsignalled: list[WorkerMailbox] = []  # mailboxes with a request for which the server was not woken yet
 
@@ -42,52 +43,52 @@ class RequestSender:
         self._tag += 1
         return self._tag
 
-    def send(self, line: ServerConnection, request: SegmentRequest, segments: list[int], patience: int) -> None:
-        """Send the part of a request for these segments, which the server holds; `signal` must follow.
+    def send(self, connection: ServerConnection, request: SegmentRequest, segments: list[int], patience: int) -> None:
+        """Send the part of a request for these segments of one server. Call `signal` afterwards.
 
-        `patience` is how long the server may delay the answer, in milliseconds. A connection that fails is closed, and
-        the segments remain unsent.
+        `patience` is the time that the server may delay the answer, in milliseconds. If the connection fails, it is
+        closed, and the segments remain unsent.
         """
-        if not self._send_by_mailbox(line, request, segments, patience):
-            self._send_by_message(line, request, segments, patience)
+        if not self._send_by_mailbox(connection, request, segments, patience):
+            self._send_by_message(connection, request, segments, patience)
 
     def signal(self) -> None:
         """Wake the servers that sleep and have a request in their mailbox."""
         if self._unsignalled:
-            self._lines.fence()
-            for box in self._unsignalled:
-                box.ring()
+            self._connections.fence()
+            for mailbox in self._unsignalled:
+                mailbox.ring()
             self._unsignalled = []
 
     def _send_by_message(
-        self, line: ServerConnection, request: SegmentRequest, segments: list[int], patience: int
+        self, connection: ServerConnection, request: SegmentRequest, segments: list[int], patience: int
     ) -> None:
-        holdings = self._lines.map.holdings
-        pieces = [SegmentPayload(index, holdings[index].generation, request.pieces[index]) for index in segments]
+        holders = self._connections.map.holders
+        pieces = [SegmentPayload(index, holders[index].generation, request.pieces[index]) for index in segments]
         payload, places = gather(pieces, self.pool)
         request.buffers.append(payload)
         if (
             request.kind in PUSHES
         ):  # the push may be retained and repeated: refer to bytes that the caller cannot change
             request.pieces.update(zip(segments, places, strict=True))
-        tag = self._in_flight(line, InFlight(request, segments))
+        tag = self._in_flight(connection, InFlight(request, segments))
         try:
-            line.send(Message(request.kind, tag, request.step, patience, request.weight), payload)
+            connection.send(Message(request.kind, tag, request.step, patience, request.weight), payload)
         except LinkError:
-            self._lines.lose(line)
+            self._connections.lose(connection)
 
     def _send_by_mailbox(
-        self, line: ServerConnection, request: SegmentRequest, segments: list[int], patience: int
+        self, connection: ServerConnection, request: SegmentRequest, segments: list[int], patience: int
     ) -> bool:
         """Write a request to the server's mailbox; return False if it must be sent by message."""
-        box, memory = line.mailbox, self._lines.memory
-        if memory is None or box is None or request.kind not in _BY_MAILBOX or request.by_message:
+        mailbox, memory = connection.mailbox, self._connections.memory
+        if memory is None or mailbox is None or request.kind not in _BY_MAILBOX or request.by_message:
             return False
-        if not line.joined or len(segments) > ROWS:
+        if not connection.joined or len(segments) > ROWS:
             return False
-        if request.repeated or any(flight.request.repeated for flight in line.flights.values()):
+        if request.repeated or any(flight.request.repeated for flight in connection.flights.values()):
             return False  # a request in a mailbox would overtake the pushes that are repeated by message
-        if not box.ready or not box.answered or box.tag in line.flights or line.link.queued:
+        if not mailbox.ready or not mailbox.answered or mailbox.tag in connection.flights or connection.link.queued:
             return False
         rows, outs = [], dict[int, Any]()
         for index in segments:
@@ -96,31 +97,32 @@ class RequestSender:
                 return False
             rows.append(row)
         try:
-            if not box.offer():
+            if not mailbox.offer():
                 return False
         except LinkError:
-            self._lines.lose(line)
+            self._connections.lose(connection)
             return True
-        tag = self._in_flight(line, InFlight(request, segments, True, outs))
-        box.put(tag, request.kind, head_of(rows), request.step, patience, request.weight)
-        self._unsignalled.append(box)
+        tag = self._in_flight(connection, InFlight(request, segments, True, outs))
+        mailbox.put(tag, request.kind, head_of(rows), request.step, patience, request.weight)
+        self._unsignalled.append(mailbox)
         return True
 
     def _row(
         self, memory: WorkerMemory, request: SegmentRequest, index: int, outs: dict[int, Any]
     ) -> tuple[int, ...] | None:
-        """Return a segment's row in the head of a mailbox; None if the request must be sent by message.
+        """Return a segment's row in the head of a mailbox, or None if the request must be sent by message.
 
-        If a server cannot write the rows of a table to their landing place, `outs` gets other memory for them.
+        If the server cannot access the buffer for a table's rows, `outs` gets other memory, from which the rows are
+        copied later.
         """
-        dense, place, size = index < len(self._lines.space.cuts), 0, 0
+        dense, place, size = index < len(self._connections.space.cuts), 0, 0
         if not dense and request.kind != GroupMessage.PUSH:
-            landing = None if request.landing is None else request.landing.get(index)
-            if landing is None:  # the answer's size is not known
+            output = None if request.outputs is None else request.outputs.get(index)
+            if output is None:  # the answer's size is not known
                 return None
-            out = array_of(landing)
+            out = array_of(output)
             if (place := memory.place(out)) < 0:
-                out = outs[index] = memory.room(len(out))
+                out = outs[index] = memory.allocate(len(out))
                 place = memory.place(out)
             size = len(out)
             if place < 0 and size:
@@ -131,29 +133,30 @@ class RequestSender:
             return None  # the server could not read this form of a piece in the worker's memory
         at = memory.place(piece) if len(piece) else 0
         if at < 0:
-            copy = memory.room(len(piece))
+            copy = memory.allocate(len(piece))
             copy[:] = piece
             request.pieces[index] = copy
             if (at := memory.place(copy)) < 0:
                 return None
-        return index, self._lines.map.holdings[index].generation, at, len(piece), place, size
+        return index, self._connections.map.holders[index].generation, at, len(piece), place, size
 
-    def _in_flight(self, line: ServerConnection, flight: InFlight) -> int:
+    def _in_flight(self, connection: ServerConnection, flight: InFlight) -> int:
         tag = self.next_tag()
-        line.flights[tag] = flight
+        connection.flights[tag] = flight
         for index in flight.segments:
             del flight.request.unsent[index]
         return tag
 
-    def read(self, box: WorkerMailbox, flight: InFlight) -> dict[int, Any]:
-        """Copy the values of an answer out of shared memory to their landing places.
+    def read(self, mailbox: WorkerMailbox, flight: InFlight) -> dict[int, Any]:
+        """Copy the values of an answer from shared memory to the request's `outputs`.
 
-        Return the landing places, by segment, whose values changed during every attempt: request them by message.
+        Return a dict from segment to output buffer, for the segments whose values changed during every attempt. Their
+        values must be requested by message.
         """
-        request, dense = flight.request, len(self._lines.space.cuts)
-        torn: dict[int, Any] = {}
+        request, dense = flight.request, len(self._connections.space.cuts)
+        changed: dict[int, Any] = {}
         for index in flight.segments:
-            place = None if request.landing is None else request.landing.get(index)
+            place = None if request.outputs is None else request.outputs.get(index)
             if index >= dense:
                 if index in flight.outs:
                     array_of(place)[:] = flight.outs[index]
@@ -161,29 +164,29 @@ class RequestSender:
                 if place is None:
                     place = np.empty(self._bytes_of(index), np.uint8)
                     request.answers[index] = memoryview(place)  # type: ignore[arg-type]
-                if not box.read(index, place, request.asked_rows.get(index), torn=request.torn):
-                    torn[index] = place
+                if not mailbox.read(index, place, request.asked_rows.get(index), mixed_versions=request.mixed_versions):
+                    changed[index] = place
             request.answers.setdefault(index, EMPTY)
-        return torn
+        return changed
 
     def _bytes_of(self, index: int) -> int:
-        a, b = self._lines.space.cuts[index]
+        a, b = self._connections.space.cuts[index]
         return (b - a) * self._item
 
 
 class BufferPool:
-    """Memory for payloads, which is reused: the first write to new pages costs as much as the copy of a payload."""
+    """Memory for payloads. It is reused, because the first write to new pages costs as much as copying a payload."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[Any]] = {}
 
-    def take(self, size: int) -> Any:
+    def allocate(self, size: int) -> Any:
         """Return memory of `size` bytes, not zeroed."""
         free = self._free.get(size)
         return free.pop() if free else memoryview(np.empty(size, np.uint8))  # type: ignore[arg-type]
 
-    def give(self, buffers: list[Any]) -> None:
-        """Return buffers to the pool; nothing may read them any more."""
+    def release(self, buffers: list[Any]) -> None:
+        """Return buffers to the pool. No other object may use them any more."""
         for buffer in buffers:
             if len(buffer) >= POOLED_BYTES:
                 free = self._free.setdefault(len(buffer), [])
@@ -199,7 +202,7 @@ def gather(pieces: list[SegmentPayload], pool: BufferPool) -> tuple[Any, list[An
     """Return a payload as `messages.pack` makes it, in memory of `pool`, and a view of each piece in it."""
     head = pack_head(pieces)
     views = [as_bytes(each.data) for each in pieces]
-    payload = pool.take(len(head) + sum(map(len, views)))
+    payload = pool.allocate(len(head) + sum(map(len, views)))
     at = len(head)
     payload[:at] = head
     places = []

@@ -1,10 +1,10 @@
 """A worker's session with the servers of one space: it sends each request to the primaries of the segments.
 
 An acknowledged push is not lost as long as one server that has it lives, and each push is applied once. When a server
-dies or a segment moves, the session repeats the pushes that only the former primary had
-(`rayps.ps.client.replay_buffer`), and then sends the unanswered requests, to the segment's new primary; the segment's
-ledger drops a push that it has already. An exchange sends its requests to all servers before it reads an answer. Li et
-al., OSDI 2014, section 4.1.
+dies or a segment moves, the session first repeats to the segment's new primary the pushes that only the former primary
+had (`rayps.ps.client.replay_buffer`). Then it sends the unanswered requests there. The segment's ledger ignores a push
+that the segment has already. An exchange sends its requests to all servers before it reads an answer. Li et al.,
+OSDI 2014, section 4.1.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rayps.ps.client.connections import (
 )
 from rayps.ps.client.replay_buffer import ReplayBuffer, StepPush
 from rayps.ps.client.requests import RequestSender
-from rayps.ps.client.whole_exchange import SharedGradient, TurnPart
+from rayps.ps.client.whole_exchange import SharedGradient, WholeExchangePart
 from rayps.ps.protocol.mailbox import WorkerMailbox
 from rayps.ps.protocol.messages import GroupMessage, error_of, numbers, read_numbers
 from rayps.ps.protocol.rows import ShardRows
@@ -50,9 +50,9 @@ _PATIENT = frozenset({GroupMessage.PULL, GroupMessage.PUSH_PULL, GroupMessage.RE
 class SegmentReplies(NamedTuple):
     """The answers to a request.
 
-    `pieces`: the values, by segment; EMPTY if they were written to a landing place. `lead`: the number of rounds that
-    this rank is ahead of the slowest. `version`: the least number of optimizer steps of the segments. `durable`: the
-    step of this rank below which all pushes are durable.
+    `pieces`: a dict from segment to its values, or to EMPTY if they were written to an output buffer. `lead`: the
+    number of rounds that this rank is ahead of the slowest. `version`: the lowest number of optimizer steps of any
+    segment. `durable`: the step of this rank below which all pushes are durable.
     """
 
     pieces: dict[int, Any]
@@ -62,15 +62,15 @@ class SegmentReplies(NamedTuple):
 
 
 class Session:
-    """The requests of one rank to a space's servers. For one thread; another thread uses a `reader()` of its own.
+    """The requests of one rank to a space's servers. For one thread; every other thread needs its own `reader()`.
 
     `source` is a manager's {"address", "secret"}, a function that returns it, or a `StaticMap`. `incarnation` is the
     number of this process among those that had the rank (`ManagerClient.join`); servers refuse all but the last one.
     `timeout` is in seconds. `keep` is the size of the replay buffer in bytes. `lost` returns the segments that are lost
     for good; without it the session waits for lost segments until the deadline, because they may be loaded again. Rank
     -1 loads and reads, and never pushes. With `resident=False` no memory is shared with servers of this host. With
-    `pushes=False` this session does not report pushes as lost to a restored server: the session of the rank that
-    pushes does.
+    `pushes=False` this session does not report pushes as lost to a restored server, because another session of the
+    rank does so.
 
     Raises:
         PeerLost, PeerTimeout: the manager does not answer.
@@ -95,23 +95,25 @@ class Session:
         self._source, self._incarnation = source, incarnation
         name = name or (f"worker-{rank}" if rank >= 0 else "opener")
         restored = isinstance(source, StaticMap) and not source.final  # a server that died is restored from a snapshot
-        self.kept = ReplayBuffer(keep, tracks=restored and pushes)
+        self.replay_buffer = ReplayBuffer(keep, tracks=restored and pushes)
         first = self._first if restored and pushes else None
-        self._lines = ServerConnections(source, space, rank, incarnation, name, timeout, resident=resident, first=first)
-        self.shared = SharedGradient(self._lines)
-        self._sender = RequestSender(self._lines)
+        self._connections = ServerConnections(
+            source, space, rank, incarnation, name, timeout, resident=resident, first=first
+        )
+        self.shared = SharedGradient(self._connections)
+        self._sender = RequestSender(self._connections)
         self._losses = LossCheck(space.name, lost)
         self._lock = threading.RLock()  # held during an exchange, because `catch_up` may run in another thread
         self._readers: weakref.WeakSet[Session] = weakref.WeakSet()
         self._requests: list[SegmentRequest] = []  # of the present exchange, in the order in which they are sent
-        # segments whose new primary may lack pushes of this rank, and the connection on which the primary was asked for
-        # this rank's next step (`_ask_marks`); None = it was not asked yet
-        self._unsure: dict[int, ServerConnection | None] = {}
+        # segments whose new primary may lack pushes of this rank -> the connection on which the primary was asked for
+        # this rank's next step (`_ask_marks`), or None if it was not asked yet
+        self._unsure_segments: dict[int, ServerConnection | None] = {}
 
     @property
     def map(self) -> SpaceMap:
         """The newest map of the space that was received."""
-        return self._lines.map
+        return self._connections.map
 
     def reader(self) -> Session:
         """Return another session of the same rank, with its own connections, for another thread.
@@ -124,19 +126,19 @@ class Session:
             self.rank,
             incarnation=self._incarnation,
             timeout=self.timeout,
-            name=self._lines.name,
+            name=self._connections.name,
             keep=0,
             lost=self._losses.lost,
-            resident=self._lines.memory is not None,
+            resident=self._connections.memory is not None,
             pushes=False,
         )
         self._readers.add(made)
-        if self._lines.ended:  # `hang_up` was called while `made` was created
+        if self._connections.ended:  # `hang_up` was called while `made` was created
             made.hang_up()
         return made
 
     def join(self) -> dict[int, int]:
-        """Connect to all servers; return this rank's next step by segment.
+        """Connect to all servers; return a dict from segment to this rank's next step.
 
         Rank -1 has no steps, and need not join.
 
@@ -145,22 +147,22 @@ class Session:
             StaleGeneration: a later incarnation of the rank has joined.
         """
         self._begin()
-        lines, found = self._lines, dict[int, int]()
+        connections, found = self._connections, dict[int, int]()
         while self.rank >= 0:
             self._receive()
             missing = [index for index in range(self.space.segments) if index not in found]
-            for server, segments in lines.map.by_server(missing).items():
-                line = None if server is None else lines.to(server)
-                if line is not None and line.joined:
-                    found |= {i: line.marks[i] for i in segments if i in line.marks}
-                    if any(i not in line.marks for i in segments):  # the server has not received its orders yet
-                        lines.join(line)
-                        lines.refused(line.server)
+            for server, segments in connections.map.by_server(missing).items():
+                connection = None if server is None else connections.to(server)
+                if connection is not None and connection.joined:
+                    found |= {i: connection.marks[i] for i in segments if i in connection.marks}
+                    if any(i not in connection.marks for i in segments):  # the server has not received its orders yet
+                        connections.join(connection)
+                        connections.refused(connection.server)
             missing = [index for index in missing if index not in found]
             if not missing:
                 return found
             self._losses.check(missing)
-            lines.wait(missing)
+            connections.wait(missing)
         return found
 
     def exchange(
@@ -170,24 +172,24 @@ class Session:
         *,
         step: int = 0,
         weight: float = 0.0,
-        landing: Mapping[int, Any] | None = None,
+        outputs: Mapping[int, Any] | None = None,
         rows: Mapping[int, ShardRows] | None = None,
-        torn: bool = False,
+        mixed_versions: bool = False,
     ) -> SegmentReplies:
         """Send a request to the segments in `pieces`, and return all answers.
 
-        `pieces`: buffers by segment, which may change when this has returned. `step`: the step of a push or a pull, or
-        the round of a PART. `landing`: by segment, a writable buffer of the size of the values; without one the values
-        are in new memory. `rows`: by segment, the rows for which the piece of a PULL asks; with them, the rows can be
-        read in a server's shared memory. `torn`: a segment may step while it is read there. A PUSH_PULL pulls only
-        segments of the dense vector.
+        `pieces`: a dict from segment to buffer; the buffers may change when this has returned. `step`: the step of a
+        push or a pull, or the round of a PART. `outputs`: a dict from segment to a writable buffer of the size of its
+        values; the values of other segments are in new memory. `rows`: a dict from segment to the rows for which the
+        piece of a PULL asks; with it, the rows can be read in a server's shared memory. `mixed_versions`: values that
+        are read there may be of several versions. A PUSH_PULL pulls only segments of the dense vector.
 
         Raises:
             PeerTimeout: servers did not answer, or the slowest rank did not push, in time; the error names them.
             PeerLost: segments are lost, or `hang_up` was called.
             StaleGeneration: a later incarnation of the rank has joined.
         """
-        dense, lands = len(self.space.cuts), None if landing is None else dict(landing)
+        dense, buffers = len(self.space.cuts), None if outputs is None else dict(outputs)
         parts = [(kind, dict(pieces))]
         if kind is GroupMessage.PUSH_PULL and dense < self.space.segments:
             parts = [
@@ -195,7 +197,7 @@ class Session:
                 (kind, {i: piece for i, piece in pieces.items() if i < dense}),
             ]
         requests = [
-            SegmentRequest(each, step, weight, those, lands, asked_rows=rows or {}, torn=torn)
+            SegmentRequest(each, step, weight, those, buffers, asked_rows=rows or {}, mixed_versions=mixed_versions)
             for each, those in parts
             if those
         ]
@@ -215,30 +217,30 @@ class Session:
         pieces: Mapping[int, Any],
         *,
         step: int,
-        landing: Mapping[int, Any],
+        outputs: Mapping[int, Any],
         rows: Mapping[int, ShardRows] | None = None,
     ) -> SegmentReplies:
         """Pull as `exchange` does, from all dense segments in one state: each push is in all of them or in none.
 
-        Servers delay pushes meanwhile. All pushes of this rank must be acknowledged before.
+        Servers delay pushes during the pull. All pushes of this rank must be acknowledged before the call.
 
         Raises:
             PeerTimeout: a push that one server has did not reach another server, or no pull succeeded in time.
         """
         deadline = time.monotonic() + self.timeout
         while True:
-            breaks, began = self._lines.breaks, time.monotonic()
+            breaks, began = self._connections.breaks, time.monotonic()
             try:
-                self._hold()
-                found = self.exchange(GroupMessage.PULL, pieces, step=step, landing=landing, rows=rows)
+                self._stop_segments()
+                found = self.exchange(GroupMessage.PULL, pieces, step=step, outputs=outputs, rows=rows)
             except PeerTimeout as error:
                 if not error.data.get("behind") or time.monotonic() > deadline:
                     raise
-                continue  # a worker that must repeat a push may have waited for a server that this reader held
+                continue  # a worker may have been unable to repeat a push, because this reader held the server
             finally:
-                self.tell(GroupMessage.RELEASE, 0)
-            if self._lines.breaks == breaks and time.monotonic() - began < self.timeout:
-                return found  # no segment has moved, and no server has ended the hold
+                self.notify(GroupMessage.RELEASE, 0)
+            if self._connections.breaks == breaks and time.monotonic() - began < self.timeout:
+                return found  # no segment has moved, and no server has ended this reader's hold
             if time.monotonic() > deadline:
                 raise PeerTimeout(
                     f"no consistent pull of space {self.space.name!r} succeeded within {self.timeout:g} s, because "
@@ -247,7 +249,7 @@ class Session:
                     seconds=self.timeout,
                 )
 
-    def _hold(self) -> None:
+    def _stop_segments(self) -> None:
         """Make all dense segments stop after the same pushes.
 
         The first request is to segment 0 alone, whose server admits one reader at a time. A first request to two
@@ -265,69 +267,79 @@ class Session:
         if late:
             self.exchange(GroupMessage.AIM, late)
 
-    def room(self, size: int) -> Any:
-        """Return `size` bytes, not zeroed, for a piece or a landing place; servers of this host can access them."""
-        memory = self._lines.memory
-        return np.empty(size, np.uint8) if memory is None else memory.room(size)
+    def allocate(self, size: int) -> Any:
+        """Return `size` bytes, not zeroed, for a piece or an output. Servers of this host can access them."""
+        memory = self._connections.memory
+        return np.empty(size, np.uint8) if memory is None else memory.allocate(size)
 
     @property
     def shares_memory(self) -> bool:
         """Whether all connected servers share memory with this worker."""
-        lines = self._lines.open.values()
-        return bool(lines) and all(line.mailbox is not None and line.mailbox.ready for line in lines)
+        connections = self._connections.open.values()
+        return bool(connections) and all(
+            connection.mailbox is not None and connection.mailbox.ready for connection in connections
+        )
 
-    def turn(
-        self, step: int, weight: float, pieces: Mapping[int, Any], landing: Mapping[int, Any], *, torn: bool = False
+    def push_pull_whole(
+        self,
+        step: int,
+        weight: float,
+        pieces: Mapping[int, Any],
+        outputs: Mapping[int, Any],
+        *,
+        mixed_versions: bool = False,
     ) -> SegmentReplies | None:
         """Push the whole gradient and pull the whole vector through shared memory: a PUSH_PULL in fewer calls.
 
-        `pieces` is the result of `shared.pieces`. Returns None, without effect, if `exchange` must do it: a server does
-        not share memory, or a request is in flight. Raises as `exchange`.
+        `pieces` is the result of `shared.pieces`. Returns None, without effect, if a server does not share memory, or a
+        request is in flight; the caller must then use `exchange`. Raises as `exchange`.
         """
         with self._lock:
-            return self._turn_alone(step, weight, pieces, landing, torn=torn)
+            return self._push_pull_unlocked(step, weight, pieces, outputs, mixed_versions=mixed_versions)
 
-    def _turn_alone(
-        self, step: int, weight: float, pieces: Mapping[int, Any], landing: Mapping[int, Any], *, torn: bool
+    def _push_pull_unlocked(
+        self, step: int, weight: float, pieces: Mapping[int, Any], outputs: Mapping[int, Any], *, mixed_versions: bool
     ) -> SegmentReplies | None:
-        plan = None if self._requests or self._unsure else self.shared.turn(pieces)
+        plan = None if self._requests or self._unsure_segments else self.shared.exchange_of(pieces)
         if plan is None:
             return None
-        lines, parts, sender = self._lines, plan.parts, self._sender
+        connections, parts, sender = self._connections, plan.parts, self._sender
         began = self._begin()
         patience = int(1000 * self.timeout) or 1
         for part in parts:
-            part.box.put(sender.next_tag(), GroupMessage.PUSH_PULL, part.head, step, patience, weight)
+            part.mailbox.put(sender.next_tag(), GroupMessage.PUSH_PULL, part.head, step, patience, weight)
             passing("session: between servers")
-        lines.fence()
+        connections.fence()
         for part in parts:
-            part.box.ring()
+            part.mailbox.ring()
         passing("session: sent, not answered")
-        odd: list[TurnPart] = []
-        lead, version, durable, records = 0, _NEVER, _NEVER, self.kept.records
+        unfinished: list[WholeExchangePart] = []
+        lead, version, durable, records = 0, _NEVER, _NEVER, self.replay_buffer.records
         for part in parts:
-            answer = part.take(landing, torn) if part.answered or plan.wait(lines, part) else None
+            answer = (
+                part.copy_values(outputs, mixed_versions) if part.answered or plan.wait(connections, part) else None
+            )
             if answer is None:
-                odd.append(part)
+                unfinished.append(part)
                 continue
             least, ahead, mark = answer
             version, lead = least if least < version else version, ahead if ahead > lead else lead
             durable = mark if mark < durable else durable
-            if lines.backoffs:
-                lines.answered(part.line.server)
+            if connections.backoffs:
+                connections.answered(part.connection.server)
             if records:
                 push = StepPush(step, weight, {index: as_bytes(pieces[index]) for index in part.segments})
-                self.kept.acknowledged(push, mark, copy=True)
+                self.replay_buffer.acknowledged(push, mark, copy=True)
         self.seconds_waiting += time.monotonic() - began
-        if odd:
-            segments = [index for part in odd for index in part.segments]
+        if unfinished:
+            segments = [index for part in unfinished for index in part.segments]
             request = SegmentRequest(
-                GroupMessage.PUSH_PULL, step, weight, {index: pieces[index] for index in segments}, dict(landing)
+                GroupMessage.PUSH_PULL, step, weight, {index: pieces[index] for index in segments}, dict(outputs)
             )
-            request.torn = torn
+            request.mixed_versions = mixed_versions
             request.unsent.clear()
-            for part in odd:
-                part.line.flights[part.box.tag] = InFlight(request, part.segments, True)
+            for part in unfinished:
+                part.connection.flights[part.mailbox.tag] = InFlight(request, part.segments, True)
             self._run([request])
             version, lead = min(version, request.version or 0), max(lead, request.lead)
             durable = min(durable, request.durable or 0)
@@ -335,19 +347,19 @@ class Session:
             passing("session: acknowledged")
         return SegmentReplies({}, lead, version, durable)
 
-    def tell(self, kind: GroupMessage, number: int) -> None:
+    def notify(self, kind: GroupMessage, number: int) -> None:
         """Send a message that has no answer (SAVED, RELEASE), with a = `number`, to all connected servers."""
-        for line in list(self._lines.open.values()):
+        for connection in list(self._connections.open.values()):
             try:
-                line.send(Message(kind, 0, number), None)
+                connection.send(Message(kind, 0, number), None)
             except LinkError:
-                self._lines.lose(line)
+                self._connections.lose(connection)
 
     def flush(self) -> None:
         """Wait until every push of this rank is durable: all backups have it.
 
-        With staleness 0 this is after the other workers have pushed as many rounds. With a static map it returns at
-        once, because the servers have no backups.
+        With staleness 0 a push is durable only after the other workers have pushed as many rounds. With a static map
+        this returns immediately, because the servers have no backups.
 
         Raises:
             PeerTimeout, PeerLost: as `exchange`.
@@ -357,24 +369,24 @@ class Session:
 
     def hang_up(self) -> None:
         """End every wait of another thread with PeerLost; that thread must then `close`. Any thread may call this."""
-        self._lines.hang_up()
+        self._connections.hang_up()
         for reader in list(self._readers):
             reader.hang_up()
 
     def close(self) -> None:
         """Close all connections. Pushes that are not durable are not repeated any more. Safe to call twice."""
-        self._lines.close()
+        self._connections.close()
 
     def catch_up(self) -> None:
-        """Repeat the pushes that a restored server lacks, unless an exchange has done so.
+        """Repeat the pushes that a restored server lacks, unless an exchange has repeated them.
 
-        Any thread may call this: it waits for the end of the present exchange, and the next exchange waits for it.
+        Any thread may call this. It waits for the end of the present exchange, and the next exchange waits for its end.
 
         Raises:
             PeerTimeout, PeerLost: as `exchange`.
         """
         with self._lock:
-            if not self._lines.ended:
+            if not self._connections.ended:
                 self._run([])
 
     # ---- one exchange
@@ -382,12 +394,12 @@ class Session:
     def _begin(self) -> float:
         """Set the deadline of an exchange; return the time now."""
         now = time.monotonic()
-        self._lines.deadline = now + self.timeout + GRACE_SECONDS
+        self._connections.deadline = now + self.timeout + GRACE_SECONDS
         self._losses.begin(now)
         return now
 
     def _run(self, requests: list[SegmentRequest]) -> None:
-        """Send requests, after the pushes that a failed exchange has left to repeat, and wait for all answers."""
+        """Send requests, after the pushes that must be repeated since a failed exchange, and wait for all answers."""
         with self._lock:
             began = self._begin()
             self._requests += requests
@@ -395,7 +407,7 @@ class Session:
                 self._apply_map()
                 self._send_all()
                 passing("session: sent, not answered")
-                while self._unsure or any(request.open for request in self._requests):
+                while self._unsure_segments or any(request.open for request in self._requests):
                     if self._receive_by_mailbox():
                         continue
                     self._wait()
@@ -407,77 +419,81 @@ class Session:
                 raise
             for request in self._requests:
                 if not request.repeated:
-                    self._sender.pool.give(request.buffers)
+                    self._sender.pool.release(request.buffers)
             self._requests = []
             self.seconds_waiting += time.monotonic() - began
 
     def _wait(self) -> None:
         awaited = {index for each in self._requests for index in each.pieces if index not in each.answers}
-        self._losses.check(awaited | self._unsure.keys())
-        unasked = [index for index, line in self._unsure.items() if line is None]
-        self._lines.wait([index for each in self._requests for index in each.unsent] + unasked)
+        self._losses.check(awaited | self._unsure_segments.keys())
+        unasked = [index for index, connection in self._unsure_segments.items() if connection is None]
+        self._connections.wait([index for each in self._requests for index in each.unsent] + unasked)
 
     def _give_up(self) -> None:
         """After an error, ignore the answers to come, and prepare to repeat the pushes that may not have arrived."""
-        for line in self._lines.open.values():
-            if line.pending and self._lines.memory is not None:
-                self._lines.memory.retire()
-            line.flights.clear()
+        for connection in self._connections.open.values():
+            if connection.pending and self._connections.memory is not None:
+                self._connections.memory.retire()
+            connection.flights.clear()
         cut_off = [each for each in self._requests if each.kind in PUSHES and each.open]
         for each in cut_off:
             if not each.repeated:
                 pieces = {i: memoryview(bytes(as_bytes(each.pieces[i]))) for i in each.pieces if i not in each.answers}
-                self.kept.keep(each.step, each.weight, pieces)
+                self.replay_buffer.retain(each.step, each.weight, pieces)
         self._requests = self._repeated(range(self.space.segments)) if cut_off else []
 
     def _repeated(self, segments: Collection[int], marks: Mapping[int, int] | None = None) -> list[SegmentRequest]:
-        """Return the retained pushes to these segments as requests; `marks`: by segment, the first step to repeat."""
+        """Return the retained pushes to these segments as requests; `marks`: segment -> the first step to repeat."""
         return [
             SegmentRequest(GroupMessage.PUSH, p.step, p.weight, p.pieces, repeated=True, by_message=True)
-            for p in self.kept.of(segments, marks)  # a server receives messages in this order
+            for p in self.replay_buffer.of(segments, marks)  # a server receives messages in this order
         ]
 
     def _first(self, server: str) -> int:
-        """Return the first step that can be repeated to a server; -1: nothing was pushed to it."""
-        return self.kept.oldest(index for index, held in enumerate(self.map.holdings) if held.primary == server)
+        """Return the first step that can be repeated to a server, or -1 if one of its segments has had no push."""
+        return self.replay_buffer.oldest(index for index, held in enumerate(self.map.holders) if held.primary == server)
 
     def _ask_marks(self) -> None:
-        """Ask new primaries for this rank's next step, by a JOIN; `_joined` handles the answer."""
-        for server, segments in self.map.by_server(list(self._unsure)).items():
-            line = None if server is None else self._lines.to(server)
-            if server is not None and line is not None and any(self._unsure[index] is not line for index in segments):
-                self._lines.join(line)
-                line = self._lines.open.get(server)
-            self._unsure.update(dict.fromkeys(segments, line))
+        """Send JOIN to new primaries to learn this rank's next step there. `_joined` handles the answers."""
+        for server, segments in self.map.by_server(list(self._unsure_segments)).items():
+            connection = None if server is None else self._connections.to(server)
+            if (
+                server is not None
+                and connection is not None
+                and any(self._unsure_segments[index] is not connection for index in segments)
+            ):
+                self._connections.join(connection)
+                connection = self._connections.open.get(server)
+            self._unsure_segments.update(dict.fromkeys(segments, connection))
 
-    def _joined(self, line: ServerConnection, message: Message) -> None:
+    def _joined(self, connection: ServerConnection, message: Message) -> None:
         pairs = read_numbers(message.payload)
-        line.marks = dict(zip(pairs[::2], pairs[1::2], strict=True))
-        line.joined = True
-        self.kept.joined(line.marks)
-        asked = [index for index, other in self._unsure.items() if other is line]
-        known = [index for index in asked if index in line.marks]
+        connection.marks = dict(zip(pairs[::2], pairs[1::2], strict=True))
+        connection.joined = True
+        self.replay_buffer.joined(connection.marks)
+        asked = [index for index, other in self._unsure_segments.items() if other is connection]
+        known = [index for index in asked if index in connection.marks]
         for index in known:
-            del self._unsure[index]
-        self._requests[:0] = self._repeated(known, line.marks)
+            del self._unsure_segments[index]
+        self._requests[:0] = self._repeated(known, connection.marks)
         if len(known) < len(asked):  # the server has not received its orders yet
-            self._unsure.update(dict.fromkeys(set(asked).difference(known)))
-            self._lines.refused(line.server)
+            self._unsure_segments.update(dict.fromkeys(set(asked).difference(known)))
+            self._connections.refused(connection.server)
 
     def _send_all(self) -> None:
-        """Send unsent requests to the present primaries; in each segment, repeated pushes before any other request."""
-        if self._unsure:
+        """Send unsent requests to the present primaries. To each segment, repeated pushes are sent first."""
+        if self._unsure_segments:
             self._ask_marks()
-        behind = set(self._unsure)  # segments whose primary may lack earlier pushes
+        behind = set(self._unsure_segments)  # segments whose primary may lack earlier pushes
         for request in list(self._requests):
             if request.repeated:
                 behind.update(index for index in request.pieces if index not in request.answers)
             if request.unsent:
                 ready = [index for index in request.unsent if request.repeated or index not in behind]
                 for server, segments in self.map.by_server(ready).items():
-                    line = None if server is None else self._lines.to(server)
-                    if line is not None:
-                        self._sender.send(line, request, segments, self._patience(request))
+                    connection = None if server is None else self._connections.to(server)
+                    if connection is not None:
+                        self._sender.send(connection, request, segments, self._patience(request))
                         passing("session: between servers")
         self._sender.signal()
 
@@ -485,117 +501,121 @@ class Session:
         """Return how many milliseconds a server may delay the answer to a request."""
         if request.kind not in _PATIENT:
             return 0
-        return max(1, int(1000 * (self._lines.deadline - GRACE_SECONDS - time.monotonic())))
+        return max(1, int(1000 * (self._connections.deadline - GRACE_SECONDS - time.monotonic())))
 
     # ---- answers
 
     def _receive_by_mailbox(self) -> bool:
         """Process the answers in mailboxes; return whether there were any."""
         found = False
-        for line in list(self._lines.open.values()):
-            box = line.mailbox
-            if box is not None and line.readable:
+        for connection in list(self._connections.open.values()):
+            mailbox = connection.mailbox
+            if mailbox is not None and connection.readable:
                 found = True
-                self._answered_by_mailbox(line, box)
+                self._answered_by_mailbox(connection, mailbox)
         return found
 
-    def _answered_by_mailbox(self, line: ServerConnection, box: WorkerMailbox) -> None:
-        flight = line.flights.pop(box.tag)
-        version, lead, durable, _, _ = box.answer()
+    def _answered_by_mailbox(self, connection: ServerConnection, mailbox: WorkerMailbox) -> None:
+        flight = connection.flights.pop(mailbox.tag)
+        version, lead, durable, _, _ = mailbox.answer()
         kind = GroupMessage.ACK if flight.request.kind == GroupMessage.PUSH else GroupMessage.VALUE
-        self._answered(line, flight, Message(kind, box.tag, version, lead, float(durable)))
-        torn = self._sender.read(box, flight) if kind == GroupMessage.VALUE else {}
-        if torn:  # request these values by message
+        self._answered(connection, flight, Message(kind, mailbox.tag, version, lead, float(durable)))
+        changed = self._sender.read(mailbox, flight) if kind == GroupMessage.VALUE else {}
+        if changed:  # request these values by message
             asked = flight.request
-            pieces = {index: asked.pieces[index] if index in asked.asked_rows else EMPTY for index in torn}
-            self._requests.append(SegmentRequest(GroupMessage.READ, 0, 0.0, pieces, torn, by_message=True))
+            pieces = {index: asked.pieces[index] if index in asked.asked_rows else EMPTY for index in changed}
+            self._requests.append(SegmentRequest(GroupMessage.READ, 0, 0.0, pieces, changed, by_message=True))
             self._send_all()
 
     def _receive(self) -> None:
         """Process the messages that have arrived, and a newer map."""
-        open_lines = self._lines.open
-        for line in list(open_lines.values()):
+        open_connections = self._connections.open
+        for connection in list(open_connections.values()):
             try:
-                if line.link.queued:
-                    line.link.absorb()
-                    line.link.flush()
+                if connection.link.queued:
+                    connection.link.absorb()
+                    connection.link.flush()
             except LinkError:
                 pass  # `next` raises it again, after it has returned the messages that have arrived
-            while open_lines.get(line.server) is line:
+            while open_connections.get(connection.server) is connection:
                 try:
-                    message = line.next()
+                    message = connection.next()
                 except LinkError:
-                    self._lines.lose(line)
+                    self._connections.lose(connection)
                     break
                 if message is None:
                     break
-                self._take(line, message)
+                self._process(connection, message)
         self._apply_map()
 
-    def _take(self, line: ServerConnection, message: Message) -> None:
+    def _process(self, connection: ServerConnection, message: Message) -> None:
         """Process a message. Raises the error that the server sent."""
-        if message.tag == line.joining:
-            line.joining = 0
+        if message.tag == connection.joining:
+            connection.joining = 0
             if message.kind == GroupMessage.ERROR:
                 raise error_of(message)
             if message.kind != GroupMessage.JOINED:  # the server does not know the space yet: connect again later
-                self._lines.lose(line)
+                self._connections.lose(connection)
                 return
-            self._joined(line, message)
+            self._joined(connection, message)
             return
-        flight = line.flights.pop(message.tag, None)
+        flight = connection.flights.pop(message.tag, None)
         if flight is None:
             return  # the exchange of this request has failed
         if message.kind == GroupMessage.ERROR:
             raise error_of(message)
         if message.kind == GroupMessage.STALE:
-            flight.reopen()
-            self._lines.refused(line.server)
+            flight.mark_unsent()
+            self._connections.refused(connection.server)
             return
         if message.kind not in (GroupMessage.ACK, GroupMessage.VALUE):
             raise LinkError(
-                f"{line.server!r} answered with a message of kind {message.kind}, where ACK or VALUE was expected",
-                peer=line.server,
+                f"{connection.server!r} answered with a message of kind {message.kind}, where ACK or VALUE was "
+                "expected",
+                peer=connection.server,
             )
-        self._answered(line, flight, message)
+        self._answered(connection, flight, message)
         if message.kind == GroupMessage.VALUE:
-            flight.request.land(line.server, message.payload)
+            flight.request.copy_values(connection.server, message.payload)
 
-    def _answered(self, line: ServerConnection, flight: InFlight, message: Message) -> None:
-        """Record that a request has taken effect; retain a push that is not durable."""
+    def _answered(self, connection: ServerConnection, flight: InFlight, message: Message) -> None:
+        """Record that a request was answered. If it is a push that is not durable, retain it."""
         request, segments, durable = flight.request, flight.segments, int(message.weight)
-        self._lines.answered(line.server)
+        self._connections.answered(connection.server)
         if request.kind in PUSHES and not request.repeated:
             push = StepPush(request.step, request.weight, {i: as_bytes(request.pieces[i]) for i in segments})
-            if self.kept.acknowledged(push, durable, copy=flight.by_mailbox):
+            if self.replay_buffer.acknowledged(push, durable, copy=flight.by_mailbox):
                 request.buffers.clear()  # the replay buffer uses them now
         else:
-            self.kept.durable(segments, durable)
+            self.replay_buffer.durable(segments, durable)
         request.answered(segments, message)
 
     # ---- a newer map
 
     def _apply_map(self) -> None:
-        """Apply a newer map: mark requests to segments with a new primary as unsent, and the segments as unsure."""
-        changed = self._lines.newer()
+        """Apply a newer map: mark the requests to segments with a new primary as unsent.
+
+        The new primaries of segments that may lack pushes of this rank are asked for the rank's next step.
+        """
+        changed = self._connections.newer()
         if not changed:
             return
         self._losses.moved(changed)
         self._sender.pool.clear()
         passing("session: a newer map")
-        for line in list(self._lines.open.values()):
-            void = [tag for tag, flight in line.flights.items() if not changed.isdisjoint(flight.segments)]
+        for connection in list(self._connections.open.values()):
+            void = [tag for tag, flight in connection.flights.items() if not changed.isdisjoint(flight.segments)]
             for tag in void:
-                line.flights.pop(tag).reopen()
-            if void and line.link.queued:
-                self._lines.lose(line)  # a request may be sent in part, and its rest must not follow
-        self._unsure.update(dict.fromkeys(self.kept.concerned(changed)))
+                connection.flights.pop(tag).mark_unsent()
+            if void and connection.link.queued:
+                self._connections.lose(connection)  # a request may be sent in part, and its rest must not follow
+        self._unsure_segments.update(dict.fromkeys(self.replay_buffer.concerned(changed)))
 
 
 class LossCheck:
     """Detects that segments for which a session waits are lost for good.
 
-    `lost` returns the segments of the space that are lost for good; None = never check.
+    `lost` returns the segments of the space that are lost for good; if it is None, `check` does nothing.
     """
 
     def __init__(self, space: str, lost: Callable[[], Collection[int]] | None) -> None:
@@ -613,7 +633,7 @@ class LossCheck:
         self._due = now + ASK_SECONDS
 
     def check(self, awaited: Iterable[int]) -> None:
-        """Raise PeerLost if awaited segments are lost. Calls `lost` at most once in ASK_SECONDS."""
+        """Raise PeerLost if `awaited` segments are lost. Calls `lost` at most once in ASK_SECONDS."""
         if self.lost is None or not self._moved or time.monotonic() < self._due:
             return
         self._due = time.monotonic() + ASK_SECONDS

@@ -1,4 +1,4 @@
-"""The usual exchange in few calls: push the whole gradient, and pull the whole vector, through servers' mailboxes."""
+"""The most frequent exchange in few calls: push the whole gradient and pull the whole vector, through mailboxes."""
 
 from __future__ import annotations
 
@@ -30,87 +30,90 @@ from rayps.tensors.packing import flat_bytes
 _LOOK_MS = 1000  # milliseconds between two checks of the deadline
 
 
-class TurnPart:
-    """The part of a `Turn` that concerns one server: the request, and where its values are copied."""
+class WholeExchangePart:
+    """The part of a `WholeExchange` that concerns one server: the request, and where its values are copied."""
 
-    __slots__ = ("_landing", "_offers", "_reads", "box", "head", "line", "segments", "words")
+    __slots__ = ("_offers", "_outputs", "_reads", "connection", "head", "mailbox", "segments", "words")
 
-    def __init__(self, line: ServerConnection, box: WorkerMailbox, segments: list[int], head: bytes) -> None:
-        self.line, self.box, self.segments, self.head = line, box, segments, head
-        self.words = box.words
-        self._landing: Mapping[int, Any] | None = None
+    def __init__(self, connection: ServerConnection, mailbox: WorkerMailbox, segments: list[int], head: bytes) -> None:
+        self.connection, self.mailbox, self.segments, self.head = connection, mailbox, segments, head
+        self.words = mailbox.words
+        self._outputs: Mapping[int, Any] | None = None
         self._offers = -1  # number of memories that the server had offered when `_reads` was made
-        self._reads: list[
-            tuple[memoryview, Bytes, Bytes]
-        ] = []  # a segment's words, its values, and their landing place
+        self._reads: list[tuple[memoryview, Bytes, Bytes]] = []  # a segment's words, its values, and the output buffer
 
     @property
     def answered(self) -> bool:
         """Whether the answer has arrived."""
-        found: bool = self.words[ANSWERED] == self.box.tag
+        found: bool = self.words[ANSWERED] == self.mailbox.tag
         return found
 
-    def take(self, landing: Mapping[int, Any], torn: bool) -> tuple[int, int, int] | None:
-        """Copy the values of an answer to their landing places; return the answer's version, lead and durable step.
+    def copy_values(self, outputs: Mapping[int, Any], mixed_versions: bool) -> tuple[int, int, int] | None:
+        """Copy the values of an answer to `outputs`; return the answer's version, lead and durable step.
 
-        None: the answer comes by message, or a segment changed during every attempt to read it. Raises LinkError: the
-        server did not offer its memory of a segment.
+        Returns None if the answer comes by message, or a segment changed during every attempt to read it. Raises
+        LinkError if the server did not offer its memory of a segment.
         """
-        version, lead, durable, where, offers = self.box.answer()
+        version, lead, durable, where, offers = self.mailbox.answer()
         if where != BY_MEMORY:
             return None
-        if offers != self._offers or landing is not self._landing:
-            box = self.box
-            if not box.readable:
+        if offers != self._offers or outputs is not self._outputs:
+            mailbox = self.mailbox
+            if not mailbox.readable:
                 return None
-            self._reads = [box.place_of(index, landing[index]) for index in self.segments if index in landing]
-            self._landing, self._offers = landing, offers
+            self._reads = [mailbox.place_of(index, outputs[index]) for index in self.segments if index in outputs]
+            self._outputs, self._offers = outputs, offers
         for words, values, place in self._reads:
             before = words[STEPS]
             place[:] = values
-            if not torn and (before & 1 or words[STEPS] != before) and not copy_whole(words, values, place):
+            if not mixed_versions and (before & 1 or words[STEPS] != before) and not copy_whole(words, values, place):
                 return None
         return version, lead, durable
 
 
-class Turn:
+class WholeExchange:
     """The prepared requests of an exchange of the whole vector, one for each server.
 
-    They are valid for one map, one set of connections and one gradient buffer.
+    The requests are valid for one map, one set of connections and one gradient buffer.
     """
 
     def __init__(
-        self, parts: list[TurnPart], memory: WorkerMemory, gradients: GradientBuffer, found: SpaceMap, changes: int
+        self,
+        parts: list[WholeExchangePart],
+        memory: WorkerMemory,
+        gradients: GradientBuffer,
+        found: SpaceMap,
+        changes: int,
     ) -> None:
         self.parts, self.gradients = parts, gradients
         self._memory, self._map, self._changes = memory, found, changes
         self._poll = select.poll()
         self._poll.register(memory.wakeup, select.POLLIN)
         for part in parts:
-            self._poll.register(part.line.link.fileno(), select.POLLIN)
+            self._poll.register(part.connection.link.fileno(), select.POLLIN)
 
     @classmethod
-    def of(cls, lines: ServerConnections, space: Space) -> Turn | None:
-        """Prepare the requests; return None if there are tables, or not all servers are joined and share memory."""
-        memory, layout = lines.memory, space.layout
+    def of(cls, connections: ServerConnections, space: Space) -> WholeExchange | None:
+        """Prepare the requests. Return None if the space has tables, or a server is not joined or shares no memory."""
+        memory, layout = connections.memory, space.layout
         if memory is None or layout is None or space.segments > len(space.cuts):
             return None
         gradients, item = memory.gradient(layout.size, layout.dtype), layout.dtype.itemsize
         number = memory.number(gradients)
         parts = []
-        for server, segments in lines.map.by_server(range(space.segments)).items():
-            line = None if server is None else lines.open.get(server)
-            if line is None or line.mailbox is None or not line.joined or len(segments) > ROWS:
+        for server, segments in connections.map.by_server(range(space.segments)).items():
+            connection = None if server is None else connections.open.get(server)
+            if connection is None or connection.mailbox is None or not connection.joined or len(segments) > ROWS:
                 return None
             try:
-                if not line.mailbox.ready or not line.mailbox.offer():
+                if not connection.mailbox.ready or not connection.mailbox.offer():
                     return None
-            except LinkError:  # the server has died: `Session.exchange` detects it, and repeats what the server lacks
+            except LinkError:  # the server has died: `Session.exchange` detects this, and repeats the lost pushes
                 return None
             rows = [
                 (
                     index,
-                    lines.map.holdings[index].generation,
+                    connections.map.holders[index].generation,
                     number << OFFSET_BITS | space.cuts[index][0] * item,
                     (space.cuts[index][1] - space.cuts[index][0]) * item,
                     0,
@@ -118,34 +121,38 @@ class Turn:
                 )
                 for index in segments
             ]
-            parts.append(TurnPart(line, line.mailbox, segments, head_of(rows)))
-        return cls(parts, memory, gradients, lines.map, lines.changes)
+            parts.append(WholeExchangePart(connection, connection.mailbox, segments, head_of(rows)))
+        return cls(parts, memory, gradients, connections.map, connections.changes)
 
-    def good(self, lines: ServerConnections) -> bool:
+    def is_valid(self, connections: ServerConnections) -> bool:
         """Return whether map, connections and gradient buffer are those for which the requests were prepared."""
-        return self._map is lines.map and self._changes == lines.changes and self.gradients is self._memory.gradients
+        return (
+            self._map is connections.map
+            and self._changes == connections.changes
+            and self.gradients is self._memory.gradients
+        )
 
-    def free(self) -> bool:
+    def is_idle(self) -> bool:
         """Return whether no connection has a request in flight."""
         for part in self.parts:
-            line, box = part.line, part.box
-            if part.words[ANSWERED] != box.tag or line.flights or line.link.queued:
+            connection, mailbox = part.connection, part.mailbox
+            if part.words[ANSWERED] != mailbox.tag or connection.flights or connection.link.queued:
                 return False
         return True
 
-    def wait(self, lines: ServerConnections, part: TurnPart) -> bool:
-        """Wait for the answer of a server; return False if a link becomes readable first, or the deadline passes."""
-        words, tag, wakeup = part.words, part.box.tag, self._memory.wakeup
+    def wait(self, connections: ServerConnections, part: WholeExchangePart) -> bool:
+        """Wait for a server's answer; return False if a link becomes readable before, or the deadline passes."""
+        words, tag, wakeup = part.words, part.mailbox.tag, self._memory.wakeup
         while words[ANSWERED] != tag:
             words[WAITS] = 1
-            lines.fence()
+            connections.fence()
             ready = [] if words[ANSWERED] == tag else self._poll.poll(_LOOK_MS)
             words[WAITS] = 0
             for descriptor, _ in ready:
                 if descriptor != wakeup.fileno():
                     return part.answered
                 wakeup.clear()
-            if not ready and (lines.ended or time.monotonic() > lines.deadline):
+            if not ready and (connections.ended or time.monotonic() > connections.deadline):
                 return part.answered
         return True
 
@@ -153,33 +160,41 @@ class Turn:
 class SharedGradient:
     """A session's whole gradient, in memory that servers of this host read, and the prepared requests that push it."""
 
-    def __init__(self, lines: ServerConnections) -> None:
-        self._lines = lines
-        self._plan: Turn | None = None
+    def __init__(self, connections: ServerConnections) -> None:
+        self._connections = connections
+        self._plan: WholeExchange | None = None
         self._whole: tuple[GradientBuffer, dict[int, Any]] | None = None
 
     def buffer(self) -> GradientBuffer | None:
-        """Return the memory of the gradient; None if no connected server is on this host."""
-        lines = self._lines
-        if self._plan is not None and self._plan.good(lines):
+        """Return the memory of the gradient, or None if no connected server is on this host."""
+        connections = self._connections
+        if self._plan is not None and self._plan.is_valid(connections):
             return self._plan.gradients
-        memory, layout = lines.memory, lines.space.layout
+        memory, layout = connections.memory, connections.space.layout
         if memory is None or layout is None:
             return None
-        near = any(line.mailbox is not None and line.mailbox.ready for line in lines.open.values())
-        return memory.gradient(layout.size, layout.dtype) if near else None
+        shares = any(
+            connection.mailbox is not None and connection.mailbox.ready for connection in connections.open.values()
+        )
+        return memory.gradient(layout.size, layout.dtype) if shares else None
 
     def pieces(self, gradients: GradientBuffer) -> dict[int, Any]:
-        """Return the pieces of a push of the whole gradient, by segment."""
+        """Return a push of the whole gradient as a dict from segment to piece."""
         if self._whole is None or self._whole[0] is not gradients:
-            laid, item = flat_bytes(gradients.whole), gradients.whole.element_size()
-            self._whole = gradients, {i: laid[a * item : b * item] for i, (a, b) in enumerate(self._lines.space.cuts)}
+            shared, item = flat_bytes(gradients.whole), gradients.whole.element_size()
+            self._whole = (
+                gradients,
+                {i: shared[a * item : b * item] for i, (a, b) in enumerate(self._connections.space.cuts)},
+            )
         return self._whole[1]
 
-    def turn(self, pieces: Mapping[int, Any]) -> Turn | None:
-        """Return the requests that push `pieces`; None if this is not the whole gradient, or requests are in flight."""
-        lines, plan = self._lines, self._plan
-        if plan is None or not plan.good(lines):
-            plan = self._plan = Turn.of(lines, lines.space) if lines.open else None
-        laid = plan is not None and self._whole is not None and self._whole[1] is pieces
-        return plan if plan is not None and laid and plan.free() else None
+    def exchange_of(self, pieces: Mapping[int, Any]) -> WholeExchange | None:
+        """Return the exchange that pushes `pieces`, the result of the method `pieces`.
+
+        Returns None if `pieces` is something else, requests are in flight, or not all servers share memory.
+        """
+        connections, plan = self._connections, self._plan
+        if plan is None or not plan.is_valid(connections):
+            plan = self._plan = WholeExchange.of(connections, connections.space) if connections.open else None
+        shared = plan is not None and self._whole is not None and self._whole[1] is pieces
+        return plan if plan is not None and shared and plan.is_idle() else None

@@ -2,16 +2,16 @@
 
 `decide` compares the present assignment of segments to servers with the wanted one, and needs no history. So a manager
 that restarts from its record continues where the last one stopped. The manager applies decisions until `decide` returns
-none. Some decisions take servers time to carry out: servers report progress, and `apply_report` changes the assignment.
-A segment is moved to a server by making a backup there, promoting the backup, and dropping the copy on the old server.
-A segment is recovered by promoting a backup and making a new one.
+none. Servers need time to carry out some of the decisions. They report their progress, and `apply_report` changes the
+assignment. A segment is moved to a server by making a backup there, promoting the backup, and dropping the copy on the
+old server. A segment is recovered by promoting a backup and making a new one.
 
 `Rebalancer` decides which segments move because of load. Segments are placed by consistent hashing (the *hash ring*),
-which ignores load: if the ids of a table follow Zipf's law, a few segments are hot. A server that stays hot gives
-segments to the least loaded server, one after the other, until it is cool (`Balance`). It gives the segment whose move
-makes the larger of the two servers' loads smallest. A segment that alone is hotter than the mean stays, and other
-segments leave its server. Below a minimum load no segment moves, and a segment that has moved stays for a while, so
-that its load is measured on the new server before it moves again.
+which ignores load: if the ids of a table follow Zipf's law, a few segments are hot. Segments of a server that stays hot
+are moved, one after the other, to the least loaded server, until the hot server is cool (`Balance`). The segment that
+moves is the one whose move makes the larger of the two servers' loads smallest. A segment that alone has more load than
+the mean load of a server stays, and other segments leave its server. Below a minimum load no segment moves. A segment
+that has moved stays for a while, so that its load is measured on the new server before it moves again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ServerState(StrEnum):
 
     ALIVE = "alive"
     LEAVING = "leaving"  # alive; its segments are moved away, then the server ends
-    SILENT = "silent"  # no heartbeat: its segments' backups take over; a segment without a backup waits for the server
+    SILENT = "silent"  # no heartbeat; its segments' backups take over, and a segment without a backup waits for it
     AWAY = "away"  # not connected since the manager restarted
     DEAD = "dead"
 
@@ -69,16 +69,16 @@ class SegmentAssignment:
     space: int
     index: int
     key: str  # the segment's place on the hash ring
-    primary: str | None = None  # None: not placed yet
+    primary: str | None = None  # None if the segment is not placed yet
     generation: int = 0
     copies: tuple[str, ...] = ()
     synced: frozenset[str] = frozenset()
     started: bool = False  # a primary has reported READY since the segment was placed
     ready: bool = False  # the primary of this generation has reported READY
     successor: str | None = None  # the server that the primary hands over to
-    handed: bool = False  # the primary has reported HANDED: its backups have everything
-    lost: bool = False  # placed empty after its last holder died, and not loaded since
-    parent: SegmentId | None = None  # of a branch: the segment whose values it begins with
+    handed: bool = False  # the primary has reported HANDED, when all its backups had applied all changes
+    lost: bool = False  # the segment was placed empty after its last holder died, and was not loaded since
+    parent: SegmentId | None = None  # the segment with whose values this one begins, if it belongs to a branch
 
     @property
     def id(self) -> SegmentId:
@@ -110,10 +110,10 @@ def _without_copy(segment: SegmentAssignment, server: str) -> SegmentAssignment:
 def apply_report(
     segment: SegmentAssignment, reporter: str, event: str, generation: int, name: str
 ) -> SegmentAssignment:
-    """Return the assignment after a server's report; the same object if the report changes nothing.
+    """Return the assignment after a server's report, or the same object if the report changes nothing.
 
-    A report of another generation, or of a server that has no such role, changes nothing. `name`: the backup that the
-    report is about.
+    A report about another generation of the segment, or from a server without the role that the report presumes,
+    changes nothing. `name`: the backup that the report is about.
     """
     if generation != segment.generation:
         return segment
@@ -143,7 +143,7 @@ class GroupFacts:
     wanted: int  # wanted number of servers
     replicas: int  # wanted backups of each segment; fewer if there are too few servers
     starting: int = 0  # number of servers that were ordered and have not registered yet
-    gathering: bool = False  # more servers register soon: fully copied segments wait for them, so that each moves once
+    gathering: bool = False  # more servers register soon; fully copied segments wait for this, so that each moves once
     placed_by_load: Mapping[SegmentId, str] = field(default_factory=dict)  # segment moved because of load -> its server
     failed_copies: frozenset[tuple[str, str]] = frozenset()  # (primary, server): copying to this server failed recently
     moves: int = 2  # most segments that a server moves at a time; few, so that training continues
@@ -161,12 +161,14 @@ class PlaceSegment:
 
 @dataclass(frozen=True, slots=True)
 class Promote:
-    """The decision: start a new generation on a backup in sync, or on the primary itself if its successor is gone."""
+    """The decision: start a new generation of a segment, on a backup in sync or again on the present primary."""
 
     segment: SegmentId
     server: str
     copies: tuple[str, ...]
-    reason: str  # "died": the old primary; "moved": the segment was handed over; "back": the successor is gone
+    # "died": the old primary died; "moved": the segment was handed over; "back": the successor is gone, and the primary
+    # stays
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +181,7 @@ class StartCopy:
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """The decision: let the primary refuse requests and bring all backups up to date; `server` is promoted next."""
+    """The decision: the primary refuses requests, and sends all backups the last changes. `server` is promoted next."""
 
     segment: SegmentId
     server: str
@@ -239,7 +241,7 @@ def apply(segment: SegmentAssignment, decision: SegmentDecision) -> SegmentAssig
 
 
 def decide(facts: GroupFacts) -> list[Decision]:
-    """Return the present decisions, at most one for each segment. Empty: the group is settled, or waits for reports."""
+    """Return the present decisions, at most one for each segment; [] if the group is settled, or waits for reports."""
     return [*_about_servers(facts), *_SegmentDecisions(facts).decide()]
 
 
@@ -254,7 +256,7 @@ def settled(facts: GroupFacts) -> bool:
 
 
 def targets(facts: GroupFacts) -> dict[SegmentId, tuple[str, ...]]:
-    """Return for each segment the servers on which it belongs, the primary first; empty if there is none."""
+    """Return for each segment the servers on which it belongs, the primary first; {} if no server stays."""
     staying = tuple((server.name, server.host) for server in facts.servers if server.stays)
     found: dict[SegmentId, tuple[str, ...]] = {}
     if not staying:
@@ -304,8 +306,8 @@ class _SegmentDecisions:
         self._states = {server.name: server.state for server in facts.servers}
         self._targets = targets(facts)
         self._segments = {segment.id: segment for segment in facts.segments}
-        self._busy: Counter[str] = Counter()  # by server: number of segments that the server copies or hands over
-        self._primaries: Counter[str] = Counter()  # by server: number of primaries, so that promotions are spread
+        self._busy: Counter[str] = Counter()  # server -> number of segments that it sends, receives or hands over
+        self._primaries: Counter[str] = Counter()  # server -> number of primaries, so that promotions are spread
         for segment in facts.segments:
             if segment.primary is not None:
                 self._primaries[segment.primary] += 1
@@ -316,23 +318,23 @@ class _SegmentDecisions:
         found: list[Decision] = []
         later: list[tuple[bool, SegmentAssignment]] = []
         for segment in self._facts.segments:
-            decision = self._at_once(segment)
+            decision = self._urgent_decision(segment)
             if decision is not None:
                 found.append(decision)
             elif self._can_move(segment):
                 later.append((self._fully_copied(segment), segment))
         for copied, segment in sorted(later, key=lambda item: item[0]):  # missing backups first
-            decision = self._limited(segment, copied)
+            decision = self._next_copy_or_move(segment, copied)
             if decision is not None:
                 found.append(decision)
         return found
 
     # ---- decisions that cannot wait
 
-    def _at_once(self, segment: SegmentAssignment) -> SegmentDecision | None:
+    def _urgent_decision(self, segment: SegmentAssignment) -> SegmentDecision | None:
         primary, successor = segment.primary, segment.successor
         if primary is None or (not segment.started and self._gone(primary)):
-            return self._begin(segment)
+            return self._place(segment)
         if self._gone(primary):
             return self._recover(segment)
         if successor is not None and (successor not in segment.synced or self._gone(successor)):
@@ -341,13 +343,13 @@ class _SegmentDecisions:
             if self._gone(copy):
                 return DropCopy(segment.id, copy)
         if successor is not None and segment.handed and self._up(successor):
-            # the old primary has everything too: it becomes a backup if a backup belongs there
+            # the old primary has all changes too, so it becomes a backup if the segment belongs there
             stays = primary in self._targets.get(segment.id, ()) and self._up(primary)
             others = tuple(copy for copy in self._in_sync(segment) if copy != successor)
             return Promote(segment.id, successor, (*others, primary) if stays else others, "moved")
         return None
 
-    def _begin(self, segment: SegmentAssignment) -> SegmentDecision | None:
+    def _place(self, segment: SegmentAssignment) -> SegmentDecision | None:
         if segment.parent not in self._segments:
             return self._place_empty(segment, lost=segment.parent is not None)  # the parent's space was closed
         parent = self._segments[segment.parent]  # a branch begins on its parent's server
@@ -370,17 +372,18 @@ class _SegmentDecisions:
         place = [name for name in self._targets.get(segment.id, ()) if self._up(name)]
         return PlaceSegment(segment.id, place[0], lost) if place else None
 
-    # ---- decisions of which a server carries out a few at a time
+    # ---- decisions that are limited in number, because a server carries out only a few of them at a time
 
     def _can_move(self, segment: SegmentAssignment) -> bool:
         """Return whether no change of the segment is in progress, and its primary is connected."""
         return segment.ready and segment.successor is None and not segment.unsynced and self._up(str(segment.primary))
 
-    def _limited(self, segment: SegmentAssignment, copied: bool) -> SegmentDecision | None:
-        """Return the segment's next decision: first copy it to missing servers, then hand it over, then drop a backup.
+    def _next_copy_or_move(self, segment: SegmentAssignment, copied: bool) -> SegmentDecision | None:
+        """Return the next decision about a segment: copy it to a missing server, else hand it over, else drop a backup.
 
-        A segment is handed over only after all its wanted backups are in sync, so no failure meanwhile loses it.
-        `copied`: whether the segment has as many backups in sync as wanted.
+        The segment is handed over only when each wanted server that is connected has it, and the new primary is in
+        sync. Then the failure of one server during the hand-over does not lose the segment. `copied`: whether the
+        segment has as many backups in sync as wanted.
         """
         assert segment.primary is not None
         wanted = self._targets.get(segment.id, ())
@@ -390,18 +393,20 @@ class _SegmentDecisions:
         missing = [name for name in wanted if name not in segment.holders and self._up(name)]
         missing.sort(key=lambda name: copied and name != wanted[0])
         for name in missing:
-            if (segment.primary, name) not in self._facts.failed_copies and self._take(limit, segment.primary, name):
+            if (segment.primary, name) not in self._facts.failed_copies and self._count_busy(
+                limit, segment.primary, name
+            ):
                 return StartCopy(segment.id, name)
         if missing:
             return None
         if segment.primary != wanted[0]:
             ready = wanted[0] in segment.synced and self._up(wanted[0])
-            return HandOver(segment.id, wanted[0]) if ready and self._take(limit, segment.primary) else None
+            return HandOver(segment.id, wanted[0]) if ready and self._count_busy(limit, segment.primary) else None
         extra = next((copy for copy in segment.copies if copy not in wanted), None)
         return None if extra is None else DropCopy(segment.id, extra)
 
-    def _take(self, limit: int, *servers: str) -> bool:
-        """Count one more segment that these servers copy or hand over. Return False if one of them is at its limit."""
+    def _count_busy(self, limit: int, *servers: str) -> bool:
+        """Count one more segment that these servers copy or hand over; return False if a server has reached `limit`."""
         if any(self._busy[server] >= limit for server in servers):
             return False
         self._busy.update(servers)
@@ -427,11 +432,13 @@ class _SegmentDecisions:
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """When load moves segments: a server above `hot` times the mean load gives segments away, down to `cool` times it.
+    """The rule by which segments move from hot servers to others.
 
-    Load is operations per second. `every`: seconds between two checks. `patience`: number of checks in a row at which
-    the server must be hot. `floor`: the mean load below which no segment moves. `rest`: seconds that a segment stays on
-    the server to which it was moved. `at_once`: most segments that move after one check.
+    Load is operations per second. `hot`: segments of a server whose load is above `hot` times the mean move away.
+    `cool`: they move until the server's load is at most `cool` times the mean. `floor`: the mean load below which no
+    segment moves. `patience`: number of checks in a row at which the server must be hot. `every`: seconds between two
+    checks. `rest`: seconds that a segment stays on the server to which it was moved. `at_once`: the largest number of
+    segments that move after one check.
 
     Raises ConfigError: `cool` is below 1 or above `hot`.
     """
@@ -454,26 +461,26 @@ class Balance:
 
 
 class Rebalancer:
-    """Decides which segments move because of load, by a `Balance`; with `balance=None` no segment does."""
+    """Decides which segments move because of load, by the rule `balance`; with `balance=None` no segment moves."""
 
     def __init__(self, balance: Balance | None) -> None:
         self._balance, self._checked = balance, 0.0
-        self._hot: dict[str, int] = {}  # by server: number of checks in a row at which the server was hot
-        self._moved: dict[SegmentId, float] = {}  # when a segment was moved
+        self._hot: dict[str, int] = {}  # server -> number of checks in a row at which it was hot
+        self._moved: dict[SegmentId, float] = {}  # segment -> when it was moved
 
     def due(self, now: float) -> bool:
-        """Return whether to check the load now. The next check is then `every` seconds later."""
+        """Return whether the load must be checked now. After True, the next check is due `every` seconds later."""
         if self._balance is None or now - self._checked < self._balance.every:
             return False
         self._checked = now
         return True
 
-    def shed(
+    def choose_moves(
         self, loads: Mapping[SegmentId, float], at: Mapping[SegmentId, str], servers: Sequence[str], now: float
     ) -> dict[SegmentId, str]:
         """Return the segments that move now, each with its new server.
 
-        `loads`: the load by segment. `at`: the primary of each segment. `now`: seconds.
+        `loads`: the load of each segment in operations per second. `at`: the primary of each segment. `now`: seconds.
         """
         balance = self._balance
         if balance is None or not servers:
@@ -486,30 +493,33 @@ class Rebalancer:
         found: dict[SegmentId, str] = {}
         for server in sorted(hot, key=lambda name: -total[name]):
             if self._hot[server] >= balance.patience:
-                own = {each: load for each, load in loads.items() if at.get(each) == server and each not in self._moved}
-                found |= _relieve(server, own, total, balance.cool * mean, balance.at_once - len(found))
+                loads_here = {
+                    each: load for each, load in loads.items() if at.get(each) == server and each not in self._moved
+                }
+                found |= _relieve(server, loads_here, total, balance.cool * mean, balance.at_once - len(found))
         self._moved.update(dict.fromkeys(found, now))
         return found
 
 
 def _relieve(
-    server: str, own: dict[SegmentId, float], total: dict[str, float], cool: float, most: int
+    server: str, loads_here: dict[SegmentId, float], total: dict[str, float], cool: float, most: int
 ) -> dict[SegmentId, str]:
-    """Choose at most `most` of the server's segments `own` to move, until its load is `cool`.
+    """Choose at most `most` segments of `server` to move away, until its load is at most `cool`.
 
-    Return each with its new server; update `total`, the load by server, and `own`, the load by segment.
+    Return a dict from each segment to its new server. `loads_here` has the load of each segment of `server`, and
+    `total` the load of each server; both are updated.
     """
     found: dict[SegmentId, str] = {}
-    while own and len(found) < most and total[server] > cool:
+    while loads_here and len(found) < most and total[server] > cool:
         coldest = min(total, key=lambda name: (total[name], name))
 
         def larger(segment: SegmentId, target: str = coldest) -> float:
-            return max(total[server] - own[segment], total[target] + own[segment])
+            return max(total[server] - loads_here[segment], total[target] + loads_here[segment])
 
-        best = min(own, key=lambda segment: (larger(segment), segment))
+        best = min(loads_here, key=lambda segment: (larger(segment), segment))
         if larger(best) >= total[server]:
             break  # no move would help
-        load = own.pop(best)
+        load = loads_here.pop(best)
         found[best] = coldest
         total[server] -= load
         total[coldest] += load
@@ -517,6 +527,6 @@ def _relieve(
 
 
 def skew(loads: Sequence[float]) -> float:
-    """Return the largest load divided by the mean; 1 = even."""
+    """Return the largest load divided by the mean load; 1.0 if all loads are equal."""
     total = sum(loads)
     return max(loads) * len(loads) / total if total else 1.0

@@ -1,8 +1,8 @@
 """The manager's state, and how reports, decisions and time change it. No threads, no locks.
 
-After every change `think` applies decisions until there are none, and then calls `commit`, which writes the record,
-sends orders to servers and sends maps to workers. The record is written first, so that no process receives a generation
-that a restarted manager would not know.
+After every change `apply_decisions` applies decisions until there are none. Then it calls `commit`, which writes the
+record, sends orders to servers and sends maps to workers. The record is written first, so that a restarted manager
+knows every generation of a segment that any process has received.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from rayps.ps.protocol.messages import Event, Role, SegmentOrder
 log = logging.getLogger(__name__)
 
 BROKEN_SECONDS = 1.0  # seconds in which a server whose connection broke may connect again
-SILENT_SECONDS = 10.0  # seconds in which a silent server may return; segments without a backup wait for it
+SILENT_SECONDS = 10.0  # seconds in which a silent server may return; segments without a backup wait for the server
 AWAY_SECONDS = 5.0  # seconds in which servers must find a restarted manager
 GATHER_SECONDS = 30.0  # longest time in seconds that moves wait for servers that are being started
 RETRY_COPY_SECONDS = 1.0  # seconds until a failed copy is tried again
@@ -68,13 +68,13 @@ class GroupState:
         self._file, self._balance, self._silence = file, Rebalancer(balance), silence
         self.members = {name: ServerMember(name, server, ServerState.AWAY) for name, server in record.servers.items()}
         self.pending = PendingServers()
-        self.begun: dict[tuple[SegmentId, str], float] = {}  # when each copy or handover began
+        self.begun: dict[tuple[SegmentId, str], float] = {}  # (segment, server) -> when the copy or hand-over began
         self.events: deque[dict[str, Any]] = deque(maxlen=EVENTS)
         self.departed: deque[tuple[float, ServerMember]] = deque(maxlen=16)  # dead servers, and when they were removed
-        self.changed = False  # whether `think` must be called
+        self.changed = False  # whether `apply_decisions` must be called
         self._failed_copies: dict[tuple[str, str], float] = {}  # a primary and a server -> when to try again
         self._gather_until = 0.0
-        self._sizes: dict[SegmentId, int] = {}  # in bytes, as the segment's primary last reported
+        self._sizes: dict[SegmentId, int] = {}  # segment -> its bytes, as its primary last reported
         self._ticked = time.monotonic()
 
     @property
@@ -91,7 +91,7 @@ class GroupState:
         """Increase one of the counts in the group's facts."""
         self.record.counts[what] = self.record.counts.get(what, 0) + by
 
-    def view(self) -> GroupFacts:
+    def group_facts(self) -> GroupFacts:
         """Return the present facts about the group, on which `decide` decides."""
         silent = any(member.state == ServerState.SILENT for member in self.members.values())
         expected = bool(self.pending) or silent  # a silent server will return or be replaced
@@ -108,7 +108,7 @@ class GroupState:
 
     def settled(self) -> bool:
         """Return whether all segments are where they belong, and the wanted number of servers is alive."""
-        return not self.pending and settled(self.view())
+        return not self.pending and settled(self.group_facts())
 
     # ---- messages of servers
 
@@ -161,7 +161,7 @@ class GroupState:
         self.event("server_back", f"{member.name} {how}", server=member.name)
 
     def reported(self, member: ServerMember, tag: int, space: int, events: Iterable[list[Any]]) -> None:
-        """Apply a server's REPORT about its segments. `tag`: of the last ORDERS that the server had received."""
+        """Apply a server's REPORT about its segments. `tag`: the tag of the last ORDERS that the server received."""
         self.alive(member)
         dropped = False
         for what, index, generation, name in events:
@@ -245,7 +245,7 @@ class GroupState:
         servers = [member.name for member in self.members.values() if member.state == ServerState.ALIVE]
         at = {each.id: each.primary for each in self.segments.values() if each.primary in servers and each.primary}
         loads = {id_: self.members[server].load.rate(*id_) for id_, server in at.items()}
-        for id_, server in self._balance.shed(loads, at, servers, now).items():
+        for id_, server in self._balance.choose_moves(loads, at, servers, now).items():
             self.record.placed_by_load[id_] = server
             self.event(
                 "hot_segment",
@@ -257,17 +257,17 @@ class GroupState:
 
     # ---- decisions
 
-    def think(self) -> None:
+    def apply_decisions(self) -> None:
         """Apply decisions until there are none, then `commit`."""
         staying = {member.name for member in self.members.values() if member.facts.stays}
-        held = self.record.placed_by_load
-        self.record.placed_by_load = {i: name for i, name in held.items() if i in self.segments and name in staying}
-        for _ in range(100):  # a bound, in case decisions ever undo each other
-            decisions = decide(self.view())
+        placed = self.record.placed_by_load
+        self.record.placed_by_load = {i: name for i, name in placed.items() if i in self.segments and name in staying}
+        for _ in range(100):  # a limit, in case decisions undo each other because of a bug
+            decisions = decide(self.group_facts())
             if not decisions:
                 break
             for decision in decisions:
-                self._do(decision)
+                self._apply(decision)
         else:
             log.error("%s: there are still decisions after 100 rounds of them: %s", self.record.name, decisions[:3])
         if self.record.resizing is not None and self.settled():
@@ -285,7 +285,7 @@ class GroupState:
         self.publisher.send_orders(self.record, self.members)
         self.publisher.publish()
 
-    def _do(self, decision: Decision) -> None:
+    def _apply(self, decision: Decision) -> None:
         match decision:
             case StartServers(count):
                 # a replacement starts at once; an additional server starts gently, without slowing the workers down
@@ -299,7 +299,7 @@ class GroupState:
             case RetireServer(name):
                 self._retire(name)
             case _:
-                self._do_to_segment(decision)
+                self._apply_to_segment(decision)
 
     def gather(self) -> None:
         """Delay moves until the servers that will be started have registered, for GATHER_SECONDS at most."""
@@ -315,7 +315,7 @@ class GroupState:
             self.launcher.start(name, self.record.name, self.record.secret, self.publisher.address, **more)
 
     def start_failed(self, name: str, reason: str) -> None:
-        """Record that a server could not be started; another one is tried later."""
+        """Record that a server could not be started; another server is started later."""
         if self.pending.failed(name):
             self.event("server_not_started", f"{name} did not start ({reason}): another server is started", server=name)
 
@@ -339,7 +339,7 @@ class GroupState:
             self.publisher.connections.drop(member.connection)
         self.launcher.end(name)
 
-    def _do_to_segment(self, decision: SegmentDecision) -> None:
+    def _apply_to_segment(self, decision: SegmentDecision) -> None:
         segment = self.segments[decision.segment]
         self.segments[segment.id] = apply(segment, decision)
         space = self.record.spaces[segment.space].name
@@ -389,7 +389,7 @@ class GroupState:
         return [segment for segment in self.segments.values() if segment.space == number]
 
     def size(self, segment: SegmentAssignment) -> int:
-        """Return the bytes of a segment; 0 while the size of a table's segment is not known."""
+        """Return the bytes of a segment, or 0 while the size of a table's segment is not known."""
         known = self._sizes.get(segment.id)
         space = self.record.spaces[segment.space]
         if known is not None or space.layout is None or segment.index >= len(space.cuts):

@@ -27,10 +27,10 @@ class PendingServers:
     """
 
     def __init__(self) -> None:
-        self._until: dict[str, float] = {}  # by server: the deadline of its registration; infinite before its start
+        self._until: dict[str, float] = {}  # server -> deadline of its registration; infinite before its start
         self._queue: deque[tuple[str, bool]] = deque()  # servers not started yet, and whether they start gently
         self._last = ""  # the server that was started last
-        self._hurried = False  # a server was late: the next one is not started gently
+        self._hurried = False  # whether a server was late, after which no server starts gently until the resize ends
 
     def __len__(self) -> int:
         return len(self._until)
@@ -50,7 +50,7 @@ class PendingServers:
             self._queue.appendleft((name, False))
 
     def due(self) -> list[tuple[str, bool]]:
-        """Return the servers to start now, each with whether it starts gently; their deadlines begin."""
+        """Return the servers to start now, each with whether it starts gently, and set their deadlines."""
         found: list[tuple[str, bool]] = []
         while self._queue and not (self._queue[0][1] and self._last in self._until):
             name, gently = self._queue.popleft()
@@ -61,11 +61,14 @@ class PendingServers:
         return found
 
     def registered(self, name: str) -> bool:
-        """Remove a server that has registered; False if it was not pending."""
+        """Remove a server that has registered; return False if it was not pending."""
         return self._until.pop(name, None) is not None
 
     def failed(self, name: str) -> bool:
-        """Record a failed start: `late` returns the server after RETRY_SECONDS. Return False if it is not pending."""
+        """Record a failed start, so that `late` returns the server after RETRY_SECONDS.
+
+        Return False if the server is not pending.
+        """
         if name not in self._until:
             return False
         self._until[name] = time.monotonic() + RETRY_SECONDS
@@ -80,7 +83,7 @@ class PendingServers:
         return found
 
     def settled(self) -> None:
-        """Let servers start gently again after one was late, because the resize has ended."""
+        """Allow gentle starts again after a server was late. Call this when a resize has ended."""
         self._hurried = False
 
 

@@ -45,10 +45,13 @@ READY_SECONDS = 60.0  # seconds in which the servers of a new space must be read
 class Manager:
     """The manager of the group `name`: keeps `servers` servers and `replicas` backups of each segment.
 
-    `folder` holds the group's record, from which a later manager can continue; None = no record is written. Unless
-    `detached`, the group ends with this manager. Servers are actors of `cluster` (default: the surrounding one) with
-    `cpus` each. A server that sends nothing for `silence` seconds counts as dead. `balance` determines when load moves
-    segments (None = never). A record in `folder` takes precedence over `servers` and `replicas`. Raises ConfigError.
+    `folder` has the group's record, from which a later manager can continue; with None no record is written. A record
+    in `folder` takes precedence over `servers` and `replicas`. Unless `detached`, the group ends with this manager.
+    Servers are actors of `cluster` (default: the surrounding one) with `cpus` CPUs each. A server that sends nothing
+    for `silence` seconds counts as dead. `balance` is the rule by which segments move because of load; with None no
+    segment does.
+
+    Raises ConfigError if the group cannot have this size, or `folder` has no readable record of this group.
     """
 
     def __init__(
@@ -86,7 +89,7 @@ class Manager:
         self._closing = threading.Event()
         if record.servers:
             self._state.event("manager_back", "the manager has restarted from its record")
-        self._state.think()
+        self._state.apply_decisions()
         self._thread = threading.Thread(target=self._run, daemon=True, name=f"manager-{name}")
         self._thread.start()
 
@@ -99,8 +102,12 @@ class Manager:
     def open(self, space: Space) -> Space:
         """Place a space, and return it with its number once its servers are ready and its backups in sync.
 
-        If there are too few servers for backups, the space opens without them. Raises ConfigError; Conflict: a space of
-        this name is open; ClusterError: no server is ready in time.
+        If there are too few servers for backups, the space opens without backups.
+
+        Raises:
+            ConfigError: the space is not valid.
+            Conflict: a space of this name is open, or the space was dropped before it was ready.
+            ClusterError: segments have no ready server in time.
         """
         with self._lock:
             return self._placed(spaces.opened(self._state, space))
@@ -116,8 +123,11 @@ class Manager:
     ) -> Space:
         """Open a space that begins with the parameters of the space `parent`.
 
-        `workers`, `strategy` and `factory`: None = those of the parent. Raises NotFound, Conflict, ClusterError,
-        ConfigError.
+        For `workers`, `strategy` and `factory`, None means the value of the parent.
+
+        Raises:
+            NotFound: there is no space `parent`.
+            Conflict, ClusterError, ConfigError: as `open`.
         """
         given = {"workers": workers, "strategy": strategy, "factory": factory}
         changes = {field: value for field, value in given.items() if value is not None}
@@ -127,36 +137,42 @@ class Manager:
             return self._placed(spaces.branched(self._state, found, name, quota, changes))
 
     def space(self, name: str) -> Space:
-        """Return an open space. Raises NotFound."""
+        """Return an open space. Raises NotFound if there is no open space of this name."""
         with self._lock:
             return spaces.find(self._state, name)
 
     def drop(self, name: str) -> None:
-        """Close a space: its memory is freed on all servers. Raises NotFound."""
+        """Close a space, and free its memory on all servers. Raises NotFound if there is no open space of this name."""
         with self._lock:
             spaces.drop(self._state, name)
-            self._state.think()
+            self._state.apply_decisions()
             self._lock.notify_all()
 
     def set_quota(self, name: str, quota: Quota | dict[str, Any]) -> None:
-        """Replace a space's quota. Raises NotFound, ConfigError."""
+        """Replace a space's quota.
+
+        Raises NotFound if there is no open space of this name, and ConfigError if the quota is not valid.
+        """
         with self._lock:
             spaces.set_quota(self._state, name, quota)
-            self._state.think()
+            self._state.apply_decisions()
 
     def restored(self, number: int, segments: list[int]) -> None:
         """Record that lost segments have been loaded again."""
         with self._lock:
             spaces.restored(self._state, number, segments)
-            self._state.think()
+            self._state.apply_decisions()
 
     def map(self, number: int) -> dict[str, Any]:
-        """Return a space's map, as `SpaceMap.to_json`. Raises NotFound."""
+        """Return a space's map, as `SpaceMap.to_json`. Raises NotFound if there is no open space with this number."""
         with self._lock:
             return self._state.publisher.maps[spaces.of_number(self._state, number).number].to_json()
 
     def join(self, number: int, rank: int) -> int:
-        """Return a new incarnation of a rank, for a new process: servers refuse all earlier ones. Raises NotFound."""
+        """Return a new incarnation of a rank, for a new process; servers refuse all earlier incarnations.
+
+        Raises NotFound if there is no open space with this number, and ConfigError if the space has no such rank.
+        """
         with self._lock:
             count = spaces.joined(self._state, number, rank)
             self._file.write(self._state.record)
@@ -179,7 +195,7 @@ class Manager:
     def drain(self, server: str) -> None:
         """Reduce the group by this server: move its segments to other servers, then end it.
 
-        Raises the errors of `resize`; NotFound: there is no such server, or it is dead or silent.
+        Raises NotFound if there is no such server, or it is dead or silent. Raises the errors of `resize` too.
         """
         with self._lock:
             state, record = self._state, self._state.record
@@ -206,7 +222,7 @@ class Manager:
         record.resizing = (record.wanted, servers)
         record.wanted = servers
         self._state.gather()
-        self._state.think()
+        self._state.apply_decisions()
 
     def facts(self) -> dict[str, Any]:
         """Return the group's facts, as plain data."""
@@ -230,7 +246,7 @@ class Manager:
         self._file.erase()
 
     def close(self) -> None:
-        """End this manager as if its process had died: the servers continue. Unless `detached`, stop the group too."""
+        """End this manager as if its process had died: its servers continue. Unless `detached`, end the group too."""
         if self._ends_servers and not self._closing.is_set():
             self.stop()
         else:
@@ -245,7 +261,7 @@ class Manager:
     # ---- waiting
 
     def _placed(self, space: Space) -> Space:
-        self._state.think()
+        self._state.apply_decisions()
         self._await_ready(space)
         self._await_copies(space)
         return space
@@ -265,14 +281,14 @@ class Manager:
             waiting = [each.index for each in state.of_space(number) if not each.ready]
             if not any(each.started for each in state.of_space(number)):
                 spaces.drop(state, space.name)
-                state.think()
+                state.apply_decisions()
             raise ClusterError(
                 f"segments {waiting[:5]} of space {space.name!r} have no ready server after {READY_SECONDS:g} s: "
                 f"{connected} of {state.record.wanted} servers of group {state.record.name!r} are connected"
             )
 
     def _await_copies(self, space: Space) -> None:
-        """Wait until the backups are in sync, so that the first push is durable; at most COPIED_SECONDS."""
+        """Wait, for COPIED_SECONDS at most, until the backups are in sync, so that the first push will be durable."""
         state, number = self._state, space.number
 
         def copied() -> bool:
@@ -309,7 +325,7 @@ class Manager:
                     self._receive(connection, messages)
                 self._state.tick()
                 if self._state.changed:
-                    self._state.think()
+                    self._state.apply_decisions()
                     self._lock.notify_all()
         with self._lock:
             self._lock.notify_all()
@@ -372,13 +388,15 @@ def check_size(name: str, servers: int, replicas: int) -> None:
 
 def _listen(name: str, record: GroupRecord) -> Listener:
     if record.port:
-        with contextlib.suppress(LinkError):  # the port is in use: listen on another, which servers look up
+        with contextlib.suppress(
+            LinkError
+        ):  # if the port is in use, listen on another one; servers look up the address
             return Listener(name, record.secret, host=host_address(), port=record.port)
     return Listener(name, record.secret, host=host_address())
 
 
 class ManagerActor(Manager):
-    """The actor of a `Manager`: registers the manager's address under the group's name, so that others find it."""
+    """The actor of a `Manager`, which registers the manager's address under the group's name for other processes."""
 
     def __init__(
         self,

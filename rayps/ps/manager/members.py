@@ -38,7 +38,7 @@ class ManagerConnection:
 
 @dataclass(slots=True)
 class Rate:
-    """The increase of a counter per second, over the last RATE_SECONDS; measured anew if the counter restarts at 0."""
+    """The increase of a counter per second over the last RATE_SECONDS, measured anew if the counter restarts at 0."""
 
     per_second: float = 0.0
     _values: deque[tuple[float, float]] = field(default_factory=deque)  # (time, value), the newest last
@@ -71,12 +71,12 @@ class ServerLoad:
 
     def __init__(self) -> None:
         self.bytes, self.cpu = 0, 0.0
-        self.spaces: dict[int, dict[str, Any]] = {}  # by space: the space's part of the heartbeat
+        self.spaces: dict[int, dict[str, Any]] = {}  # number of a space -> the space's part of the heartbeat
         self.segments: dict[SegmentId, SegmentLoad] = {}  # the segments of which the server is primary
         self._rates: dict[tuple[int, int | str], Rate] = {}  # by space, and segment index or name of the counter
 
     def heartbeat(self, body: dict[str, Any], now: float) -> None:
-        """Record a heartbeat that arrived at `now`."""
+        """Record a heartbeat that arrived at the time `now`, in seconds."""
         self.bytes, self.cpu = int(body.get("bytes", 0)), float(body.get("cpu", 0.0))
         self.spaces = {int(number): facts for number, facts in body.get("spaces", {}).items()}
         self.segments = {}
@@ -88,9 +88,9 @@ class ServerLoad:
                 self._rates.setdefault((number, int(index)), Rate()).observe(load.operations, now)
 
     def rate(self, space: int, what: int | str = "operations") -> float:
-        """Return the operations per second of a space or of one of its segments.
+        """Return the increase per second of a counter of a space, or of the operations of one of its segments.
 
-        `what`: the segment's index or the counter's name; "seconds" gives service seconds per second.
+        `what`: a segment's index or the name of the space's counter, "operations" or "seconds" (of service).
         """
         rate = self._rates.get((space, what))
         return 0.0 if rate is None else rate.per_second
@@ -109,7 +109,8 @@ class SentOrders:
     tag: int = 0  # tag of the last ORDERS message
     orders: dict[SegmentId, SegmentOrder] = field(default_factory=dict)
     spaces: dict[int, Space] = field(default_factory=dict)
-    first: dict[tuple[SegmentId, str], int] = field(default_factory=dict)  # by backup: tag of the first order naming it
+    # (segment, server of a backup) -> tag of the first ORDERS that named this backup
+    first: dict[tuple[SegmentId, str], int] = field(default_factory=dict)
 
     def forget(self, space: int) -> None:
         """Remove the orders about a closed space."""
@@ -127,9 +128,9 @@ class ServerMember:
     state: ServerState
     since: float = field(default_factory=time.monotonic)  # when the state began
     connection: ManagerConnection | None = None
-    last_message: float = 0.0  # when the last message came; 0: none yet
+    last_message: float = 0.0  # when the last message came; 0 if none has come
     broken: bool = False  # SILENT because its connection broke, not because it sent nothing
-    counted: bool = False  # counted as a death; the count is undone if the server returns
+    counted: bool = False  # whether it was counted as dead; the count is undone if the server returns
     sent: SentOrders = field(default_factory=SentOrders)
     load: ServerLoad = field(default_factory=ServerLoad)
 

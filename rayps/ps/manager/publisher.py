@@ -30,7 +30,7 @@ class ManagerConnections:
 
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
-        self._open: dict[int, ManagerConnection] = {}  # by descriptor
+        self._open: dict[int, ManagerConnection] = {}  # descriptor -> connection
         self._wakeup, self._waker = socket.socketpair()
         self._wakeup.setblocking(False)
         self._waker.setblocking(False)
@@ -51,18 +51,18 @@ class ManagerConnections:
     def prepare(self) -> None:
         """Prepare the next `wait`, which will also end when a connection can send queued bytes.
 
-        Call it with the manager's lock held.
+        Call this while holding the manager's lock.
         """
         for descriptor, connection in self._open.items():
             events = connection.link.interest if connection.link.queued else 0
             self._poll.register(descriptor, select.POLLIN | events)
 
     def wait(self, seconds: float) -> list[int]:
-        """Wait at most `seconds`; return the descriptors with events. Call it without holding the manager's lock."""
+        """Wait at most `seconds`; return the descriptors with events. Call this without holding the manager's lock."""
         return [descriptor for descriptor, _ in self._poll.poll(int(seconds * 1000))]
 
     def read(self, ready: list[int]) -> list[tuple[ManagerConnection, list[Message] | None]]:
-        """Accept connections, read messages and send queued bytes. Call it with the manager's lock held.
+        """Accept connections, read messages and send queued bytes. Call this while holding the manager's lock.
 
         Return the connections that were read, each with its messages, or with None if the connection is lost.
         """
@@ -180,7 +180,10 @@ class Publisher:
         segments: list[SegmentAssignment],
         record: GroupRecord,
     ) -> None:
-        """Send BRANCH for a branch's segments that have not started: each copies its parent segment on this server."""
+        """Send BRANCH for those of `segments` that belong to a branch and have not started.
+
+        The server copies each of them from the parent's segment, of which it is the primary.
+        """
         by_spaces: dict[tuple[int, int], list[list[int]]] = {}
         for segment in segments:
             parent = None if segment.parent is None else record.segments.get(segment.parent)
@@ -193,18 +196,18 @@ class Publisher:
 
     def update_maps(self, record: GroupRecord, members: Mapping[str, ServerMember]) -> None:
         """Compute the map of each space. A map that changed gets the next version; `publish` sends it."""
-        holdings: dict[int, list[SegmentHolders]] = {number: [] for number in record.spaces}
+        holders: dict[int, list[SegmentHolders]] = {number: [] for number in record.spaces}
         for segment in record.segments.values():
             member = members.get(str(segment.primary))
             serves = segment.ready and member is not None and member.state in UP | {ServerState.AWAY}
             copies = tuple(name for name in segment.copies if name in segment.synced)
             primary = segment.primary if serves else None
-            holdings[segment.space].append(SegmentHolders(primary, copies, segment.generation))
-        for number, found in holdings.items():
+            holders[segment.space].append(SegmentHolders(primary, copies, segment.generation))
+        for number, found in holders.items():
             names = {name for each in found for name in (each.primary, *each.copies) if name is not None}
             addresses = {name: members[name].record.address for name in sorted(names) if name in members}
             before = self.maps.get(number)
-            if before is None or before.holdings != tuple(found) or before.addresses != addresses:
+            if before is None or before.holders != tuple(found) or before.addresses != addresses:
                 record.versions[number] = record.versions.get(number, 0) + 1
                 self.maps[number] = SpaceMap(record.versions[number], tuple(found), addresses)
                 self._changed.add(number)

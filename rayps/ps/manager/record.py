@@ -3,9 +3,10 @@
     record.json      the group: {"format": 2, "name": ..., "servers": ..., "seats": segments by space, ...}
     space-N.json     space number N (`Space.to_json`): layout and packed optimizer factory; written when it changes
 
-The record is written before servers receive orders, so no generation number is given twice. The record survives the
-manager's process, but not a loss of power, in which the servers are lost too. No file names a class of rayps. A record
-of format 1 (rayps 0.1.0), in which spaces are pickles, can be read; the first write replaces it.
+The record is written before servers receive orders. So a restarted manager never uses a segment's generation number
+again. The record survives the manager's process, but not a loss of power, in which the servers are lost too. No file
+names a class of rayps. A record of format 1 (rayps 0.1.0), in which spaces are pickles, can be read; the first write
+replaces it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _UNREADABLE = (
 
 @dataclass(slots=True)
 class ServerRecord:
-    """A server in the record. `leaving`: its segments are to be moved away, and then it ends."""
+    """A server in the record. `leaving`: whether its segments are moved to other servers, after which it ends."""
 
     address: str
     host: str
@@ -65,8 +66,8 @@ class GroupRecord:
     servers: dict[str, ServerRecord] = field(default_factory=dict)
     spaces: dict[int, Space] = field(default_factory=dict)
     segments: dict[SegmentId, SegmentAssignment] = field(default_factory=dict)
-    versions: dict[int, int] = field(default_factory=dict)  # by space: the version of its map
-    incarnations: dict[int, dict[int, int]] = field(default_factory=dict)  # by space and rank
+    versions: dict[int, int] = field(default_factory=dict)  # number of a space -> version of its map
+    incarnations: dict[int, dict[int, int]] = field(default_factory=dict)  # number of a space -> rank -> incarnation
     placed_by_load: dict[SegmentId, str] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
 
@@ -77,14 +78,14 @@ class RecordFile:
     def __init__(self, folder: str | Path | None) -> None:
         self._folder = None if folder is None else Path(folder)
         self._written: dict[int, Space] = {}
-        self._pickled = False  # whether the record was read in format 1, and not written since
+        self._pickled = False  # whether the record was read in format 1, and has not been written since
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def read(self) -> GroupRecord | None:
-        """Return the record that was written last; None if there is none.
+        """Return the record that was written last, or None if there is none.
 
-        Raises ConfigError: the file is not a record.
+        Raises ConfigError if the file is not a record of a server group.
         """
         path = None if self._folder is None else self._folder / "record.json"
         if path is None or not path.exists():
@@ -239,7 +240,7 @@ class _Restricted(pickle.Unpickler):
     """An unpickler that creates only stand-ins for the classes in `_FIELDS`, and names of dtypes."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the class of the stand-ins for a class. Raises UnpicklingError: the class is not in `_FIELDS`."""
+        """Return the stand-in class for a class. Raises UnpicklingError if the class is not in `_FIELDS`."""
         if module == "torch" and name in _DTYPES:
             return name
         found = _CLASSES.get(f"{module.removeprefix(_PACKAGE)}:{name}") if module.startswith(_PACKAGE) else None

@@ -37,7 +37,7 @@ def of_number(state: GroupState, number: int) -> Space:
 def opened(state: GroupState, space: Space) -> Space:
     """Add a space, whose segments are not placed yet; return it with its number.
 
-    Raises ConfigError; Conflict: a space of this name is open.
+    Raises ConfigError if the space is not valid, and Conflict if a space of this name is open.
     """
     _check(space)
     return _add(state, replace(space, quota=quota_of(space.quota)), None)
@@ -48,9 +48,7 @@ def branched(
 ) -> Space:
     """Add a space that begins with the values of `parent`; return it with its number. Its segments are not placed yet.
 
-    `changes`: the fields in which the space differs from its parent.
-
-    Raises ConfigError; Conflict: a space of this name is open.
+    `changes`: the fields in which the space differs from its parent. Raises as `opened`.
     """
     space = replace(parent, name=name, quota=quota_of(quota), branch_of=parent.name, **changes)
     _check(space)
@@ -58,13 +56,16 @@ def branched(
 
 
 def drop(state: GroupState, name: str) -> None:
-    """Close a space. Raises NotFound."""
+    """Close a space. Raises NotFound if there is no open space of this name."""
     state.close_space(find(state, name).number)
     state.event("space_dropped", f"space {name!r} is closed", space=name)
 
 
 def set_quota(state: GroupState, name: str, quota: Quota | dict[str, Any]) -> None:
-    """Replace a space's quota. Raises NotFound, ConfigError."""
+    """Replace a space's quota.
+
+    Raises NotFound if there is no open space of this name, and ConfigError if the quota is not valid.
+    """
     space = find(state, name)
     state.record.spaces[space.number] = replace(space, quota=quota_of(quota))
 
@@ -78,11 +79,15 @@ def restored(state: GroupState, number: int, segments: list[int]) -> None:
 
 
 def joined(state: GroupState, number: int, rank: int) -> int:
-    """Return the incarnation of the next process that has this rank. Raises NotFound, ConfigError."""
+    """Return the incarnation of the next process that has this rank.
+
+    Raises NotFound if there is no open space with this number, and ConfigError if the space has no such rank.
+    """
     space = of_number(state, number)
     if isinstance(rank, bool) or not isinstance(rank, int) or not -1 <= rank < space.workers:
         raise ConfigError(
-            f"rank {rank!r} does not exist in space {space.name!r}: give 0 to {space.workers - 1}, or -1 for a reader",
+            f"rank {rank!r} does not exist in space {space.name!r}: give a number from 0 to "
+            f"{space.workers - 1}, or -1 for a reader",
             field="rank",
         )
     ranks = state.record.incarnations.setdefault(number, {})
@@ -91,7 +96,10 @@ def joined(state: GroupState, number: int, rank: int) -> int:
 
 
 def quota_of(given: Any) -> Quota:
-    """Return a quota from a Quota, its fields as a dict, or None = no limit. Raises ConfigError."""
+    """Return a Quota from a Quota, from a dict of its fields, or from None, which means no limits.
+
+    Raises ConfigError if `given` is something else, or a limit is not a number above 0.
+    """
     if given is None:
         return Quota()
     if isinstance(given, dict):
@@ -114,10 +122,12 @@ def _check(space: Space) -> None:
         raise ConfigError(f"a {type(space).__name__} was given: give a Space", field="space")
     if not isinstance(space.name, str) or not space.name.strip() or len(space.name) > 200:
         raise ConfigError(
-            f"the name of a space is {space.name!r}: give 1 to 200 characters, not only blanks", field="name"
+            f"the name of a space is {space.name!r}: give a name of 1 to 200 characters, not only blanks", field="name"
         )
     if isinstance(space.workers, bool) or not isinstance(space.workers, int) or space.workers < 1:
-        raise ConfigError(f"space {space.name!r} has workers={space.workers!r}: give at least 1", field="workers")
+        raise ConfigError(
+            f"space {space.name!r} has workers={space.workers!r}: give a whole number, at least 1", field="workers"
+        )
     if space.segments < 1:
         raise ConfigError(
             f"space {space.name!r} has neither a dense vector nor a table: give it at least one of them", field="space"

@@ -1,16 +1,16 @@
 """A worker's requests to a server on the same host, through shared memory: nothing is sent on the connection.
 
 A mailbox is a block of shared memory that holds one request at a time: its kind, step and weight, and a *head* with one
-row for each segment. A row has the segment, its generation, the place and size of its piece, and the place and size of
-its answer. A *place* is the number of one of the worker's shared memories, and an offset in it. The worker writes its
-pieces there, and the server writes the rows of tables there. The worker reads the values of a dense segment in the
-server's own shared memory (`SharedSlice`). Any other answer (an error, STALE) is sent as a message, and the answer in
-the mailbox says so.
+row for each segment. A row has the segment, its generation, the place and size of the request's piece, and the place
+and size of the answer. A *place* is the number of one of the worker's shared memories, and an offset in that memory.
+The worker writes its pieces there, and the server writes the rows of tables there. The worker reads the values of a
+dense segment in the server's own shared memory (`SharedSlice`). Any other answer (an error, STALE) is sent as a
+message, and the answer in the mailbox says so.
 
-Each side sleeps until its wakeup descriptor (an eventfd) is written, and the other side writes it only if it must: a
-side first sets a word in shared memory (the server ASLEEP, the worker WAITS), then checks once more for work, then
-sleeps. While a request is unanswered, the worker must not change the piece, and must not use the place of the answer. A
-worker that gives up an unanswered request uses new memory from then on (`WorkerMemory.retire`).
+Each side sleeps until its wakeup descriptor (an eventfd) is written. Before it sleeps, a side sets a word in shared
+memory (the server ASLEEP, the worker WAITS), and then checks once more for work. The other side writes the descriptor
+only if this word is set. While a request is unanswered, the worker must not change the piece, and must not use the
+place of the answer. A worker that gives up an unanswered request uses new memory from then on (`WorkerMemory.retire`).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from rayps.ps.protocol.rows import Bytes, ShardRows
 MAILBOX, SERVER, WAKEUP, MEMORY, SEGMENT = 16, 17, 18, 1 << 10, 1 << 20
 
 MAILBOX_BYTES = 1 << 14
-# indices of int64 words in a mailbox: the tag of the last request, with the request after it; the tag of the last
-# answer, with the answer after it; and a word that is 1 while the worker sleeps
+# indices of int64 words in a mailbox: the tag of the last request, before the request itself; the tag of the last
+# answer, before the answer itself; and a word that is 1 while the worker sleeps
 ASKED, ANSWERED, WAITS = 0, 8, 16
 HEAD = 256  # byte at which the head begins
 ROW = 6  # words in a row of the head
@@ -80,7 +80,7 @@ class _Chunk:
         self._top = 0
         self._free: dict[int, deque[int]] = {}
 
-    def take(self, size: int) -> int:
+    def allocate_block(self, size: int) -> int:
         """Allocate a block of this size; return its offset, or -1 if there is no room."""
         free = self._free.get(size)
         if free:
@@ -90,7 +90,7 @@ class _Chunk:
         self._top += size
         return self._top - size
 
-    def give(self, size: int, offset: int) -> None:
+    def free_block(self, size: int, offset: int) -> None:
         """Free the block of this size at `offset`."""
         self._free.setdefault(size, deque()).append(offset)
 
@@ -99,9 +99,9 @@ class WorkerMemory:
     """The shared memories of one session, in which servers of this host read pieces and write answers."""
 
     def __init__(self) -> None:
-        """Create the wakeup descriptor; memories are created on use.
+        """Create the wakeup descriptor. Memories are created when they are needed.
 
-        Raises LinkError: shared memory is not available.
+        Raises LinkError if shared memory is not available.
         """
         self.wakeup = Wakeup()
         self.chunks: list[_Chunk] = []
@@ -109,36 +109,36 @@ class WorkerMemory:
         self._bytes = 0
 
     def gradient(self, size: int, dtype: torch.dtype) -> GradientBuffer:
-        """Return the memory for the dense vector's gradient; create it at the first call."""
+        """Return the memory for the dense vector's gradient, of `size` elements; create it at the first call."""
         if self.gradients is None:
             self.gradients = GradientBuffer(size, dtype)
             self.chunks.append(_Chunk(self.gradients.memory, blocks=False))
         return self.gradients
 
-    def room(self, size: int) -> Bytes:
-        """Allocate `size` bytes for a piece or an answer, not zeroed; reuse them when no reference to them is left.
+    def allocate(self, size: int) -> Bytes:
+        """Return `size` bytes for a piece or an answer, not zeroed. They are reused when no reference to them is left.
 
         Beyond LIMIT_BYTES the bytes are in ordinary memory, which servers cannot access.
         """
         whole = rounded(size)
         for chunk in self.chunks:
-            if chunk.usable and (offset := chunk.take(whole)) >= 0:
+            if chunk.usable and (offset := chunk.allocate_block(whole)) >= 0:
                 return self._block(chunk, whole, offset, size)
         if self._bytes + whole > LIMIT_BYTES:
             return np.empty(size, np.uint8)
         chunk = _Chunk(Memory.create(max(CHUNK_BYTES, 2 * whole)), blocks=True)
         self._bytes += chunk.size
         self.chunks.append(chunk)
-        return self._block(chunk, whole, chunk.take(whole), size)
+        return self._block(chunk, whole, chunk.allocate_block(whole), size)
 
     @staticmethod
     def _block(chunk: _Chunk, whole: int, offset: int, size: int) -> Bytes:
         found: Bytes = np.frombuffer(chunk.memory.view, np.uint8, size, offset)
-        weakref.finalize(found, chunk.give, whole, offset).atexit = False
+        weakref.finalize(found, chunk.free_block, whole, offset).atexit = False
         return found
 
     def place(self, piece: Bytes) -> int:
-        """Return the place of a piece, as in the head of a request; -1 if it is in none of these memories."""
+        """Return the place of a piece, as in the head of a request, or -1 if the piece is in none of these memories."""
         address = int(piece.__array_interface__["data"][0])
         for number, chunk in enumerate(self.chunks):
             if address - chunk.address >= 0 and address + len(piece) <= chunk.address + chunk.size:
@@ -146,7 +146,7 @@ class WorkerMemory:
         return -1
 
     def number(self, gradients: GradientBuffer) -> int:
-        """Return the index in `chunks` of the block in which `gradients` is stored."""
+        """Return the index in `chunks` of the memory of `gradients`."""
         return next(i for i, chunk in enumerate(self.chunks) if chunk.memory is gradients.memory)
 
     def retire(self) -> None:
@@ -182,16 +182,16 @@ class WorkerMailbox:
     def __init__(self, link: SharedLink, memory: WorkerMemory) -> None:
         """Create the mailbox and offer it on the link.
 
-        Raises LinkError: shared memory cannot be created, or the link is lost.
+        Raises LinkError if shared memory cannot be created, or the link is lost.
         """
         self.link, self.memory = link, memory
-        self._box = Memory.create(MAILBOX_BYTES)
-        self._view, self.words = self._box.view, self._box.view.cast("q")
-        link.offer(MAILBOX, self._box)
+        self._block = Memory.create(MAILBOX_BYTES)
+        self._view, self.words = self._block.view, self._block.view.cast("q")
+        link.offer(MAILBOX, self._block)
         link.offer_descriptor(WAKEUP, memory.wakeup.fileno())
-        self._box.close_descriptor()
+        self._block.close_descriptor()
         self.tag = 0  # tag of the last request
-        self._bell: Wakeup | None = None
+        self._peer_wakeup: Wakeup | None = None
         self._asleep: memoryview | None = None
         self._offered = 0  # number of memories that were offered
         self._head, self._number, self._rows = b"", 0, 0
@@ -199,10 +199,10 @@ class WorkerMailbox:
 
     @property
     def ready(self) -> bool:
-        """Whether the server reads requests from this mailbox: it has offered its page, as it does before JOINED."""
+        """Whether the server reads requests from this mailbox: it has offered its page, which it does before JOINED."""
         if self._asleep is None and SERVER in self.link.memories and WAKEUP in self.link.descriptors:
             self._asleep = self.link.memories.pop(SERVER).view.cast("q")
-            self._bell = Wakeup(self.link.descriptors.pop(WAKEUP))
+            self._peer_wakeup = Wakeup(self.link.descriptors.pop(WAKEUP))
         return self._asleep is not None
 
     @property
@@ -221,7 +221,7 @@ class WorkerMailbox:
         return self.link.flush() and not self.link.queued
 
     def put(self, tag: int, kind: int, head: bytes, step: int, patience: int, weight: float) -> None:
-        """Write a request. Call `offer` before it; after it, call a memory fence and then `ring`."""
+        """Write a request. Call `offer` first; afterwards call a memory fence, then `ring`."""
         if head is not self._head:
             if head != self._head:
                 self._number += 1
@@ -232,8 +232,8 @@ class WorkerMailbox:
 
     def ring(self) -> None:
         """Wake the server if it sleeps."""
-        if self._bell is not None and self._asleep is not None and self._asleep[ASLEEP]:
-            self._bell.wake()
+        if self._peer_wakeup is not None and self._asleep is not None and self._asleep[ASLEEP]:
+            self._peer_wakeup.wake()
 
     def answer(self) -> tuple[int, int, int, int, int]:
         """Return the answer to the last request: version, lead, durable, BY_MEMORY or BY_MESSAGE, and offers.
@@ -259,7 +259,7 @@ class WorkerMailbox:
     def slice(self, segment: int) -> tuple[memoryview, Bytes]:
         """Return a segment's words (such as STEPS) and values, in the server's memory.
 
-        Raises LinkError: the server did not offer the segment's memory.
+        Raises LinkError if the server did not offer the segment's memory.
         """
         fresh = self.link.memories.pop(SEGMENT + segment, None)
         if fresh is not None:
@@ -274,10 +274,10 @@ class WorkerMailbox:
         return found
 
     def place_of(self, segment: int, into: Any, rows: ShardRows | None = None) -> tuple[memoryview, Bytes, Bytes]:
-        """Return a segment's words and values, as `slice`, and the buffer `into` as an array of bytes.
+        """Return a segment's words and values, as `slice` does, and the buffer `into` as an array of bytes.
 
-        `into` has room for all values, or for `rows`. Raises LinkError: the server did not offer the segment, or the
-        segment has another size than `into`.
+        `into` has room for all values, or for `rows` if given. Raises LinkError if the server did not offer the
+        segment, or the segment has another size than `into`.
         """
         words, values = self.slice(segment)
         place = array_of(into)
@@ -290,28 +290,29 @@ class WorkerMailbox:
             )
         return words, values, place
 
-    def read(self, segment: int, into: Any, rows: ShardRows | None = None, *, torn: bool = False) -> bool:
+    def read(self, segment: int, into: Any, rows: ShardRows | None = None, *, mixed_versions: bool = False) -> bool:
         """Copy a segment's values, or `rows` of them, to `into`; return whether the copy is valid.
 
-        All values are of one version; with `torn` they may be of several, as the server may step meanwhile. Returns
-        False if the server stepped during every attempt. Raises LinkError as `place_of`.
+        All values are of one version, and the copy is not valid if the server's optimizer stepped during every attempt.
+        With `mixed_versions` there is one attempt, and values that are copied during a step may be of two versions.
+        Raises LinkError as `place_of`.
         """
         words, values, place = self.place_of(segment, into, rows)
-        if not torn:
+        if not mixed_versions:
             return copy_whole(words, values, place, rows)
         copy_now(values, place, rows)
         return True
 
     def close(self) -> None:
         """Close the wakeup descriptor. The system frees the memory when no process uses it."""
-        if self._bell is not None:
-            self._bell.close()
+        if self._peer_wakeup is not None:
+            self._peer_wakeup.close()
 
 
 def copy_whole(words: memoryview, values: Bytes, place: Bytes, rows: ShardRows | None = None) -> bool:
-    """Copy `values`, or `rows` of them, to `place`, all of one version; `words` are those of the segment.
+    """Copy `values`, or `rows` of them, to `place`, all of one version. `words` are the segment's words.
 
-    Return False if the server stepped during every attempt.
+    Return False if the server's optimizer stepped during every attempt.
     """
     for _ in range(TRIES):
         before = words[STEPS]
@@ -325,7 +326,7 @@ def copy_whole(words: memoryview, values: Bytes, place: Bytes, rows: ShardRows |
 
 
 def copy_now(values: Bytes, place: Bytes, rows: ShardRows | None) -> None:
-    """Copy `values`, or `rows` of them, to `place`, even if the server steps meanwhile."""
+    """Copy `values`, or `rows` of them, to `place`, even if the server's optimizer steps during the copy."""
     if rows is None:
         place[:] = values
     else:
@@ -339,8 +340,8 @@ def array_of(buffer: Any) -> Bytes:
     return np.frombuffer(buffer, np.uint8) if len(buffer) else np.empty(0, np.uint8)
 
 
-def mailbox(link: object, memory: WorkerMemory | None) -> WorkerMailbox | None:
-    """Return a mailbox on `link`; None if the two ends of the link cannot share memory."""
+def open_mailbox(link: object, memory: WorkerMemory | None) -> WorkerMailbox | None:
+    """Create a mailbox and offer it on `link`; return None if the two ends of the link cannot share memory."""
     if memory is None or not AVAILABLE or not isinstance(link, SharedLink):
         return None
     return WorkerMailbox(link, memory)
@@ -355,18 +356,18 @@ class ServerMailbox:
         Offer the worker the server's `page`, which has the word ASLEEP, and its descriptor `wakeup`.
         """
         self.link = link
-        box = link.memories.pop(MAILBOX)
-        self._bell = Wakeup(link.descriptors.pop(WAKEUP))
-        self._view, self.words = box.view, box.view.cast("q")
+        block = link.memories.pop(MAILBOX)
+        self._peer_wakeup = Wakeup(link.descriptors.pop(WAKEUP))
+        self._view, self.words = block.view, block.view.cast("q")
         self.seen = 0  # tag of the last request that was read
-        self.open = 0  # tag of the request that is not answered yet; 0 = none
+        self.open = 0  # tag of the request that is not answered yet; 0 if there is none
         self.number, self._rows = 0, list[list[int]]()  # number and rows of the head that was read last
         self._memories: dict[int, Memory] = {}
-        self.offered: dict[int, object] = {}  # by segment: the memory that the worker was offered
+        self.offered: dict[int, object] = {}  # segment -> the memory that the worker was offered
         link.offer(SERVER, page, read_only=True)
         link.offer_descriptor(WAKEUP, wakeup)
 
-    def take(self) -> tuple[MailboxCall, list[list[int]], bool]:
+    def read_request(self) -> tuple[MailboxCall, list[list[int]], bool]:
         """Read the new request; return it, the rows of its head, and whether the head differs from the last one."""
         tag = self.begin()
         kind, number, rows, step, patience, weight = self.request()
@@ -390,7 +391,7 @@ class ServerMailbox:
         return tag
 
     def bytes_at(self, place: int, size: int) -> memoryview:
-        """Return `size` bytes at a place in the worker's memories. Raises ValueError: the worker did not offer them."""
+        """Return `size` bytes at a place in the worker's memories. Raises ValueError if they were not offered."""
         if not size:
             return memoryview(b"")
         number, offset = place >> OFFSET_BITS, place & (1 << OFFSET_BITS) - 1
@@ -412,7 +413,7 @@ class ServerMailbox:
     def tensor_at(self, place: int, size: int, dtype: torch.dtype) -> Tensor:
         """Return `size` bytes at a place in the worker's memories as elements of `dtype`.
 
-        Raises ValueError: as `bytes_at`, or the bytes are not a whole number of elements.
+        Raises ValueError as `bytes_at`, or if the bytes are not a whole number of elements.
         """
         if size % dtype.itemsize:
             raise ValueError(f"a piece of {size} bytes is not a whole number of {dtype} elements")
@@ -424,18 +425,18 @@ class ServerMailbox:
         self.link.offer(SEGMENT + segment, memory, read_only=True)
 
     def answer(self, version: int, lead: int, durable: int, where: int = BY_MEMORY) -> None:
-        """Write the answer to the open request. Send all offers before it; after it, call a memory fence and `wake`."""
+        """Write the answer to the open request. Send all offers first; afterwards call a memory fence, then `wake`."""
         ANSWER.pack_into(self._view, _ANSWER_AT, version, lead, durable, where, self.link.offers_made)
         self.words[ANSWERED], self.open = self.open, 0
 
     def wake(self) -> None:
-        """Wake the worker if it sleeps. Call a memory fence before."""
+        """Wake the worker if it sleeps. Call a memory fence first."""
         if self.words[WAITS]:
-            self._bell.wake()
+            self._peer_wakeup.wake()
 
     def close(self) -> None:
         """Close the worker's wakeup descriptor. The system frees the memory when no process uses it."""
-        self._bell.close()
+        self._peer_wakeup.close()
 
 
 def offered(link: object) -> bool:
@@ -459,9 +460,9 @@ STEPS = 0  # twice the number of optimizer steps, plus one during a step
 
 
 class SharedSlice:
-    """A shard's parameters; in shared memory, if it is available, so that workers of this host can read them.
+    """A shard's parameters, in shared memory where it is available, so that workers of this host can read them.
 
-    With `private` the parameters stay in the given memory, which no other process reads.
+    With `private` the parameters stay in the given tensor, which no other process can read.
     """
 
     def __init__(self, params: Tensor, *, private: bool = False) -> None:
@@ -503,19 +504,19 @@ class GradientBuffer:
         self._start = self.gradient.data_ptr()
 
     def holds(self, vector: Tensor, lo: int) -> bool:
-        """Return whether a vector is in this memory already, at element `lo`."""
+        """Return whether `vector` is stored in this memory already, beginning at element `lo`."""
         return (
             vector.data_ptr() == self._start + lo * self.gradient.element_size()
             and vector.dtype == self.gradient.dtype
             and vector.is_contiguous()
         )
 
-    def lay(self, vector: Tensor, mine: Tensor) -> None:
+    def copy_in(self, vector: Tensor, target: Tensor) -> None:
         """Copy a gradient into `mine`, which is `whole` or a part of this memory."""
-        if self._array is not None and mine is self.whole and vector.dtype == mine.dtype and vector.is_cpu:
+        if self._array is not None and target is self.whole and vector.dtype == target.dtype and vector.is_cpu:
             self._array[:] = vector.numpy() if vector.dim() == 1 else vector.numpy().reshape(-1)
         else:
-            mine.copy_(vector if vector.dim() == 1 else vector.reshape(-1))
+            target.copy_(vector if vector.dim() == 1 else vector.reshape(-1))
 
     def close(self) -> None:
         """Close the descriptor. Tensors in the memory stay valid."""

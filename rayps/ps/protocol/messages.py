@@ -1,9 +1,9 @@
 """The messages between workers, servers and the manager of a server group.
 
-A request of a worker has effect as a whole or not at all: if the server does not serve one of the named segments in the
-named generation, nothing is applied, and the answer is STALE. The payload of a request begins with a head
-(`pack_head`): for each segment its number, its generation, and the size of its piece in bytes. The pieces follow the
-head. The pieces of the answer are in the same order.
+A worker's request is applied to all of its segments or to none. A request names the generation that each segment has in
+the worker's map. If the server does not serve one of the segments in that generation, it applies nothing, and answers
+STALE. The payload of a request begins with a head (`pack_head`): for each segment its number, its generation, and the
+size of its piece in bytes. The pieces follow the head. The pieces of the answer are in the same order.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class GroupMessage(enum.IntEnum):
     """The kind of a message, with the meaning of a, b, weight and payload. An answer has its request's tag."""
 
     # worker -> server (one connection for each worker, server and space)
-    # JOIN: payload = seconds that pulls may wait (float64), then the first step that this rank can repeat (int64): the
-    # server counts missing pushes below this step as lost; -1 = it counts none
+    # JOIN: payload = seconds that pulls may wait (float64), then the first step that this rank can repeat (int64). The
+    # server counts missing pushes below this step as lost; with -1 it counts none
     JOIN = 1  # a = space, b = rank (-1: only reads, or loads states), weight = incarnation -> JOINED
     PUSH = 2  # a = step, weight = samples, payload = head + pieces -> ACK
     PULL = 3  # payload = head + pieces that name what to pull -> VALUE, once the clocks of all segments allow it
@@ -34,19 +34,20 @@ class GroupMessage(enum.IntEnum):
     # LOAD: only rank -1 may send it; a state is the result of `ServedSegment.dump`
     LOAD = 6  # payload = head + a state for each segment -> ACK, once the backups have the states
     # PART: request the segments' states after a round; the server answers when it closes the round
-    PART = 7  # a = round (-1: now), payload = head -> VALUE: a state for each segment; ERROR: it is not retained
+    PART = 7  # a = round (-1: now), payload = head -> VALUE: a state for each segment; ERROR if it is not retained
     SAVED = 8  # a = round: the state after this round is stored elsewhere; no answer
     FLUSH = 9  # payload = head -> ACK, once all pushes of this rank are durable
     CHANGES = 10  # tables only; payload = head + versions (int64) -> VALUE: changes since these, as Arrow streams
     MARKS = 11  # payload = head -> VALUE: for each segment, the next step of each rank (int64)
-    # HOLD begins a consistent pull: pushes to these segments wait from its answer on. a = 1: the answer waits until the
-    # clock lets this rank pull
+    # HOLD begins a consistent pull: from the answer on, pushes to these segments wait. With a = 1 the answer waits
+    # until the clock lets this rank pull
     HOLD = 12  # payload = head -> VALUE: for each segment, the number of applied steps of each rank (int64)
-    # AIM: apply also the pushes below these steps
+    # AIM: during a HOLD, apply the pushes below these steps nevertheless
     AIM = 13  # payload = head + a step for each rank (int64) -> ACK, once all these pushes are applied
     RELEASE = 14  # end a consistent pull: apply the pushes that have waited since HOLD; no answer
-    SEAT = 15  # where there is no manager: a = space, b = rank -> ACK: the incarnation for the next JOIN (int64)
-    # server -> worker. Every answer: weight = step of this rank below which all pushes to these segments are durable
+    TAKE_RANK = 15  # where there is no manager: a = space, b = rank -> ACK: the incarnation for the next JOIN (int64)
+    # server -> worker. In every answer, weight = the step of this rank below which all pushes to the request's segments
+    # are durable
     JOINED = 20  # payload = int64 pairs (segment, this rank's next step) of all segments that this server is primary of
     ACK = 21
     # VALUE: the version is the least number of optimizer steps of the segments
@@ -75,10 +76,11 @@ class GroupMessage(enum.IntEnum):
 class Role(enum.StrEnum):
     """The role of a server for a segment."""
 
-    # PRIMARY: serve the segment, and send it to the named backups; report each backup as SYNCED when it has everything
+    # PRIMARY: serve the segment, and send its state and changes to the named backups; report a backup as SYNCED when it
+    # has every acknowledged push
     PRIMARY = "primary"
     COPY = "copy"  # be a backup: apply STATE and FORWARD of the primary of that generation
-    LEAVING = "leaving"  # refuse requests as STALE from now on; report HANDED once the backups have everything
+    LEAVING = "leaving"  # answer STALE from now on; report HANDED once the backups have applied all changes
     NONE = "none"  # drop the segment
 
 
@@ -91,7 +93,7 @@ class SegmentOrder(NamedTuple):
     segment: int
     role: Role
     generation: int
-    copies: dict[str, str]  # of a primary: backup -> address
+    copies: dict[str, str]  # server of a backup -> its address; {} if the role is not PRIMARY or LEAVING
     lost: bool = False  # the segment's values were lost: the server serves it only after a state is loaded
 
     @classmethod
@@ -104,14 +106,14 @@ class Event(enum.StrEnum):
     """What a server reports to the manager about a segment."""
 
     READY = "ready"  # the server is PRIMARY in that generation, and serves requests
-    SYNCED = "synced"  # backup `name` has everything, and every later answer waits for this backup
-    HANDED = "handed"  # the server is LEAVING, and all backups have everything
+    SYNCED = "synced"  # backup `name` has every acknowledged push, and every later answer waits for this backup
+    HANDED = "handed"  # the server is LEAVING, and all backups have applied all changes
     COPY_LOST = "copy lost"  # the connection to backup `name` failed; answers wait until ORDERS no longer name it
-    ASKED = "asked"  # the server has no state of the segment, or its COPY lacks a change: it needs a new STATE
+    ASKED = "asked"  # the server is ordered to be PRIMARY, but has no state of the segment
 
 
 def refusal(tag: int, error: Exception) -> tuple[Message, bytes]:
-    """Return the message, with its payload, that answers the request `tag` with an error."""
+    """Return the message that answers the request `tag` with an error, and the message's payload."""
     body = {"kind": type(error).__name__, "message": str(error), "data": getattr(error, "data", {})}
     return Message(GroupMessage.ERROR, tag=tag), json.dumps(body).encode()
 
@@ -133,7 +135,7 @@ class SegmentPayload(NamedTuple):
 
 
 def pack_head(pieces: Sequence[SegmentPayload]) -> bytes:
-    """Return the head of a request, in int64: the number of segments, then (segment, generation, piece's size) each."""
+    """Return the head of a request, in int64: the number of segments, then for each its number, generation and size."""
     rows = [[each.segment, each.generation, memoryview(each.data).nbytes] for each in pieces]
     return np.array([len(rows), *(value for row in rows for value in row)], np.int64).tobytes()
 
@@ -149,7 +151,7 @@ def pack(pieces: Sequence[SegmentPayload]) -> bytearray:
 
 
 def unpack(payload: Any) -> list[SegmentPayload]:
-    """Return the pieces of a payload that `pack` made, as views. Raises ValueError: `pack` did not make it."""
+    """Return the pieces of a payload that `pack` made, as views. Raises ValueError if `pack` cannot have made it."""
     view = memoryview(payload).cast("B") if len(payload) else memoryview(b"")
     if len(view) < 8:
         raise ValueError(f"a request of {len(view)} bytes is shorter than the 8 bytes that count its segments")

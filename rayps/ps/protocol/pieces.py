@@ -3,7 +3,7 @@
 An empty piece pushes nothing, or pulls the whole segment. A piece as long as the segment pushes all of its elements.
 Any other piece begins with a head that names its form: a range of elements, rows of one parameter by id, or a range of
 compressed elements. Messages, replay buffers and backups treat all forms alike, and a repeated push consists of the
-same bytes. Pulled values are not compressed: all workers read the same parameters, bit for bit.
+same bytes. Pulled values are not compressed, so that all workers read the same parameters, bit for bit.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KEPT_IDS = 1 << 21  # most ids that `KnownRows` retains for one segment; they ta
 
 
 class Form(enum.IntEnum):
-    """The form of a piece that has a head; for each form, the numbers in the head, and the body."""
+    """The form of a piece that has a head. The comments say which numbers the head has, and what the body is."""
 
     RANGE = 1  # offset, number of elements; body of a push: the elements, of a pull: empty
     # number of the parameter, number of ids; body: the ids (int32, 0 = the table's first row in the segment), and then,
@@ -104,9 +104,9 @@ def rows_push(
 def coded_piece(memory: ErrorFeedback, value: Tensor, lo: int, offset: int, weight: float, plain: int) -> bytes:
     """Return a piece that pushes the elements `value` in compressed form.
 
-    They begin at element `lo` of the whole vector, which is element `offset` of the segment. `memory` adds the error of
-    this encoding to the worker's next push. A push of weight 0 has no effect: it has zeros in place of `value`, and
-    does not change the error in `memory`.
+    `value` begins at element `lo` of the whole vector, which is element `offset` of the segment. `memory` adds the
+    error of this encoding to the worker's next push. A push of weight 0 has no effect: the piece has zeros in place of
+    `value`, and the error in `memory` does not change.
     """
     n = value.numel()
     if weight:
@@ -131,7 +131,7 @@ def area_piece(value: Tensor, area: Area, size: int) -> bytes:
 
 
 class KnownRows:
-    """The lists of row ids that one segment received last, and has checked: a repeated list is not checked again.
+    """The last lists of row ids that one segment received and checked. A repeated list is not checked again.
 
     Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014, section 5.1.1 (key caching).
     """
@@ -142,7 +142,7 @@ class KnownRows:
         self._known: dict[tuple[int, ...], tuple[NDArray[np.int32], ShardRows]] = {}  # the list used last is the last
 
     def find(self, entry: int, ids: NDArray[np.int32]) -> ShardRows | None:
-        """Return the rows with these ids of the parameter number `entry`; None if the list is not known."""
+        """Return the rows with these ids of the parameter number `entry`, or None if the list is not known."""
         key = self._key(entry, ids)
         found = self._known.get(key)
         if found is None or not np.array_equal(found[0], ids):
@@ -150,7 +150,7 @@ class KnownRows:
         self._known[key] = self._known.pop(key)
         return found[1]
 
-    def keep(self, entry: int, ids: NDArray[np.int32], rows: ShardRows) -> None:
+    def add(self, entry: int, ids: NDArray[np.int32], rows: ShardRows) -> None:
         """Add a list that was checked; drop the least recently used lists beyond the limits."""
         key = self._key(entry, ids)
         self._forget(key)
@@ -184,7 +184,7 @@ class Extent(NamedTuple):
     def read_push(self, data: memoryview, known: KnownRows | None = None) -> DensePiece:
         """Decode the piece of a push. A list of ids that `known` has is not checked again.
 
-        Raises ValueError, ConfigError: the piece does not fit this segment.
+        Raises ValueError or ConfigError if the piece does not fit this segment.
         """
         dtype = self.layout.dtype
         if len(data) in (0, self.size):
@@ -201,7 +201,7 @@ class Extent(NamedTuple):
     def read_pull(self, data: memoryview, known: KnownRows | None = None) -> Area:
         """Return the elements or rows that the piece of a pull asks for; `known` as in `read_push`.
 
-        Raises ValueError, ConfigError: the piece does not fit this segment.
+        Raises ValueError or ConfigError if the piece does not fit this segment.
         """
         if not len(data):
             return 0, self.hi - self.lo
@@ -230,7 +230,7 @@ class Extent(NamedTuple):
         if found is None:
             found = local_rows(self.layout, self.lo, self.hi, entry, torch.from_numpy(ids.astype(np.int64)))
             if known is not None:
-                known.keep(entry, ids, found)
+                known.add(entry, ids, found)
         return found, size + -size % _ALIGN
 
     def _must_fit(self, offset: int, count: int) -> None:

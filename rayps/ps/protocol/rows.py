@@ -1,8 +1,8 @@
-"""Rows of a dense table by id: a worker divides them among shards, a shard reads and steps them. Pure: no sockets.
+"""Rows of a dense table by id: how a worker divides rows among shards, and how a shard reads and steps its rows. Pure.
 
 A table is a parameter of two or more dimensions within the flat vector; a row is one index of its first dimension. Ids
-are sorted and made unique once, so that the rows of one shard are adjacent in every message; rows of the same id are
-summed. The worker and the shard retain the last few lists of ids, so a list that is used again is neither sorted nor
+are sorted and made unique once, so that the rows of one shard are adjacent in every message. Pushed rows of the same id
+are summed. The worker and the shard retain the last few lists of ids. A list that is used again is neither sorted nor
 checked again. Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014 (key caching).
 """
 
@@ -24,7 +24,7 @@ from rayps.tensors.optim import SlicedOptimizer
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
-KEPT_LISTS = 4  # lists of ids that a worker retains, and each shard for each worker: e.g. of this batch and the last
+KEPT_LISTS = 4  # number of lists of ids that a worker retains, and that a shard retains for each worker
 SEGMENTS = 32  # segments of a large vector, by default
 SEGMENT_BYTES = 1 << 17  # smallest segment by default: each one adds about 30 microseconds to a request
 
@@ -57,10 +57,10 @@ class TableInVector:
 
 
 def table_of(layout: Layout, name: str | None = None) -> TableInVector:
-    """Return the table of that name; without a name, the only table of the layout.
+    """Return the table of that name, or the only table of the layout if `name` is None.
 
     Raises:
-        ConfigError: there is no such table, or there are several and no name is given.
+        ConfigError: there is no such table; or no name is given, and there are several tables or none.
     """
     tables = {e.name: i for i, e in enumerate(layout.entries) if len(e.shape) >= 2 and e.hi > e.lo}
     if name is None and len(tables) == 1:
@@ -76,8 +76,8 @@ def table_of(layout: Layout, name: str | None = None) -> TableInVector:
 def cuts(layout: Layout, shards: int, most: float = 1 / 16) -> list[tuple[int, int]]:
     """Return the elements [lo, hi) of each shard: equal parts, with bounds moved back to the beginning of a row.
 
-    A bound within a row that is larger than the fraction `most` of a shard's part is not moved; the rows of that table
-    cannot then be pushed or pulled by id. Raises ConfigError: `shards` is below 1.
+    A bound within a row that is larger than the fraction `most` of a shard's part is not moved. The rows of that table
+    can then not be pushed or pulled by id. Raises ConfigError if `shards` is below 1.
     """
     widest = int(layout.size // shards * most)
     bounds = [_row_begin(layout, cut.stop, widest) for cut in slices(layout.size, shards)]
@@ -87,8 +87,8 @@ def cuts(layout: Layout, shards: int, most: float = 1 / 16) -> list[tuple[int, i
 def cut(layout: Layout, segments: int | None = None) -> tuple[tuple[int, int], ...]:
     """Return the elements [lo, hi) of each segment.
 
-    The default is 32 segments; for a small vector fewer, but at least 8. An empty vector (a column of a model may own
-    no parameters) has one empty segment, whose clock counts the column's pushes.
+    By default there are 32 segments, or fewer for a small vector, but at least 8. An empty vector (a column of a model
+    may own no parameters) has one empty segment, whose clock counts the column's pushes.
 
     Raises:
         ConfigError: `segments` is below 1 or above the number of elements.
@@ -99,7 +99,7 @@ def cut(layout: Layout, segments: int | None = None) -> tuple[tuple[int, int], .
         segments = min(SEGMENTS, max(8, layout.size * layout.dtype.itemsize // SEGMENT_BYTES), layout.size)
     if isinstance(segments, bool) or not isinstance(segments, int) or not 1 <= segments <= layout.size:
         raise ConfigError(
-            f"segments is {segments!r}: give 1 to {layout.size}, the number of elements of the parameters",
+            f"segments is {segments!r}: give a number from 1 to {layout.size}, the parameters' number of elements",
             field="segments",
         )
     return tuple(cuts(layout, segments, 1 / 2))  # a server has many segments, so they need not be of equal size
@@ -119,7 +119,7 @@ class Ids:
     def __init__(self, given: Tensor, table: TableInVector) -> None:
         """Sort the ids, and remove duplicates.
 
-        Raises ConfigError: the ids are not whole numbers in one dimension, or the table has no row of such an id.
+        Raises ConfigError if the ids are not whole numbers in one dimension, or the table has no row for one of them.
         """
         if given.dim() != 1 or given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
             raise ConfigError(
@@ -129,7 +129,7 @@ class Ids:
         self.given = given.detach().to("cpu", torch.int64, copy=True)
         self.unique = self.given
         self._order: Tensor | None = (
-            None  # the permutation that sorts the given ids; None = they are sorted, and unique
+            None  # the permutation that sorts the given ids; None if they are sorted and unique already
         )
         self._places = self.given  # the index in `unique` of each given id, unless they are sorted
         self._repeated = False
@@ -152,7 +152,7 @@ class Ids:
         return self._order is None
 
     def same(self, given: Tensor, table: TableInVector) -> bool:
-        """Return whether this object was made of the same ids, compared by value, and of the same table."""
+        """Return whether this object was made from ids of the same values, and for the same table."""
         return table == self.table and given.shape == self.given.shape and torch.equal(given, self.given)
 
     def summed(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -169,7 +169,7 @@ class Ids:
     def spread(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """Return rows [len(unique), width] in the order of the given ids, [len(given), width].
 
-        Returns `rows` itself if it is in this order, else a copy, in `out` if given.
+        Returns `rows` itself if it is in this order already. Otherwise returns a copy, which is in `out` if given.
         """
         if self._order is None:
             return rows
@@ -178,9 +178,9 @@ class Ids:
         return spread
 
     def cut(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return, for each shard, the range [first, last) of its ids in `unique`. Raises as `TableInVector.part`.
+        """Return for each shard the range [first, last) of `unique` that has the shard's ids.
 
-        `ranges` has the elements [lo, hi) of each shard.
+        `ranges` has the elements [lo, hi) of each shard. Raises as `TableInVector.part`.
         """
         parts = [self.table.part(lo, hi) for lo, hi in ranges]
         places = torch.searchsorted(self.unique, torch.tensor(parts, dtype=torch.int64)).tolist()
@@ -236,14 +236,14 @@ class ShardRows:
 
 
 def _cells(rows: Tensor) -> Any:
-    """Return rows [n, width] as n cells of bytes that share their memory: numpy copies cells faster than torch."""
+    """Return rows [n, width] as n cells of bytes in the same memory, which numpy copies faster than torch."""
     if not rows.numel():
         return np.empty(0, np.dtype((np.void, 1)))
     return rows.view(-1).view(torch.uint8).numpy().view(np.dtype((np.void, rows.shape[1] * rows.element_size())))
 
 
 def piece(rows: tuple[Tensor, Tensor | None], first: int, last: int, out: Tensor | None = None) -> Tensor:
-    """Return `rows`, a result of `Ids.summed`, from `first` to `last`: flat and sorted by id; in `out` if given."""
+    """Return the rows `first` to `last` of `rows`, a result of `Ids.summed`: flat, sorted by id, in `out` if given."""
     values, order = rows
     count = (last - first) * values.shape[1]
     if order is None:
@@ -265,11 +265,11 @@ Area = tuple[int, int] | ShardRows  # the elements of a shard that a push change
 
 
 def gathered(pushes: Sequence[tuple[Tensor, Area]], size: int) -> tuple[list[Tensor], Area]:
-    """Extend the pushes of one round, with zeros, to the same elements; return the extended values and their area.
+    """Extend the pushes of one round with zeros, so that all have the same area; return the values and this area.
 
     `pushes` are values, each with the area that it changes. If all are rows of one table, the area of the result is the
-    union of these rows; otherwise it is a range. The value of a range must have all `size` elements of the shard
-    already. A push that changes nothing counts as zeros.
+    union of these rows; otherwise it is a range. A push of a range must already have values for all `size` elements of
+    the shard. A push that changes nothing counts as zeros.
     """
     several = [area for _, area in pushes if isinstance(area, ShardRows)]
     spans = [area for _, area in pushes if not isinstance(area, ShardRows) and area[0] < area[1]]
@@ -345,8 +345,8 @@ def _table_at(layout: Layout, entry: int) -> TableInVector:
 class Listed:
     """A list of ids in `IdLists`, divided among the shards.
 
-    `number` is its place in `IdLists`. `cuts` has for each shard the range of its ids in `ids.unique`; `parts` has the
-    rows of each shard that holds some. `new`: this is the first use of the list.
+    `number` is the list's index in `IdLists`. `cuts` has for each shard the range of its ids in `ids.unique`. `parts`
+    has (shard, rows) for each shard that holds some of the rows. `new`: this is the first use of the list.
     """
 
     number: int
@@ -356,7 +356,7 @@ class Listed:
     new: bool
     pulls: dict[int, Any] = field(
         default_factory=dict
-    )  # by shard: the encoded pull of the rows, from their first pull on
+    )  # shard -> the encoded pull of its rows, once they have been pulled
 
 
 class IdLists:
@@ -371,9 +371,9 @@ class IdLists:
         self._next = 0
 
     def find(self, given: Tensor, table: str | None = None) -> Listed:
-        """Return the list with these ids; a new one if none of the last lists has them.
+        """Return the list with these ids, or a new list if none of the last lists has them.
 
-        Raises ConfigError: there is no such table or row, or the ids are not whole numbers in one dimension.
+        Raises ConfigError if there is no such table or row, or the ids are not whole numbers in one dimension.
         """
         wanted = table_of(self._layout, table)
         for listed in self._lists:
@@ -395,13 +395,13 @@ class IdLists:
 def step_rows(
     sliced: SlicedOptimizer, rows: ShardRows, grad: Tensor, scale: float = 1.0, decays: float | None = None
 ) -> None:
-    """Let the shard's optimizer step only these rows, by `scale` times their gradient, [len(rows.ids), width] or flat.
+    """Let the shard's optimizer step only these rows, by `scale` times `grad`, [len(rows.ids), width] or flat.
 
     The optimizer's state changes only for these rows. So SGD without momentum and Adagrad give the same result as a
     dense gradient that is zero in all other rows. Momentum and Adam are lazy, as `torch.optim.SparseAdam`: the state of
-    a row decays only in steps of the row. Weight decay too applies only to these rows, multiplied by `decays` (see
-    `SlicedOptimizer.step`): a row that all workers push decays as much as with synchronous workers, any other row less.
-    A state that is one number for all rows, such as Adam's `step`, advances with every call.
+    a row decays only in steps of that row. Weight decay too applies only to these rows, multiplied by `decays` (see
+    `SlicedOptimizer.step`). A row that all workers push decays as much as with synchronous workers, and any other row
+    less. A state that is one number for all rows, such as Adam's `step`, advances with every call.
     """
     leaf, cut = next((leaf, cut) for leaf, cut in sliced.leaves() if cut.start <= rows.start < cut.stop)
     local = ShardRows(rows.entry, rows.start - cut.start, rows.width, rows.ids)

@@ -1,4 +1,4 @@
-"""The map of a space: which server holds each segment, and its address. Also: the managers of a cluster's groups.
+"""The map of a space: which server holds each segment, and the servers' addresses. Also the list of a cluster's groups.
 
 The manager of a server group makes the maps of its spaces. Where there is no manager, the owner of the servers
 publishes a `StaticMap`, and a newer one when it has replaced a server. Each request of a worker names the generation of
@@ -26,49 +26,49 @@ class SegmentHolders:
     A new primary begins a new generation.
     """
 
-    primary: str | None  # None: lost, or not placed yet
+    primary: str | None  # None if the segment is lost, or not placed yet
     copies: tuple[str, ...] = ()
     generation: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class SpaceMap:
-    """The holders of each segment of one space, by number, and the servers' addresses. Plain data, sent as JSON.
+    """The servers that hold each segment of one space, in the segments' order, and the addresses of these servers.
 
-    A newer map has a higher version.
+    Plain data, sent as JSON. A newer map has a higher version.
     """
 
     version: int
-    holdings: tuple[SegmentHolders, ...]
+    holders: tuple[SegmentHolders, ...]
     addresses: dict[str, str] = field(default_factory=dict)  # server -> address
 
     def by_server(self, segments: Iterable[int]) -> dict[str | None, list[int]]:
         """Group segments by their primary, in the given order; segments without a primary are under None."""
         found: dict[str | None, list[int]] = {}
         for index in segments:
-            found.setdefault(self.holdings[index].primary, []).append(index)
+            found.setdefault(self.holders[index].primary, []).append(index)
         return found
 
     def to_json(self) -> dict[str, Any]:
         """Return the map as JSON-ready data."""
         return {
             "version": self.version,
-            "holdings": [[each.primary, list(each.copies), each.generation] for each in self.holdings],
+            "holdings": [[each.primary, list(each.copies), each.generation] for each in self.holders],
             "addresses": self.addresses,
         }
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
         """Return the map that `to_json` wrote."""
-        holdings = tuple(SegmentHolders(primary, tuple(copies), number) for primary, copies, number in data["holdings"])
-        return cls(data["version"], holdings, dict(data["addresses"]))
+        holders = tuple(SegmentHolders(primary, tuple(copies), number) for primary, copies, number in data["holdings"])
+        return cls(data["version"], holders, dict(data["addresses"]))
 
 
 class StaticMap:
     """The map of a space whose servers have no manager, and the servers' secret. May be passed to other processes.
 
-    Any thread may `publish`. `final`: a server that dies is not replaced, so a worker raises PeerLost at once when it
-    loses a server; otherwise the worker waits for a newer map.
+    Any thread may call `publish`. `final`: a server that dies is not replaced, and a worker that loses a server raises
+    PeerLost at once. If not `final`, the worker waits for a newer map.
     """
 
     def __init__(self, found: SpaceMap, secret: bytes, *, final: bool = True) -> None:
@@ -88,13 +88,13 @@ class StaticMap:
         The caller must publish the map.
         """
         old = self.map
-        held = old.holdings[segment]
-        holdings = list(old.holdings)
-        holdings[segment] = replace(held, generation=held.generation + 1)
-        return SpaceMap(old.version + 1, tuple(holdings), old.addresses | {str(held.primary): address})
+        old_holders = old.holders[segment]
+        holders = list(old.holders)
+        holders[segment] = replace(old_holders, generation=old_holders.generation + 1)
+        return SpaceMap(old.version + 1, tuple(holders), old.addresses | {str(old_holders.primary): address})
 
     def publish(self, found: SpaceMap) -> None:
-        """Give a map to all subscriptions of this process if it is newer than the present map; else do nothing."""
+        """Replace the present map if `found` is newer, and notify all subscriptions in this process."""
         with self._lock:
             if found.version > self.map.version:
                 self.map = found
@@ -133,8 +133,8 @@ class StaticSubscription:
         self._wakeup.wake()
         self._woken = True
 
-    def look(self) -> SpaceMap | None:
-        """Return the newest map if it is newer than the last one returned; does not wait."""
+    def poll(self) -> SpaceMap | None:
+        """Return the newest map, or None if this method has returned it before. Does not wait."""
         if self._woken:
             self._woken = False
             self._wakeup.clear()
@@ -144,11 +144,11 @@ class StaticSubscription:
         self.map = newer
         return newer
 
-    def seek(self) -> None:
+    def reconnect(self) -> None:
         """Do nothing: there is no manager to connect to, and the owner publishes the maps."""
 
     def fileno(self) -> int:
-        """Return the descriptor that is readable when `look` may find a map."""
+        """Return the descriptor that is readable when `poll` may return a map."""
         return self._wakeup.fileno()
 
     def hang_up(self) -> None:

@@ -3,8 +3,8 @@
 Segments are numbered: first those of the dense vector, then those of each table in turn.
 
 A segment on a server (`ServedSegment`) is a state machine without sockets and threads. A backup that replays the
-results of `push` in the same order is equal to the primary, bit for bit. So a backup, a move and a recovery are the
-same operation: send the segment's state, then the changes that followed it.
+changes that `push` returned on the primary, in the same order, is equal to the primary, bit for bit. So a backup, a
+move and a recovery are the same operation: send the segment's state, then the changes that followed it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class SparseTable:
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """The limits of a space; None = no limit."""
+    """The limits of a space; None means no limit."""
 
     bytes: int | None = None  # bytes of parameters, optimizer state and rows, without backups
     operations: float | None = None  # pushes and pulls a second, on all servers together
@@ -69,10 +69,11 @@ class Quota:
 class Space:
     """The parameters of one job on a server group: a dense vector, sparse tables, or both, cut into segments.
 
-    The manager assigns `number`, to one space only. `layout` and `cuts` (the elements of each segment) describe the
-    dense vector; they are None and empty if there is none. `factory`: a packed optimizer factory
-    (`rayps.core.user_module.pack`), with or without a schedule. `ticks`: the epoch of each round. `strategy`: the
-    staleness, and how a server applies pushes. `branch_of`: the name of the space from which this one was branched.
+    `number` is assigned by the manager, and never given to another space. `layout` and `cuts` (the elements [lo, hi) of
+    each segment) describe the dense vector; without a dense vector they are None and empty. `factory`: a packed
+    optimizer factory (`rayps.core.user_module.pack`), with or without a learning-rate schedule. `ticks`: the epoch of
+    each round. `strategy`: the staleness, and how a server applies pushes. `branch_of`: the name of the space from
+    which this one was branched, or None.
     """
 
     name: str
@@ -94,7 +95,7 @@ class Space:
     def servers(self) -> Servers:
         """The topology of the space's strategy: consistency, update, replay.
 
-        Raises ConfigError: the strategy stores nothing on servers.
+        Raises ConfigError if the strategy stores nothing on servers.
         """
         found = servers_of(self.strategy)
         if found is None:
@@ -111,7 +112,7 @@ class Space:
         return len(self.cuts) + sum(table.segments for table in self.tables)
 
     def table(self, name: str) -> tuple[SparseTable, int]:
-        """Return a table and the number of its first segment. Raises ConfigError: there is no such table."""
+        """Return a table and the number of its first segment. Raises ConfigError if there is no such table."""
         first = len(self.cuts)
         for table in self.tables:
             if table.name == name:
@@ -121,7 +122,10 @@ class Space:
         raise ConfigError(f"there is no table {name!r}; the tables are {known}", field="table")
 
     def table_of(self, index: int) -> tuple[SparseTable, int] | None:
-        """Return the table of a segment, and the segment's number within the table; None = the dense vector."""
+        """Return the table of a segment and the segment's number in the table, or None for the dense vector's segments.
+
+        Raises ConfigError if there is no such segment.
+        """
         at = index - len(self.cuts)
         if at < 0:
             return None
@@ -135,7 +139,7 @@ class Space:
         )
 
     def unpack_factory(self) -> Factory:
-        """Unpack the optimizer factory. Runs the user's code, and raises the exceptions of that code.
+        """Unpack the optimizer factory. This runs the user's code, and raises the exceptions of that code.
 
         Classes of rayps are found in their present modules if an older version packed the factory.
         """
@@ -194,7 +198,7 @@ class Space:
         )
 
 
-# classes that packed factories contain and `rayps.__all__` lacks
+# classes that packed factories contain, and that are not in `rayps.__all__`
 _MOVED = {kind.__name__: kind for kind in (Recipe, Layout, Entry, Ticks, SubsetFactory)}
 
 
@@ -257,7 +261,7 @@ def _plain(value: Any, table: SparseTable) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class SpaceRank:
-    """What a worker needs to join a space as a rank. Servers refuse earlier incarnations of the same rank."""
+    """What a worker needs in order to join a space as a rank. Servers refuse earlier incarnations of the same rank."""
 
     source: dict[str, Any] | StaticMap  # the manager's address and the group's secret, or the map
     space: Space
@@ -268,8 +272,8 @@ class ServedSegment(Protocol):
     """One segment of a space on a server: the interface of a primary and of a backup."""
 
     seq: int  # number of changes applied; a change is one item of the list that `push` returns
-    operations: int  # a measure of load: the number of pushes and pulls so far; of a table, the number of rows in them
-    copied: bool  # whether there are backups; if not, `push` returns empty changes
+    operations: int  # the load so far: the number of pushes and pulls, or for a table the number of rows in them
+    copied: bool  # whether there are backups; if not, the changes that `push` returns are empty
 
     @property
     def version(self) -> int:
@@ -286,9 +290,8 @@ class ServedSegment(Protocol):
     def push(self, rank: int, step: int, weight: float, data: memoryview) -> list[bytes]:
         """Record a push, which may complete rounds; return the changes that backups must replay, in order.
 
-        Returns [] if the push is a repeated one, or has no effect before the rest of its round arrives.
-
-        Raises ValueError, ConfigError: the push is invalid, and nothing was applied.
+        Returns [] if the push is a repeated one, or has no effect before the rest of its round arrives. Raises
+        ValueError or ConfigError if the push is invalid; then nothing was applied.
         """
 
     def check(self, rank: int, step: int, weight: float, data: memoryview) -> None:
@@ -305,7 +308,7 @@ class ServedSegment(Protocol):
         """Return whether a pull of `rank` may be served now."""
 
     def laggards(self) -> list[int]:
-        """Return the slowest ranks: those for whose pushes pulls wait."""
+        """Return the slowest ranks. Pulls of other ranks wait for the pushes of these ranks."""
 
     def pull(self, rank: int, data: memoryview, out: memoryview | None = None) -> tuple[Any, int, list[bytes]]:
         """Return a buffer with the requested values, the lead of `rank`, and the changes that backups must replay.
@@ -315,13 +318,13 @@ class ServedSegment(Protocol):
         """
 
     def read(self, data: memoryview) -> Any:
-        """Return a buffer with the requested values, without waiting for the clock; changes nothing."""
+        """Return a buffer with the requested values, without waiting for the clock. The segment does not change."""
 
     def marks(self) -> dict[int, int]:
-        """Return the next step of each rank."""
+        """Return a dict from each rank to its next step."""
 
     def durable(self, rank: int) -> int:
-        """Return the step of this rank below which all pushes are applied here, and so are sent to all backups.
+        """Return the step of this rank below which all pushes are applied here, and thus sent to all backups.
 
         A push that waits for the rest of its round is not applied yet.
         """
@@ -333,7 +336,7 @@ class ServedSegment(Protocol):
         """Replace the state by one that `dump` returned."""
 
     def part(self, rounds: int) -> bytes | None:
-        """Return the state after `rounds` rounds; None if it was not retained (see `keep`)."""
+        """Return the state after `rounds` rounds, or None if it was not retained (see `keep`)."""
 
     def keep(self, rounds: Sequence[int]) -> None:
         """Retain the state after each of these rounds, when the round closes."""

@@ -1,1 +1,1 @@
-"""A server of an elastic group: one thread serves segments of many spaces, with backups on other servers."""
+"""A server of a server group: one thread serves segments of many spaces, and keeps backups of them on other servers."""

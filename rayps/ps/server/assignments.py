@@ -22,7 +22,7 @@ from rayps.tensors.optim import Factory
 
 
 class SegmentReport(NamedTuple):
-    """An event about a segment, to be sent to the manager. `name`: the backup's server, for an event about a backup."""
+    """An event about a segment, which is sent to the manager. `name`: the backup's server if it is about a backup."""
 
     space: int
     event: Event
@@ -39,15 +39,15 @@ class AssignedSegment:
     index: int
     role: Role
     generation: int
-    segment: ServedSegment | None = None  # None: a backup that has not received a state yet
+    segment: ServedSegment | None = None  # None if this is a backup that has not received a state yet
     usable: bool = True  # False until a state is loaded, here or on the primary that sent its state
-    copies: dict[str, Any] = field(default_factory=dict)  # by server: `rayps.ps.server.replication.ReplicaCopy`
-    line: int = 0  # the generation of its last change or state, a part of the mark (see `replication`)
-    source: object = None  # of a backup: the connection on which its state came
+    copies: dict[str, Any] = field(default_factory=dict)  # server -> `rayps.ps.server.replication.ReplicaCopy`
+    state_generation: int = 0  # the generation of its last change or state; a part of the mark (see `replication`)
+    source: object = None  # if this is a backup: the connection on which its state came
     since: float = 0.0  # when its present role began
     handed: bool = False  # whether HANDED was reported
-    saved: dict[int, int] = field(default_factory=dict)  # by rank: number of steps in the state stored elsewhere
-    saving: dict[int, dict[int, int]] = field(default_factory=dict)  # by round: as `saved`, of states to be stored
+    saved: dict[int, int] = field(default_factory=dict)  # rank -> number of its steps in the state stored elsewhere
+    saving: dict[int, dict[int, int]] = field(default_factory=dict)  # round -> as `saved`, for states to be stored
 
     @property
     def serves(self) -> bool:
@@ -55,10 +55,10 @@ class AssignedSegment:
         return self.role == Role.PRIMARY
 
     def durable(self, rank: int) -> int:
-        """Return the step of a rank below which no push is lost if this server dies after an answer.
+        """Return the step of a rank below which no push is lost if this server dies after it has answered.
 
-        If the segment has backups, all applied pushes count, because an answer waits for the backups anyway. If it has
-        none, only the pushes in a state that is stored elsewhere count.
+        If the segment has backups, these are all applied pushes, because an answer waits for the backups. If it has no
+        backups, these are only the pushes in a state that is stored elsewhere.
         """
         assert self.segment is not None
         saved = None if self.copies else self.saved.get(rank, 0)
@@ -68,16 +68,16 @@ class AssignedSegment:
         return applied if saved is None else min(applied, saved)
 
     def marks(self) -> dict[int, int]:
-        """Return for each rank its next step: the pushes of all earlier steps are recorded."""
+        """Return a dict from each rank to its next step. The pushes of all earlier steps are recorded."""
         assert self.segment is not None
         return self.segment.marks()
 
-    def state_is_kept(self, rounds: int) -> None:
+    def record_saved_state(self, rounds: int) -> None:
         """Record that the state after `rounds` rounds is stored elsewhere."""
         marks = self.saving.get(rounds)
         if marks is not None:
             self.saved = {rank: max(step, self.saved.get(rank, 0)) for rank, step in marks.items()}
-            self.saving = {number: held for number, held in self.saving.items() if number > rounds}
+            self.saving = {number: each for number, each in self.saving.items() if number > rounds}
 
 
 class AssignedSpace:
@@ -86,11 +86,13 @@ class AssignedSpace:
     def __init__(self, space: Space) -> None:
         self.space = space
         self.static = False  # whether the space has no manager and no backups, so that no other server takes over
-        self.holdings: dict[int, AssignedSegment] = {}
-        self.incarnations: dict[int, int] = {}  # by rank: the highest incarnation that has joined
+        self.by_index: dict[int, AssignedSegment] = {}
+        self.incarnations: dict[int, int] = {}  # rank -> the highest incarnation that has joined
         self.parked: list[Any] = []  # requests that wait for the clock
         self.withheld: list[Any] = []  # answers that wait for backups
-        self.unborn: set[tuple[int, int]] = set()  # segment, generation: of a branch whose parent's segment is not here
+        self.unplaced_branches: set[tuple[int, int]] = (
+            set()
+        )  # (segment, generation) that could not begin here as a branch
         self.operations = 0
         self.rejected = 0
         self.seconds = 0.0
@@ -103,7 +105,7 @@ class AssignedSpace:
 
     @property
     def factory(self) -> Factory:
-        """The optimizer factory of the dense vector. Raises WorkloadError: it cannot be unpacked."""
+        """The optimizer factory of the dense vector. Raises WorkloadError if it cannot be unpacked."""
         if self._factory is None:
             try:
                 self._factory = self.space.unpack_factory()
@@ -117,10 +119,10 @@ class AssignedSpace:
 
     def primaries(self) -> list[AssignedSegment]:
         """Return the space's segments of which this server is primary."""
-        return [holding for holding in self.holdings.values() if holding.serves]
+        return [assigned for assigned in self.by_index.values() if assigned.serves]
 
     def make(self, index: int) -> ServedSegment:
-        """Create segment `index` of the space, without values: of the dense vector or of a table."""
+        """Create segment `index` of the space, of the dense vector or of a table, without values."""
         found = self.space.table_of(index)
         if found is None:
             return DenseSegment(self.space, index, self.factory)
@@ -128,14 +130,17 @@ class AssignedSpace:
 
     @property
     def scheduled(self) -> Scheduled | None:
-        """The learning-rate schedule of the tables' optimizers; None if the job has none. Raises WorkloadError."""
+        """The learning-rate schedule of the tables' optimizers, or None if the job has none.
+
+        Raises WorkloadError if the optimizer factory cannot be unpacked.
+        """
         found = self.factory if self.space.factory else None
         return Scheduled(found, self.space.ticks) if isinstance(found, Recipe) else None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the space's segments of which this server is primary."""
-        return sum(holding.segment.nbytes for holding in self.primaries() if holding.segment is not None)
+        return sum(assigned.segment.nbytes for assigned in self.primaries() if assigned.segment is not None)
 
 
 class OrderActions(Protocol):
@@ -144,169 +149,181 @@ class OrderActions(Protocol):
     def report(self, report: SegmentReport) -> None:
         """Send an event to the manager."""
 
-    def want_copies(self, holding: AssignedSegment, copies: dict[str, str], *, anew: bool) -> None:
-        """Keep backups of a segment on these servers (name -> address) and no others.
+    def set_backups(self, assigned: AssignedSegment, copies: dict[str, str], *, anew: bool) -> None:
+        """Keep backups of a segment on these servers (name -> address) and on no others.
 
-        `anew`: this is the first order of a generation.
+        `anew`: this is the first order of a new generation of the segment.
         """
 
-    def stop_serving(self, holding: AssignedSegment) -> None:
+    def stop_serving(self, assigned: AssignedSegment) -> None:
         """Refuse the parked requests that touch this segment."""
 
-    def withdraw(self, holding: AssignedSegment) -> None:
-        """Refuse the withheld answers about this segment, and drop its backups."""
+    def withdraw_answers(self, assigned: AssignedSegment) -> None:
+        """Answer STALE in place of the withheld answers about this segment, and drop its backups."""
 
 
 class Assignments:
     """The spaces of which a server holds segments, and the changes that orders make to these segments."""
 
-    def __init__(self, acts: OrderActions) -> None:
+    def __init__(self, actions: OrderActions) -> None:
         self.spaces: dict[int, AssignedSpace] = {}
-        self.forgotten: set[int] = set()  # numbers of closed spaces
-        self._acts = acts
+        self.closed_spaces: set[int] = set()  # numbers of closed spaces
+        self._actions = actions
 
-    def learn(self, space: Space) -> AssignedSpace:
-        """Add a space, before its segments are assigned; of a known space, replace the options (a new quota)."""
-        held = self.spaces.get(space.number)
-        if held is None:
-            held = self.spaces[space.number] = AssignedSpace(space)
-            self.forgotten.discard(space.number)
+    def add_space(self, space: Space) -> AssignedSpace:
+        """Add a space before its segments are assigned. If it is known, replace its options, such as the quota."""
+        assigned_space = self.spaces.get(space.number)
+        if assigned_space is None:
+            assigned_space = self.spaces[space.number] = AssignedSpace(space)
+            self.closed_spaces.discard(space.number)
         else:
-            held.space = space
-        return held
+            assigned_space.space = space
+        return assigned_space
 
-    def hold(self, space: Space, index: int, generation: int, segment: ServedSegment) -> AssignedSegment:
-        """Make this server primary of a segment that has its state already. For a server without a manager."""
-        held = self.learn(space)
-        held.static = True
-        found = AssignedSegment(held, index, Role.PRIMARY, generation, segment, line=generation, since=_now())
-        held.holdings[index] = found
+    def assign(self, space: Space, index: int, generation: int, segment: ServedSegment) -> AssignedSegment:
+        """Make this server the primary of `segment`, which has its state already. For a server without a manager."""
+        assigned_space = self.add_space(space)
+        assigned_space.static = True
+        found = AssignedSegment(
+            assigned_space, index, Role.PRIMARY, generation, segment, state_generation=generation, since=_now()
+        )
+        assigned_space.by_index[index] = found
         return found
 
-    def forget(self, number: int) -> None:
+    def drop_space(self, number: int) -> None:
         """Drop a closed space and its segments."""
-        self.forgotten.add(number)
-        held = self.spaces.get(number)
-        if held is not None:
-            for holding in list(held.holdings.values()):
-                self._end(holding)
+        self.closed_spaces.add(number)
+        assigned_space = self.spaces.get(number)
+        if assigned_space is not None:
+            for assigned in list(assigned_space.by_index.values()):
+                self._end(assigned)
             del self.spaces[number]
 
-    def obey(self, held: AssignedSpace, orders: Iterable[SegmentOrder]) -> None:
+    def apply_orders(self, assigned_space: AssignedSpace, orders: Iterable[SegmentOrder]) -> None:
         """Apply the manager's orders to the segments of a space."""
         for order in orders:
-            holding = held.holdings.get(order.segment)
-            if holding is not None and order.generation < holding.generation:
+            assigned = assigned_space.by_index.get(order.segment)
+            if assigned is not None and order.generation < assigned.generation:
                 continue  # the order is of an earlier generation
             match order.role:
                 case Role.PRIMARY:
-                    self._primary(held, holding, order)
+                    self._primary(assigned_space, assigned, order)
                 case Role.LEAVING:
-                    self._leaving(holding, order)
+                    self._leaving(assigned, order)
                 case Role.COPY:
-                    self._copy(held, holding, order)
+                    self._copy(assigned_space, assigned, order)
                 case Role.NONE:
-                    if holding is not None:
-                        self._end(holding)
+                    if assigned is not None:
+                        self._end(assigned)
 
-    def branch(self, held: AssignedSpace, parent: AssignedSpace, index: int, generation: int) -> bool:
+    def branch(self, assigned_space: AssignedSpace, parent: AssignedSpace, index: int, generation: int) -> bool:
         """Begin a branch's segment with the values of its parent's segment.
 
         Return False if this server does not serve the parent's segment.
         """
-        base = parent.holdings.get(index)
+        base = parent.by_index.get(index)
         if base is None or base.segment is None or not base.serves or not base.usable:
-            held.unborn.add((index, generation))
+            assigned_space.unplaced_branches.add((index, generation))
             return False
-        known = held.holdings.get(index)
+        known = assigned_space.by_index.get(index)
         if known is not None and known.generation >= generation and known.usable:
             return True
         segment: ServedSegment
         if isinstance(base.segment, DenseSegment):
-            segment = base.segment.branch(held.space, factory=held.factory)
+            segment = base.segment.branch(assigned_space.space, factory=assigned_space.factory)
         elif isinstance(base.segment, TableSegment):
-            segment = base.segment.branch(held.space.workers, held.space.strategy, held.scheduled)
+            segment = base.segment.branch(
+                assigned_space.space.workers, assigned_space.space.strategy, assigned_space.scheduled
+            )
         else:
             segment = base.segment.branch()
-        held.holdings[index] = AssignedSegment(
-            held, index, Role.PRIMARY, generation, segment, line=generation, since=_now()
+        assigned_space.by_index[index] = AssignedSegment(
+            assigned_space, index, Role.PRIMARY, generation, segment, state_generation=generation, since=_now()
         )
-        self._acts.report(SegmentReport(held.number, Event.READY, index, generation))
+        self._actions.report(SegmentReport(assigned_space.number, Event.READY, index, generation))
         return True
 
-    def is_to_be_copy(self, held: AssignedSpace, index: int, generation: int, source: object) -> AssignedSegment | None:
+    def become_copy(
+        self, assigned_space: AssignedSpace, index: int, generation: int, source: object
+    ) -> AssignedSegment | None:
         """Make this server a backup of a segment, because the primary of this generation sends a state over `source`.
 
-        The state may arrive before the manager's order. It means the same, because only the manager assigns
-        generations. Return None if this server has a later generation, or is itself the primary of this one.
+        The state may arrive before the manager's order. It means the same as the order, because only the manager
+        assigns generations. Return None if this server has a later generation of the segment, or is itself the primary
+        of this generation.
         """
-        holding = held.holdings.get(index)
-        if holding is not None and (
-            generation < holding.generation or (holding.serves and generation == holding.generation)
+        assigned = assigned_space.by_index.get(index)
+        if assigned is not None and (
+            generation < assigned.generation or (assigned.serves and generation == assigned.generation)
         ):
             return None
-        self._copy(held, holding, SegmentOrder(index, Role.COPY, generation, {}))
-        holding = held.holdings[index]
-        holding.source = source
-        return holding
+        self._copy(assigned_space, assigned, SegmentOrder(index, Role.COPY, generation, {}))
+        assigned = assigned_space.by_index[index]
+        assigned.source = source
+        return assigned
 
     # ---- roles
 
-    def _primary(self, held: AssignedSpace, holding: AssignedSegment | None, order: SegmentOrder) -> None:
-        anew = holding is None or holding.generation < order.generation or holding.role != Role.PRIMARY
-        if holding is None and (order.segment, order.generation) in held.unborn:
+    def _primary(self, assigned_space: AssignedSpace, assigned: AssignedSegment | None, order: SegmentOrder) -> None:
+        anew = assigned is None or assigned.generation < order.generation or assigned.role != Role.PRIMARY
+        if assigned is None and (order.segment, order.generation) in assigned_space.unplaced_branches:
             return
-        if holding is None:
-            dense = held.space.table_of(order.segment) is None
+        if assigned is None:
+            dense = assigned_space.space.table_of(order.segment) is None
             usable = not dense and not order.lost
-            holding = AssignedSegment(
-                held, order.segment, Role.PRIMARY, order.generation, held.make(order.segment), usable
+            assigned = AssignedSegment(
+                assigned_space,
+                order.segment,
+                Role.PRIMARY,
+                order.generation,
+                assigned_space.make(order.segment),
+                usable,
             )
-            holding.line = order.generation
-            held.holdings[order.segment] = holding
-        elif holding.segment is None:
-            self._acts.report(SegmentReport(held.number, Event.ASKED, order.segment, order.generation))
+            assigned.state_generation = order.generation
+            assigned_space.by_index[order.segment] = assigned
+        elif assigned.segment is None:
+            self._actions.report(SegmentReport(assigned_space.number, Event.ASKED, order.segment, order.generation))
             return
         elif anew:
-            if holding.serves:  # the parked requests named an older generation
-                self._acts.stop_serving(holding)
-            elif holding.role == Role.COPY:
-                getattr(holding.segment, "promoted", _nothing)()
-            holding.role, holding.generation, holding.handed = Role.PRIMARY, order.generation, False
-            holding.source = None
+            if assigned.serves:  # the parked requests named an older generation
+                self._actions.stop_serving(assigned)
+            elif assigned.role == Role.COPY:
+                getattr(assigned.segment, "promoted", _nothing)()
+            assigned.role, assigned.generation, assigned.handed = Role.PRIMARY, order.generation, False
+            assigned.source = None
         if anew:
-            holding.since = _now()
-            self._acts.report(SegmentReport(held.number, Event.READY, order.segment, order.generation))
-        self._acts.want_copies(holding, order.copies, anew=anew)
+            assigned.since = _now()
+            self._actions.report(SegmentReport(assigned_space.number, Event.READY, order.segment, order.generation))
+        self._actions.set_backups(assigned, order.copies, anew=anew)
 
-    def _leaving(self, holding: AssignedSegment | None, order: SegmentOrder) -> None:
-        if holding is None or holding.segment is None or holding.role == Role.COPY:
+    def _leaving(self, assigned: AssignedSegment | None, order: SegmentOrder) -> None:
+        if assigned is None or assigned.segment is None or assigned.role == Role.COPY:
             return  # this server has nothing to hand over
-        if holding.role != Role.LEAVING:
-            holding.role, holding.handed, holding.since = Role.LEAVING, False, _now()
-            self._acts.stop_serving(holding)
-        holding.generation = order.generation
-        self._acts.want_copies(holding, order.copies, anew=False)
+        if assigned.role != Role.LEAVING:
+            assigned.role, assigned.handed, assigned.since = Role.LEAVING, False, _now()
+            self._actions.stop_serving(assigned)
+        assigned.generation = order.generation
+        self._actions.set_backups(assigned, order.copies, anew=False)
 
-    def _copy(self, held: AssignedSpace, holding: AssignedSegment | None, order: SegmentOrder) -> None:
-        if holding is None:
-            held.holdings[order.segment] = AssignedSegment(
-                held, order.segment, Role.COPY, order.generation, since=_now()
+    def _copy(self, assigned_space: AssignedSpace, assigned: AssignedSegment | None, order: SegmentOrder) -> None:
+        if assigned is None:
+            assigned_space.by_index[order.segment] = AssignedSegment(
+                assigned_space, order.segment, Role.COPY, order.generation, since=_now()
             )
             return
-        if holding.role != Role.COPY:
-            self._acts.stop_serving(holding)
-            self._acts.withdraw(holding)
-            if not holding.usable:
-                holding.segment = None
-            holding.role, holding.since = Role.COPY, _now()
-        holding.generation = order.generation
+        if assigned.role != Role.COPY:
+            self._actions.stop_serving(assigned)
+            self._actions.withdraw_answers(assigned)
+            if not assigned.usable:
+                assigned.segment = None
+            assigned.role, assigned.since = Role.COPY, _now()
+        assigned.generation = order.generation
 
-    def _end(self, holding: AssignedSegment) -> None:
-        self._acts.stop_serving(holding)
-        self._acts.withdraw(holding)
-        getattr(holding.segment, "close", _nothing)()
-        del holding.space.holdings[holding.index]
+    def _end(self, assigned: AssignedSegment) -> None:
+        self._actions.stop_serving(assigned)
+        self._actions.withdraw_answers(assigned)
+        getattr(assigned.segment, "close", _nothing)()
+        del assigned.space.by_index[assigned.index]
 
 
 def _nothing() -> None:

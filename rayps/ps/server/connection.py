@@ -19,7 +19,7 @@ NOT_JOINED = -2  # the rank of a connection that has not sent JOIN
 
 
 class ServerPeer:
-    """An accepted connection: of a worker, of a reader, or of another server whose segments this server backs up."""
+    """A connection that the server has accepted, from a worker, a reader, or a primary whose backup this server is."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
@@ -29,10 +29,10 @@ class ServerPeer:
         self.incarnation = 0
         self.patience = PATIENCE
         self.full = False  # its send buffer is full
-        self.paused = False  # it is not read until its space's queue has room
+        self.paused = False  # whether reading from it waits until its space's queue has room
         self.gone = False
-        self.applied = 0  # of another server: tag of the last STATE or FORWARD message that was applied
-        self.box: ServerMailbox | None = None
+        self.applied = 0  # tag of the last STATE or FORWARD message that was applied, if it is from a primary
+        self.mailbox: ServerMailbox | None = None
         self.push: WholePush | None = None  # prepared for repetitions of the mailbox's last request
 
 
@@ -40,23 +40,23 @@ class ServerPeer:
 class PeerRequest:
     """A request that arrived by message or by mailbox. `a`, `b` and `weight` depend on its kind: see `GroupMessage`."""
 
-    guest: ServerPeer
+    peer: ServerPeer
     kind: int
     tag: int
     a: int
     b: int
     weight: float
-    payload: Any  # None: the request came by mailbox, and its pieces are in the worker's memory
+    payload: Any  # None if the request came by mailbox; its pieces are then in the worker's memory
     pieces: list[SegmentPayload] = field(default_factory=list)
-    outs: list[memoryview] = field(default_factory=list)  # by mailbox: the memory for each piece's answer
-    referencing: list[AssignedSegment] = field(default_factory=list)  # may still read the mailbox
-    whole: WholePush | None = None  # of the parked pull of a `WholePush`: this `WholePush`
+    outs: list[memoryview] = field(default_factory=list)  # memory for each piece's answer, if it came by mailbox
+    referencing: list[AssignedSegment] = field(default_factory=list)  # segments that may still read its pieces
+    whole: WholePush | None = None  # the `WholePush` whose parked pull this is
     deadline: float = 0.0
 
 
-def fenced(guest: ServerPeer) -> StaleGeneration:
-    """Return the error for a connection whose rank now belongs to a newer worker."""
+def fenced(peer: ServerPeer) -> StaleGeneration:
+    """Return the error for a request on a connection whose rank now belongs to a newer worker process."""
     return StaleGeneration(
-        f"{guest.link.peer} does not hold its rank any more: a newer worker has joined with this rank",
-        peer=guest.link.peer,
+        f"{peer.link.peer} does not hold its rank any more: a newer worker has joined with this rank",
+        peer=peer.link.peer,
     )

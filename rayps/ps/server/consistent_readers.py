@@ -4,13 +4,13 @@ Segments on different servers apply pushes independently, so a reader proceeds i
 
 1. It holds each segment (HOLD). A held segment reports, for each rank, one more than the highest step that it has
    applied, and delays further pushes.
-2. It sends every held segment the largest of these numbers for each rank (AIM). The segment then applies the pushes
-   below these numbers: another segment has applied each of them, so each is on its way to this one. When all segments
+2. It sends every held segment the largest of these numbers for each rank (AIM). The segment then also applies the
+   pushes below these numbers. They will arrive, because another segment has applied each of them. When all segments
    have applied them, all have the same pushes, and the reader reads the segments.
 
-A server lets one reader at a time hold a space, and every reader asks the server of the first segment first, so two
-readers never wait for each other. A hold ends when the reader releases it or disconnects, when its deadline passes, or
-when a held segment is migrated; after the last two the reader tries again.
+A server lets one reader at a time hold a space. Every reader first sends HOLD to the server of the first segment, so
+two readers never wait for each other. A hold ends when the reader releases it or disconnects, when its deadline passes,
+or when a held segment is moved to another server. In the last two cases the reader tries again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rayps.ps.server.assignments import AssignedSegment, AssignedSpace
 from rayps.ps.server.connection import PeerRequest, ServerPeer
 from rayps.ps.server.dense_segment import DenseSegment
 
-BEHIND_SECONDS = 0.5  # longest wait for a push that another server has applied, before its worker must repeat the push
+BEHIND_SECONDS = 0.5  # longest wait for a push that another server has applied; then the reader must try again
 
 
 class ReaderReplies(Protocol):
@@ -38,10 +38,10 @@ class ReaderReplies(Protocol):
     ) -> None:
         """Answer a request."""
 
-    def fail(self, held: AssignedSpace | None, request: PeerRequest, error: Exception) -> None:
+    def fail(self, assigned_space: AssignedSpace | None, request: PeerRequest, error: Exception) -> None:
         """Answer a request with an error."""
 
-    def redo(self, held: AssignedSpace, request: PeerRequest) -> None:
+    def serve_delayed(self, assigned_space: AssignedSpace, request: PeerRequest) -> None:
         """Serve a push that waited for a reader."""
 
 
@@ -61,9 +61,9 @@ class ConsistentCut:
         return [self._ledger.reach(rank) for rank in self._ledger.marks]
 
     def aim(self, target: Sequence[int]) -> None:
-        """Admit the pushes below `target`: by rank, the largest number that `reached` returned on any segment.
+        """Admit the pushes below `target`, which has for each rank the largest result of `reached` on any segment.
 
-        Raises ValueError: `target` has another number of ranks.
+        Raises ValueError if `target` has another number of ranks.
         """
         if len(target) != len(self._ledger.marks):
             raise ValueError(
@@ -76,7 +76,7 @@ class ConsistentCut:
         return self._ledger.seen(rank, step) or (self._target is not None and step < self._target[rank])
 
     def missing(self) -> list[int]:
-        """Return the ranks of which another segment has applied a push that this segment has not applied."""
+        """Return the ranks that have a push below the target which this segment has not applied."""
         if self._target is None:
             return []
         return [rank for rank, mark in self._ledger.marks.items() if mark < self._target[rank]]
@@ -84,7 +84,7 @@ class ConsistentCut:
 
 @dataclass(slots=True)
 class _Hold:
-    """The reader that holds the space, its deadline, and a `ConsistentCut` for each held segment."""
+    """One reader's hold of the space: the reader, the deadline, and a `ConsistentCut` for each held segment."""
 
     reader: ServerPeer
     deadline: float
@@ -99,8 +99,8 @@ class _Hold:
 class ConsistentReaders:
     """The reader that holds a space on this server, the readers that wait to hold it, and the delayed pushes."""
 
-    def __init__(self, held: AssignedSpace, replies: ReaderReplies) -> None:
-        self._held, self._replies = held, replies
+    def __init__(self, assigned_space: AssignedSpace, replies: ReaderReplies) -> None:
+        self._assigned_space, self._replies = assigned_space, replies
         self._hold: _Hold | None = None
         self._waiting: list[PeerRequest] = []  # HOLD requests that are not granted yet
         self._delayed: list[PeerRequest] = []  # pushes that wait for the reader
@@ -111,70 +111,81 @@ class ConsistentReaders:
         return self._hold is not None or bool(self._waiting)
 
     def admits(self, push: PeerRequest) -> bool:
-        """Return whether a push may be applied now; otherwise delay it."""
-        hold = self._hold
-        if hold is None:
+        """Return whether a push may be applied now. If not, add it to the delayed pushes."""
+        add_request = self._hold
+        if add_request is None:
             return True
-        touched = [hold.cuts[piece.segment] for piece in push.pieces if piece.segment in hold.cuts]
-        if all(cut.admits(push.guest.rank, push.a) for cut in touched):
+        touched = [add_request.cuts[piece.segment] for piece in push.pieces if piece.segment in add_request.cuts]
+        if all(cut.admits(push.peer.rank, push.a) for cut in touched):
             return True
         self._delayed.append(push)
         return False
 
-    def hold(self, request: PeerRequest) -> None:
-        """Hold the space for this reader when its turn has come; answer with the steps applied, by segment and rank."""
-        if request.guest.rank < 0:
-            raise ValueError(f"{request.guest.link.peer} joined as a reader and has no clock: send READ, not HOLD")
-        hold = self._hold
-        if hold is not None and hold.reader is request.guest and any(p.segment in hold.cuts for p in request.pieces):
-            self._let_go()  # the reader's last attempt failed, and this is the next
-        # a reader that the first server has admitted waits on other servers only if the first server was replaced
-        request.deadline = time.monotonic() + (request.guest.patience if request.a else BEHIND_SECONDS)
+    def add_request(self, request: PeerRequest) -> None:
+        """Add a HOLD request. When the reader may hold the space, answer with the steps applied, by segment and rank.
+
+        Raises ValueError if the connection is of a reader without a rank, or a segment is not of the dense vector.
+        """
+        if request.peer.rank < 0:
+            raise ValueError(f"{request.peer.link.peer} joined as a reader and has no clock: send READ, not HOLD")
+        add_request = self._hold
+        if (
+            add_request is not None
+            and add_request.reader is request.peer
+            and any(p.segment in add_request.cuts for p in request.pieces)
+        ):
+            self._end_hold()  # the reader's last attempt failed, and this is the next
+        # a reader that the first server has admitted must wait on another server only if the first server was replaced
+        request.deadline = time.monotonic() + (request.peer.patience if request.a else BEHIND_SECONDS)
         self._waiting.append(request)
         self._grant()
 
     def aim(self, request: PeerRequest) -> None:
         """Answer once the named segments have applied the pushes below the steps in the request.
 
-        Raises PeerTimeout: the reader does not hold these segments.
+        Raises PeerTimeout if the reader does not hold these segments any more.
         """
-        hold = self._hold
-        if hold is None or hold.reader is not request.guest or any(p.segment not in hold.cuts for p in request.pieces):
+        add_request = self._hold
+        if (
+            add_request is None
+            or add_request.reader is not request.peer
+            or any(p.segment not in add_request.cuts for p in request.pieces)
+        ):
             raise PeerTimeout(
-                f"{request.guest.link.peer} no longer holds space {self._held.space.name!r}: its hold ended after "
-                f"{request.guest.patience:g} s (raise `timeout`), or because a segment was migrated",
-                peer=request.guest.link.peer,
-                seconds=request.guest.patience,
+                f"{request.peer.link.peer} no longer holds space {self._assigned_space.space.name!r}: its hold ended "
+                f"after {request.peer.patience:g} s (raise `timeout`), or because a segment was moved",
+                peer=request.peer.link.peer,
+                seconds=request.peer.patience,
                 behind=True,
             )
         for piece in request.pieces:
-            hold.cuts[piece.segment].aim(read_numbers(piece.data))
-        hold.aimed = request
-        hold.deadline = min(hold.deadline, time.monotonic() + BEHIND_SECONDS)
-        self._again()
-        self.look()
+            add_request.cuts[piece.segment].aim(read_numbers(piece.data))
+        add_request.aimed = request
+        add_request.deadline = min(add_request.deadline, time.monotonic() + BEHIND_SECONDS)
+        self._serve_delayed()
+        self.check()
 
-    def release(self, guest: ServerPeer) -> None:
+    def release(self, peer: ServerPeer) -> None:
         """End this reader's hold of the space."""
-        if self._hold is not None and self._hold.reader is guest:
-            self._let_go()
+        if self._hold is not None and self._hold.reader is peer:
+            self._end_hold()
 
-    def look(self) -> None:
+    def check(self) -> None:
         """After a push: answer the AIM whose target is reached, and let the next reader hold the space if it may."""
-        hold = self._hold
-        if hold is not None and hold.aimed is not None and not hold.missing():
-            aimed, hold.aimed = hold.aimed, None
-            hold.deadline = time.monotonic() + aimed.guest.patience  # time to read the segments
+        add_request = self._hold
+        if add_request is not None and add_request.aimed is not None and not add_request.missing():
+            aimed, add_request.aimed = add_request.aimed, None
+            add_request.deadline = time.monotonic() + aimed.peer.patience  # time to read the segments
             self._replies.reply(
-                aimed, GroupMessage.ACK, [self._held.holdings[p.segment] for p in aimed.pieces], payload=b""
+                aimed, GroupMessage.ACK, [self._assigned_space.by_index[p.segment] for p in aimed.pieces], payload=b""
             )
         self._grant()
 
-    def forget(self, guest: ServerPeer) -> None:
+    def forget(self, peer: ServerPeer) -> None:
         """Drop the requests and the hold of a connection that is lost."""
-        self._delayed = [request for request in self._delayed if request.guest is not guest]
-        self._waiting = [request for request in self._waiting if request.guest is not guest]
-        self.release(guest)
+        self._delayed = [request for request in self._delayed if request.peer is not peer]
+        self._waiting = [request for request in self._waiting if request.peer is not peer]
+        self.release(peer)
 
     def stop_serving(self, segment: int) -> list[PeerRequest]:
         """End the hold of a segment that is no longer served here.
@@ -187,69 +198,71 @@ class ConsistentReaders:
         if self._hold is not None and segment in self._hold.cuts:
             aimed = self._hold.aimed
             gone += [] if aimed is None else [aimed]
-            self._let_go()
+            self._end_hold()
         return gone
 
     def expire(self, now: float) -> None:
         """Refuse requests that have waited too long, and end a hold that has lasted too long."""
         for request in [waiting for waiting in self._waiting if waiting.deadline < now]:
             self._waiting.remove(request)
-            self._replies.fail(self._held, request, self._too_late(request))
-        hold = self._hold
-        if hold is not None and hold.deadline < now:
-            aimed, missing = hold.aimed, hold.missing()
-            self._let_go()
+            self._replies.fail(self._assigned_space, request, self._too_late(request))
+        add_request = self._hold
+        if add_request is not None and add_request.deadline < now:
+            aimed, missing = add_request.aimed, add_request.missing()
+            self._end_hold()
             if aimed is not None:
-                self._replies.fail(self._held, aimed, self._cut_off(aimed, missing))
+                self._replies.fail(self._assigned_space, aimed, self._cut_off(aimed, missing))
 
     def _segment(self, index: int) -> DenseSegment:
-        segment = self._held.holdings[index].segment
+        segment = self._assigned_space.by_index[index].segment
         if not isinstance(segment, DenseSegment):
             raise ValueError(
-                f"segment {index} of space {self._held.space.name!r} belongs to a table: HOLD is for segments of the "
-                "dense vector"
+                f"segment {index} of space {self._assigned_space.space.name!r} belongs to a table: HOLD is for "
+                "segments of the dense vector"
             )
         return segment
 
     def _grant(self) -> None:
         """Let the next reader hold the space, if no other reader does and the clock lets this one pull.
 
-        All waiting requests of that reader are granted together: otherwise it would wait for its own hold to end.
+        All waiting requests of that reader are granted together, because otherwise it would wait for its own hold.
         """
         for request in list(self._waiting):
-            hold = self._hold
-            if request not in self._waiting or (hold is not None and hold.reader is not request.guest):
+            add_request = self._hold
+            if request not in self._waiting or (add_request is not None and add_request.reader is not request.peer):
                 continue
             segments = {piece.segment: self._segment(piece.segment) for piece in request.pieces}
-            if hold is None:
-                if request.a and not all(segment.may_pull(request.guest.rank) for segment in segments.values()):
+            if add_request is None:
+                if request.a and not all(segment.may_pull(request.peer.rank) for segment in segments.values()):
                     continue
-                hold = self._hold = _Hold(request.guest, time.monotonic() + request.guest.patience, {})
+                add_request = self._hold = _Hold(request.peer, time.monotonic() + request.peer.patience, {})
             self._waiting.remove(request)
-            hold.cuts |= {index: ConsistentCut(segment.ledger) for index, segment in segments.items()}
+            add_request.cuts |= {index: ConsistentCut(segment.ledger) for index, segment in segments.items()}
             pieces = [
-                SegmentPayload(p.segment, p.generation, numbers(hold.cuts[p.segment].reached())) for p in request.pieces
+                SegmentPayload(p.segment, p.generation, numbers(add_request.cuts[p.segment].reached()))
+                for p in request.pieces
             ]
-            touched = [self._held.holdings[index] for index in segments]
+            touched = [self._assigned_space.by_index[index] for index in segments]
             self._replies.reply(request, GroupMessage.VALUE, touched, payload=pack(pieces))
 
-    def _let_go(self) -> None:
+    def _end_hold(self) -> None:
         self._hold = None
-        self._again()
+        self._serve_delayed()
         self._grant()
 
-    def _again(self) -> None:
+    def _serve_delayed(self) -> None:
         """Serve the pushes that waited, in the order in which they came."""
         waiting, self._delayed = self._delayed, []
         for push in waiting:
-            self._replies.redo(self._held, push)
+            self._replies.serve_delayed(self._assigned_space, push)
 
     def _too_late(self, request: PeerRequest) -> PeerTimeout:
         behind = sorted({rank for p in request.pieces for rank in self._segment(p.segment).laggards()})
         names = ", ".join(f"rank {rank}" for rank in behind)
         return PeerTimeout(
-            f"{request.guest.link.peer} waited too long to read space {self._held.space.name!r} consistently, for "
-            f"{names} to push or for another reader to finish: raise `timeout` if this may take longer",
+            f"{request.peer.link.peer} could not read space {self._assigned_space.space.name!r} consistently in time, "
+            f"because it waited for {names} to push, or for another reader to finish: raise `timeout` if this may take "
+            "longer",
             peer=names,
             ranks=behind,
             behind=not request.a,
@@ -257,10 +270,10 @@ class ConsistentReaders:
 
     def _cut_off(self, aimed: PeerRequest, missing: list[int]) -> PeerTimeout:
         return PeerTimeout(
-            f"{aimed.guest.link.peer} waited for a push of rank {', '.join(map(str, missing))} that another server has "
-            "received and this one has not: the worker may have died before it had pushed to all servers.\nraise "
+            f"{aimed.peer.link.peer} waited for a push of rank {', '.join(map(str, missing))} that another server has "
+            "received and this server has not: the worker may have died before it had pushed to all servers.\nraise "
             "`timeout` if the push may take longer, or pull with consistent=False",
             peer=f"worker-{missing[0]}" if missing else "server",
-            seconds=aimed.guest.patience,
+            seconds=aimed.peer.patience,
             behind=True,
         )

@@ -1,9 +1,9 @@
 """A segment of the dense vector on a server: its shard, pushes and states as bytes, and branches.
 
 A *change* is what a primary sends to its backups. If the strategy changes the shard on each push, a change is a push.
-If it changes the shard only once a round is complete, a change is a closed round: the weighted mean of the round's
-pushes if the strategy applies nothing else (`PerRound(means=True)`), which is one vector for any number of workers;
-otherwise all pushes of the round, in the order of ranks.
+If it changes the shard only when a round is complete, a change is a closed round. If the strategy applies only the
+weighted mean of the round's pushes (`PerRound(means=True)`), the change has this mean, one vector for any number of
+workers. Otherwise it has all pushes of the round, in the order of ranks.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ class ShardFacts:
     hi: int
     version: int
     bytes: int
-    staleness: dict[int, int]  # number of pulls, by how many rounds their rank was ahead of the slowest
+    staleness: dict[int, int]  # number of rounds that a rank was ahead of the slowest -> number of such pulls
     laggards: list[int]  # the slowest ranks
     reached: int  # rounds that the slowest worker has pushed
     snapshots: list[int] = field(default_factory=list)  # rounds after which a state is retained
-    ages: dict[int, int] = field(default_factory=dict)  # number of pushes, by optimizer steps since their rank's pull
+    ages: dict[int, int] = field(default_factory=dict)  # optimizer steps since the rank's pull -> number of pushes
     lost: int = 0  # acknowledged pushes that no worker retained when this shard was restored
 
 
@@ -83,14 +83,14 @@ PUSHED, MEAN, VALUES = 1, 2, 3
 
 
 def changes_by(strategy: ServerHalf) -> int:
-    """Return what a change is under this strategy: a push (PUSHED), or a closed round (its MEAN, or all its VALUES)."""
+    """Return what a change is under this strategy: PUSHED (a push), or a closed round as its MEAN or all its VALUES."""
     servers = servers_of(strategy)
     if servers is None or servers.update.listens:
         return PUSHED
     return MEAN if servers.update.means else VALUES
 
 
-class FiledPush(NamedTuple):
+class OpenPush(NamedTuple):
     """A push of an open round: its elements, its weight, and the area of the shard that these elements cover."""
 
     value: Tensor
@@ -111,16 +111,16 @@ class ChangeLog:
         self._mean = b""
 
     def pushed(self, rank: int, step: int, weight: float, data: Buffer) -> bytes:
-        """Encode a push as a change; empty unless recording."""
+        """Return a push encoded as a change, or b"" unless recording."""
         return b"".join([CHANGE.pack(PUSHED, rank, step, weight), data]) if self.recording else b""
 
     def stepped(self, grad: Tensor, area: Area) -> None:
-        """Record the gradient of an optimizer step, which is the round's mean, if changes are means."""
+        """If changes are means, record the gradient of an optimizer step, which is the round's mean."""
         if self.kind == MEAN:
             self._mean = area_piece(grad, area, self._size)
 
-    def gathered(self, finished: int, pushes: Sequence[tuple[int, FiledPush]]) -> None:
-        """Record the pushes of a round (rank, push) if changes consist of all pushes."""
+    def gathered(self, finished: int, pushes: Sequence[tuple[int, OpenPush]]) -> None:
+        """If changes have all pushes, record the pushes of a round, as pairs (rank, push)."""
         if self.kind == VALUES:
             values = [area_piece(push.value, push.area, self._size) for _, push in pushes]
             heads = [
@@ -137,7 +137,7 @@ class ChangeLog:
                 self._mean = b""
 
     def since(self, seq: int) -> list[bytes]:
-        """Return the changes after number `seq`, and forget them; empty changes unless recording."""
+        """Return the changes after number `seq`, and remove them from this log. They are empty unless recording."""
         changes, self._changes = self._changes, []
         return changes if self.recording else [b""] * (self.seq - seq)
 
@@ -165,7 +165,9 @@ class SegmentOptimizer:
     def step(self, grad: Tensor, scale: float = 1.0, decays: float | None = None) -> None:
         """Apply `scale` times a gradient of the area; see `SlicedOptimizer.step`."""
         area = self.area
-        self._words[STEPS] += 1  # odd during the step: a worker that reads the memory meanwhile must read it again
+        self._words[STEPS] += (
+            1  # odd during the step: a worker that reads the memory during the step must read it again
+        )
         try:
             if area is self.whole or area == self.whole:
                 self._sliced.step(grad, scale, decays)
@@ -208,7 +210,7 @@ class SegmentOptimizer:
         self._sliced.load(fitting(moments, self._sliced.optimizer), extent.layout)
 
     def restore(self, moments: Moments, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Restore what `moments` and `groups` returned."""
+        """Restore the optimizer state that the methods `moments` and `groups` returned."""
         self._sliced.restore(moments)
         for mine, given in zip(self._sliced.optimizer.param_groups, groups, strict=False):
             mine.update({key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
@@ -236,13 +238,13 @@ class RoundBuffer:
     """The pushes of open rounds, by step and rank."""
 
     def __init__(self) -> None:
-        self._pushes: dict[int, dict[int, FiledPush]] = {}
+        self._pushes: dict[int, dict[int, OpenPush]] = {}
         self.by_reference: set[tuple[int, int]] = set()  # (step, rank) of pushes in the pusher's memory
 
-    def file(self, step: int, rank: int, push: FiledPush, by_reference: bool = False) -> None:
-        """Hold a push until its round is closed.
+    def add_push(self, step: int, rank: int, push: OpenPush, by_reference: bool = False) -> None:
+        """Store a push until its round is closed.
 
-        If it is given `by_reference`, call `copy_pushes` before the answer to the pusher.
+        If the push is `by_reference`, it is in the worker's memory: call `copy_pushes` before the worker is answered.
         """
         self._pushes.setdefault(step, {})[rank] = push
         if by_reference:
@@ -255,13 +257,13 @@ class RoundBuffer:
             push = self._pushes[key[0]][rank]
             self._pushes[key[0]][rank] = push._replace(value=push.value.clone())
 
-    def take(self, step: int) -> list[tuple[int, FiledPush]]:
+    def remove_round(self, step: int) -> list[tuple[int, OpenPush]]:
         """Remove and return the pushes of a round, in the order of ranks."""
         if self.by_reference:
             self.by_reference = {key for key in self.by_reference if key[0] != step}
         return sorted(self._pushes.pop(step, {}).items())
 
-    def __iter__(self) -> Iterator[tuple[int, int, FiledPush]]:
+    def __iter__(self) -> Iterator[tuple[int, int, OpenPush]]:
         return ((step, rank, push) for step, pushes in self._pushes.items() for rank, push in pushes.items())
 
 
@@ -288,10 +290,10 @@ class ShardCounts:
     """Counters of a shard, for its facts: pulls by the lead of their rank, pushes by age, and lost pushes."""
 
     def __init__(self) -> None:
-        self.leads: Counter[int] = Counter()  # number of pulls, by how many rounds their rank was ahead of the slowest
-        self.ages: Counter[int] = Counter()  # number of pushes, by optimizer steps since their rank's last pull
+        self.leads: Counter[int] = Counter()  # rounds that the rank was ahead of the slowest -> number of such pulls
+        self.ages: Counter[int] = Counter()  # optimizer steps since the rank's last pull -> number of such pushes
         self.lost = 0
-        self._pulled_at: dict[int, int] = {}  # by rank: the version of its last pull
+        self._pulled_at: dict[int, int] = {}  # rank -> the version of its last pull
 
     def pulled(self, rank: int, version: int, lead: int) -> None:
         """Count a pull."""
@@ -306,7 +308,7 @@ class ShardCounts:
 
 @dataclass(slots=True)
 class ShardState:
-    """The complete state of a shard, for a backup, a migration, a branch or a checkpoint."""
+    """The complete state of a shard, for a backup, a move, a branch or a checkpoint."""
 
     params: Tensor
     moments: Moments
@@ -315,7 +317,7 @@ class ShardState:
     version: int = 0
     seq: int = 0
     pushes: list[tuple[int, int, float, bytes]] = field(default_factory=list)  # open rounds: step, rank, weight, piece
-    kept: dict[int, bytes] = field(default_factory=dict)  # retained states, by round
+    kept: dict[int, bytes] = field(default_factory=dict)  # round -> retained state
     wanted: list[int] = field(default_factory=list)  # rounds after which a state was requested
 
     def pack(self) -> bytes:
@@ -337,7 +339,7 @@ class ShardState:
 
     @classmethod
     def unpack(cls, data: Buffer) -> ShardState:
-        """Decode what `pack` returned; `params` may be a view of it. Raises CheckpointError."""
+        """Decode what `pack` returned; `params` may be a view of `data`. Raises CheckpointError if it is truncated."""
         head, tensors = unpack_state(data)
         return cls(
             tensors[0],
@@ -373,10 +375,11 @@ class Shard:
         private: bool = False,
         ticks: Ticks | None = None,
     ) -> None:
-        """Begin with `params`, which include the pushes in `start`: a ledger, or the first step that each rank pushes.
+        """Begin with `params`, which contain the pushes that `start` lists.
 
-        `boundary`: the rounds after which a state is retained. With `private`, the shard uses the tensor `params`
-        itself, and other processes cannot read it. `ticks`: the epochs of the phase, for a schedule that counts epochs.
+        `start`: a ledger, or the first step that each rank will push. `boundary`: the rounds after which a state is
+        retained. With `private`, the shard uses the tensor `params` itself, and other processes cannot read it.
+        `ticks`: the epochs of the phase, for a learning-rate schedule that counts epochs.
         """
         servers = servers_of(strategy) or Servers()
         self.extent, self.strategy = extent, strategy
@@ -385,7 +388,7 @@ class Shard:
         self.clock = Clock(self.ledger.marks, servers.staleness)
         self.size = len(self.ledger.marks)  # number of workers
         self.closed = self.clock.slowest  # number of closed rounds
-        self.rounds = 1  # number of rounds for which the current push stands, see ShardView
+        self.rounds = 1  # number of rounds that the current push covers, see ShardView
         self.version = 0  # number of optimizer steps
         self.spans, self._borrows = servers.update.spans, servers.update.borrows
         self.changes = ChangeLog(strategy, self.slice.params.numel())
@@ -431,8 +434,8 @@ class Shard:
     ) -> bool:
         """Record the push of `rank` for `step`; return False, without effect, if it was recorded before.
 
-        `value` covers the elements of this shard from `offset` on, or `rows`; elements that it does not cover count as
-        zero. A value `by_reference` is in the pusher's memory: call `copy_pushes` before the answer to the pusher.
+        `value` has elements of this shard from `offset` on, or those of `rows`; the shard's other elements count as
+        zero. With `by_reference`, `value` is in the worker's memory: call `copy_pushes` before the worker is answered.
 
         Raises:
             ValueError: too many steps were skipped, the rank is unknown, or the value does not fit.
@@ -455,7 +458,7 @@ class Shard:
         if self.changes.kind == PUSHED:
             self.changes.seq += 1
         if self._open is not None:
-            self._open.file(step, rank, FiledPush(value, weight, area), by_reference)
+            self._open.add_push(step, rank, OpenPush(value, weight, area), by_reference)
         if step == self.closed or self.spans:  # otherwise a rank that has not pushed step `closed` keeps the round open
             self.finish()
         return True
@@ -482,7 +485,7 @@ class Shard:
     def _close(self, finished: int) -> None:
         """Close a round: apply its pushes by the strategy's `on_round`."""
         if self._open is not None:
-            pushes = self._open.take(finished)
+            pushes = self._open.remove_round(finished)
             if self.changes.recording:
                 self.changes.gathered(finished, pushes)
             values, area = gathered([(push.value, push.area) for _, push in pushes], self.optimizer.whole[1])
@@ -499,7 +502,7 @@ class Shard:
     # ---- as a backup
 
     def replay(self, change: memoryview) -> None:
-        """Apply one change of the primary. Raises ValueError."""
+        """Apply one change of the primary. Raises ValueError if it is not a change of a dense segment."""
         view = memoryview(change).cast("B")
         kind, first, second, weight = CHANGE.unpack_from(view)
         body = view[CHANGE.size :]
@@ -524,16 +527,16 @@ class Shard:
         for rank in self.ledger.marks:
             self.ledger.skip(rank, finished + 1)
         if self._open is not None:
-            self._open.take(finished)
+            self._open.remove_round(finished)
         self.closed = finished + 1  # the state may contain pushes of later rounds: later changes close those
         if mean is not None:
-            value, area = self._filed(mean)
+            value, area = self._open_push(mean)
             self.optimizer.begin(area, finished)
             self.step(value)
         self._closed(finished)
 
-    def _filed(self, piece: DensePiece) -> tuple[Tensor, Area]:
-        """Return a piece's elements and area, as in `FiledPush`. A range is padded with zeros to the whole shard."""
+    def _open_push(self, piece: DensePiece) -> tuple[Tensor, Area]:
+        """Return a piece's elements and area, as in `OpenPush`. A range is extended with zeros to the whole shard."""
         (value, offset, rows), size = piece, self.optimizer.whole[1]
         return (padded(value, offset, size) if rows is None and value.numel() < size else value), piece.area
 
@@ -583,14 +586,14 @@ class Shard:
         self.changes.seq, self.version = state.seq, state.version
         self.optimizer.restore(state.moments, state.groups)
         for step, rank, weight, piece in state.pushes if self._open is not None else ():
-            value, area = self._filed(self.extent.read_push(memoryview(bytearray(piece))))
-            self._open.file(step, rank, FiledPush(value, weight, area))  # type: ignore[union-attr]
+            value, area = self._open_push(self.extent.read_push(memoryview(bytearray(piece))))
+            self._open.add_push(step, rank, OpenPush(value, weight, area))  # type: ignore[union-attr]
         self.retained.update(state.kept)
         self.retained.requested = set(state.wanted)
 
 
 def optimizer_factory(factory: Factory, adagrad: float | None) -> Factory:
-    """Return the workload's optimizer factory; with `adagrad`, a factory of Adagrad with this learning rate instead.
+    """Return the workload's optimizer factory, or if `adagrad` is given, a factory of Adagrad with this learning rate.
 
     The workload's learning-rate schedule applies to both.
 
@@ -628,7 +631,7 @@ class DenseSegment:
     """
 
     def __init__(self, space: Space, index: int, factory: Factory, *, base: DenseSegment | None = None) -> None:
-        """Begin with zeros, until a state is loaded, or with the values of `base`."""
+        """Begin with the values of `base`, or with zeros until a state is loaded."""
         if space.layout is None:
             raise ConfigError(
                 f"space {space.name!r} has no dense vector, of which segment {index} could be a part", field="segment"
@@ -648,10 +651,10 @@ class DenseSegment:
         self._branches: list[weakref.ref[DenseSegment]] = []
         if base is None:
             zeros = torch.zeros(self.rows, dtype=self.extent.layout.dtype)
-            self._become(ShardState(zeros, {}, Ledger([0] * space.workers)), restore=False)
+            self._replace_shard(ShardState(zeros, {}, Ledger([0] * space.workers)), restore=False)
 
-    def _become(self, state: ShardState, *, restore: bool = True) -> None:
-        """Replace the shard by one with this state, in memory of its own."""
+    def _replace_shard(self, state: ShardState, *, restore: bool = True) -> None:
+        """Replace the shard by a shard with this state, in memory that no other segment uses."""
         self._base = None
         self._shard = Shard(
             self.extent,
@@ -688,7 +691,7 @@ class DenseSegment:
         """Copy the values into memory that workers of this host can read, unless done before; return this memory."""
         if not self._shared:
             self._shared = True
-            self._become(self._shard.state())
+            self._replace_shard(self._shard.state())
         return self._shard.slice
 
     @property
@@ -698,7 +701,7 @@ class DenseSegment:
 
     @seq.setter
     def seq(self, value: int) -> None:
-        self._own().changes.seq = value
+        self._writable_shard().changes.seq = value
 
     @property
     def version(self) -> int:
@@ -713,7 +716,7 @@ class DenseSegment:
     # ---- pushes
 
     def check(self, rank: int, step: int, weight: float, data: memoryview | Tensor) -> None:
-        """Raise what `push` would raise: ValueError, ConfigError."""
+        """Raise the ValueError or ConfigError that `push` would raise. The segment does not change."""
         self._checked, read = None, self._read_push(data)
         if not 0 <= weight < float("inf"):
             raise ValueError(f"a push has weight {weight}: give the number of samples, 0 or more")
@@ -739,9 +742,9 @@ class DenseSegment:
         return DensePiece(data)
 
     def push(self, rank: int, step: int, weight: float, data: memoryview | Tensor) -> list[bytes]:
-        """Record a push of this segment's elements (empty `data`: zeros); return the changes that backups must replay.
+        """Record a push of this segment's elements, or of zeros if `data` is empty; return the changes for backups.
 
-        If `data` is a tensor, it is in the pusher's memory: call `own` before the pusher is answered.
+        If `data` is a tensor, it is in the worker's memory: call `copy_pushes` before the worker is answered.
         """
         known = self._checked
         if known is None or known[0] != (rank, step, weight) or known[1] is not data:
@@ -750,7 +753,7 @@ class DenseSegment:
         assert known is not None, "check() sets it"
         (value, offset, rows), self._checked = known[2], None
         self.operations += 1
-        shard, by_reference = self._own(), isinstance(data, Tensor)
+        shard, by_reference = self._writable_shard(), isinstance(data, Tensor)
         if shard.ledger.seen(rank, step):
             return []
         changes = shard.changes
@@ -764,8 +767,8 @@ class DenseSegment:
         return [change]
 
     def replay(self, change: memoryview) -> None:
-        """Apply one of the changes that `push` returned on the primary. Raises ValueError."""
-        self._own().replay(change)
+        """Apply one of the changes that `push` returned on the primary. Raises ValueError if it is none."""
+        self._writable_shard().replay(change)
 
     def promoted(self) -> None:
         """Close, as the new primary, the rounds that all ranks have pushed."""
@@ -773,8 +776,8 @@ class DenseSegment:
             self._shard.finish()
 
     def close(self) -> None:
-        """Let branches that read this segment's memory copy it, so that the memory can be freed."""
-        self._part_from_branches()
+        """Copy this segment's values into the branches that read its memory, so that the memory can be freed."""
+        self._separate_branches()
 
     # ---- pulls
 
@@ -783,7 +786,7 @@ class DenseSegment:
         return self._base is not None or self._shard.clock.may_pull(rank)
 
     def laggards(self) -> list[int]:
-        """Return the slowest ranks, for whose pushes pulls wait."""
+        """Return the slowest ranks. Pulls of other ranks wait for the pushes of these ranks."""
         return list(range(self.space.workers)) if self._base is not None else self._shard.clock.laggards()
 
     def pull(
@@ -811,8 +814,8 @@ class DenseSegment:
     def read(self, data: memoryview | Tensor = memoryview(b"")) -> Any:
         """Return the values that `data` requests: all elements (empty `data`), a range of them, or rows.
 
-        All elements and a range are views, valid until the next push. Raises ValueError, ConfigError: the segment does
-        not have the requested elements.
+        All elements and a range are views, valid until the next push. Raises ValueError or ConfigError if the segment
+        does not have the requested elements.
         """
         if self._base is not None:
             return self._base.read(data)
@@ -831,7 +834,7 @@ class DenseSegment:
     @property
     def ledger(self) -> Ledger:
         """The ledger of the recorded pushes: applied, or waiting for their round to close. For reading only."""
-        return self._own().ledger
+        return self._writable_shard().ledger
 
     def durable(self, rank: int) -> int:
         """Return the step below which all pushes of a rank are applied here."""
@@ -843,7 +846,7 @@ class DenseSegment:
     # ---- states
 
     def _state(self) -> ShardState:
-        """Return the state; of a branch without a shard, the base's values with a clock at step 0."""
+        """Return the state. For a branch without its own shard, it has the base's values and a clock at step 0."""
         if self._base is None:
             return self._shard.state()
         of = self.shard
@@ -854,7 +857,7 @@ class DenseSegment:
         return self._state().pack()
 
     def load(self, state: Buffer) -> None:
-        """Restore a state that `dump` returned. Raises CheckpointError: it is truncated, or of another segment."""
+        """Restore a state that `dump` returned. Raises CheckpointError if it is truncated, or of another segment."""
         found = ShardState.unpack(state)
         if found.params.numel() != self.rows or found.params.dtype != self.extent.layout.dtype:
             raise CheckpointError(
@@ -866,23 +869,23 @@ class DenseSegment:
             raise CheckpointError(
                 f"the state is of {ranks} workers, but space {self.space.name!r} has {self.space.workers} workers"
             )
-        self._part_from_branches()
+        self._separate_branches()
         found.params = found.params.clone()
-        self._become(found)
+        self._replace_shard(found)
 
     def begin(self, params: Tensor, ledger: Ledger, moments: Moments, boundary: Boundary) -> None:
         """Restore this segment's part of a snapshot, and retain states after the rounds of `boundary` from now on.
 
-        `moments` is the optimizer's state of whole parameters, also where the segment has only a part of a parameter.
+        `moments` is the optimizer's state for whole parameters, even if the segment has only a part of a parameter.
         """
-        self._part_from_branches()
+        self._separate_branches()
         self._boundary = boundary
-        self._become(ShardState(params.clone(), {}, ledger), restore=False)
+        self._replace_shard(ShardState(params.clone(), {}, ledger), restore=False)
         self._shard.optimizer.load(moments, self.extent)
 
     def facts(self, index: int, wanted: int) -> ShardFacts:
         """Return the facts of shard `index` of a static map, and retain the state after round `wanted`."""
-        shard = self._own()
+        shard = self._writable_shard()
         shard.retained.wanted = wanted
         if wanted > shard.closed:
             shard.retained.requested = {wanted}
@@ -890,15 +893,15 @@ class DenseSegment:
 
     def skip(self, rank: int, step: int) -> None:
         """Count a rank's missing pushes below `step` as lost, because no worker retains them."""
-        self._own().skip(rank, step)
+        self._writable_shard().skip(rank, step)
 
     def keep(self, rounds: Sequence[int]) -> None:
         """Retain the state after each of these rounds that is not closed yet."""
-        shard = self._own()
+        shard = self._writable_shard()
         shard.retained.requested.update(r for r in rounds if r > shard.closed)
 
     def part(self, rounds: int) -> bytes | None:
-        """Return the state after `rounds` rounds; None if it is not retained."""
+        """Return the state after `rounds` rounds, or None if it is not retained."""
         return None if self._base is not None else self._shard.retained.get(rounds)
 
     # ---- branches
@@ -918,25 +921,25 @@ class DenseSegment:
         base._branches = [ref for ref in base._branches if ref() is not None] + [weakref.ref(made)]
         return made
 
-    def _own(self) -> Shard:
-        """Return the shard for writing: in memory that no other segment reads."""
-        self._part_from_branches()
+    def _writable_shard(self) -> Shard:
+        """Return the shard for writing. If other segments share its memory, copy the values first."""
+        self._separate_branches()
         if self._base is not None:
-            self._leave()
+            self._copy_base()
         return self._shard
 
-    def _part_from_branches(self) -> None:
+    def _separate_branches(self) -> None:
         if self._branches:
             branches, self._branches = self._branches, []
             for branch in filter(None, (ref() for ref in branches)):
                 if branch._base is self:
-                    branch._leave()
+                    branch._copy_base()
 
-    def _leave(self) -> None:
-        """Copy the base's state into a shard of this segment's own."""
+    def _copy_base(self) -> None:
+        """Copy the base's state into a new shard, which only this segment uses."""
         state = self._state()
         state.params = state.params.clone()
-        self._become(state)
+        self._replace_shard(state)
 
 
 def state_of(
@@ -950,14 +953,14 @@ def state_of(
 ) -> bytes:
     """Return the bytes of a state for `DenseSegment.load`, of the elements `piece` that begin at `lo` of a vector.
 
-    `moments`: the optimizer's state by parameter name, of whole parameters; only the part of `piece` is used. `marks`:
-    the next step of each rank, or a ledger.
+    `moments`: the optimizer's state of whole parameters, by parameter name; only the elements of `piece` are used.
+    `marks`: the next step of each rank, or a ledger.
     """
     ledger = marks if isinstance(marks, Ledger) else Ledger(marks)
     return ShardState(piece, cut_moments(moments or {}, layout, lo, lo + piece.numel()), ledger, version=version).pack()
 
 
 def part_of(state: Buffer, rounds: int, lo: int) -> ShardPart:
-    """Return a dense segment's state as a shard's share of a checkpoint. Raises CheckpointError."""
+    """Return a dense segment's state as a shard's share of a checkpoint. Raises CheckpointError if it is truncated."""
     found = ShardState.unpack(state)
     return ShardPart(rounds, lo, found.params.clone(), found.moments, found.ledger)

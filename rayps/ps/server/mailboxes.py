@@ -1,12 +1,12 @@
 """The server's side of mailboxes: blocks of shared memory in which workers on its host write one request at a time.
 
 A request from a mailbox becomes a `PeerRequest` without payload, whose pieces are in the worker's memory. The rest of
-the server treats it like a request that came by message. See `rayps.ps.protocol.mailbox` for the mailbox and its head.
+the server treats it like a request that came by message. See `rayps.ps.protocol.mailbox` for mailboxes and heads.
 
 `WholePush` is a fast path for the most frequent request: a push of whole dense segments, and the pull of the same
 segments. Its result equals that of `rayps.ps.server.requests` bit for bit. It is possible only if this server serves
-each segment in the requested generation, without backups, and in memory that no other space uses. All that it needs is
-looked up once for each head of a mailbox. If it is not possible, it changes nothing, and `requests` serves the request.
+each segment in the requested generation, without backups, and in memory that no other space uses. Segments and memory
+are looked up once for each head of a mailbox. If the fast path is not possible, `requests` serves the request.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ _INFINITE, _INFINITE_STEP = float("inf"), 1 << 62
 class MailboxHead(NamedTuple):
     """The head of a mailbox, decoded: a request's pieces, one for each segment, and the memory for their answers.
 
-    `whole` lists segment, generation and elements of each piece if all pieces are different whole dense segments;
-    otherwise it is None.
+    `whole` lists segment, generation and elements of each piece; None unless each piece is a whole dense segment, and
+    no segment occurs twice.
     """
 
-    held: AssignedSpace
+    assigned_space: AssignedSpace
     pieces: list[SegmentPayload]
     outs: list[memoryview]
     whole: list[tuple[int, int, Tensor]] | None
 
     @classmethod
-    def of(cls, box: ServerMailbox, held: AssignedSpace, rows: list[list[int]]) -> MailboxHead:
-        """Decode the `rows` of a head. Raises ValueError: a row refers to memory that the worker has not offered."""
-        space = held.space
+    def of(cls, mailbox: ServerMailbox, assigned_space: AssignedSpace, rows: list[list[int]]) -> MailboxHead:
+        """Decode the `rows` of a head. Raises ValueError if a row refers to memory that the worker has not offered."""
+        space = assigned_space.space
         dense, dtype = len(space.cuts), None if space.layout is None else space.layout.dtype
         pieces: list[SegmentPayload] = []
         outs: list[memoryview] = []
@@ -54,15 +54,15 @@ class MailboxHead(NamedTuple):
             if dtype is not None and 0 <= segment < dense:
                 count = space.cuts[segment][1] - space.cuts[segment][0]
                 plain = size in (0, count * dtype.itemsize)  # else a piece with a head: see `rayps.ps.protocol.pieces`
-                value = box.tensor_at(place, size, dtype if plain else torch.uint8)
+                value = mailbox.tensor_at(place, size, dtype if plain else torch.uint8)
                 pieces.append(SegmentPayload(segment, generation, value))
                 if plain and value.numel() == count:
                     whole.append((segment, generation, value))
             else:
-                pieces.append(SegmentPayload(segment, generation, box.bytes_at(place, size)))
-            outs.append(box.bytes_at(out, room) if room else _EMPTY)
+                pieces.append(SegmentPayload(segment, generation, mailbox.bytes_at(place, size)))
+            outs.append(mailbox.bytes_at(out, room) if room else _EMPTY)
         distinct = len({segment for segment, _, _ in whole}) == len(pieces)
-        return cls(held, pieces, outs, whole if distinct else None)
+        return cls(assigned_space, pieces, outs, whole if distinct else None)
 
 
 class Mailboxes:
@@ -81,39 +81,41 @@ class Mailboxes:
     def open(self, peer: ServerPeer) -> None:
         """Open the mailbox of a worker, if the worker has offered one."""
         link = peer.link
-        if self._page is not None and peer.box is None and isinstance(link, SharedLink) and offered(link):
-            peer.box = ServerMailbox(link, self._page, self._wakeup.fileno())
-            self._open.append((peer, peer.box, peer.box.words))
+        if self._page is not None and peer.mailbox is None and isinstance(link, SharedLink) and offered(link):
+            peer.mailbox = ServerMailbox(link, self._page, self._wakeup.fileno())
+            self._open.append((peer, peer.mailbox, peer.mailbox.words))
 
     def close(self, peer: ServerPeer) -> None:
         """Close the mailbox of a worker that has disconnected."""
-        if peer.box is not None:
+        if peer.mailbox is not None:
             self._open = [each for each in self._open if each[0] is not peer]
             self._heads.pop(peer, None)
             peer.push = None
-            self.answered = [box for box in self.answered if box is not peer.box]
-            peer.box.close()
-            peer.box = None
+            self.answered = [mailbox for mailbox in self.answered if mailbox is not peer.mailbox]
+            peer.mailbox.close()
+            peer.mailbox = None
 
     def asked(self) -> list[ServerPeer]:
         """Return the connections whose mailbox has a new request."""
-        return [peer for peer, box, words in self._open if words[ASKED] != box.seen]
+        return [peer for peer, mailbox, words in self._open if words[ASKED] != mailbox.seen]
 
-    def take(self, peer: ServerPeer, held: AssignedSpace | None) -> tuple[MailboxCall, MailboxHead | None]:
-        """Return the new request in a mailbox, and its head; None in place of the head if `held` is None.
+    def read_request(
+        self, peer: ServerPeer, assigned_space: AssignedSpace | None
+    ) -> tuple[MailboxCall, MailboxHead | None]:
+        """Return the new request in a mailbox, and its head, or None for the head if `assigned_space` is None.
 
-        Raises ValueError: the request is invalid.
+        Raises ValueError if the request is invalid.
         """
-        box = peer.box
-        assert box is not None
-        call, rows, fresh = box.take()
-        if held is None:
+        mailbox = peer.mailbox
+        assert mailbox is not None
+        call, rows, fresh = mailbox.read_request()
+        if assigned_space is None:
             return call, None
         known = self._heads.get(peer)
-        if fresh or known is None or known.held is not held:
+        if fresh or known is None or known.assigned_space is not assigned_space:
             self._heads.pop(peer, None)
             peer.push = None
-            known = self._heads[peer] = MailboxHead.of(box, held, rows)
+            known = self._heads[peer] = MailboxHead.of(mailbox, assigned_space, rows)
         return call, known
 
     def wake(self) -> None:
@@ -124,11 +126,14 @@ class Mailboxes:
         if self.answered:
             answered, self.answered = self.answered, []
             self._fence()
-            for box in answered:
-                box.wake()
+            for mailbox in answered:
+                mailbox.wake()
 
     def sleeps(self) -> bool:
-        """Announce that the loop will sleep; return False if a new request forbids it. Call `awake` afterwards."""
+        """Announce that the loop will sleep; return False if it must not, because of a new request.
+
+        Call `awake` after the sleep.
+        """
         self._words[ASLEEP] = 1
         self._fence()
         return not self.asked()
@@ -162,42 +167,42 @@ class WholePush:
 
     def __init__(self, head: MailboxHead, rank: int, targets: list[_Target]) -> None:
         self.head, self.rank, self._targets = head, rank, targets
-        self.offered = False  # whether the worker knows the memory of all segments
+        self.offered = False  # whether the worker was offered the memory of all segments
 
     @classmethod
-    def of(cls, held: AssignedSpace, head: MailboxHead, rank: int) -> WholePush | None:
+    def of(cls, assigned_space: AssignedSpace, head: MailboxHead, rank: int) -> WholePush | None:
         """Prepare the requests with this head.
 
         Return None if `RequestHandler` must serve them, which also raises the errors of invalid requests.
         """
         if head.whole is None:
             return None
-        here, targets = held.holdings, list[_Target]()
+        here, targets = assigned_space.by_index, list[_Target]()
         for index, generation, value in head.whole:
-            holding = here.get(index)
-            segment = None if holding is None else holding.segment
+            assigned = here.get(index)
+            segment = None if assigned is None else assigned.segment
             shard = segment.alone if isinstance(segment, DenseSegment) else None
-            if holding is None or not isinstance(segment, DenseSegment) or shard is None:
+            if assigned is None or not isinstance(segment, DenseSegment) or shard is None:
                 return None
             if rank not in shard.ledger.marks:
                 return None
-            targets.append((holding, generation, segment, shard, value))
+            targets.append((assigned, generation, segment, shard, value))
         return cls(head, rank, targets)
 
     def takes(self, step: int, weight: float) -> bool:
-        """Return whether a request can be served: all segments are served as when prepared, and the push is valid."""
+        """Return whether a request can be served: the push is valid, and all segments are served as when prepared."""
         if not 0 <= weight < _INFINITE:
             return False
-        rank, here = self.rank, self.head.held.holdings
-        for holding, generation, segment, shard, _ in self._targets:
+        rank, here = self.rank, self.head.assigned_space.by_index
+        for assigned, generation, segment, shard, _ in self._targets:
             if (
-                holding.segment is not segment
+                assigned.segment is not segment
                 or segment.alone is not shard
-                or holding.generation != generation
-                or holding.role is not Role.PRIMARY
-                or not holding.usable
-                or holding.copies
-                or here.get(holding.index) is not holding
+                or assigned.generation != generation
+                or assigned.role is not Role.PRIMARY
+                or not assigned.usable
+                or assigned.copies
+                or here.get(assigned.index) is not assigned
                 or (step - shard.ledger.marks[rank] >= WINDOW and not shard.spans)
             ):
                 return False
@@ -214,12 +219,12 @@ class WholePush:
     @property
     def touched(self) -> list[AssignedSegment]:
         """Return the segments of the request."""
-        return [holding for holding, _, _, _, _ in self._targets]
+        return [assigned for assigned, _, _, _, _ in self._targets]
 
     @property
     def slices(self) -> list[tuple[int, SharedSlice]]:
         """Each segment's index and memory."""
-        return [(holding.index, shard.slice) for holding, _, _, shard, _ in self._targets]
+        return [(assigned.index, shard.slice) for assigned, _, _, shard, _ in self._targets]
 
     def may_pull(self, step: int) -> bool:
         """Return whether the push of `step` is recorded, and the clocks of all segments allow the pull after it."""
@@ -232,11 +237,12 @@ class WholePush:
     def pulled(self) -> tuple[int, int, int]:
         """Count the pull, and stop using the memory of the push, which the worker may overwrite afterwards.
 
-        Return the segments' lowest version, the rank's lead in rounds, and the step below which its pushes are durable.
+        Return the lowest version of the segments, the rank's lead in rounds, and the step below which all pushes of the
+        rank are durable.
         """
         rank, lead, version, durable = self.rank, 0, _INFINITE_STEP, _INFINITE_STEP
-        for holding, _, _, shard, _ in self._targets:
-            ahead, kept = shard.pulled(rank), holding.durable(rank)
+        for assigned, _, _, shard, _ in self._targets:
+            ahead, kept = shard.pulled(rank), assigned.durable(rank)
             shard.copy_pushes(rank)
             lead = ahead if ahead > lead else lead
             version = shard.version if shard.version < version else version

@@ -28,14 +28,14 @@ from rayps.core.errors import LinkError, RaypsError
 from rayps.ps.protocol.messages import Event, GroupMessage, SegmentOrder
 from rayps.ps.protocol.space import Space
 from rayps.ps.server.assignments import AssignedSpace, Assignments, SegmentReport
-from rayps.ps.server.replication import Peer, Replication
+from rayps.ps.server.replication import BackupConnection, Replication
 from rayps.ps.tables.table_segment import TableSegment
 
 log = logging.getLogger(__name__)
 
 DIAL_SECONDS = 2.0  # longest time to connect
-AGAIN_SECONDS = 0.2  # between two attempts to connect to the manager
-WORK_SECONDS = 30.0  # longest time without a turn of the loop in which `beat_for` still sends heartbeats
+AGAIN_SECONDS = 0.2  # seconds between two attempts to connect to the manager
+WORK_SECONDS = 30.0  # longest time that the loop may spend on one request while `send_heartbeat` sends for it
 
 Later = Callable[[Callable[[], None]], None]
 Address = str | Callable[[], str]
@@ -48,10 +48,10 @@ class OrderTarget(Protocol):
     address: str
     where: str  # the machine
 
-    def learnt(self, space: Space) -> None:
+    def space_changed(self, space: Space) -> None:
         """Handle a new space, or its new quota."""
 
-    def forgotten(self, number: int) -> None:
+    def space_closed(self, number: int) -> None:
         """Answer the waiting requests of a closed space with an error."""
 
     def facts(self) -> dict[str, Any]:
@@ -61,75 +61,81 @@ class OrderTarget(Protocol):
 class ManagerSession:
     """The server's half of the session with its manager: registration, orders, reports, heartbeats."""
 
-    def __init__(self, desk: OrderTarget, holdings: Assignments, copies: Replication, heartbeat: float) -> None:
-        self._desk, self._holdings, self._copies = desk, holdings, copies
+    def __init__(self, server: OrderTarget, assignments: Assignments, copies: Replication, heartbeat: float) -> None:
+        self._server, self._assignments, self._replication = server, assignments, copies
         self.link: Link | None = None
         self.every = heartbeat
         self.next_beat = 0.0
-        self.alone_since: float | None = time.monotonic()  # None: the manager is connected
+        self.alone_since: float | None = time.monotonic()  # None while the manager is connected
         self._beats = 0
-        self._told = 0  # tag of the newest orders
+        self._orders_tag = 0  # tag of the newest orders
         self._reports: list[SegmentReport] = []
-        self.lock = threading.RLock()  # guards the connection, which the loop and `beat_for` use
-        self._turned = time.monotonic()  # time of the loop's last call of `turn`
+        self.lock = threading.RLock()  # guards the connection, which the loop and `send_heartbeat` use
+        self._last_turn = time.monotonic()  # time of the loop's last call of `send_due`
         self._load: dict[str, Any] = {"spaces": {}}
 
-    def say(self, report: SegmentReport) -> None:
-        """Send a report at the next `turn`. A manager that connects later receives all reports that are still true."""
+    def add_report(self, report: SegmentReport) -> None:
+        """Send a report at the next `send_due`. A manager that connects later gets all reports that are still true."""
         self._reports.append(report)
 
-    def met(self, link: Link) -> None:
+    def register(self, link: Link) -> None:
         """Register with a connected manager: send the server's name, address and segments."""
-        self.link, self.alone_since, self._told = link, None, 0
-        desk = self._desk
+        self.link, self.alone_since, self._orders_tag = link, None, 0
+        server = self._server
         holds = {
-            str(number): [[h.index, h.role.value, h.generation] for h in held.holdings.values()]
-            for number, held in self._holdings.spaces.items()
+            str(number): [[h.index, h.role.value, h.generation] for h in assigned_space.by_index.values()]
+            for number, assigned_space in self._assignments.spaces.items()
         }
-        body = {"name": desk.name, "address": desk.address, "host": desk.where, "pid": os.getpid(), "holds": holds}
+        body = {
+            "name": server.name,
+            "address": server.address,
+            "host": server.where,
+            "pid": os.getpid(),
+            "holds": holds,
+        }
         self._send(GroupMessage.REGISTER, body)
         self._reports = self._all()
         self.next_beat = time.monotonic()
 
-    def left(self) -> None:
+    def disconnected(self) -> None:
         """Record that the connection to the manager is lost."""
         with self.lock:
             self.link, self.alone_since = None, time.monotonic()
 
-    def hear(self, message: Message) -> None:
+    def apply_message(self, message: Message) -> None:
         """Apply a message of the manager."""
         try:
-            self._obey(message)
+            self._apply(message)
         except Exception as error:  # e.g. the job's optimizer cannot be built here; other spaces are not affected
-            log.error("%s cannot apply its manager's message", self._desk.name, exc_info=error)
+            log.error("%s cannot apply its manager's message", self._server.name, exc_info=error)
 
-    def _obey(self, message: Message) -> None:
+    def _apply(self, message: Message) -> None:
         if message.kind == GroupMessage.WELCOME:
             self.every = float(json.loads(bytes(message.payload)).get("heartbeat", self.every))
         elif message.kind == GroupMessage.SPACE:
             space: Space = pickle.loads(message.payload)
-            self._holdings.learn(space)
-            self._desk.learnt(space)
+            self._assignments.add_space(space)
+            self._server.space_changed(space)
         elif message.kind == GroupMessage.ORDERS:
             body = json.loads(bytes(message.payload))
-            held = self._holdings.spaces.get(int(body["space"]))
-            if held is not None:
-                self._holdings.obey(held, [SegmentOrder.of(row) for row in body["holdings"]])
-                self._desk.learnt(held.space)
-            self._told = max(self._told, message.tag)
+            assigned_space = self._assignments.spaces.get(int(body["space"]))
+            if assigned_space is not None:
+                self._assignments.apply_orders(assigned_space, [SegmentOrder.of(row) for row in body["holdings"]])
+                self._server.space_changed(assigned_space.space)
+            self._orders_tag = max(self._orders_tag, message.tag)
         elif message.kind == GroupMessage.BRANCH:
-            held, parent = self._holdings.spaces.get(message.a), self._holdings.spaces.get(message.b)
+            assigned_space, parent = self._assignments.spaces.get(message.a), self._assignments.spaces.get(message.b)
             for index, generation in json.loads(bytes(message.payload))["segments"]:
-                done = held is not None and parent is not None
-                if not (done and self._holdings.branch(held, parent, index, generation)):  # type: ignore[arg-type]
-                    self.say(SegmentReport(message.a, Event.ASKED, index, generation))
+                done = assigned_space is not None and parent is not None
+                if not (done and self._assignments.branch(assigned_space, parent, index, generation)):  # type: ignore[arg-type]
+                    self.add_report(SegmentReport(message.a, Event.ASKED, index, generation))
         elif message.kind == GroupMessage.FORGET:
-            self._holdings.forget(message.a)
-            self._desk.forgotten(message.a)
+            self._assignments.drop_space(message.a)
+            self._server.space_closed(message.a)
 
-    def turn(self, now: float) -> None:
+    def send_due(self, now: float) -> None:
         """Send the reports, and the heartbeat when it is due."""
-        self._turned = now
+        self._last_turn = now
         if self.link is None:
             return
         if self._reports:
@@ -139,20 +145,20 @@ class ManagerSession:
                 row = [report.event.value, report.segment, report.generation, report.name]
                 spaces.setdefault(report.space, []).append(row)
             for number, rows in spaces.items():
-                self._send(GroupMessage.REPORT, {"space": number, "events": rows}, self._told)
+                self._send(GroupMessage.REPORT, {"space": number, "events": rows}, self._orders_tag)
         if now >= self.next_beat:
-            self._load = self._desk.facts()
+            self._load = self._server.facts()
             self._beat(now)
 
-    def beat_for(self, now: float) -> None:
-        """Send a heartbeat while the loop is busy with one long request, such as a large state.
+    def send_heartbeat(self, now: float) -> None:
+        """Send a heartbeat if the loop is late, because it is busy with one long request, such as a large state.
 
-        Call it from another thread. After `WORK_SECONDS` in the same request it sends no heartbeat, so that the manager
-        counts the server as dead.
+        Call this from another thread. When the request takes longer than `WORK_SECONDS`, no heartbeat is sent, so that
+        the manager counts the server as dead.
         """
         with self.lock:
             late = now > self.next_beat + self.every
-            if self.link is not None and late and now - self._turned < WORK_SECONDS:
+            if self.link is not None and late and now - self._last_turn < WORK_SECONDS:
                 self._beat(now)
 
     def _beat(self, now: float) -> None:
@@ -171,11 +177,11 @@ class ManagerSession:
     def _all(self) -> list[SegmentReport]:
         """Return all reports that are true now, for a new manager."""
         found: list[SegmentReport] = []
-        for number, held in self._holdings.spaces.items():
-            for holding in held.holdings.values():
-                if holding.serves:
-                    found.append(SegmentReport(number, Event.READY, holding.index, holding.generation))
-                found += self._copies.all_of(holding)
+        for number, assigned_space in self._assignments.spaces.items():
+            for assigned in assigned_space.by_index.values():
+                if assigned.serves:
+                    found.append(SegmentReport(number, Event.READY, assigned.index, assigned.generation))
+                found += self._replication.all_of(assigned)
         return found
 
 
@@ -185,7 +191,9 @@ class Load:
     def __init__(self) -> None:
         self._cpu, self._at = time.process_time(), time.monotonic()
 
-    def now(self, holdings: Assignments, connections: int, waits: Callable[[int], tuple[int, int]]) -> dict[str, Any]:
+    def now(
+        self, assignments: Assignments, connections: int, waits: Callable[[int], tuple[int, int]]
+    ) -> dict[str, Any]:
         """Return the heartbeat's load.
 
         `waits(space)` returns the number of the space's throttled requests so far, and its queued bytes.
@@ -193,32 +201,35 @@ class Load:
         cpu, at = time.process_time(), time.monotonic()
         share = (cpu - self._cpu) / max(1e-6, at - self._at)
         self._cpu, self._at = cpu, at
-        spaces = {str(number): _of_space(held, *waits(number)) for number, held in list(holdings.spaces.items())}
+        spaces = {
+            str(number): _of_space(assigned_space, *waits(number))
+            for number, assigned_space in list(assignments.spaces.items())
+        }
         total = sum(
-            holding.segment.nbytes
-            for held in list(holdings.spaces.values())
-            for holding in list(held.holdings.values())
-            if holding.segment is not None
+            assigned.segment.nbytes
+            for assigned_space in list(assignments.spaces.values())
+            for assigned in list(assigned_space.by_index.values())
+            if assigned.segment is not None
         )
         return {"cpu": round(share, 3), "bytes": total, "connections": connections, "spaces": spaces}
 
 
-def _of_space(held: AssignedSpace, throttled: int, queued: int) -> dict[str, Any]:
+def _of_space(assigned_space: AssignedSpace, throttled: int, queued: int) -> dict[str, Any]:
     segments: dict[str, list[int]] = {}
-    for holding in held.primaries():
-        segment = holding.segment
+    for assigned in assigned_space.primaries():
+        segment = assigned.segment
         if segment is not None:
-            segments[str(holding.index)] = [segment.nbytes, segment.rows, segment.operations, segment.seq]
-    tables = [holding.segment for holding in held.primaries() if isinstance(holding.segment, TableSegment)]
+            segments[str(assigned.index)] = [segment.nbytes, segment.rows, segment.operations, segment.seq]
+    tables = [assigned.segment for assigned in assigned_space.primaries() if isinstance(assigned.segment, TableSegment)]
     return {
         "bytes": sum(row[0] for row in segments.values()),
         "rows": sum(row[1] for row in segments.values()),
         "evicted": sum(table.life.evicted for table in tables),
-        "operations": held.operations,
-        "rejected": held.rejected,
+        "operations": assigned_space.operations,
+        "rejected": assigned_space.rejected,
         "throttled": throttled,
         "queued": queued,
-        "seconds": round(held.seconds, 6),
+        "seconds": round(assigned_space.seconds, 6),
         "segments": segments,
     }
 
@@ -237,28 +248,28 @@ class Outbound:
         poll: select.poll,
         later: Later,
         copies: Replication,
-        command: ManagerSession,
+        manager_session: ManagerSession,
     ) -> None:
-        """`later(work)` runs `work` in the loop, whose poll object is `poll`. `manager=None`: there is no manager."""
+        """`later(work)` runs `work` in the loop, whose poll object is `poll`. `manager` is None if there is none."""
         self._name, self._secret, self._manager = name, secret, manager
-        self._poll, self._later, self._copies, self._command = poll, later, copies, command
-        self._peers: dict[int, Peer] = {}
+        self._poll, self._later, self._replication, self._manager_session = poll, later, copies, manager_session
+        self._peers: dict[int, BackupConnection] = {}
         self._closing = threading.Event()
         if manager is not None:
             self._look_for_manager()
             threading.Thread(target=self._beat, name=f"{name}-heart", daemon=True).start()
 
     def _beat(self) -> None:
-        while not self._closing.wait(self._command.every):
-            self._command.beat_for(time.monotonic())
+        while not self._closing.wait(self._manager_session.every):
+            self._manager_session.send_heartbeat(time.monotonic())
 
-    def attend(self, descriptor: int) -> bool:
-        """Receive and send on a connection that is ready. Return False if `descriptor` is of no outgoing connection."""
+    def handle_events(self, descriptor: int) -> bool:
+        """Receive and send on the connection with this descriptor; return False if it is not an outgoing connection."""
         peer = self._peers.get(descriptor)
         if peer is not None:
             self._attend_peer(peer)
             return True
-        manager = self._command.link
+        manager = self._manager_session.link
         if manager is not None and descriptor == manager.fileno():
             self._attend_manager(manager)
             return True
@@ -268,18 +279,18 @@ class Outbound:
         """Close all outgoing connections."""
         self._closing.set()
         for peer in list(self._peers.values()):
-            self._copies.lost(peer, "this server is closing")
-        with self._command.lock:
-            if self._command.link is not None:
-                self._command.link.close()
-                self._command.left()
+            self._replication.lost(peer, "this server is closing")
+        with self._manager_session.lock:
+            if self._manager_session.link is not None:
+                self._manager_session.link.close()
+                self._manager_session.disconnected()
 
     def _call(self, address: str) -> Link:
         return connect(address, name=self._name, secret=self._secret, generation=0, timeout=DIAL_SECONDS)
 
     # ---- other servers
 
-    def dial(self, peer: Peer) -> None:
+    def dial(self, peer: BackupConnection) -> None:
         """Connect to another server in a new thread; report the result to `Replication`."""
 
         def call() -> None:
@@ -287,22 +298,22 @@ class Outbound:
                 link = self._call(peer.address)
             except RaypsError as error:
                 reason = str(error)
-                self._later(lambda: self._copies.lost(peer, reason))
+                self._later(lambda: self._replication.lost(peer, reason))
             else:
                 self._later(lambda: self._reached(peer, link))
 
         threading.Thread(target=call, name=f"{self._name}-dial", daemon=True).start()
 
-    def _reached(self, peer: Peer, link: Link) -> None:
+    def _reached(self, peer: BackupConnection, link: Link) -> None:
         if peer.lost:
             link.close()
             return
         self._peers[link.fileno()] = peer
         self._poll.register(link.fileno(), select.POLLIN)
-        self._copies.connected(peer, link)
+        self._replication.connected(peer, link)
         self.flush_peer(peer)
 
-    def hang_up(self, peer: Peer) -> None:
+    def hang_up(self, peer: BackupConnection) -> None:
         """Close a connection to another server that is not needed any more, or has failed."""
         if peer.link is not None and not peer.link.closed:
             descriptor = peer.link.fileno()
@@ -310,28 +321,28 @@ class Outbound:
                 self._poll.unregister(descriptor)
             peer.link.close()
 
-    def _attend_peer(self, peer: Peer) -> None:
+    def _attend_peer(self, peer: BackupConnection) -> None:
         assert peer.link is not None
         try:
             for message in peer.link.feed():
-                self._copies.heard(peer, message)
+                self._replication.handle(peer, message)
         except LinkError as error:
-            self._copies.lost(peer, str(error))
+            self._replication.lost(peer, str(error))
             return
         self.flush_peer(peer)
 
-    def flush_peer(self, peer: Peer) -> None:
+    def flush_peer(self, peer: BackupConnection) -> None:
         """Send queued messages, then states that wait for room on the connection."""
         if peer.link is None:
             return
         try:
             if not peer.lost:
                 peer.link.flush()
-                self._copies.pump(peer)
+                self._replication.send_states(peer)
             if not peer.lost:
                 self._watch(peer.link)
         except LinkError as error:
-            self._copies.lost(peer, str(error))
+            self._replication.lost(peer, str(error))
 
     def flush_peers(self) -> None:
         """Send the queued messages of all connections to other servers."""
@@ -354,26 +365,26 @@ class Outbound:
                     log.info("%s cannot connect to its manager yet: %s", self._name, error)
                     self._closing.wait(AGAIN_SECONDS)
                 else:
-                    self._later(lambda link=link: self._met(link))  # type: ignore[misc]
+                    self._later(lambda link=link: self._register(link))  # type: ignore[misc]
                     return
 
         threading.Thread(target=search, name=f"{self._name}-manager", daemon=True).start()
 
-    def _met(self, link: Link) -> None:
+    def _register(self, link: Link) -> None:
         self._poll.register(link.fileno(), select.POLLIN)
-        self._command.met(link)
+        self._manager_session.register(link)
         self.flush_manager()
 
     def _attend_manager(self, link: Link) -> None:
         try:
-            with self._command.lock:
+            with self._manager_session.lock:
                 messages = link.feed()
             for message in messages:
-                self._command.hear(message)
+                self._manager_session.apply_message(message)
         except LinkError as error:
             log.info("%s: lost the connection to the manager: %s", self._name, error)
             self._poll.unregister(link.fileno())
-            self._command.left()
+            self._manager_session.disconnected()
             link.close()
             self._look_for_manager()
             return
@@ -381,8 +392,8 @@ class Outbound:
 
     def flush_manager(self) -> None:
         """Send queued messages to the manager."""
-        link = self._command.link
+        link = self._manager_session.link
         if link is not None:
-            with self._command.lock, contextlib.suppress(LinkError):  # the next read raises the error again
+            with self._manager_session.lock, contextlib.suppress(LinkError):  # the next read raises the error again
                 link.flush()
                 self._watch(link)

@@ -1,18 +1,18 @@
-"""Replication of segments: the primary's half sends states and changes, the backup's half applies them.
+"""Replication of segments: the primary sends states and changes (`Replication`), the backup applies them (`Backups`).
 
 Guarantee: an answer is sent only after every backup that the manager counts as complete has acknowledged the changes
 that the answer reports.
 
-A server has one connection for each space and backup server. Each message has a tag that counts up; COPIED returns the
-tag of the last message that the backup has applied. A backup that is *due* counts as complete, but its state is still
-to be sent: answers wait for it. A backup that is *new* does not count as complete: no answer waits for it before its
-state is sent.
+A server has one connection for each space and backup server. Each message has a tag, which increases by 1 with each
+message. COPIED returns the tag of the last message that the backup has applied. A backup that is DUE counts as complete
+although its state is still to be sent, so answers wait for it. A backup that is NEW does not count as complete, and no
+answer waits for it before its state is sent.
 
 After a promotion, a backup may have the complete state already. The new primary then sends only the *mark* of its
 state: the number of changes, and the generation of the last change. Two segments with the same mark are equal bit for
-bit, because a generation has one primary. A backup with another mark refuses, and the primary sends it the whole state.
-Raft compares logs in this way: Ongaro and Ousterhout, "In search of an understandable consensus algorithm", USENIX ATC
-2014.
+bit, because each generation of a segment has one primary. A backup with another mark answers STALE, and the primary
+sends it the whole state. Raft compares logs in this way: Ongaro and Ousterhout, "In search of an understandable
+consensus algorithm", USENIX ATC 2014.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 MARK = struct.Struct("<qq")  # number of changes, generation of the last change
 NEVER = 1 << 62  # a tag that no message has
-SMALL = 1 << 16  # bytes: a smaller change is copied once more, to be sent in one message with others
+SMALL = 1 << 16  # bytes; changes up to this size are sent together in one message, which needs one more copy of them
 ROOM = 32 << 20  # no further state is encoded while so many bytes are queued on a connection
 
 
@@ -49,7 +49,7 @@ class Stage(enum.Enum):
     LOST = "lost"
 
 
-class Peer:
+class BackupConnection:
     """A primary's connection to one backup server for one space."""
 
     def __init__(self, space: int, server: str, address: str) -> None:
@@ -58,17 +58,17 @@ class Peer:
         self.lost = False
         self.sent = 0  # tag of the last message
         self.acked = 0  # tag of the last message that the backup server has applied
-        self.copies: dict[int, ReplicaCopy] = {}  # by segment
+        self.copies: dict[int, ReplicaCopy] = {}  # segment -> backup
         self.todo: deque[ReplicaCopy] = deque()  # backups whose state is still to be sent
         self.watched: set[ReplicaCopy] = set()  # backups whose acknowledgement must be reported to the manager
-        self.bytes = 0  # of the states sent
+        self.bytes = 0  # bytes of the states sent
 
 
 class ReplicaCopy:
     """One segment's backup on one server, as the segment's primary sees it."""
 
-    def __init__(self, holding: AssignedSegment, peer: Peer, stage: Stage, whole: bool) -> None:
-        self.holding, self.peer, self.stage = holding, peer, stage
+    def __init__(self, assigned: AssignedSegment, peer: BackupConnection, stage: Stage, whole: bool) -> None:
+        self.assigned, self.peer, self.stage = assigned, peer, stage
         self.whole = whole  # whether to send the whole state, and not only the mark
         self.first = NEVER  # tag of the STATE message
         self.tag = 0  # tag of the last message about this backup
@@ -78,16 +78,16 @@ class ReplicaCopy:
 class Calls(Protocol):
     """What `Replication` calls on the server."""
 
-    def dial(self, peer: Peer) -> None:
+    def dial(self, peer: BackupConnection) -> None:
         """Begin to connect to a backup server; the server calls `Replication.connected` or `.lost` later."""
 
-    def hang_up(self, peer: Peer) -> None:
+    def hang_up(self, peer: BackupConnection) -> None:
         """Close the connection to a backup server, because it is not needed any more, or has failed."""
 
     def report(self, report: SegmentReport) -> None:
         """Send the manager a report."""
 
-    def settled(self, space: int, *, anew: bool) -> None:
+    def send_withheld(self, space: int, *, anew: bool) -> None:
         """Send the withheld answers of this space whose backups have now acknowledged.
 
         `anew`: determine again for which backups each answer waits, because these may have changed.
@@ -99,21 +99,22 @@ class Replication:
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
-        self._peers: dict[tuple[int, str], Peer] = {}
-        self.bytes = 0  # of all states sent so far
+        self._peers: dict[tuple[int, str], BackupConnection] = {}
+        self.bytes = 0  # bytes of all states sent so far
 
     # ---- which backups exist
 
-    def want(self, holding: AssignedSegment, servers: dict[str, str], *, anew: bool) -> None:
-        """Keep backups of a segment on these servers (name -> address) and no others.
+    def set_backups(self, assigned: AssignedSegment, servers: dict[str, str], *, anew: bool) -> None:
+        """Keep backups of a segment on these servers (name -> address) and on no others.
 
-        `anew`: a generation begins, in which the manager counts these backups as complete: every answer waits for them.
+        `anew`: a new generation of the segment begins. The manager then counts these backups as complete, so every
+        answer waits for them.
         """
-        space = holding.space.number
-        for server in [name for name in holding.copies if name not in servers]:
-            self._drop(holding, server)
+        space = assigned.space.number
+        for server in [name for name in assigned.copies if name not in servers]:
+            self._drop(assigned, server)
         for server, address in servers.items():
-            known: ReplicaCopy | None = holding.copies.get(server)
+            known: ReplicaCopy | None = assigned.copies.get(server)
             if known is not None and not known.peer.lost and known.stage != Stage.LOST:
                 if anew:
                     known.whole, known.synced = known.whole and known.stage != Stage.SENT, False
@@ -121,23 +122,23 @@ class Replication:
                 continue
             promised = anew or (known is not None and known.stage != Stage.NEW)
             peer = self._peer(space, server, address)
-            copy = ReplicaCopy(holding, peer, Stage.DUE if promised else Stage.NEW, whole=not anew)
-            holding.copies[server] = peer.copies[holding.index] = copy
+            copy = ReplicaCopy(assigned, peer, Stage.DUE if promised else Stage.NEW, whole=not anew)
+            assigned.copies[server] = peer.copies[assigned.index] = copy
             peer.todo.append(copy)
-            _tell(holding)
-            self.pump(peer)
-        _tell(holding)
-        self._hand(holding)
-        self._calls.settled(space, anew=True)
+            _set_recording(assigned)
+            self.send_states(peer)
+        _set_recording(assigned)
+        self._report_handed(assigned)
+        self._calls.send_withheld(space, anew=True)
 
-    def drop_all(self, holding: AssignedSegment) -> None:
+    def drop_all(self, assigned: AssignedSegment) -> None:
         """Stop sending changes to all backups of this segment."""
-        for server in list(holding.copies):
-            self._drop(holding, server)
+        for server in list(assigned.copies):
+            self._drop(assigned, server)
 
-    def restate(self, holding: AssignedSegment) -> None:
+    def resend_states(self, assigned: AssignedSegment) -> None:
         """Send each backup the whole state again, because a state was loaded into the segment."""
-        for copy in holding.copies.values():
+        for copy in assigned.copies.values():
             if copy.stage in (Stage.SENT, Stage.DUE):
                 copy.whole = True
                 self._due(copy)
@@ -146,23 +147,23 @@ class Replication:
         copy.stage, copy.first = Stage.DUE, NEVER
         if copy not in copy.peer.todo:
             copy.peer.todo.append(copy)
-        self.pump(copy.peer)
+        self.send_states(copy.peer)
 
-    def _peer(self, space: int, server: str, address: str) -> Peer:
+    def _peer(self, space: int, server: str, address: str) -> BackupConnection:
         peer = self._peers.get((space, server))
         if peer is not None and peer.address != address:
             self.lost(peer, "the server's address has changed")
             peer = None
         if peer is None or peer.lost:
-            peer = self._peers[space, server] = Peer(space, server, address)
+            peer = self._peers[space, server] = BackupConnection(space, server, address)
             self._calls.dial(peer)
         return peer
 
-    def _drop(self, holding: AssignedSegment, server: str) -> None:
-        copy: ReplicaCopy = holding.copies.pop(server)
+    def _drop(self, assigned: AssignedSegment, server: str) -> None:
+        copy: ReplicaCopy = assigned.copies.pop(server)
         peer = copy.peer
-        if peer.copies.get(holding.index) is copy:
-            del peer.copies[holding.index]
+        if peer.copies.get(assigned.index) is copy:
+            del peer.copies[assigned.index]
         if copy in peer.todo:
             peer.todo.remove(copy)
         peer.watched.discard(copy)
@@ -176,12 +177,13 @@ class Replication:
     def forward(self, changed: Iterable[tuple[AssignedSegment, list[bytes]]]) -> None:
         """Send each backup the changes that were just applied, unless the backup's state is still to be sent.
 
-        Small changes of several segments are sent to one server in one message (FORWARD with b = -1: head and pieces).
+        Small changes of several segments are sent to one server in one message (FORWARD with b = -1, whose payload is a
+        head and pieces).
         """
-        small: dict[Peer, list[tuple[ReplicaCopy, bytes]]] = {}
-        for holding, changes in changed:
-            holding.line = holding.generation
-            for copy in holding.copies.values():
+        small: dict[BackupConnection, list[tuple[ReplicaCopy, bytes]]] = {}
+        for assigned, changes in changed:
+            assigned.state_generation = assigned.generation
+            for copy in assigned.copies.values():
                 if copy.stage != Stage.SENT:
                     continue
                 if len(changes) == 1 and len(changes[0]) <= SMALL:
@@ -192,44 +194,46 @@ class Replication:
         for peer, items in small.items():
             self._send_many(peer, items)
 
-    def pump(self, peer: Peer) -> None:
+    def send_states(self, peer: BackupConnection) -> None:
         """Send a backup server the states that are still to be sent, while its connection has room."""
         while peer.todo and peer.link is not None and peer.link.queued < ROOM and not peer.lost:
             copy = peer.todo.popleft()
-            holding = copy.holding
-            segment = holding.segment
+            assigned = copy.assigned
+            segment = assigned.segment
             if segment is None:
                 continue
             if copy.whole:
-                holding.line = holding.generation
+                assigned.state_generation = assigned.generation
                 state = segment.dump()
                 peer.bytes += len(state)
                 self.bytes += len(state)
             else:
-                state = MARK.pack(segment.seq, holding.line)
+                state = MARK.pack(segment.seq, assigned.state_generation)
             copy.stage = Stage.SENT
             copy.first = peer.sent + 1
             self._send(copy, GroupMessage.STATE, state)
             peer.watched.add(copy)
             passing("host: state sent, not synced")
-            self._calls.settled(peer.space, anew=True)
+            self._calls.send_withheld(peer.space, anew=True)
 
     def _send(self, copy: ReplicaCopy, kind: GroupMessage, payload: bytes) -> None:
         copy.tag = copy.peer.sent + 1
-        # 0.5 is added for a segment before its first load, which its backup must not serve after a promotion either
-        generation = copy.holding.generation + (0.0 if copy.holding.usable else 0.5)
-        self._say(copy.peer, kind, copy.holding.index, generation, payload)
+        # 0.5 is added while no state was loaded into the segment: a backup must not serve it after a promotion either
+        generation = copy.assigned.generation + (0.0 if copy.assigned.usable else 0.5)
+        self._send_message(copy.peer, kind, copy.assigned.index, generation, payload)
 
-    def _send_many(self, peer: Peer, items: list[tuple[ReplicaCopy, bytes]]) -> None:
+    def _send_many(self, peer: BackupConnection, items: list[tuple[ReplicaCopy, bytes]]) -> None:
         if len(items) == 1:
             self._send(items[0][0], GroupMessage.FORWARD, items[0][1])
             return
         for copy, _ in items:
             copy.tag = peer.sent + 1
-        pieces = [SegmentPayload(copy.holding.index, copy.holding.generation, change) for copy, change in items]
-        self._say(peer, GroupMessage.FORWARD, -1, 0.0, pack(pieces))
+        pieces = [SegmentPayload(copy.assigned.index, copy.assigned.generation, change) for copy, change in items]
+        self._send_message(peer, GroupMessage.FORWARD, -1, 0.0, pack(pieces))
 
-    def _say(self, peer: Peer, kind: GroupMessage, index: int, generation: float, payload: bytes | bytearray) -> None:
+    def _send_message(
+        self, peer: BackupConnection, kind: GroupMessage, index: int, generation: float, payload: bytes | bytearray
+    ) -> None:
         peer.sent += 1
         if peer.link is None or peer.lost:
             return
@@ -240,47 +244,47 @@ class Replication:
 
     # ---- what is received
 
-    def connected(self, peer: Peer, link: Link) -> None:
+    def connected(self, peer: BackupConnection, link: Link) -> None:
         """Use a new connection to a backup server, and send the states that are still to be sent."""
         link.queue_limit = 1 << 60  # no limit here: the workers' unanswered requests and ROOM bound the queue
         peer.link = link
-        self.pump(peer)
+        self.send_states(peer)
 
-    def heard(self, peer: Peer, message: Message) -> None:
+    def handle(self, peer: BackupConnection, message: Message) -> None:
         """Handle a message of a backup server: COPIED, or STALE for refused segments."""
         if message.kind == GroupMessage.COPIED:
             peer.acked = max(peer.acked, message.tag)
             for copy in list(peer.watched):
-                self._look(copy)
-            self._calls.settled(peer.space, anew=False)
+                self._report_synced(copy)
+            self._calls.send_withheld(peer.space, anew=False)
         elif message.kind == GroupMessage.STALE:
             for index in read_numbers(message.payload):
                 self._refused(peer, index, message.tag)
-            self._calls.settled(peer.space, anew=True)
+            self._calls.send_withheld(peer.space, anew=True)
 
-    def _look(self, copy: ReplicaCopy) -> None:
-        """Report SYNCED once a backup has applied its state, and HANDED when `_hand` finds that it is due."""
+    def _report_synced(self, copy: ReplicaCopy) -> None:
+        """Report SYNCED once a backup has applied its state, and HANDED if the segment's hand-over is complete."""
         if copy.stage != Stage.SENT or copy.first > copy.peer.acked:
             return
         if not copy.synced:
             copy.synced = True
             self._report(Event.SYNCED, copy)
-        self._hand(copy.holding)
-        if copy.holding.role != Role.LEAVING or copy.holding.handed:
+        self._report_handed(copy.assigned)
+        if copy.assigned.role != Role.LEAVING or copy.assigned.handed:
             copy.peer.watched.discard(copy)
 
-    def _refused(self, peer: Peer, index: int, tag: int) -> None:
+    def _refused(self, peer: BackupConnection, index: int, tag: int) -> None:
         copy = peer.copies.get(index)
         if copy is None or copy.stage != Stage.SENT or tag < copy.first:
-            return  # the refusal is about an earlier state
+            return  # the backup has refused an earlier state
         if not copy.whole and tag == copy.first:
             copy.whole = True
             self._due(copy)
         else:
             self._give_up(copy)
 
-    def lost(self, peer: Peer, why: str) -> None:
-        """Mark the backups of a failed connection as lost: answers wait for them until new orders arrive."""
+    def lost(self, peer: BackupConnection, why: str) -> None:
+        """Mark the backups of a failed connection as lost. Answers wait for these backups until new orders arrive."""
         if peer.lost:
             return
         peer.lost = True
@@ -290,7 +294,7 @@ class Replication:
         for copy in list(peer.copies.values()):
             self._give_up(copy)
         self._calls.hang_up(peer)
-        self._calls.settled(peer.space, anew=True)
+        self._calls.send_withheld(peer.space, anew=True)
 
     def _give_up(self, copy: ReplicaCopy) -> None:
         if copy.stage != Stage.NEW:  # answers wait for a LOST backup, and not for a NEW one
@@ -300,11 +304,14 @@ class Replication:
 
     # ---- which answers wait
 
-    def needs(self, holdings: Iterable[AssignedSegment]) -> dict[Peer, int]:
-        """Return, for each peer, the tag of the message that it must acknowledge before these segments answer."""
-        found: dict[Peer, int] = {}
-        for holding in holdings:
-            for copy in holding.copies.values():
+    def needs(self, segments: Iterable[AssignedSegment]) -> dict[BackupConnection, int]:
+        """Return a dict from connection to the tag that must be acknowledged before these segments answer.
+
+        For a DUE or LOST backup the tag is NEVER.
+        """
+        found: dict[BackupConnection, int] = {}
+        for assigned in segments:
+            for copy in assigned.copies.values():
                 if copy.stage == Stage.SENT:
                     if copy.tag > copy.peer.acked and copy.tag > found.get(copy.peer, 0):
                         found[copy.peer] = copy.tag
@@ -312,44 +319,44 @@ class Replication:
                     found[copy.peer] = NEVER
         return found
 
-    def _hand(self, holding: AssignedSegment) -> None:
+    def _report_handed(self, assigned: AssignedSegment) -> None:
         """Report HANDED to the manager once all backups of a leaving segment have acknowledged all messages."""
-        if holding.role != Role.LEAVING or holding.handed:
+        if assigned.role != Role.LEAVING or assigned.handed:
             return
-        behind = [c for c in holding.copies.values() if c.stage != Stage.SENT or c.peer.acked < c.tag]
+        behind = [c for c in assigned.copies.values() if c.stage != Stage.SENT or c.peer.acked < c.tag]
         for copy in behind:
             copy.peer.watched.add(copy)
         if behind:
             return
         passing("host: leaving, not handed")
-        holding.handed = True
-        self._calls.report(SegmentReport(holding.space.number, Event.HANDED, holding.index, holding.generation))
+        assigned.handed = True
+        self._calls.report(SegmentReport(assigned.space.number, Event.HANDED, assigned.index, assigned.generation))
 
     def _report(self, event: Event, copy: ReplicaCopy) -> None:
-        holding = copy.holding
-        report = SegmentReport(holding.space.number, event, holding.index, holding.generation, copy.peer.server)
+        assigned = copy.assigned
+        report = SegmentReport(assigned.space.number, event, assigned.index, assigned.generation, copy.peer.server)
         self._calls.report(report)
 
-    def all_of(self, holding: AssignedSegment) -> list[SegmentReport]:
+    def all_of(self, assigned: AssignedSegment) -> list[SegmentReport]:
         """Return the reports that describe a segment's backups now, for a new manager."""
-        number = holding.space.number
+        number = assigned.space.number
         found = []
-        for server, copy in holding.copies.items():
+        for server, copy in assigned.copies.items():
             if copy.synced or copy.stage == Stage.LOST:
                 event = Event.COPY_LOST if copy.stage == Stage.LOST else Event.SYNCED
-                found.append(SegmentReport(number, event, holding.index, holding.generation, server))
-        if holding.handed:
-            found.append(SegmentReport(number, Event.HANDED, holding.index, holding.generation))
+                found.append(SegmentReport(number, event, assigned.index, assigned.generation, server))
+        if assigned.handed:
+            found.append(SegmentReport(number, Event.HANDED, assigned.index, assigned.generation))
         return found
 
 
-def _tell(holding: AssignedSegment) -> None:
-    """Let a segment encode its changes only if it has backups. Call it before a backup's state is encoded."""
-    if holding.segment is not None:
-        holding.segment.copied = bool(holding.copies)
+def _set_recording(assigned: AssignedSegment) -> None:
+    """Let a segment encode changes only if it has backups. Call this before a backup's state is encoded."""
+    if assigned.segment is not None:
+        assigned.segment.copied = bool(assigned.copies)
 
 
-def stuck_on(needs: dict[Peer, int]) -> list[str]:
+def unacknowledged(needs: dict[BackupConnection, int]) -> list[str]:
     """Return the servers that an answer waits for."""
     return sorted(peer.server for peer, tag in needs.items() if peer.acked < tag)
 
@@ -358,28 +365,33 @@ def stuck_on(needs: dict[Peer, int]) -> list[str]:
 
 
 class Backups:
-    """The segments for which this server is a backup: applies what their primaries send, and acknowledges it."""
+    """Applies the states and changes that primaries send to this server's backups, and acknowledges them."""
 
-    def __init__(self, holdings: Assignments) -> None:
-        self._holdings = holdings
+    def __init__(self, assignments: Assignments) -> None:
+        self._assignments = assignments
         self._applied: set[ServerPeer] = set()  # connections with applied messages that are not acknowledged yet
 
-    def apply(self, held: AssignedSpace, request: PeerRequest) -> list[int]:
+    def apply(self, assigned_space: AssignedSpace, request: PeerRequest) -> list[int]:
         """Apply STATE or FORWARD; return the segments on which the message had no effect.
 
-        Possible reasons: the message is older than the segment, an earlier message is missing, or applying it failed.
+        Possible reasons are that the message is older than the segment, that an earlier message is missing, or that an
+        error occurred.
         """
         if request.kind == GroupMessage.STATE:
-            done = _tried(held, request.b, lambda: self._state(held, request))
+            done = _tried(assigned_space, request.b, lambda: self._state(assigned_space, request))
             refused = [] if done else [request.b]
         else:
             changes = [SegmentPayload(request.b, int(request.weight), request.payload)]
             if request.b < 0:
                 changes = unpack(request.payload)
-            refused = [c.segment for c in changes if not _tried(held, c.segment, partial(_forward, held, request, c))]
+            refused = [
+                c.segment
+                for c in changes
+                if not _tried(assigned_space, c.segment, partial(_forward, assigned_space, request, c))
+            ]
         passing("copy: applied, not acknowledged")
-        request.guest.applied = request.tag
-        self._applied.add(request.guest)
+        request.peer.applied = request.tag
+        self._applied.add(request.peer)
         return refused
 
     def acknowledged(self) -> list[tuple[ServerPeer, int]]:
@@ -387,44 +399,51 @@ class Backups:
         applied, self._applied = self._applied, set()
         return [(peer, peer.applied) for peer in applied if not peer.gone]
 
-    def _state(self, held: AssignedSpace, request: PeerRequest) -> bool:
+    def _state(self, assigned_space: AssignedSpace, request: PeerRequest) -> bool:
         index, generation = request.b, int(request.weight)
-        if not 0 <= index < held.space.segments:
+        if not 0 <= index < assigned_space.space.segments:
             return False
-        known = held.holdings.get(index)
+        known = assigned_space.by_index.get(index)
         by_mark = len(request.payload) == MARK.size
         if by_mark:
-            has = known is not None and known.usable and known.segment is not None and (known.segment.seq, known.line)
+            has = (
+                known is not None
+                and known.usable
+                and known.segment is not None
+                and (known.segment.seq, known.state_generation)
+            )
             if not has or has != MARK.unpack(request.payload):
                 return False
-        segment = None if by_mark else held.make(index)
+        segment = None if by_mark else assigned_space.make(index)
         if segment is not None:
             segment.load(request.payload)
-        holding = self._holdings.is_to_be_copy(held, index, generation, request.guest)
-        if holding is None:
+        assigned = self._assignments.become_copy(assigned_space, index, generation, request.peer)
+        if assigned is None:
             return False
         if segment is not None:
-            holding.segment, holding.line = segment, generation
-            holding.usable = request.weight == generation
+            assigned.segment, assigned.state_generation = segment, generation
+            assigned.usable = request.weight == generation
         return True
 
 
-def _tried(held: AssignedSpace, index: int, work: Callable[[], bool]) -> bool:
+def _tried(assigned_space: AssignedSpace, index: int, work: Callable[[], bool]) -> bool:
     try:
         return work()
-    except Exception as error:  # this backup may be inconsistent now: it refuses changes until it gets a new state
-        log.error("segment %d of space %d: cannot apply its primary's message", index, held.number, exc_info=error)
-        if index in held.holdings:
-            held.holdings[index].source = None
+    except Exception as error:  # this backup may be inconsistent, so it refuses changes until it receives a new state
+        log.error(
+            "segment %d of space %d: cannot apply its primary's message", index, assigned_space.number, exc_info=error
+        )
+        if index in assigned_space.by_index:
+            assigned_space.by_index[index].source = None
         return False
 
 
-def _forward(held: AssignedSpace, request: PeerRequest, change: SegmentPayload) -> bool:
-    holding = held.holdings.get(change.segment)
-    if holding is None or holding.segment is None or holding.source is not request.guest:
+def _forward(assigned_space: AssignedSpace, request: PeerRequest, change: SegmentPayload) -> bool:
+    assigned = assigned_space.by_index.get(change.segment)
+    if assigned is None or assigned.segment is None or assigned.source is not request.peer:
         return False
-    if change.generation < holding.generation:
+    if change.generation < assigned.generation:
         return False
-    holding.segment.replay(change.data)
-    holding.generation = holding.line = change.generation
+    assigned.segment.replay(change.data)
+    assigned.generation = assigned.state_generation = change.generation
     return True

@@ -29,23 +29,24 @@ log = logging.getLogger(__name__)
 
 ALONE_SECONDS = 60.0  # a server ends after this time without a manager
 LOOK_SECONDS = 1.0  # time between two checks for the manager
-LOWEST = 19  # niceness; Ray may have started the workers with 15. SCHED_IDLE gets no core at all beside busy threads
+# niceness. Ray may have started the workers with 15. With SCHED_IDLE the thread would get no core while others are busy
+LOWEST = 19
 QUIET_SECONDS = 60.0  # longest wait of `quietly`
 HOST = "rayps.ps.server.server"
 
 
 class ServerActor:
-    """The actor of one server: serves until it is closed, or has had no manager for `ALONE_SECONDS`."""
+    """The actor of one server. It serves until it is closed, or has had no manager for `ALONE_SECONDS`."""
 
     def __init__(self, server: str, group: str, secret: bytes, manager: str, *, gently: bool = False) -> None:
         """Start the server. `gently`: load its modules at the lowest priority, so that workers keep the cores."""
         if gently and HOST not in sys.modules:
-            quietly(_serving)
+            quietly(_handler)
         self._group, self._address = group, manager
         self._listener = Listener(server, secret, host=host_address())
-        self._host = _serving()(server, self._listener, self._manager, secret, host=socket.gethostname())
+        self._host = _handler()(server, self._listener, self._manager, secret, host=socket.gethostname())
         self._closing = threading.Event()
-        self._watch = threading.Thread(target=self._look, daemon=True, name=f"{server}-watch")
+        self._watch = threading.Thread(target=self._watch_manager, daemon=True, name=f"{server}-watch")
         self._watch.start()
 
     def ping(self) -> int:
@@ -67,7 +68,7 @@ class ServerActor:
         found = rendezvous().get(address_key(self._group))
         return self._address if found is None else found.decode()
 
-    def _look(self) -> None:
+    def _watch_manager(self) -> None:
         while not self._closing.wait(LOOK_SECONDS):
             if self._host.alone > ALONE_SECONDS:
                 log.warning("server group %s has had no manager for %g s: this server ends", self._group, ALONE_SECONDS)
@@ -78,7 +79,7 @@ class ServerActor:
                 return
 
 
-def _serving() -> type[GroupServerLoop]:
+def _handler() -> type[GroupServerLoop]:
     """Import torch and the server, warm torch up, and return the class of the server's loop."""
     importlib.import_module("torch").set_num_threads(1)  # several servers share a machine with the workers
     found: Any = importlib.import_module(HOST)

@@ -31,7 +31,7 @@ from rayps.workload.base import Workload
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """The order to one shard: serve segment `segment` of `space` in generation `generation`.
+    """The order to one shard: serve segment `segment` of `space` in the segment's generation `generation`.
 
     `boundary`: the rounds after which the shard must retain its state.
     """
@@ -63,7 +63,7 @@ class ShardActor:
         self._packed, self._index, self._secret = factory, index, secret
         self._listener = Listener(f"shard-{index}", secret, host=host or host_address())
         self._loop: GroupServerLoop | None = None
-        self._held: AssignedSegment | None = None
+        self._assigned: AssignedSegment | None = None
 
     def place(self) -> ActorHost:
         """Return the machine on which this shard runs, and the address for workers."""
@@ -72,7 +72,7 @@ class ShardActor:
     def begin(self, plan: ShardPlan, snapshot: Snapshot) -> None:
         """Serve the plan's segment from now on, beginning with the snapshot's values.
 
-        Raises WorkloadError: the packed factory cannot be unpacked.
+        Raises WorkloadError if the packed factory cannot be unpacked.
         """
         if self._loop is not None:
             self._loop.close()
@@ -86,17 +86,17 @@ class ShardActor:
         lo, hi = space.cuts[plan.segment]
         segment.begin(snapshot.params[lo:hi], snapshot.ledger(lo, hi), snapshot.moments, plan.boundary)
         self._loop = loop = GroupServerLoop(f"shard-{self._index}", self._listener, None, self._secret)
-        self._held = loop.do(lambda: loop.serve(space, plan.segment, plan.generation, segment))
+        self._assigned = loop.do(lambda: loop.serve(space, plan.segment, plan.generation, segment))
 
     def poll(self, wanted: int) -> ShardFacts | None:
-        """Return the shard's facts (None before `begin`), and retain the state after round `wanted`."""
+        """Return the shard's facts, or None before `begin`; retain the state after round `wanted`."""
         segment = self._segment
         if self._loop is None or segment is None:
             return None
         return self._loop.do(lambda: segment.facts(self._index, wanted))
 
     def part(self, rounds: int) -> ShardPart | None:
-        """Return the shard's share of the checkpoint after `rounds` rounds; None if this state is not retained."""
+        """Return the shard's share of the checkpoint after `rounds` rounds, or None if this state is not retained."""
         segment = self._segment
         if self._loop is None or segment is None:
             return None
@@ -105,9 +105,11 @@ class ShardActor:
 
     def saved(self, rounds: int) -> None:
         """Record that the snapshot after `rounds` rounds is stored elsewhere, so that the pushes in it are durable."""
-        part, held = self.part(rounds), self._held
-        if part is not None and held is not None:
-            held.saved = dict(part.ledger.marks)  # atomic: the loop's thread reads either the old marks or the new ones
+        part, assigned = self.part(rounds), self._assigned
+        if part is not None and assigned is not None:
+            assigned.saved = dict(
+                part.ledger.marks
+            )  # atomic: the loop's thread reads either the old marks or the new ones
 
     def close(self) -> None:
         """Stop serving."""
@@ -117,5 +119,5 @@ class ShardActor:
 
     @property
     def _segment(self) -> DenseSegment | None:
-        found = None if self._held is None else self._held.segment
+        found = None if self._assigned is None else self._assigned.segment
         return found if isinstance(found, DenseSegment) else None

@@ -101,7 +101,7 @@ class TableClient:
         """Pull the rows [n, dim] of a lookup, in the order of `lookup.ids`. Raises LinkError if the pull fails."""
         self.await_push()
         rows = self.room(lookup)
-        answers = self.session.exchange(kind, self.pull_pieces(lookup, uses), landing=self.landing(lookup, rows))
+        answers = self.session.exchange(kind, self.pull_pieces(lookup, uses), outputs=self.landing(lookup, rows))
         self.convert_answers(lookup, rows, answers)
         return rows
 
@@ -110,7 +110,7 @@ class TableClient:
         dtype, n = wire_format.DTYPES[self.table.dtype], len(lookup.ids)
         if not n:
             return torch.empty(0, self.table.dim, dtype=dtype)
-        memory = self.session.room(n * self.table.dim * dtype.itemsize)
+        memory = self.session.allocate(n * self.table.dim * dtype.itemsize)
         return torch.from_numpy(memory).view(dtype).view(n, self.table.dim)
 
     def pull_pieces(self, lookup: Lookup, uses: bool = False) -> dict[int, Buffer]:
@@ -127,7 +127,7 @@ class TableClient:
         `row` is the number of bytes of an id's gradient (0 in a pull).
         """
         size = 40 * (self.table.segments + 1) + len(lookup.ids) * (12 + row)
-        return wire_format.block_allocator(self.session.room, size)
+        return wire_format.block_allocator(self.session.allocate, size)
 
     def landing(self, lookup: Lookup, rows: Tensor) -> dict[int, Buffer] | None:
         """Return a dict from each segment to the part of `rows` into which the session writes the segment's answer.

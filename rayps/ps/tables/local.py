@@ -32,14 +32,14 @@ class TableSession(Protocol):
         *,
         step: int = 0,
         weight: float = 0.0,
-        landing: Mapping[int, Buffer] | None = None,
+        outputs: Mapping[int, Buffer] | None = None,
     ) -> SegmentReplies:
         """Send the pieces to their segments and wait for the answers. Raises LinkError if a server fails.
 
-        `landing` maps a segment to the memory into which its answer is written.
+        `outputs` maps a segment to the memory into which its answer is written.
         """
 
-    def room(self, size: int) -> Bytes:
+    def allocate(self, size: int) -> Bytes:
         """Allocate `size` bytes for a piece or for received rows, in memory that servers of this host can access."""
         ...
 
@@ -73,7 +73,7 @@ class InProcess:
         *,
         step: int = 0,
         weight: float = 0.0,
-        landing: Mapping[int, Buffer] | None = None,
+        outputs: Mapping[int, Buffer] | None = None,
     ) -> SegmentReplies:
         """Apply the pieces as servers would.
 
@@ -90,7 +90,7 @@ class InProcess:
             for index, view in views.items():
                 segment = self.segments[index]
                 value = segment.read(view) if kind is GroupMessage.READ else segment.pull(0, view)[0]
-                place = None if landing is None else landing.get(index)
+                place = None if outputs is None else outputs.get(index)
                 if place is None:
                     answers[index] = value
                 else:
@@ -100,7 +100,7 @@ class InProcess:
         versions = [self.segments[index].version for index in views]
         return SegmentReplies(answers, 0, min(versions, default=0), step)
 
-    def room(self, size: int) -> Bytes:
+    def allocate(self, size: int) -> Bytes:
         """Allocate `size` bytes of ordinary memory."""
         return np.empty(size, np.uint8)
 

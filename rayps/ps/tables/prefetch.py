@@ -186,14 +186,14 @@ class Prefetcher:
     def _pull(self, coming: _AnnouncedBatch, session: TableSession) -> None:
         """Pull the batch's rows of all tables in one exchange."""
         asked: dict[int, Buffer] = {}
-        landing: dict[int, Buffer] = {}
+        outputs: dict[int, Buffer] = {}
         rows: dict[str, Tensor] = {}
         for name, lookup in coming.lookups.items():
             client = self._clients[name]
             rows[name] = client.room(lookup)
             asked |= client.pull_pieces(lookup)
-            landing |= client.landing(lookup, rows[name]) or {}
-        answers: SegmentReplies = session.exchange(GroupMessage.PULL, asked, landing=landing)
+            outputs |= client.landing(lookup, rows[name]) or {}
+        answers: SegmentReplies = session.exchange(GroupMessage.PULL, asked, outputs=outputs)
         for name, lookup in coming.lookups.items():
             self._clients[name].convert_answers(lookup, rows[name], answers)
         coming.rows = rows
