@@ -27,7 +27,7 @@ class LocalTraining:
             )
         for field in ("local_epochs", "local_steps"):
             options.whole(self, field, none=True)
-        options.whole(self, "batch_size", 0, none=True, said="; 0 takes all rows of a client at once")
+        options.whole(self, "batch_size", 0, none=True, hint="; 0 takes all rows of a client at once")
 
     @property
     def epochs(self) -> int:

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from rayps.core.errors import ConfigError
-from rayps.core.text import may_stand_first
+from rayps.core.text import allow_omitted_key
 from rayps.core.values import Json
 from rayps.federated.population.attack_spec import AttackSpec
 from rayps.federated.population.option_text import REQUIRED, Option, read, shown
@@ -358,7 +358,7 @@ class CenteredClipping(AggregationRule):
 
 
 for _kind in RULES.values():
-    may_stand_first(_kind.name, next((option for option in _kind.options() if option != "bucket"), None))
+    allow_omitted_key(_kind.name, next((option for option in _kind.options() if option != "bucket"), None))
 
 
 def rule_of(given: Json | AggregationRule) -> AggregationRule:

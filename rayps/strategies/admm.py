@@ -44,7 +44,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rayps.core import options, traffic
-from rayps.core.draw_participants import attends
+from rayps.core.draw_participants import takes_part
 from rayps.core.grid import Grid
 from rayps.core.maximize import direction
 from rayps.core.proximal import canonical, prox
@@ -106,7 +106,7 @@ class ADMM(Strategy):
     def round(self, w: WorkerView) -> None:
         """Take one step of x_i <- argmin f_i(x) + penalty/2 |x - z + u_i|^2; at the end of a period, average."""
         batch = w.batch()
-        here = attends(w.plan.seed, (w.position - 1) // self.local_steps, w.rank, self.participation)
+        here = takes_part(w.plan.seed, (w.position - 1) // self.local_steps, w.rank, self.participation)
         if here and len(batch):
             g, penalty = w.grad(batch).vector, float(w.shared["penalty"])
             g.add_(w.params - w.shared["z"] + w.memory["u"], alpha=direction(w.optimizer.param_groups) * penalty)

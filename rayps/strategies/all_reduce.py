@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from rayps.core.compression import compression_of
 from rayps.core.errors import ConfigError
-from rayps.core.replica import Replica, must_go_with
+from rayps.core.replica import Replica, check_replica
 from rayps.core.strategy import WorkerView
 from rayps.core.topology import Peers
 from rayps.strategies.base import Strategy
@@ -51,7 +51,7 @@ class AllReduce(Strategy):
                 f"bucket_mb is {mb!r}: give megabytes such as 4, 0 (all at once, after backward) or none (automatic)",
                 field="bucket_mb",
             )
-        must_go_with(self.replica, compression=self.compression, bucket_mb=mb)
+        check_replica(self.replica, compression=self.compression, bucket_mb=mb)
 
     def round(self, w: WorkerView) -> None:
         """Do one round: g <- mean of the workers' gradients; w <- w - step(g)."""

@@ -46,10 +46,10 @@ class Bar(NamedTuple):
 
 
 def text(timeline: Timeline, width: int = 100, *, colour: bool = False, unit: str = "") -> str:
-    """Return the chart in at most `width` columns, a line per worker.
+    """Return the chart in at most `width` columns, with one line for each worker.
 
-    `colour`: use ANSI codes, for a terminal only. `unit` is the unit of time, such as " s"; without it, time is in
-    units of the simulation.
+    With `colour` the chart has ANSI codes, for a terminal only. `unit` is the unit of time, such as " s". Without
+    `unit`, time is in units of the simulation.
     """
     heads = [f"stage {rank} " for rank in range(len(timeline.rows))]
     margin = max(map(len, heads))
@@ -71,7 +71,7 @@ def text(timeline: Timeline, width: int = 100, *, colour: bool = False, unit: st
 
 
 def svg(timeline: Timeline, title: str, *, unit: str = "", scale: float | None = None) -> str:
-    """Return the chart as an SVG document, for light and dark pages; `scale` is pixels per unit of time."""
+    """Return the chart as an SVG document for light and dark pages. `scale` is in pixels per unit of time."""
     makespan = float(timeline.makespan) or 1.0
     scale = min(28.0, 960 / makespan) if scale is None else scale
     wide, count = makespan * scale, len(timeline.rows)
@@ -87,8 +87,8 @@ def svg(timeline: Timeline, title: str, *, unit: str = "", scale: float | None =
         parts.append(f'<text class="end" x="{_LEFT - 10}" y="{base:.1f}">stage {rank}</text>')
         parts.append(f'<rect class="wait" x="{_LEFT}" y="{y:.1f}" width="{wide:.1f}" height="{_BAR}" rx="3"/>')
         parts += [_bar(bar, y, scale, unit) for bar in bars]
-        said = f"idle {float(timeline.idles[rank]):.0%}, holds {timeline.peaks[rank]}"
-        parts.append(f'<text class="soft" x="{_LEFT + wide + 10:.1f}" y="{base:.1f}">{said}</text>')
+        summary = f"idle {float(timeline.idles[rank]):.0%}, holds {timeline.peaks[rank]}"
+        parts.append(f'<text class="soft" x="{_LEFT + wide + 10:.1f}" y="{base:.1f}">{summary}</text>')
     height = bottom + 32
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
@@ -98,7 +98,7 @@ def svg(timeline: Timeline, title: str, *, unit: str = "", scale: float | None =
 
 
 def rows(timeline: Timeline) -> list[list[Bar]]:
-    """Return the timeline as rows of bars, with times as floats, and the chunks of each worker numbered from 0."""
+    """Return one row of bars for each worker, with times as floats and each worker's chunks numbered from 0."""
     count = len(timeline.rows)
     return [[Bar(a, a.chunk // count, float(start), float(end)) for a, start, end in row] for row in timeline.rows]
 

@@ -1,6 +1,6 @@
 """Pipeline schedules as data: the order of actions of each stage's worker. Pure.
 
-With p stages, m micro-batches and v chunks of the model on each worker there are p * v chunks in order; chunk c is on
+With p stages, m micro-batches and v chunks of the model on each worker there are p * v chunks in order. Chunk c is on
 worker c % p. An action is the forward pass (F) of one chunk on one micro-batch, its backward pass (B), or, where the
 backward pass is split, the gradient of its input (B) and that of its weights (W).
 
@@ -71,9 +71,9 @@ def idle(schedule: str, stages: int, micro_batches: int, chunks: int = 1) -> Fra
 
     The formula assumes equal stages, a B that takes twice as long as an F, and no time for transfers.
 
-    gpipe, 1f1b (p-1)/(m+p-1); interleaved (p-1)/(vm+p-1). zero_bubble, with F = B = W = 1: the paper's ZB-H1 idles
-    (p-1)(F+B-W) beside the work m(F+B+W), which is (p-1)/(3m+p-1) of the time, if m >= p. With fewer micro-batches the
-    first worker waits 2p-1 for the round trip of the first micro-batch, and runs all its m B and m W after that: a step
+    gpipe, 1f1b (p-1)/(m+p-1); interleaved (p-1)/(vm+p-1). zero_bubble, with F = B = W = 1: for m >= p, the paper's
+    ZB-H1 idles (p-1)(F+B-W) and works m(F+B+W), so it idles (p-1)/(3m+p-1) of the time. With fewer micro-batches the
+    first worker waits 2p-1 for the round trip of the first micro-batch, and then runs all its m B and m W, so a step
     takes 2m+2p-1. Both cases together: 1 - 3m / max(3m+p-1, 2m+2p-1).
     """
     check(schedule, stages, micro_batches, chunks)
