@@ -105,7 +105,7 @@ def costs(strategy: StrategyView, workers: int, sizes: Sizes, rows: Table | None
 
 
 def held_bytes(row: list[Action], sizes: Sizes, micro_batches: int, split: bool) -> float:
-    """Return the most bytes of activations that a stage with these actions holds at once, or 0 if sizes are not known."""
+    """Return the most bytes of activations that a stage with these actions holds at once, or 0 if not known."""
     if not sizes.kept:
         return 0.0
     counts = [cut.stop - cut.start for cut in slices(sizes.batch, micro_batches)]

@@ -3,8 +3,8 @@
 A push is identified by (rank, step). Retries and replays may arrive in any order and any number of times; the ledger
 shows whether a push is new. For each rank the ledger stores a mark, below which all steps are applied, and the few
 applied steps above the mark. The ledger is saved and loaded with the parameters. A restored shard therefore knows
-exactly which pushes its parameters include. Vector clocks as filters of repeated messages: Li et al., "Scaling Distributed Machine Learning with
-the Parameter Server", OSDI 2014, section 4.1.
+exactly which pushes its parameters include. Vector clocks as filters of repeated messages: Li et al., "Scaling
+Distributed Machine Learning with the Parameter Server", OSDI 2014, section 4.1.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Ledger:
 
 
 def union(ledgers: Iterable[Ledger]) -> Ledger:
-    """Return a ledger with each push that at least one of `ledgers` has, for a range that several shards held before."""
+    """Return a ledger with all pushes of `ledgers`, for a range that several shards held before."""
     held = list(ledgers)
     found = Ledger(max(ledger.marks[rank] for ledger in held) for rank in held[0].marks)
     for ledger in held:

@@ -163,7 +163,7 @@ class WorkerView(Protocol):
         """
 
     def arrived(self, parcel: Vector) -> Vector:
-        """Wait for the mean that `mean_later` started, and return it. The mean of a half-precision vector is float32."""
+        """Wait for the mean that `mean_later` started, and return it. For a half-precision vector it is float32."""
 
     def own_loss(self) -> float:
         """Return the loss of this worker's model on all of the evaluation data."""

@@ -56,7 +56,7 @@ class Reshuffled:
     def rounds(self, data: RowSource, replicas: int) -> int:
         """Make the data distribute its rows again in each epoch, and return the number of rounds of an epoch.
 
-        Raises DataError or ConfigError if the data cannot be divided among `replicas`.
+        Raises DataError or ConfigError if the rows cannot be counted or divided.
         """
         data.keeps_rows = False
         return data.steps(replicas)
@@ -83,7 +83,7 @@ class Fixed:
     def rounds(self, data: RowSource, replicas: int) -> int:
         """Make the data give each worker the same rows in every epoch, and return the number of rounds of an epoch.
 
-        Raises DataError or ConfigError if the data cannot be divided among `replicas`.
+        Raises DataError or ConfigError if the rows cannot be counted or divided.
         """
         data.keeps_rows = True
         return data.steps(replicas)

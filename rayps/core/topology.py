@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rayps.core.strategy import ServerHalf
 
 REPLAY_MB = 256.0
-REPLAY = "the size of the pushes that a worker may retain, in 10^6 bytes, at least 0"  # expected value of `replay_mb`, for errors
+REPLAY = "the size of the pushes that a worker may retain, in 10^6 bytes, at least 0"  # for errors about `replay_mb`
 
 
 # ---- consistency: when a pull may be served

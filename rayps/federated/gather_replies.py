@@ -18,7 +18,7 @@ class Replies:
 
     rows: dict[str, Matrix]  # for each part of a reply, by name: a matrix with one row per reply
     weights: list[float]  # of each reply
-    clients: list[int]  # which client sent each reply
+    clients: list[int]  # number of the client that sent each reply
 
 
 class Gathering:
@@ -40,11 +40,11 @@ class Gathering:
         self._mine = []
 
     def add(self, place: int, weight: float, sent: Mapping[str, Tensor]) -> None:
-        """Store the reply of the client at position `place` of the cohort; its tensors are not copied."""
+        """Store the reply of the client at position `place` of the cohort. The reply's tensors are not copied."""
         self._mine.append((place, weight, sent))
 
     def gather(self, ring: Ring, cohort: list[int]) -> Replies:
-        """Exchange the stored replies, and return those of all workers. Every worker must call this method.
+        """Exchange the stored replies, and return the replies of all workers. Every worker must call this method.
 
         `cohort` lists the clients of the round in the order of their positions.
         """

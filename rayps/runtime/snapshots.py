@@ -124,7 +124,7 @@ class Checkpointer:
         checkpoint.must_be_finite(state, f"after round {newer.round - 1}", round=newer.round - 1)
         self.newest = newer
         if self.folder is not None:
-            beside = group.space.write_tables(newer.round) if group.space is not None else group.client_states.beside
+            beside = group.space.write_tables(newer.round) if group.space is not None else group.client_states.writer
             self.saved = checkpoint.save(self.folder, newer.round, state, beside=beside)
             if group.space is not None:
                 group.space.tables_kept(self.saved / checkpoint.TABLES)
