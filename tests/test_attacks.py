@@ -103,8 +103,8 @@ def test_how_many_classes_labels_have():
     assert flip.with_classes(("0", "1", "2")).labels(torch.arange(3)).tolist() == [2, 1, 0]
     assert flip.with_classes(("-1", "3")).labels(torch.tensor([-1, 3])).tolist() == [3, -1]
     said = attack_of("label_flip(2,classes=10)")
-    assert said.settled(None) == said == said.settled(("0", "1"))
-    assert attack_of("nan(2)").settled(None) == attack_of("nan(2)")
+    assert said.with_classes(None) == said == said.with_classes(("0", "1"))
+    assert attack_of("nan(2)").with_classes(None) == attack_of("nan(2)")
     for unknown in (None, (), ("False", "True")):
         with pytest.raises(ConfigError, match=r"label_flip\(clients=2,classes=10\)"):
             flip.with_classes(unknown)

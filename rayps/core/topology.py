@@ -145,7 +145,7 @@ class Peers:
         return 0 if self.tables is None else self.tables.count
 
     def grid(self, workers: int) -> Grid:
-        """Return the layout of `workers`. Raises ConfigError: `workers` is not a whole number of replicas."""
+        """Return the layout of `workers`. Raises ConfigError if they are not a whole number of replicas."""
         return _grid(self.replica, workers)
 
     def check(self, name: str, job: JobFacts) -> None:
@@ -210,7 +210,7 @@ class Servers:
         return 0 if self.in_step else self.group_replay_bytes
 
     def grid(self, workers: int) -> Grid:
-        """Return the layout of `workers`. Raises ConfigError: `workers` is not a whole number of replicas."""
+        """Return the layout of `workers`. Raises ConfigError if they are not a whole number of replicas."""
         return _grid(self.replica, workers)
 
     def shards(self, columns: int) -> int:
@@ -250,8 +250,8 @@ class Servers:
 class SharedVector:
     """The workers of one host apply their steps to one vector in shared memory, without waiting for each other.
 
-    No message is sent. After a worker's death it is unknown which of its steps were written, so all workers restart
-    from the last snapshot.
+    No message is sent. When a worker dies, all workers restart from the last snapshot, because it is unknown which of
+    the dead worker's steps were written.
     """
 
     @property

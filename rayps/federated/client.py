@@ -75,7 +75,7 @@ class ClientReply:
 
     w: Tensor  # w_k
     n: int  # the client's number of samples
-    sums: Tensors  # the vectors that the strategy sums over clients, by name
+    sums: Tensors  # the vectors that the strategy sums over clients, with their names
     state: Tensors  # the client's new state
     buffers: Tensors
     loss: float  # mean over all samples of this training

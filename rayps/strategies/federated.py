@@ -137,7 +137,7 @@ class Federated(FlatOptions, Strategy):
         return super().grid(workers)
 
     def cost(self, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
-        """Return the cost of a round's exchange between workers: sums of replies or, with a robust rule, all replies."""
+        """Return the cost of a round's exchange between workers: sums of replies, or all replies with a robust rule."""
         if grid.data == 1 or self.remote:
             return [TrafficCost("replies between workers", "0: there is one worker", 0, 0, 0)]
         if self.aggregation.rule != "mean":
