@@ -100,12 +100,12 @@ def spots(
 
 def _clockwise(ring: list[tuple[int, int]], first: int, servers: int) -> list[int]:
     """Return the servers in clockwise order from position `first` of the ring."""
-    met: dict[int, None] = {}
+    found: dict[int, None] = {}
     for step in range(len(ring)):
-        met.setdefault(ring[(first + step) % len(ring)][1])
-        if len(met) == servers:
+        found.setdefault(ring[(first + step) % len(ring)][1])
+        if len(found) == servers:
             break
-    return list(met)
+    return list(found)
 
 
 def _copies(

@@ -176,7 +176,7 @@ def weighted_mean(values: list[Vector], weights: list[float]) -> Vector:
     """
     total = sum(weights)
     if total == 0:
-        raise ValueError(f"the weights of {len(weights)} values are all 0 and there is no mean: give one weight above 0")
+        raise ValueError(f"there is no mean, because all {len(weights)} weights are 0: give one weight above 0")
     half = values[0].is_floating_point() and values[0].element_size() < 4
     shares = [(value.float() if half else value, w / total) for value, w in zip(values, weights, strict=True) if w]
     mean = shares[0][0] * shares[0][1]

@@ -108,7 +108,7 @@ class WorkerView(Protocol):
     params: Vector
     memory: RoundMemory  # the strategy's state between rounds; empty when the worker starts or is replaced. If workers
     # train separately, a checkpoint restores the tensors in `memory`, and restores numbers as tensors
-    shared: dict[str, Tensor]  # tensors that are equal on all workers; recovery restores them under the same strategy
+    shared: dict[str, Tensor]  # tensors that are equal on all workers; they are restored under the same strategy
     done: bool  # whether the stop rule is met; then the phase ends. All workers set `done` in the same round
     reason: str  # why the phase ends, as text
 

@@ -60,14 +60,14 @@ class ClientStatesBackup:
                 self._sizes = workers[0].handle.call("companion", WORKER_STATES, "sizes").result(timeout)
             if self._states is not None:
                 self._states.delete_after(round)
-            home = home_ranks(self._sizes, len(workers))
+            ranks = home_ranks(self._sizes, len(workers))
             for worker in workers:
                 worker.handle.call("companion", WORKER_STATES, "load_states", None, round).result(timeout)
             for rows in self._all(round):
                 self._check_clients(rows)
                 shares: list[list[Row]] = [[] for _ in workers]
                 for row in rows:
-                    shares[int(home[row[0]])].append(row)
+                    shares[int(ranks[row[0]])].append(row)
                 for worker, share in zip(workers, shares, strict=True):
                     worker.handle.call("companion", WORKER_STATES, "load_states", share, round).result(timeout)
         except (ClusterError, TimeoutError):

@@ -92,13 +92,12 @@ class _ReplySums:
         self._memory = torch.zeros(sum(limbs) + counts, dtype=torch.int64)
         parts = torch.split(self._memory, [*limbs, counts])
         self.others = {
-            name: ExactSum(size, dtype, home) for (name, (size, dtype)), home in zip(kinds.items(), parts, strict=False)
+            name: ExactSum(size, dtype, memory)
+            for (name, (size, dtype)), memory in zip(kinds.items(), parts, strict=False)
         }
         self.main = self.others.pop(_UPDATE)
-        self.counts, self.places = (
-            parts[-1],
-            places,
-        )  # how often each reason occurred, one for each client of the cohort
+        self.counts = parts[-1]  # how often each reason occurred, for each client of the cohort
+        self.places = places
 
     def clear(self) -> None:
         """Set all sums to zero."""

@@ -174,13 +174,9 @@ class FederatedEngine:
         """
         w, strategy = self.w, self.strategy
         if outcome.skipped is not None:
-            return (
-                outcome.skipped
-                if outcome.count
-                else "no reply could be used"
-                if outcome.rejected
-                else "no client replied"
-            )
+            if outcome.count:
+                return outcome.skipped
+            return "no reply could be used" if outcome.rejected else "no client replied"
         strategy.server(FederatedServer(w.flat.vector, outcome, self.source.count, w.shared, t))
         if self._statistics is not None and outcome.buffers is not None:
             self._statistics.unpack(outcome.buffers, self.trainer.buffers)

@@ -53,10 +53,10 @@ class ExactSum:
     replies. To add several ExactSums, add their limbs. `sum_over_ranks` adds the limbs of all ranks of a ring.
     """
 
-    def __init__(self, size: int, dtype: torch.dtype, home: Tensor | None = None) -> None:
+    def __init__(self, size: int, dtype: torch.dtype, memory: Tensor | None = None) -> None:
         """Prepare for vectors of `size` elements of `dtype`, on the CPU.
 
-        `home` is memory for the limbs, with `count_limbs(size, dtype)` zeros; None means that it is allocated here.
+        `memory` holds the limbs. It has `count_limbs(size, dtype)` zeros; None means that it is allocated here.
 
         Raises:
             ConfigError: the dtype is not a floating-point dtype.
@@ -68,8 +68,8 @@ class ExactSum:
         self._product = torch.empty(block, dtype=torch.float64)
         self._whole, self._back = np.empty(block), np.empty(block)
         self._only = torch.empty(size, dtype=dtype)
-        home = torch.zeros(self.count_limbs(size, dtype), dtype=torch.int64) if home is None else home
-        self._sums = home.view(LIMBS[dtype], size + 2)
+        memory = torch.zeros(self.count_limbs(size, dtype), dtype=torch.int64) if memory is None else memory
+        self._sums = memory.view(LIMBS[dtype], size + 2)
         self._magic = [1.5 * 2.0 ** (52 - FIRST - DIGIT * j) for j in range(LIMBS[dtype])]
         self._uncorrected = 0  # number of products whose limbs still include the bits of `_magic`
         # weights and number of the replies that are not in the limbs yet; number of all replies added here

@@ -115,7 +115,7 @@ def joining_under(strategy: FederatedView) -> JoinOptions | None:
     return joining_of(strategy.clients)
 
 
-def keeper_of(strategy: StrategyView) -> str | None:
+def state_owner(strategy: StrategyView) -> str | None:
     """Return the strategy's name if the workers store a state of each client, or None if they do not."""
     if not isinstance(strategy, FederatedView) or has_remote_clients(strategy):
         return None  # real clients store their states themselves

@@ -103,8 +103,8 @@ def rows(timeline: Timeline) -> list[list[Bar]]:
     return [[Bar(a, a.chunk // count, float(start), float(end)) for a, start, end in row] for row in timeline.rows]
 
 
-def _cells(bars: list[Bar], makespan: float, scale: float, look: tuple[bool, bool]) -> Iterator[str]:
-    at, (dense, colour) = 0, look
+def _cells(bars: list[Bar], makespan: float, scale: float, style: tuple[bool, bool]) -> Iterator[str]:
+    at, (dense, colour) = 0, style
     chunked = any(bar.chunk for bar in bars)
     for bar in bars:
         lo, hi = max(at, round(bar.start * scale)), round(bar.end * scale)
@@ -147,13 +147,13 @@ def _grey(word: str, colour: bool) -> str:
 def _bar(bar: Bar, y: float, scale: float, unit: str) -> str:
     kind, chunk, micro = bar.action
     x, wide = _LEFT + bar.start * scale, (bar.end - bar.start) * scale
-    said = f"{NAMES[kind]} of micro-batch {micro}, chunk {chunk}: {bar.start:.4g} to {bar.end:.4g}{unit}"
+    tooltip = f"{NAMES[kind]} of micro-batch {micro}, chunk {chunk}: {bar.start:.4g} to {bar.end:.4g}{unit}"
     label = ""
     if wide >= 7 * len(str(micro)) + 3:
         at = f'x="{x + wide / 2:.1f}" y="{y + _BAR / 2 + 4:.1f}" style="fill:var(--on{bar.chunk % 2})"'
         label = f'<text class="in mid" {at}>{micro}</text>'
     return (
-        f'<g><title>{escape(said)}</title><rect class="action" x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" '
+        f'<g><title>{escape(tooltip)}</title><rect class="action" x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" '
         f'height="{_BAR}" rx="3" fill="var(--{kind}{bar.chunk % 2})"/>{label}</g>'
     )
 

@@ -160,8 +160,8 @@ class Mailbox:
 
     def has_update(self, serial: int, number: int) -> bool:
         """Return whether the client's update for the round has been received."""
-        home = self._round(serial)
-        return (home / "inbox" / str(number)).exists() or (home / "taken" / str(number)).exists()
+        folder = self._round(serial)
+        return (folder / "inbox" / str(number)).exists() or (folder / "taken" / str(number)).exists()
 
     def parameters(self, serial: int) -> Path:
         """Return the path of the parameters of an open round. Raises Conflict if the round is closed."""
@@ -298,22 +298,22 @@ class Mailbox:
 
     def close_round(self, serial: int) -> dict[int, Path]:
         """Close a round. Return a dict from client to the file of its update, or {} if another worker has closed it."""
-        home = self._round(serial)
+        folder = self._round(serial)
         try:
-            (home / "inbox").rename(home / "taken")
+            (folder / "inbox").rename(folder / "taken")
         except FileNotFoundError:
             return {}
-        (home / PARAMETERS).unlink(missing_ok=True)
-        return {int(path.name): path for path in sorted((home / "taken").iterdir())}
+        (folder / PARAMETERS).unlink(missing_ok=True)
+        return {int(path.name): path for path in sorted((folder / "taken").iterdir())}
 
     def write_verdicts(self, serial: int, verdicts: Mapping[int, str]) -> None:
         """Write for each client in `verdicts` why its update did not count. Delete all updates of the round."""
-        home = self._round(serial)
+        folder = self._round(serial)
         if verdicts:
-            _write(home / "verdicts.json", {str(number): reason for number, reason in verdicts.items()})
-        for path in (home / "taken").iterdir():
+            _write(folder / "verdicts.json", {str(number): reason for number, reason in verdicts.items()})
+        for path in (folder / "taken").iterdir():
             path.write_bytes(b"")  # the empty file shows that the client's update was received
-        for path in home.glob(".*-*"):
+        for path in folder.glob(".*-*"):
             path.unlink(missing_ok=True)  # an incomplete update, of which no more will arrive
 
     def _delete_old_rounds(self, serial: int) -> None:
