@@ -11,7 +11,7 @@ from fractions import Fraction
 
 from rayps.core.grid import Grid
 from rayps.core.partition import slices
-from rayps.core.pipeline.schedule import Action, Table, idle, idle_words, peak, splits, table
+from rayps.core.pipeline.schedule import Action, Table, idle, idle_formula, peak, splits, table
 from rayps.core.replica import Pipeline, pipeline_of
 from rayps.core.strategy import StrategyView
 from rayps.core.topology import Servers, Topology
@@ -98,7 +98,7 @@ def costs(strategy: StrategyView, workers: int, sizes: Sizes, rows: Table | None
         grid,
         traffic,
         idle(pipeline.schedule, p, m, v),
-        idle_words(pipeline.schedule),
+        idle_formula(pipeline.schedule),
         [peak(pipeline.schedule, p, m, rank, v) for rank in range(p)],
         [_memory(topology, sizes, i, kept_at[i // grid.tensor]) for i in range(grid.columns)],
     )

@@ -122,7 +122,7 @@ class Grad:
 
 
 class ClientTurn:
-    """The argument of a strategy's `client` method: the client that is being trained, its rows, model and optimizer."""
+    """The argument of a strategy's `client` method: the client to train, with its rows, model and optimizer."""
 
     def __init__(self, trainer: Trainer, strategy: FederatedView, task: Task, rows: ClientRows) -> None:
         self.w, self.w_t = trainer.flat.vector, task.w_t
@@ -258,7 +258,7 @@ class Trainer:
             self._record_options()
 
     def _record_options(self) -> None:
-        """Record the optimizer's current options, and whether its step is plain SGD."""
+        """Record the optimizer's current options, and whether the optimizer's step is plain SGD."""
         if self._rates is not None:
             self._rates.apply(self._optimizer.param_groups, self._tick)
         self._begin = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]

@@ -162,11 +162,11 @@ class AggregationRule:
         """
         if not self.robust or (skew is not None and skew < SKEWED):
             return None
-        reason = (
+        condition = (
             "if clients' data differ," if skew is None else f"clients' labels differ (by {skew:.2f} of 1), and then"
         )
         return (
-            f"{reason} {self} costs accuracy even without an attacker: it {self.drawback}; lower f, or try "
+            f"{condition} {self} costs accuracy even without an attacker: it {self.drawback}; lower f, or try "
             "centered_clipping or geometric_median, which cost the least accuracy in measurements"
         )
 

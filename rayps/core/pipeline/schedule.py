@@ -83,7 +83,7 @@ def idle(schedule: str, stages: int, micro_batches: int, chunks: int = 1) -> Fra
     return Fraction(p - 1, chunks * m + p - 1)
 
 
-def idle_words(schedule: str) -> str:
+def idle_formula(schedule: str) -> str:
     """Return the formula of `idle` as text."""
     return {"interleaved": "(p-1)/(vm+p-1)", "zero_bubble": "1 - 3m/max(3m+p-1, 2m+2p-1)"}.get(
         schedule, "(p-1)/(m+p-1)"
@@ -93,9 +93,11 @@ def idle_words(schedule: str) -> str:
 def peak(schedule: str, stages: int, micro_batches: int, rank: int, chunks: int = 1) -> int:
     """Return the most activations (of a micro-batch in a chunk) that worker `rank` holds at once, by formula.
 
-    An activation is held from its F to its B, or to its W where the backward pass is split. gpipe m; 1f1b min(m,
-    p-rank); zero_bubble min(m, p) everywhere, equal to 1f1b on its first worker: later workers delay their W to fill
-    the end; interleaved min(vm, 2(p-rank-1) + (v-1)p + 1), chunks being 1/v of a stage.
+    An activation is held from its F to its B, or to its W if the backward pass is split.
+
+    gpipe m; 1f1b min(m, p-rank); interleaved min(vm, 2(p-rank-1) + (v-1)p + 1), where a chunk is 1/v of a stage.
+    zero_bubble min(m, p) on every worker. Its first worker holds as many as under 1f1b; later workers hold more,
+    because they delay their W to fill the end.
     """
     check(schedule, stages, micro_batches, chunks)
     most = {"gpipe": micro_batches, "zero_bubble": stages}.get(schedule)
@@ -122,9 +124,9 @@ def check(schedule: str, stages: int, micro_batches: int, chunks: int) -> None:
 
 
 def _row(schedule: str, p: int, m: int, v: int, rank: int) -> list[Action]:
-    """Build a worker's row: some F ahead (all under gpipe), then F and B alternately, then the remaining B.
+    """Build a worker's row: first some F (all F under gpipe), then F and B alternately, then the remaining B.
 
-    In a split backward pass each W follows its B by `behind` micro-batches.
+    In a split backward pass each W follows its B after `behind` more B.
     """
     block = p if schedule == "interleaved" else m  # micro-batches that pass one chunk before the next chunk's turn
     turns = [range(at, min(at + block, m)) for at in range(0, m, block)]
