@@ -9,7 +9,7 @@ from torch import nn
 
 import rayps
 from rayps import ADMM
-from rayps.core.draw_participants import attends
+from rayps.core.draw_participants import takes_part
 from rayps.core.errors import ConfigError
 from rayps.core.proximal import canonical, prox, shrink, soft_threshold
 from rayps.core.text import written
@@ -183,7 +183,7 @@ def plain(
     for step in range(steps):
         shorter = rate and rate / (1 + rate * max(0.0, penalty - first))
         meeting = step // local_steps
-        here = [attends(seed, meeting, rank, participation) for rank in range(size)]
+        here = [takes_part(seed, meeting, rank, participation) for rank in range(size)]
         for i, (a, b) in enumerate(parts):
             if here[i]:
                 g = scale * a.T @ (a @ xs[i] - b) / len(a) + penalty * (xs[i] - z + us[i])
@@ -523,12 +523,12 @@ def test_a_soft_threshold_makes_exact_zeros():
 
 
 def test_who_attends_is_drawn_from_the_seed():
-    drawn = [[attends(7, meeting, rank, 0.3) for rank in range(5)] for meeting in range(2000)]
-    assert drawn == [[attends(7, meeting, rank, 0.3) for rank in range(5)] for meeting in range(2000)]
+    drawn = [[takes_part(7, meeting, rank, 0.3) for rank in range(5)] for meeting in range(2000)]
+    assert drawn == [[takes_part(7, meeting, rank, 0.3) for rank in range(5)] for meeting in range(2000)]
     share = torch.tensor(drawn, dtype=F64)
     assert (share.mean(0) - 0.3).abs().max() < 0.05 and torch.corrcoef(share.T).fill_diagonal_(0).abs().max() < 0.1
-    assert [attends(8, meeting, 0, 0.3) for meeting in range(2000)] != [row[0] for row in drawn]
-    assert all(attends(7, meeting, 0, 1.0) for meeting in range(100))
+    assert [takes_part(8, meeting, 0, 0.3) for meeting in range(2000)] != [row[0] for row in drawn]
+    assert all(takes_part(7, meeting, 0, 1.0) for meeting in range(100))
 
 
 BAD = [

@@ -52,7 +52,7 @@ LAZY = {  # (module, what it imports within a function): why
 ACTOR = "an actor's class: its process imports it"
 FAMILY = "a job imports the loop of its own family only"
 NAMED = {  # (module, what it names as "module:Name"): why
-    ("federated.client_states", "federated.client_states:DealtStates"): "what a worker keeps for one family",
+    ("federated.client_states", "federated.client_states:WorkerStates"): "what a worker keeps for one family",
     ("ps.group", "ps.manager.manager:ManagerActor"): ACTOR,
     ("ps.manager.launcher", "ps.server.server_actor:ServerActor"): ACTOR,
     ("ps.server_group", "ps.server.shard_actor:ShardActor"): ACTOR,

@@ -9,7 +9,7 @@ import torch
 from test_ring import every, form
 
 from rayps.core.errors import ConfigError
-from rayps.federated.attacks import agreed, counted, spoilt, usual_z
+from rayps.federated.attacks import false_count, false_update, omniscient_update, usual_z
 from rayps.federated.combine_replies import BEFORE, Aggregate
 from rayps.federated.exact_sum import NOT_FINITE, TOO_LARGE
 from rayps.federated.population.attack_spec import attack_of
@@ -44,28 +44,28 @@ RULES = [
 
 def test_what_attackers_send():
     update = torch.tensor([1.0, -2.0])
-    assert spoilt(attack_of("sign_flip(clients=1,scale=5)"), update).tolist() == [-5.0, 10.0]
-    assert spoilt(attack_of("nan(clients=1)"), update).isnan().all()
+    assert false_update(attack_of("sign_flip(clients=1,scale=5)"), update).tolist() == [-5.0, 10.0]
+    assert false_update(attack_of("nan(clients=1)"), update).isnan().all()
     for text in ("label_flip(clients=1)", "inflated_counts(clients=1)"):
-        assert spoilt(attack_of(text), update) is update
+        assert false_update(attack_of(text), update) is update
     wide = torch.zeros(20_000)
-    noise = spoilt(attack_of("gaussian(clients=1,sd=3)"), wide, 1, 2, 3)
+    noise = false_update(attack_of("gaussian(clients=1,sd=3)"), wide, 1, 2, 3)
     assert float(noise.std()) == pytest.approx(3, rel=0.05) and abs(float(noise.mean())) < 0.1
-    assert torch.equal(noise, spoilt(attack_of("gaussian(clients=1,sd=3)"), wide, 1, 2, 3))
-    assert not torch.equal(noise, spoilt(attack_of("gaussian(clients=1,sd=3)"), wide, 1, 2, 4))
-    assert counted(attack_of("inflated_counts(clients=1,factor=7)"), 3) == 21
-    assert counted(attack_of("nan(clients=1)"), 3) == 3
+    assert torch.equal(noise, false_update(attack_of("gaussian(clients=1,sd=3)"), wide, 1, 2, 3))
+    assert not torch.equal(noise, false_update(attack_of("gaussian(clients=1,sd=3)"), wide, 1, 2, 4))
+    assert false_count(attack_of("inflated_counts(clients=1,factor=7)"), 3) == 21
+    assert false_count(attack_of("nan(clients=1)"), 3) == 3
     assert attack_of("label_flip(clients=1,classes=4)").labels(torch.arange(4)).tolist() == [3, 2, 1, 0]
     assert attack_of("nan(clients=1)").labels(5) == 5
 
 
 def test_omniscient_attackers_by_hand():
     honest = np.array([[1.0, 10.0], [3.0, 10.0]])
-    assert agreed(attack_of("inner_product(clients=1,eps=2)"), honest, 1).tolist() == [-4.0, -20.0]
-    assert agreed(attack_of("alie(clients=1,z=1.5)"), honest, 1).tolist() == [2 - 1.5, 10.0]
+    assert omniscient_update(attack_of("inner_product(clients=1,eps=2)"), honest, 1).tolist() == [-4.0, -20.0]
+    assert omniscient_update(attack_of("alie(clients=1,z=1.5)"), honest, 1).tolist() == [2 - 1.5, 10.0]
     # Baruch et al.: n 50, m 24: s = floor(51) - 24 = 2, so 24 of 26 honest ones lie nearer
     assert usual_z(50, 24) == pytest.approx(1.43, abs=0.01)
-    assert agreed(attack_of("alie(clients=1)"), honest, 1) == pytest.approx([2 - usual_z(3, 1), 10.0])
+    assert omniscient_update(attack_of("alie(clients=1)"), honest, 1) == pytest.approx([2 - usual_z(3, 1), 10.0])
 
 
 def test_attackers_are_drawn_from_the_seed():
@@ -74,7 +74,7 @@ def test_attackers_are_drawn_from_the_seed():
     assert len(drawn) > 10 and all(len(some) == 4 and some <= set(range(20)) for some in drawn)
     assert attack.attackers(3, 20) == attack.attackers(3, 20)
     attack.check(5)
-    with pytest.raises(ConfigError, match="4 attackers of 4 clients leave no honest one"):
+    with pytest.raises(ConfigError, match="4 attackers of 4 clients leave no honest client"):
         attack.check(4)
 
 
@@ -100,14 +100,14 @@ def test_attacks_that_cannot_be(text, word):
 
 def test_how_many_classes_labels_have():
     flip = attack_of("label_flip(2)")
-    assert flip.settled(("0", "1", "2")).labels(torch.arange(3)).tolist() == [2, 1, 0]
-    assert flip.settled(("-1", "3")).labels(torch.tensor([-1, 3])).tolist() == [3, -1]
+    assert flip.with_classes(("0", "1", "2")).labels(torch.arange(3)).tolist() == [2, 1, 0]
+    assert flip.with_classes(("-1", "3")).labels(torch.tensor([-1, 3])).tolist() == [3, -1]
     said = attack_of("label_flip(2,classes=10)")
-    assert said.settled(None) == said == said.settled(("0", "1"))
-    assert attack_of("nan(2)").settled(None) == attack_of("nan(2)")
+    assert said.with_classes(None) == said == said.with_classes(("0", "1"))
+    assert attack_of("nan(2)").with_classes(None) == attack_of("nan(2)")
     for unknown in (None, (), ("False", "True")):
         with pytest.raises(ConfigError, match=r"label_flip\(clients=2,classes=10\)"):
-            flip.settled(unknown)
+            flip.with_classes(unknown)
 
 
 def test_attacks_in_both_forms():
@@ -150,8 +150,8 @@ def met_on(workers, w_t, given, rule="mean", clip=None, attack=None, order=0, ro
         for t in range(rounds):
             made.begin(t, [client for client, *_ in given], w_t)
             for client, reply, weight, extra in shares[ring.rank]:
-                made.take(client, reply, w_t, weight, {"c": extra})
-            met = made.meet(ring, memory)
+                made.add_reply(client, reply, w_t, weight, {"c": extra})
+            met = made.combine(ring, memory)
         return met, memory
 
     rings = form(workers)
@@ -321,10 +321,10 @@ def test_replies_that_began_from_older_models():
     old = w_t + 1
     rings = form(1)
     made.begin(0, [2, 7, 2], w_t)
-    made.take(2, given[2][1], w_t, 1.0)
-    made.take(7, given[7][1], old, 0.5)
-    made.take(2, given[3][1], old, 0.25)
-    met = made.meet(rings[0])
+    made.add_reply(2, given[2][1], w_t, 1.0)
+    made.add_reply(7, given[7][1], old, 0.5)
+    made.add_reply(2, given[3][1], old, 0.25)
+    met = made.combine(rings[0])
     rings[0].close()
     law = (given[2][1] - w_t) + 0.5 * (given[7][1] - old) + 0.25 * (given[3][1] - old)
     assert met.mean is None and met.count == 3 and met.weight == 1.75

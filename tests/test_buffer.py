@@ -158,7 +158,7 @@ def test_nobody_is_there_for_a_while():
 
 
 def test_a_buffer_that_can_never_fill_says_so():
-    with pytest.raises(TrainingError, match=r"by offline.*deadline, available"):
+    with pytest.raises(TrainingError, match=r"by offline.*`deadline`, `available`"):
         short_days = {"name": "trace", "intervals": [[[0, 5]]], "period": 10}
         AsyncBuffer(Population(0, [10], speed=1, available=short_days), 1).round(0, clock_at())
     with pytest.raises(TrainingError, match="none of 1 clients"):

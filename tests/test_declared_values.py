@@ -14,7 +14,7 @@ from rayps.core.replica import Pipeline
 from rayps.core.strategy import ServerHalf, StrategyView
 from rayps.core.strategy_families import ByClient, Fixed, Rebuild, ReplaceOne, Reshuffled, RestartAll
 from rayps.core.topology import ASP, BSP, SSP, JobFacts, Peers, PerPush, PerRound, Servers, SharedVector
-from rayps.federated.strategy_interface import FederatedView, keeper_of
+from rayps.federated.strategy_interface import FederatedView, state_owner
 from rayps.strategies.all_reduce import AllReduce
 from rayps.strategies.base import Strategy
 from rayps.strategies.catalogue import CATALOGUE, catalogue, parse, wire
@@ -237,7 +237,7 @@ def test_an_option_of_a_base_class_is_no_flag():
 
 
 def test_who_keeps_states_of_clients_on_the_workers():
-    kept = {text: keeper_of(parse(text)[0].strategy) for text in ("scaffold", "ditto", "fedavg", "all_reduce")}
+    kept = {text: state_owner(parse(text)[0].strategy) for text in ("scaffold", "ditto", "fedavg", "all_reduce")}
     assert kept == {"scaffold": "scaffold", "ditto": "ditto", "fedavg": None, "all_reduce": None}
-    assert keeper_of(parse("fedavg:buffers=keep")[0].strategy) == "fedavg"
-    assert keeper_of(parse("scaffold:clients=remote")[0].strategy) is None  # real clients keep their own
+    assert state_owner(parse("fedavg:buffers=keep")[0].strategy) == "fedavg"
+    assert state_owner(parse("scaffold:clients=remote")[0].strategy) is None  # real clients keep their own

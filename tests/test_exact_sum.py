@@ -122,11 +122,11 @@ def test_over_a_ring(size, dtype):
 
     def work(ring):
         mine = summed(dtype, parts[ring.rank :: size])
-        mine.meet(ring)
+        mine.sum_over_ranks(ring)
         alone = summed(dtype, [(lone, 9)] if ring.rank == size - 1 else [], 3)
-        alone.meet(ring)
+        alone.sum_over_ranks(ring)
         nobody = ExactSum(3, dtype)
-        nobody.meet(ring)
+        nobody.sum_over_ranks(ring)
         return mine.mean(), mine.weight, alone.mean(), nobody.count
 
     rings = form(size)

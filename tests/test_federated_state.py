@@ -119,13 +119,13 @@ def test_a_store_keeps_a_rounds_states_or_none():
     store = ClientStates()
     assert store.get(7) == {} and len(store) == 0
     store.put(7, state(1), 1)
-    store.end()
+    store.commit()
     store.put(7, state(2), 2)
     store.put(8, state(3), 2)
     assert torch.equal(store.get(7)["c"], torch.full((4,), 2.0))
-    store.end(keep=False)
+    store.commit(keep=False)
     assert store.get(7)["n"] == 1 and store.get(8) == {}
-    store.end()
+    store.commit()
     store.close()
 
 
@@ -140,7 +140,7 @@ def test_a_store_can_go_back_to_the_snapshot_and_keeps_little_more():
             marks = [store.saved, round, *(at for at in kept if at > store.saved)]
             needed = {max((r for r in told[client] if r <= at), default=0) for at in marks} - {0}
             assert {at for who, at in held(store) if who == client} == needed
-        store.end()
+        store.commit()
         if chance.random() < 0.3:
             store.kept = round
             kept.append(round)
@@ -151,7 +151,7 @@ def test_a_store_can_go_back_to_the_snapshot_and_keeps_little_more():
             found = {client: at for client, at, _ in rows}
             want = {c: max((r for r in rounds if r <= store.saved), default=0) for c, rounds in told.items()}
             assert found == {c: r for c, r in want.items() if r > since}
-    store.back(store.saved)
+    store.delete_after(store.saved)
     for client, rounds in told.items():
         newest = [r for r in rounds if r <= store.saved]
         assert (store.get(client)["n"].item() if newest else 0) == (rounds[max(newest)] if newest else 0)
@@ -166,22 +166,22 @@ def test_between_two_snapshots_only_the_newest_state_is_kept():
     store = ClientStates()
     for round in range(1, 9):
         store.put(7, state(round), round)
-        store.end()
+        store.commit()
         if round in (3, 6):
             store.kept = round
     assert held(store) == [(7, 3), (7, 6), (7, 8)]
     store.saved = 6
     store.put(7, state(9), 9)
-    store.end(keep=False)  # what it would have taken the place of is there again
+    store.commit(keep=False)  # what it would have taken the place of is there again
     assert held(store) == [(7, 3), (7, 6), (7, 8)]
     store.put(7, state(9), 9)
-    store.end()
+    store.commit()
     assert held(store) == [(7, 6), (7, 9)] and store.get(7)["n"] == 9
     store.close()
 
 
 class Member:
-    """A worker with states, as a vault asks it."""
+    """A worker with states, as a backup asks it."""
 
     def __init__(self, store=None):
         self.handle, self.store, self.dies = self, store or ClientStates(), False
@@ -196,52 +196,52 @@ class Member:
         return self.answer()
 
     def companion(self, target, method, *given):
-        assert target == states_module.DEALT_STATES
+        assert target == states_module.WORKER_STATES
         return getattr(self, method)(*given)
 
     def sizes(self):
         return torch.arange(1, 101).numpy()
 
-    def take(self, rows, round):
+    def load_states(self, rows, round):
         if rows is None:
             self.store = ClientStates()
-        self.store.file(rows or ())
-        self.store.end()
+        self.store.add_rows(rows or ())
+        self.store.commit()
 
-    def give(self, since, upto, after):
+    def changed_states(self, since, upto, after):
         return self.store.rows(since, upto, after)
 
 
 def test_a_worker_lost_while_it_tells_changes_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(states_module, "CHUNK", 400)
-    vault, members = ClientStatesBackup(), [Member(), Member()]
-    vault.deal(members, "scaffold", 0, 1.0)
+    backup, members = ClientStatesBackup(), [Member(), Member()]
+    backup.send_states(members, "scaffold", 0, 1.0)
     for at, member in enumerate(members):
         for client in range(at, 100, 2):
             member.store.put(client, state(client), 1)
-        member.store.end()
-    assert vault.gather(members, 1, 1.0)
+        member.store.commit()
+    assert backup.fetch_states(members, 1, 1.0)
     for at, member in enumerate(members):
         for client in range(at, 100, 2):
             member.store.put(client, state(1000 + client), 2)
-        member.store.end()
+        member.store.commit()
     members[1].dies = True
-    assert not vault.gather(members, 2, 1.0)
-    assert {at for _, at, _ in vault._states.rows(-1, 9)} == {1}
+    assert not backup.fetch_states(members, 2, 1.0)
+    assert {at for _, at, _ in backup._states.rows(-1, 9)} == {1}
     fresh = [Member(), Member(), Member()]
-    vault.deal(fresh, "scaffold", 1, 1.0)
+    backup.send_states(fresh, "scaffold", 1, 1.0)
     assert sorted(client for each in fresh for client, _, _ in all_of(each.store)) == list(range(100))
     (tmp_path / "tables").mkdir()
-    assert [path.name for path in vault.write(tmp_path / "tables")] == ["states.parquet"]
+    assert [path.name for path in backup.write(tmp_path / "tables")] == ["states.parquet"]
     other = ClientStatesBackup()
     other.read(tmp_path / "tables", 1)
     single = [Member()]
-    other.deal(single, "scaffold", 1, 1.0)
+    other.send_states(single, "scaffold", 1, 1.0)
     assert {client: single[0].store.get(client)["n"].item() for client in range(100)} == {k: k for k in range(100)}
-    other.deal(single, "ditto", 1, 1.0)
+    other.send_states(single, "ditto", 1, 1.0)
     assert len(single[0].store) == 0
-    other.deal(single, None, 1, 1.0)
-    assert other.beside is None and other.gather(single, 2, 1.0)
+    other.send_states(single, None, 1, 1.0)
+    assert other.writer is None and other.fetch_states(single, 2, 1.0)
 
 
 def all_of(store):

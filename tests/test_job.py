@@ -24,7 +24,7 @@ BAD = [
     ({"workload": "digits"}, "workload", ["'digits'", "digits:Digits"]),
     ({"workload": ""}, "workload", ["''"]),
     ({"workload": None}, "workload", ["None"]),
-    ({"max_failures": -1}, "max_failures", ["-1", "0 or more"]),
+    ({"max_failures": -1}, "max_failures", ["-1", "at least 0"]),
     ({"max_failures": "3"}, "max_failures", ["'3'"]),
     ({"max_failures": 1.5}, "max_failures", ["1.5"]),
     ({"max_failures": None}, "max_failures", ["None"]),

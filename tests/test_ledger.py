@@ -13,7 +13,7 @@ from torch.optim import SGD
 
 from rayps.core.errors import CheckpointError
 from rayps.core.failpoint import VARIABLE, parse
-from rayps.core.repeated_pushes import WINDOW, Ledger, anywhere
+from rayps.core.repeated_pushes import WINDOW, Ledger, union
 from rayps.ps.client.replay_buffer import ReplayBuffer
 from rayps.ps.protocol.pieces import Extent
 from rayps.ps.server.dense_segment import Shard
@@ -79,7 +79,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(rank, step, words):
 
 @given(st.lists(PUSHES, min_size=1, max_size=3))
 def test_anywhere_is_what_one_of_them_has(several):
-    common = anywhere([filed(pushes) for pushes in several])
+    common = union([filed(pushes) for pushes in several])
     found = [max(filed(pushes).marks[rank] for pushes in several) for rank in range(3)]
     for rank in range(3):
         for step in range(14):

@@ -25,7 +25,7 @@ from rayps.runtime.journal import Journal
 from rayps.runtime.snapshots import assemble
 from rayps.strategies.all_reduce import AllReduce
 from rayps.strategies.base import Strategy
-from rayps.strategies.catalogue import for_a_loop, parse
+from rayps.strategies.catalogue import parse, parse_for_loop
 from rayps.strategies.diloco import DiLoCo
 from rayps.strategies.job import JobSpec
 from rayps.strategies.local_sgd import LocalSGD
@@ -327,7 +327,7 @@ def test_a_job_that_is_stopped_goes_on_where_each_worker_was(tmp_path):
 @pytest.mark.parametrize("text", ["local_sgd", "parallel_sgd", "diloco"])
 def test_a_loop_of_ones_own_cannot_follow_it(text):
     with pytest.raises(ConfigError, match=rf"wrap cannot run {text}: use rayps\.train"):
-        for_a_loop(text)
+        parse_for_loop(text)
 
 
 def test_a_strategys_state_does_not_go_to_another():

@@ -151,7 +151,7 @@ def test_after_a_mending_what_was_said_of_later_rounds_is_void_and_of_earlier_on
     rounds = Rounds(2, 1, "all_reduce")
     early = [point(0, n) for n in range(4)] + [point(1, 0), point(1, 1), evaluation(0, 2, loss=(1.0, 1))]
     assert [p["round"] for p in rounds.add(early)] == [0, 1]
-    rounds.again(2, 3)  # rank 1 died after round 3 had begun; what it had said of round 2 comes with its state
+    rounds.restart(2, 3)  # rank 1 died after round 3 had begun; what it had said of round 2 comes with its state
     given = rounds.add([point(1, 2), evaluation(1, 2, loss=(3.0, 1))])
     assert [(p["kind"], p["round"]) for p in given] == [("round", 2), ("evaluation", 2)]
     assert given[0]["generation"] == 2

@@ -8,7 +8,7 @@ import pytest
 
 from rayps.core.errors import ConfigError, TrainingError
 from rayps.federated.population import options as options_module
-from rayps.federated.population.cohort import cohort, cohort_size, hashes, homes, normals, pack, uniforms
+from rayps.federated.population.cohort import cohort, cohort_size, hashes, home_ranks, normals, pack, uniforms
 from rayps.federated.population.population import Population
 
 KNOWN = [[0, 5, 14, 15, 19], [26216, 27747, 34564, 40586, 47560]]
@@ -123,7 +123,7 @@ def test_packing_by_hand():
     """8,7,6,5,4 on two: 8 | 7, 6 to the 7, 5 to the 8, 4 to the 13 that is not 13: ranks alike, the first wins."""
     assert [each.tolist() for each in pack([5, 8, 4, 7, 6], 2)] == [[0, 1, 2], [3, 4]]
     assert [each.tolist() for each in pack([1, 1, 1], 5)] == [[0], [1], [2], [], []]
-    assert homes([5, 8, 4, 7, 6], 2).tolist() == [0, 0, 0, 1, 1]
+    assert home_ranks([5, 8, 4, 7, 6], 2).tolist() == [0, 0, 0, 1, 1]
 
 
 def test_packing_deals_everyone_once_and_evenly():

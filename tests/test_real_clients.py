@@ -273,27 +273,29 @@ def test_a_round_that_is_drawn_again_takes_nothing_of_the_old_one(tmp_path: Path
     for name in ("a", "b"):
         box.join(name, name * 20, "t", 5)
     facts = {"round": 0, "strategy": {}}
-    first = box.begin({**facts, "starts": box.starts(0, True)}, {0: "a", 1: "b"}, 60.0, 100, b"model")
+    first = box.open_round({**facts, "starts": box.starts(0, True)}, {0: "a", 1: "b"}, 60.0, 100, b"model")
     assert box.deliver(first.serial, 0, _part(box, first.serial, 0)) and box.arrived(first.serial) == {0}
     assert not box.deliver(first.serial, 0, _part(box, first.serial, 0, b"other"))  # the first one stays
-    same = box.begin({**facts, "starts": box.starts(0, True)}, {0: "a"}, 60.0, 100, b"model")
+    same = box.open_round({**facts, "starts": box.starts(0, True)}, {0: "a"}, 60.0, 100, b"model")
     assert same.serial == first.serial and box.arrived(first.serial) == {0}
-    other = box.begin({**facts, "starts": box.starts(0, True)}, {0: "a", 1: "b"}, 60.0, 100, b"another model")
+    other = box.open_round({**facts, "starts": box.starts(0, True)}, {0: "a", 1: "b"}, 60.0, 100, b"another model")
     assert other.serial == first.serial + 1 and box.arrived(other.serial) == set()
     with pytest.raises(Conflict, match="too late"):
-        box.part(first.serial, 1)
-    part = box.part(other.serial, 1)
+        box.new_part(first.serial, 1)
+    part = box.new_part(other.serial, 1)
     part.write_bytes(b"update")
-    assert set(box.close(other.serial)) == set() and box.close(other.serial) == {}  # only one may take a round
+    assert (
+        set(box.close_round(other.serial)) == set() and box.close_round(other.serial) == {}
+    )  # only one may take a round
     with pytest.raises(Conflict, match="does not count"):
         box.deliver(other.serial, 1, part)
     assert not part.exists()
-    box.judge(other.serial, {1: "not finite"})
+    box.write_verdicts(other.serial, {1: "not finite"})
     assert (box.verdict(other.serial, 1), box.verdict(other.serial, 0)) == ("not finite", None)
 
 
 def _part(box: Mailbox, serial: int, number: int, raw: bytes = b"update") -> Path:
-    part = box.part(serial, number)
+    part = box.new_part(serial, number)
     part.write_bytes(raw)
     return part
 
@@ -520,7 +522,7 @@ def test_a_client_refuses_orders_that_are_played_again_or_are_of_another_job(cli
     ):
         with pytest.raises(Unauthorized, match=why):
             client.verified_order(signed(**facts))
-    other = Key.kept(tmp_path / "key")
+    other = Key.load_or_create(tmp_path / "key")
     with pytest.raises(Unauthorized, match="signature"):
         client.verified_order({**signed(), "signature": other.sign(signed()["order"])})
     with pytest.raises(Unauthorized, match="its key differs"):

@@ -156,7 +156,7 @@ def test_rounds_with_too_few_replies_leave_the_model_as_it_was():
         ({"rule": "krum(f=4)", "fraction": 0.5}, "but a round asks 10"),
         ({"rule": "bulyan(f=5)"}, "n >= 4f"),
         ({"rule": "krum(f=3)", "attack": FLIP}, "tolerates 3"),
-        ({"attack": "nan(clients=20)"}, "no honest one"),
+        ({"attack": "nan(clients=20)"}, "no honest client"),
         ({"rule": "best"}, "one of mean, krum"),
         ({"clip": -1}, "clip"),
         ({"attack": "noise(clients=2)"}, "sign_flip"),

@@ -35,7 +35,7 @@ def replies(seed=1):
             client,
             0.3 * torch.randn(SIZE, generator=draw),
             torch.randn(3, generator=draw),
-            packed.packed(
+            packed.pack(
                 {
                     "norm.running_mean": torch.randn(4, generator=draw),
                     "norm.running_var": torch.rand(4, generator=draw) + 0.5,
@@ -65,10 +65,10 @@ def met_on(workers, given, rule, attack=None, rounds=1):
         )
         memory, w_t = {}, torch.zeros(SIZE)
         for t in range(rounds):
-            made.begin(t, [client for client, *_ in given], w_t, BufferStatistics(LIKE).packed(LIKE))
+            made.begin(t, [client for client, *_ in given], w_t, BufferStatistics(LIKE).pack(LIKE))
             for client, update, c, buffers, n in given[ring.rank :: workers]:
-                made.take(client, update, w_t, n, {"c": c}, buffers=buffers, samples=n)
-            met = made.meet(ring, memory)
+                made.add_reply(client, update, w_t, n, {"c": c}, buffers=buffers, samples=n)
+            met = made.combine(ring, memory)
         return met
 
     rings = form(workers)
@@ -116,7 +116,7 @@ def test_the_other_rules_take_what_came_beside_as_they_take_updates(rule):
     buffers = torch.stack([each[3] for each in given]).numpy()
     assert met.chosen is None and met.weight == CLIENTS
     assert met.sums["c"].numpy() == pytest.approx(CLIENTS * aggregate(rule_of(rule), c), rel=1e-6)
-    before = BufferStatistics(LIKE).packed(LIKE).numpy()
+    before = BufferStatistics(LIKE).pack(LIKE).numpy()
     if rule == "median" or "trimmed" in rule:
         assert met.buffers.numpy() == pytest.approx(aggregate(rule_of(rule), buffers))
     else:  # counts would outweigh statistics in a distance
@@ -146,7 +146,7 @@ def test_liars_move_what_comes_beside_no_farther_than_the_rule_allows(rule, lie)
     (met,) = met_on(1, given, rule)
     c = torch.stack([each[2] for each in honest]).double().numpy()
     assert bound_holds(rule, met.sums["c"].double().numpy() / CLIENTS, c, np.zeros(3), 2)
-    buffers, before = torch.stack([each[3] for each in honest]).numpy(), BufferStatistics(LIKE).packed(LIKE).numpy()
+    buffers, before = torch.stack([each[3] for each in honest]).numpy(), BufferStatistics(LIKE).pack(LIKE).numpy()
     assert bound_holds(rule, met.buffers.numpy()[:8], buffers[:, :8], before[:8], 2)
     assert (met.buffers[4:8] > 0).all() and 20 <= met.buffers[8] <= 22
 

@@ -314,7 +314,7 @@ def test_guards(text, least):
 )
 def test_more_attackers_than_it_bears(text, cohort, bears):
     rule = rule_of(text)
-    assert rule.bears(cohort) == bears
+    assert rule.count_tolerated(cohort) == bears
     if cohort >= rule.least and rule.robust:
         rule.check(cohort, attack_of(f"nan(clients={bears})"))
         with pytest.raises(ConfigError, match=f"tolerates {bears}"):
@@ -383,8 +383,10 @@ def test_what_skewed_data_cost_is_said():
 
 
 def test_what_dropouts_cost_is_said():
-    assert rule_of("krum(f=4)").doubt(20, 20.0) is None
-    assert "10 are expected to reply in a round, and krum(f=4) needs 11" in rule_of("krum(f=4)").doubt(20, 10.0)
+    assert rule_of("krum(f=4)").warn_of_few_replies(20, 20.0) is None
+    assert "10 are expected to reply in a round, and krum(f=4) needs 11" in rule_of("krum(f=4)").warn_of_few_replies(
+        20, 10.0
+    )
 
 
 def test_a_rule_is_added_by_one_class():
@@ -412,7 +414,12 @@ def test_a_rule_is_added_by_one_class():
     try:
         rule = rule_of("midrange(f=1)")
         assert rule == Midrange(1) and str(rule) == "midrange(f=1)" and rule_of(str(rule)) == rule
-        assert (rule.least, rule.bears(2), rule.bears(5), rule_of("midrange(f=1,bucket=2)").least) == (3, 0, 1, 5)
+        assert (
+            rule.least,
+            rule.count_tolerated(2),
+            rule.count_tolerated(5),
+            rule_of("midrange(f=1,bucket=2)").least,
+        ) == (3, 0, 1, 5)
         x = np.array([[0.0], [1.0], [4.0], [100.0]])
         assert aggregate(rule, x).tolist() == [2.5]
         with pytest.raises(ConfigError, match=r"midrange\(f=1\) needs 3 replies \(2f < n\), received 2"):

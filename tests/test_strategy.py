@@ -394,7 +394,7 @@ def test_weighted_mean():
     values = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]), torch.tensor([100.0, 100.0])]
     assert torch.equal(weighted_mean(values, [1, 3, 0]), torch.tensor([2.5, 3.5]))
     assert torch.equal(values[0], torch.tensor([1.0, 2.0]))
-    with pytest.raises(ValueError, match="all 0"):
+    with pytest.raises(ValueError, match="all 3 weights are 0"):
         weighted_mean(values, [0, 0, 0])
 
 

@@ -53,7 +53,7 @@ def create_app(
         scheduler = Scheduler(store, place or choose(settings), settings.jobs_dir, stall=settings.stall)
         groups = Groups(scheduler, settings.servers_dir)
         scheduler.group_wait_reason, scheduler.group_end_reason = groups.wait_reason, groups.end_reason
-        tokens = ClientTokens(store, Key.kept(settings.client_key))
+        tokens = ClientTokens(store, Key.load_or_create(settings.client_key))
         users = UserTokens(store, settings.token_file)
         app.state.service = Service(settings, store, scheduler, groups, tokens, users)
         if started is not None:

@@ -96,7 +96,7 @@ async def _joined(
     member = await asyncio.to_thread(mailbox.member, int(number), key)
     if grant.name not in (None, member.name):
         raise HTTPException(403, f"this token is for the client {grant.name!r}")
-    mailbox.seen(member.number)
+    mailbox.record_request(member.number)
     return Caller(running, job, mailbox, member, request.headers["authorization"].partition(" ")[2].strip())
 
 
@@ -231,7 +231,7 @@ async def work(
             return await answer(kind="wait", status=record.status.value, reason=reason or record.reason)
         if time.monotonic() - seen > _SEEN_SECONDS:
             seen = time.monotonic()
-            caller.mailbox.seen(caller.member.number)
+            caller.mailbox.record_request(caller.member.number)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(running.closing.wait(), _PAUSE)
 
@@ -277,7 +277,7 @@ async def update(
         order = await asyncio.to_thread(_open_order, caller, serial, True)
         if order is None:
             return JSONResponse({"serial": serial, "again": True}, 200)
-        part = caller.mailbox.part(serial, caller.member.number)
+        part = caller.mailbox.new_part(serial, caller.member.number)
         try:
             await _receive(request, caller, part, order.most_bytes, rayps_sha256)
             new = await asyncio.to_thread(caller.mailbox.deliver, serial, caller.member.number, part)
@@ -313,7 +313,7 @@ async def _receive(request: Request, caller: Caller, part: Path, most: int, dige
                 await asyncio.to_thread(file.write, block)
                 if time.monotonic() - seen > _SEEN_SECONDS:
                     seen = time.monotonic()
-                    caller.mailbox.seen(caller.member.number)
+                    caller.mailbox.record_request(caller.member.number)
     except FileNotFoundError:
         raise Conflict("the round is closed: the update is too late", status=409, code="late") from None
     except ClientDisconnect:
@@ -331,7 +331,7 @@ def _open_order(caller: Caller, serial: int, delivering: bool = False) -> Any:
         Conflict: the round is closed, or the order is not for this client.
     """
     mailbox, number = caller.mailbox, caller.member.number
-    if delivering and mailbox.has(serial, number):
+    if delivering and mailbox.has_update(serial, number):
         return None
     mailbox.parameters(serial)
     order = mailbox.newest()
@@ -342,7 +342,7 @@ def _open_order(caller: Caller, serial: int, delivering: bool = False) -> Any:
 
 def _is_for(caller: Caller, order: RoundOrder) -> bool:
     mailbox, number = caller.mailbox, caller.member.number
-    return number in order.sampled and mailbox.is_open(order.serial) and not mailbox.has(order.serial, number)
+    return number in order.sampled and mailbox.is_open(order.serial) and not mailbox.has_update(order.serial, number)
 
 
 def _signed_text(caller: Caller, order: RoundOrder) -> str:
@@ -391,7 +391,7 @@ def _client(mailbox: Mailbox, member: JoinedClient, order: RoundOrder | None) ->
     seen = mailbox.last_seen(member.number)
     doing = ""
     if order is not None and member.number in order.sampled:
-        if mailbox.has(order.serial, member.number):
+        if mailbox.has_update(order.serial, member.number):
             doing = f"has sent round {order.round}"
         elif mailbox.is_open(order.serial):
             doing = f"works on round {order.round}"

@@ -190,10 +190,10 @@ class ClientProcess:
         """
         rows, trainer = self._rows, self._trainer
         few = ClientRows(rows.numbers[: rows.batch_size], rows.take, rows.batch_size, False)
-        w, buffers = trainer.flat.vector.clone(), trainer.kept()
+        w, buffers = trainer.flat.vector.clone(), trainer.copy_buffers()
         with apart():
             trainer.train(FedAvg(local_steps=1), Task(0, 0, 0, w, {}), few)
-        trainer.put(w, buffers)
+        trainer.load(w, buffers)
         for parameter in trainer.parameters:
             parameter.grad = None
 
@@ -261,7 +261,7 @@ class ClientProcess:
             return
         if hashlib.sha256(raw).hexdigest() != order["parameters"]["sha256"]:
             raise _refusal("the received parameters do not have the SHA-256 hash in the signed order")
-        w, shared, buffers = remote_codec.opened(raw, self._trainer.flat.layout)
+        w, shared, buffers = remote_codec.decode_parameters(raw, self._trainer.flat.layout)
         at, name = order["phase"] + round, strategy.name
         state = self._folder.load_state(at, name, order["starts"])
         began = time.monotonic()
@@ -281,7 +281,7 @@ class ClientProcess:
             self._report(f"round {round}: {reply.n} samples, loss {reply.loss:.4g}, {seconds:.1f} s; sent")
 
     def _send(self, order: OrderFacts, reply: ClientReply) -> bool:
-        raw = remote_codec.update(reply)
+        raw = remote_codec.encode_update(reply)
         headers = self._headers(
             **{"Rayps-Sha256": hashlib.sha256(raw).hexdigest(), "Content-Type": "application/octet-stream"}
         )

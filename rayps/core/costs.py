@@ -11,7 +11,7 @@ from fractions import Fraction
 
 from rayps.core.grid import Grid
 from rayps.core.partition import slices
-from rayps.core.pipeline.schedule import Action, Table, idle, idle_words, peak, splits, table
+from rayps.core.pipeline.schedule import Action, Table, idle, idle_formula, peak, splits, table
 from rayps.core.replica import Pipeline, pipeline_of
 from rayps.core.strategy import StrategyView
 from rayps.core.topology import Servers, Topology
@@ -38,7 +38,7 @@ class Costs:
 
     @property
     def messages(self) -> float | None:
-        """Messages that all workers send in a step; None if those of one kind of traffic are not known."""
+        """Messages that all workers send in a step; None if the messages of one kind of traffic are not known."""
         known = [cost.messages for cost in self.traffic if cost.messages is not None]
         return sum(known) if len(known) == len(self.traffic) else None
 
@@ -69,7 +69,7 @@ class Costs:
 def costs(strategy: StrategyView, workers: int, sizes: Sizes, rows: Table | None = None) -> Costs:
     """Return the costs of `strategy` on `workers`.
 
-    `rows` is the table of a user's own pipeline schedule; None = the table of the strategy's schedule.
+    `rows` is the table of a user's own pipeline schedule; None means the table of the strategy's schedule.
 
     Raises:
         ConfigError: `workers` is not a whole number of replicas.
@@ -87,7 +87,7 @@ def costs(strategy: StrategyView, workers: int, sizes: Sizes, rows: Table | None
         traffic.append(_stages(pipeline, grid, sizes))
     if grid.tensor > 1:
         traffic += _tensor(grid, sizes, 1 if pipeline is None else pipeline.micro_batches)
-    traffic += _lent(grid, sizes)
+    traffic += _borrowed(grid, sizes)
     if pipeline is None:
         kept = sizes.kept[0] * sizes.batch if sizes.kept else 0.0
         return Costs(grid, traffic, memory=[_memory(topology, sizes, i, kept) for i in range(grid.columns)])
@@ -98,14 +98,14 @@ def costs(strategy: StrategyView, workers: int, sizes: Sizes, rows: Table | None
         grid,
         traffic,
         idle(pipeline.schedule, p, m, v),
-        idle_words(pipeline.schedule),
+        idle_formula(pipeline.schedule),
         [peak(pipeline.schedule, p, m, rank, v) for rank in range(p)],
         [_memory(topology, sizes, i, kept_at[i // grid.tensor]) for i in range(grid.columns)],
     )
 
 
 def held_bytes(row: list[Action], sizes: Sizes, micro_batches: int, split: bool) -> float:
-    """Return the most bytes of activations that a stage with these actions holds at once; 0 if sizes are not known."""
+    """Return the most bytes of activations that a stage with these actions holds at once, or 0 if not known."""
     if not sizes.kept:
         return 0.0
     counts = [cut.stop - cut.start for cut in slices(sizes.batch, micro_batches)]
@@ -129,7 +129,7 @@ def _stages(replica: Pipeline, grid: Grid, sizes: Sizes) -> TrafficCost:
     """Return the cost of sending activations and their gradients between neighbouring chunks."""
     p, v = replica.stages, replica.chunks
     m = min(replica.micro_batches, sizes.batch) if sizes.batch else replica.micro_batches
-    lines = grid.data * grid.tensor
+    pipelines = grid.data * grid.tensor
     cuts = sizes.crossings
     forward, back = sum(c.forward for c in cuts), sum(c.backward for c in cuts)
     busiest = [0.0] * p
@@ -142,8 +142,8 @@ def _stages(replica: Pipeline, grid: Grid, sizes: Sizes) -> TrafficCost:
     return TrafficCost(
         f"activations between {chunks} chunks" if v > 1 else f"activations between {p} stages",
         f"2m({'pv' if v > 1 else 'p'}-1) messages of A/m, A = a batch's activations at a cut, m = {m}",
-        lines * sizes.batch * (forward + back) if known else None,
-        lines * messages,
+        pipelines * sizes.batch * (forward + back) if known else None,
+        pipelines * messages,
         max(busiest) if known else None,
         "stage",
         "computation of other micro-batches",
@@ -152,7 +152,7 @@ def _stages(replica: Pipeline, grid: Grid, sizes: Sizes) -> TrafficCost:
 
 def _tensor(grid: Grid, sizes: Sizes, micro_batches: int) -> list[TrafficCost]:
     """Return the cost of the sums and gathers that tensor ranks compute together inside layers."""
-    n, lines, stages = grid.tensor, grid.data, len(sizes.summed)
+    n, replicas, stages = grid.tensor, grid.data, len(sizes.summed)
     known = bool(sizes.summed and sizes.batch)
     summed, gathered = sum(sizes.summed) * sizes.batch, sum(sizes.gathered) * sizes.batch
     each = [(2 * a + b) * (n - 1) / n * sizes.batch for a, b in zip(sizes.summed, sizes.gathered, strict=True)]
@@ -161,19 +161,19 @@ def _tensor(grid: Grid, sizes: Sizes, micro_batches: int) -> list[TrafficCost]:
             f"sums inside layers of {n} tensor ranks",
             "2(N-1)/N T from each of N in 2(N-1) messages per sum, T = bd (batch rows b, width d), one sum per split "
             "block forward and one backward",
-            2 * (n - 1) * summed * lines if known else None,
-            2 * (n - 1) * n * sum(sizes.exchanges) * micro_batches * lines if sizes.exchanges else None,
+            2 * (n - 1) * summed * replicas if known else None,
+            2 * (n - 1) * n * sum(sizes.exchanges) * micro_batches * replicas if sizes.exchanges else None,
             max(each) if known and stages else None,
             "tensor",
         )
     ]
     if gathered:
         words = "(N-1)/N T from each of N, T = bytes gathered"
-        found.append(TrafficCost("gathers inside layers", words, (n - 1) * gathered * lines, 0, axis="tensor"))
+        found.append(TrafficCost("gathers inside layers", words, (n - 1) * gathered * replicas, 0, axis="tensor"))
     return found
 
 
-def _lent(grid: Grid, sizes: Sizes) -> list[TrafficCost]:
+def _borrowed(grid: Grid, sizes: Sizes) -> list[TrafficCost]:
     """Return the cost of parameters that columns borrow from each other at the start of a step."""
     found = []
     if sizes.tied:

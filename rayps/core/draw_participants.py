@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 
 
-def attends(seed: int, meeting: int, rank: int, probability: float) -> bool:
-    """Draw whether worker `rank` takes part in the average with number `meeting`: True with `probability`.
+def takes_part(seed: int, average: int, rank: int, probability: float) -> bool:
+    """Draw whether worker `rank` takes part in the average with the number `average`.
 
-    The draws of different averages and ranks are independent; equal arguments always give the same result.
+    The result is True with `probability`. The draws of different averages and ranks are independent. Equal arguments
+    always give the same result.
     """
-    return probability >= 1 or random.Random(f"attends {seed} {meeting} {rank}").random() < probability
+    return probability >= 1 or random.Random(f"attends {seed} {average} {rank}").random() < probability

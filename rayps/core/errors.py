@@ -31,12 +31,12 @@ from rayps.core.values import Keywords
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text; the name of its class if it has no text."""
+    """Return the first line of an error's text, or the name of its class if it has no text."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 class RaypsError(Exception):
-    """The base class of all errors of rayps: `message` says what happened and how to fix it, `data` holds the facts.
+    """The base class of all errors of rayps. `message` says what happened and how to fix it; `data` holds the facts.
 
     Example:
         try:
@@ -98,7 +98,7 @@ class PeerLost(LinkError):
 
 
 class PeerTimeout(LinkError):
-    """The peer did not answer within the timeout. Carries `peer`, `seconds`, and the knob `timeout`."""
+    """The peer did not answer within the timeout. Carries `peer` and `seconds`; the option is `timeout`."""
 
 
 class StaleGeneration(LinkError):

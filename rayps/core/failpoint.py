@@ -14,7 +14,10 @@ VARIABLE = "RAYPS_FAILPOINT"
 
 
 def parse(text: str) -> dict[str, int]:
-    """Parse a value of the variable into {place: visit at which the process is killed}. Raises ValueError."""
+    """Parse a value of the variable into {place: visit at which the process is killed}.
+
+    Raises ValueError if an entry is not PLACE=VISIT with a VISIT of at least 1.
+    """
     found = {}
     for item in filter(None, text.split(";")):
         place, _, visit = item.rpartition("=")
@@ -28,7 +31,10 @@ _left = parse(os.environ.get(VARIABLE, ""))
 
 
 def arm(text: str) -> None:
-    """Arm the places that `text` names, in the variable's form, and disarm all others. Raises ValueError."""
+    """Arm the places that `text` names in the variable's form, and disarm all others.
+
+    Raises ValueError if `text` does not have that form.
+    """
     _left.clear()
     _left.update(parse(text))
 

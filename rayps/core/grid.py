@@ -41,7 +41,7 @@ class Grid:
 
     @classmethod
     def of(cls, workers: int, stages: int = 1, tensor: int = 1) -> Grid:
-        """Return the grid of `workers` workers. Raises ConfigError: `workers` is not a whole number of replicas."""
+        """Return the grid of `workers` workers. Raises ConfigError if they are not a whole number of replicas."""
         size = stages * tensor
         if workers % size:
             parts = f"{stages} stages x {tensor} tensor ranks = {size} workers"
@@ -76,13 +76,13 @@ class Grid:
         return rank % self.columns
 
     def words(self, rank: int) -> str:
-        """Format a rank's coordinates on the axes with more than one index: `replica 1, stage 0`."""
+        """Format a rank's coordinates on the axes with more than one index, such as `replica 1, stage 0`."""
         lengths, here = (self.data, self.stage, self.tensor), self.at(rank)
         names = ("replica", "stage", "tensor rank")
         return ", ".join(f"{name} {i}" for name, i, n in zip(names, here, lengths, strict=True) if n > 1)
 
     def along(self, axis: str, rank: int) -> list[int]:
-        """Return the ranks whose coordinates differ from those of `rank` on `axis` only, `rank` included, in order."""
+        """Return `rank` and the ranks whose coordinates differ from those of `rank` on `axis` only, in rising order."""
         here, at = self.at(rank), AXES.index(axis)
         length = (self.data, self.stage, self.tensor)[at]
         return [self.rank(*(i if j == at else place for j, place in enumerate(here))) for i in range(length)]

@@ -13,7 +13,7 @@ MAX_LINES = 10_000  # most lines that wait to be fetched
 
 
 class LogBuffer:
-    """A buffer of lines with their times, in order; when it is full, the oldest lines are dropped."""
+    """A buffer of lines with their times, in order. When the buffer is full, the oldest lines are dropped."""
 
     def __init__(self) -> None:
         self._lines: deque[tuple[float, str]] = deque(maxlen=MAX_LINES)
@@ -30,7 +30,7 @@ class LogBuffer:
         self._filled.set()
 
     def drain(self) -> list[tuple[float, str]]:
-        """Return and remove the lines since the last call."""
+        """Remove the lines since the last call and return them, as (UNIX time in seconds, line)."""
         with self._lock:
             self._filled.clear()
             lines, dropped = list(self._lines), self._dropped
@@ -43,7 +43,7 @@ class LogBuffer:
         self._filled.wait(seconds)
 
     def wake(self) -> None:
-        """End a `wait`. An incomplete line is not added, as it may still grow."""
+        """End a `wait`. Text after the last newline is not added, because its line may still grow."""
         self._filled.set()
 
     def release(self) -> None:

@@ -1,4 +1,4 @@
-"""Whether an optimizer minimizes or maximizes, as the sign of the terms that a strategy adds to a gradient. Pure."""
+"""Whether an optimizer minimizes or maximizes: the sign of the terms that a strategy adds to a gradient. Pure."""
 
 from __future__ import annotations
 

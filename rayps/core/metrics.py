@@ -9,8 +9,8 @@ import pyarrow as pa
 
 from rayps.core.records import Point
 
-# a merged point has the mean over ranks of these values. data: time to get the batch; pull and pull_hidden, of sparse
-# tables: time of pulls of rows, and the part of that time during which the worker computed
+# a merged point has the mean over ranks of these values, in seconds. data: time to get the batch. pull: time of pulls
+# of the rows of sparse tables. pull_hidden: the part of pull during which the worker computed
 SECONDS = ("seconds", "compute", "data", "wait", "move", "pull", "pull_hidden")
 KEPT_ROUNDS = 5_000  # most incomplete rounds; if there are more, the oldest is merged without the missing ranks
 
@@ -22,14 +22,14 @@ class Rounds:
         self.size, self.generation, self.strategy = size, generation, strategy
         self._rounds: dict[int, dict[int, Point]] = {}
         self._evaluations: dict[int, dict[int, Point]] = {}
-        self._below, self._given = -1, set[int]()  # rounds that were returned: all below `_below`, and `_given`
+        self._below, self._returned = -1, set[int]()  # rounds that were returned: all below `_below`, and `_returned`
         self._reached: dict[int, int] = {}  # the newest round that each rank has reported
 
     def add(self, points: list[Point]) -> list[Point]:
-        """Add points of single ranks; return the merged points that are now complete, in order of rounds."""
+        """Add points of single ranks. Return the merged points that are now complete, in order of rounds."""
         done = []
         for point in points:
-            if point["kind"] == "round" and (point["round"] < self._below or point["round"] in self._given):
+            if point["kind"] == "round" and (point["round"] < self._below or point["round"] in self._returned):
                 continue  # returned already: a replacement worker repeats the rounds that its predecessor did not push
             held = self._evaluations if point["kind"] == "evaluation" else self._rounds
             held.setdefault(point["round"], {})[point["rank"]] = point
@@ -37,7 +37,7 @@ class Rounds:
                 self._reached[point["rank"]] = max(point["round"], self._reached.get(point["rank"], -1))
         for number in sorted(self._rounds):
             if len(self._rounds[number]) == self.size or len(self._rounds) > KEPT_ROUNDS:
-                self._note(number)
+                self._record_returned(number)
                 done.append(self._merge(number, self._rounds.pop(number)))
         for number in sorted(self._evaluations):
             missing = [rank for rank in range(self.size) if rank not in self._evaluations[number]]
@@ -47,24 +47,27 @@ class Rounds:
                 done.append(_evaluation(number, self._evaluations.pop(number), missing))
         return done
 
-    def again(self, generation: int, begin: int) -> None:
-        """Restart from round `begin`: drop the points of that and later rounds; still accept points of earlier ones."""
+    def restart(self, generation: int, begin: int) -> None:
+        """Restart from round `begin`: drop the points of this round and later rounds.
+
+        Points of earlier rounds are still accepted.
+        """
         self.generation = generation
         self._rounds = {number: held for number, held in self._rounds.items() if number < begin}
         self._evaluations = {number: held for number, held in self._evaluations.items() if number < begin}
         self._reached = {rank: min(number, begin - 1) for rank, number in self._reached.items()}
 
-    def _note(self, number: int) -> None:
+    def _record_returned(self, number: int) -> None:
         """Record that a round was returned."""
         if self._below < 0:
             self._below = min(self._rounds)
-        self._given.add(number)
-        while self._below in self._given:
-            self._given.remove(self._below)
+        self._returned.add(number)
+        while self._below in self._returned:
+            self._returned.remove(self._below)
             self._below += 1
 
     def flush(self) -> list[Point]:
-        """Return the merged points of the rounds that not all ranks have reported, at the end of the run."""
+        """At the end of the run, return the merged points of the rounds that only some ranks have reported."""
         done = [self._merge(number, self._rounds[number]) for number in sorted(self._rounds)]
         self._rounds.clear()
         return done
@@ -73,19 +76,18 @@ class Rounds:
         points = list(ranks.values())
         samples = sum(p["samples"] for p in points)
         losses = [(p["loss"], p["samples"]) for p in points if p["loss"] is not None]
-        heard = sum(n for _, n in losses)
+        with_loss = sum(n for _, n in losses)  # samples of the ranks that reported a loss
         leads = Counter(p["lead"] for p in points if p["lead"] is not None)  # empty without servers
         known = [key for key in SECONDS if all(key in p for p in points)]
         mean = {key: sum(p[key] for p in points) / len(points) for key in known}
-        said: Point = next(
-            (p["said"] for p in points if p.get("said")), {}
-        )  # added by the strategy, equal on all ranks
-        return said | {
+        # numbers that the strategy added, equal on all ranks
+        added: Point = next((p["said"] for p in points if p.get("said")), {})
+        return added | {
             "kind": "round",
             "round": number,
             "epoch": points[0]["epoch"],
             "time": time.time(),
-            "loss": sum(loss * n for loss, n in losses) / heard if heard else None,
+            "loss": sum(loss * n for loss, n in losses) / with_loss if with_loss else None,
             "samples": samples,
             **mean,
             "bytes": sum(p["bytes"] for p in points),
@@ -102,7 +104,7 @@ def _evaluation(number: int, ranks: dict[int, Point], missing: list[int]) -> Poi
 
 
 def means(sums: list[dict[str, tuple[float, int]]]) -> dict[str, float]:
-    """Return weighted means of metrics from all ranks' sums and sample counts."""
+    """Return each metric's mean over samples, from a dict for each rank from metric to (sum, number of samples)."""
     found = {}
     for name in {name: None for part in sums for name in part}:
         held = [part[name] for part in sums if name in part]
@@ -113,7 +115,7 @@ def means(sums: list[dict[str, tuple[float, int]]]) -> dict[str, float]:
 
 
 class Throughput:
-    """Samples per second over the last few seconds."""
+    """Samples per second over the last `window` seconds."""
 
     def __init__(self, window: float = 5.0) -> None:
         self._window = window
@@ -155,11 +157,11 @@ COLUMNS: list[tuple[str, pa.DataType]] = [
 
 
 def history(points: list[Point]) -> pa.Table:
-    """Return the rounds of a run as a table, one row per round. A round that was repeated has its last result only.
+    """Return the rounds of a run as a table, one row per round. A repeated round has one row, with its last result.
 
-    `staleness` is the largest number of rounds that a rank was ahead of the slowest. An evaluation is in the row of the
-    last round before it, in columns named `evaluation_<metric>`. Numbers that a strategy added to its rounds are in
-    columns of their names.
+    `staleness` is the largest number of rounds that a rank was ahead of the slowest rank. An evaluation is in the row
+    of the last round before it, in columns named `evaluation_<metric>`. A number that a strategy added to its rounds
+    is in a column of the same name.
     """
     rounds: dict[int, Point] = {}
     for point in points:

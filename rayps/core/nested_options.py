@@ -18,7 +18,7 @@ NESTED = {"nested": True}  # the metadata of a field with a nested value
 
 
 class HasName(Protocol):
-    """A strategy or a replica, as far as its wire form needs it: a name, and options that are its dataclass fields."""
+    """A strategy or a replica, of which the wire form uses the name, and the options, which are dataclass fields."""
 
     @property
     def name(self) -> str:
@@ -26,7 +26,10 @@ class HasName(Protocol):
 
 
 def options_of(kind: type) -> list[Option]:
-    """Return the options of a class in order, with those of nested values; [] if the class is no dataclass."""
+    """Return the options of a class, in order and including the options of nested values.
+
+    The list is empty if the class is no dataclass.
+    """
     found: list[Option] = []
     for field in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
         inner = _kind(field)
@@ -35,7 +38,7 @@ def options_of(kind: type) -> list[Option]:
 
 
 def written_options(value: Any) -> Iterator[tuple[Option, Any]]:
-    """Yield each option of `value` with its value; nested options are included."""
+    """Yield each option of `value`, including nested options, as (option, value of the option)."""
     for field in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
         held = getattr(value, field.name)
         if _kind(field) is not None:
@@ -57,7 +60,7 @@ def wire_of(value: HasName) -> JsonObject:
 
 
 def _kind(field: Option) -> type | None:
-    """Return the dataclass of a field's nested value; None if the field is itself an option."""
+    """Return the dataclass of a field's nested value, or None if the field is itself an option."""
     made = field.default_factory
     return made if "nested" in field.metadata and isinstance(made, type) else None
 
@@ -71,8 +74,7 @@ def _plain(value: Any) -> Any:
 class FlatOptions:
     """A frozen dataclass whose nested options are given and read as if they were its own fields.
 
-    Derived dataclasses inherit this class's `__init__`, also those that are decorated with plain
-    `@dataclass(frozen=True)`.
+    Derived dataclasses inherit this class's `__init__`, including those decorated with plain `@dataclass(frozen=True)`.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -90,7 +92,7 @@ class FlatOptions:
                 raise TypeError(f"{kind.__name__} got the option {name} twice, by position and by name")
             options[name] = value
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            object.__setattr__(self, field.name, _taken(kind, field, options))
+            object.__setattr__(self, field.name, _take_value(kind, field, options))
         if options:
             raise TypeError(f"{kind.__name__} has no option {next(iter(options))!r}; it has {', '.join(names)}")
         getattr(self, "__post_init__", lambda: None)()
@@ -108,8 +110,8 @@ class FlatOptions:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
-def _taken(kind: type, field: Option, options: Keywords) -> Any:
-    """Build the value of a field from the `options` that belong to it, and remove these from `options`."""
+def _take_value(kind: type, field: Option, options: Keywords) -> Any:
+    """Build the value of a field from the options that belong to it, and remove those options from `options`."""
     inner = _kind(field)
     given = options.pop(field.name, dataclasses.MISSING)
     if given is dataclasses.MISSING:

@@ -1,7 +1,7 @@
 """Checks of a strategy's options. An error names the option, the given value and the expected values.
 
 Each check reads the option `field` of the object `owner`, and raises ConfigError if its value is not allowed. With
-`none`, the value None is allowed too; `said` is text that the error appends to the expected values.
+`none`, the value None is allowed too. The error appends the text `hint` to the expected values.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from rayps.core.errors import ConfigError
 from rayps.core.values import Json
 
 
-def whole(owner: object, field: str, least: int = 1, *, none: bool = False, said: str = "") -> None:
+def whole(owner: object, field: str, least: int = 1, *, none: bool = False, hint: str = "") -> None:
     """Check that option `field` of `owner` is a whole number of at least `least`."""
     given = getattr(owner, field)
     if (given is None and none) or (isinstance(given, int) and not isinstance(given, bool) and given >= least):
         return
-    raise _wrong(field, given, f"a whole number of at least {least}", none, said)
+    raise _wrong(field, given, f"a whole number of at least {least}", none, hint)
 
 
 def number(
@@ -59,5 +59,5 @@ def flag(owner: object, field: str) -> None:
         raise _wrong(field, given, "true or false")
 
 
-def _wrong(field: str, given: Json, expected: str, none: bool = False, said: str = "") -> ConfigError:
-    return ConfigError(f"{field} is {given!r}: give {expected}{', or none' * none}{said}", field=field)
+def _wrong(field: str, given: Json, expected: str, none: bool = False, hint: str = "") -> ConfigError:
+    return ConfigError(f"{field} is {given!r}: give {expected}{', or none' * none}{hint}", field=field)

@@ -14,7 +14,7 @@ from rayps.core.errors import ConfigError
 
 
 def part(n: int, parts: int, i: int) -> tuple[int, int]:
-    """Return the bounds of slice `i` of `slices(n, parts)`."""
+    """Return the bounds (begin, end) of slice `i` of `slices(n, parts)`."""
     return n * i // parts, n * (i + 1) // parts
 
 
@@ -36,13 +36,13 @@ def slices(n: int, parts: int) -> list[slice]:
 def place(segments: Sequence[str], servers: Sequence[str], points: int = 128, bound: float | None = None) -> list[int]:
     """Place segments on servers: return for each segment the index of its server on a consistent-hash ring.
 
-    Every server is at `points` positions of the ring; a segment belongs to the next server clockwise. When a server
-    joins or leaves, only about 1/n of the segments change their server, all of them to or from that server; the same
-    names always give the same positions, on every machine. Karger et al., Consistent hashing and random trees, 1997.
+    Every server is at `points` positions of the ring, and a segment belongs to the next server clockwise. When one of n
+    servers joins or leaves, only about 1/n of the segments move, each of them to or from that server. The same names
+    give the same positions on every machine. Karger et al., Consistent hashing and random trees, 1997.
 
     With `bound` no server holds more than `bound` times the mean number of segments (rounded up): a segment skips full
-    servers. When a server joins or leaves, a few more segments then change their server, also between other servers.
-    Mirrokni et al., Consistent hashing with bounded loads, SODA 2018.
+    servers. When a server joins or leaves, a few segments then also move between two other servers. Mirrokni et al.,
+    Consistent hashing with bounded loads, SODA 2018.
 
     Raises:
         ConfigError: there is no server, two servers have one name, or `points` or `bound` is below 1.
@@ -59,15 +59,15 @@ def spots(
     points: int = 128,
     bound: float | None = None,
 ) -> list[tuple[int, ...]]:
-    """Place segments as `place` does, and the `replicas` backups of each on the next servers clockwise.
+    """Place segments as `place` does, and place the `replicas` backups of each segment on the next servers clockwise.
 
     Return for each segment the indices of its server and of its backups' servers. `hosts` names each server's machine:
     a segment and its backups are placed on as many different machines as possible. If there are too few servers, a
     segment has fewer backups. With `bound`, a server that has `bound` times the mean number of backups is skipped too,
-    unless skipping it would put the segment on fewer machines.
+    unless skipping the server would put the segment on fewer machines.
 
     Raises:
-        ConfigError: as `place`.
+        ConfigError: there is no server, two servers have one name, or `points` or `bound` is below 1.
     """
     if not servers or len(set(servers)) != len(servers):
         raise ConfigError(
@@ -100,12 +100,12 @@ def spots(
 
 def _clockwise(ring: list[tuple[int, int]], first: int, servers: int) -> list[int]:
     """Return the servers in clockwise order from position `first` of the ring."""
-    met: dict[int, None] = {}
+    found: dict[int, None] = {}
     for step in range(len(ring)):
-        met.setdefault(ring[(first + step) % len(ring)][1])
-        if len(met) == servers:
+        found.setdefault(ring[(first + step) % len(ring)][1])
+        if len(found) == servers:
             break
-    return list(met)
+    return list(found)
 
 
 def _copies(

@@ -14,11 +14,11 @@ from rayps.core.grid import Grid
 
 
 class Planned(Protocol):
-    """The facts of a phase on which its length depends. `epochs` None = the phase lasts until the run ends."""
+    """The facts of a phase on which its length depends."""
 
     @property
     def epochs(self) -> int | None:
-        """The number of epochs of the phase."""
+        """The number of epochs of the phase; None if the phase lasts until the run ends."""
 
     def grid(self, workers: int) -> Grid:
         """The layout of `workers` in this phase."""
@@ -26,7 +26,7 @@ class Planned(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """The rounds after which a snapshot is taken: `origin` plus each multiple of `every` (0 = none), and `end`."""
+    """The rounds after which a snapshot is taken: `end`, and `origin` plus each multiple of `every` if `every` > 0."""
 
     every: int
     end: int
@@ -36,7 +36,7 @@ class Boundary:
         return rounds == self.end or (self.every > 0 and (rounds - self.origin) % self.every == 0)
 
     def following(self, rounds: int) -> int:
-        """Return the first round at or after `rounds` after which a snapshot is taken; `end` at the latest."""
+        """Return the first round, from `rounds` on and at most `end`, after which a snapshot is taken."""
         if self.every <= 0:
             return self.end
         return min(self.end, self.origin - (self.origin - rounds) // self.every * self.every)
@@ -44,11 +44,11 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True)
 class PhaseSpan:
-    """The rounds of one phase, `begin` to `end` - 1, counted from the start of the run; its first epoch is `epoch`."""
+    """The rounds of one phase, `begin` to `end` - 1, counted from the start of the run."""
 
     begin: int
     end: int
-    epoch: int
+    epoch: int  # number of the phase's first epoch
     steps: int  # rounds in an epoch
     replicas: int
     columns: int  # workers of a replica
@@ -69,7 +69,7 @@ class Calendar:
     def __init__(
         self, phases: Sequence[Planned], steps: Sequence[int], workers: int, *, epochs: int | None, rounds: int | None
     ) -> None:
-        """Compute the phases' spans; `steps` has the rounds of an epoch in each phase.
+        """Compute the phases' spans. `steps` has the number of rounds of an epoch for each phase.
 
         The job lasts `epochs` epochs or, if `epochs` is None, `rounds` rounds.
 
@@ -99,7 +99,7 @@ class Calendar:
         return last.epoch - (last.begin - last.end) // last.steps
 
     def at(self, done: int) -> PhaseSpan:
-        """Return the phase of the next round after `done` rounds; the last phase if the run has ended."""
+        """Return the phase of the next round after `done` rounds, or the last phase if the run has ended."""
         return next((span for span in self.spans if done < span.end), self.spans[-1])
 
     def epoch_of(self, number: int) -> int:
@@ -107,9 +107,10 @@ class Calendar:
         return self.at(number).epoch_of(number)
 
     def cut(self, planned: int, at: int) -> bool:
-        """Move the end of the phase that ends at round `planned` to the earlier round `at`, and all later phases too.
+        """Move the end of the phase that ends at round `planned` to the earlier round `at`.
 
-        Return False, without a change, if no phase ends at `planned`.
+        All later phases move by the same number of rounds. Return False, without a change, if no phase ends at
+        `planned`.
         """
         number = next((i for i, span in enumerate(self.spans) if span.end == planned and span.begin <= at), None)
         if number is None:
@@ -127,7 +128,7 @@ class Calendar:
 
 
 def phase_ends(phases: Sequence[Planned], steps_per_epoch: int, *, epochs: int | None, steps: int | None) -> list[int]:
-    """Return the number of rounds after which each phase ends.
+    """Return for each phase the number of rounds, from the start of the run, after which the phase ends.
 
     Raises:
         ConfigError: the phases' epochs and the job's epochs or steps contradict each other.
@@ -163,7 +164,7 @@ def phase_ends(phases: Sequence[Planned], steps_per_epoch: int, *, epochs: int |
 
 
 def _ends(phases: Sequence[Planned], steps: Sequence[int], epochs: int | None, rounds: int | None) -> list[int]:
-    """Return the number of rounds after which each phase ends, if the phases differ in rounds per epoch."""
+    """Return what `phase_ends` returns, if the phases differ in rounds per epoch."""
     by_epoch = phase_ends(phases, 1, epochs=epochs, steps=None) if rounds is None else []
     found, at, before = [], 0, 0
     for i, phase in enumerate(phases):

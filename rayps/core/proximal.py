@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def soft_threshold(v: Tensor, t: float) -> Tensor:
-    """Move each element of `v` (any shape) by `t` towards zero, not beyond it; in place."""
+    """Move each element of `v` (any shape) by `t` towards zero, in place; an element does not cross zero."""
     return v.sub_(v.clamp(-t, t))
 
 
@@ -33,7 +33,7 @@ PROX: dict[str, Callable[[Tensor, float], Tensor]] = {"l1": soft_threshold, "l2"
 
 
 def prox(regularizer: str | None, v: Tensor, t: float) -> Tensor:
-    """Apply prox_{tg}(v) in place, for g as `canonical` writes it; None is g = 0, which leaves `v` unchanged."""
+    """Apply prox_{tg}(v) in place. `regularizer` is g as `canonical` writes it; None means g = 0: no change."""
     if regularizer is None:
         return v
     name, weight = _read(form(regularizer))
@@ -41,9 +41,9 @@ def prox(regularizer: str | None, v: Tensor, t: float) -> Tensor:
 
 
 def canonical(given: Json) -> str | None:
-    """Return a regularizer as canonical text, such as `l1(weight=0.1)`.
+    """Return a regularizer as canonical text, such as `l1(weight=0.1)`, or None if `given` is None.
 
-    `given` is that text, `l1(0.1)`, or {"name": "l1", "weight": 0.1}.
+    `given` is the canonical text, `l1(0.1)`, or {"name": "l1", "weight": 0.1}.
 
     Raises:
         ConfigError: `given` is none of these forms, or the weight is not a finite number of at least 0.
@@ -59,7 +59,7 @@ def canonical(given: Json) -> str | None:
 
 
 def _read(spec: Json) -> tuple[str, float]:
-    """Return the name and the weight of a regularizer in wire form. Raises ValueError: `spec` is no regularizer."""
+    """Return the name and the weight of a regularizer in wire form. Raises ValueError if `spec` is no regularizer."""
     if not isinstance(spec, dict) or set(spec) != {"name", "weight"}:
         raise ValueError("a regularizer has a name and a weight")
     name, weight = spec["name"], spec["weight"]

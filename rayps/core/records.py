@@ -1,6 +1,6 @@
 """Records that a run leaves behind: metric points, events, and what `progress.json` and `outcome.json` hold.
 
-Which fields a point or an event has, beside the common ones, depends on its kind and on the strategy. All other records
+A point or an event has the common fields, and fields that depend on its kind and on the strategy. All other records
 have a fixed set of fields. The fields are the keys of the JSON data.
 """
 
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NotRequired, TypeAlias, TypedDict
 
 Point: TypeAlias = dict[str, Any]  # `kind`, `round`, metrics by name; `rank` if the point belongs to one rank
-Event: TypeAlias = dict[str, Any]  # `kind` and `message`; facts of its kind; in the journal `seq` and `time` too
-RingTable: TypeAlias = dict[str, Any]  # the algorithms that a ring chose; with them a resumed run has the same bits
+Event: TypeAlias = dict[str, Any]  # `kind`, `message` and the facts of this kind; in the journal also `seq` and `time`
+RingTable: TypeAlias = dict[str, Any]  # the algorithms that a ring chose, so that a resumed run computes the same bits
 GroupFacts: TypeAlias = dict[str, Any]  # the state of a server group's manager or of a job's space
 
 
@@ -24,7 +24,7 @@ class ActorSite(TypedDict):
 
 
 class WorkerLine(ActorSite):
-    """A worker's entry in the progress. The shares of its time are known after its first round."""
+    """A worker's entry in `progress.json`. The shares of the worker's time are known after its first round."""
 
     rank: int
     status: str
@@ -37,7 +37,7 @@ class WorkerLine(ActorSite):
 
 
 class ShardLine(ActorSite):
-    """A shard's entry in the progress, if the job has its own servers."""
+    """A shard's entry in `progress.json`, if the job has its own servers."""
 
     index: int
     lo: NotRequired[int]
@@ -57,7 +57,7 @@ class ProgressRecord(TypedDict, total=False):
     failures: int
     strategy: str
     loss: float | None
-    metrics: dict[str, float]  # of the newest evaluation
+    metrics: dict[str, float]  # metrics of the newest evaluation
     staleness: dict[str, int]
     workers: list[WorkerLine]
     shards: list[ShardLine]
@@ -87,14 +87,14 @@ class AttemptRecord(TypedDict, total=False):
     attempt: int
     protocol: int
     pid: int
-    started: int  # when the process began, as the system counts it
+    started: int  # start time of the process, as the operating system counts it
     crash: str | None
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON object from a file that its writer replaces atomically; None if there is no file or no JSON object.
+    """Read a JSON object from a file that its writer replaces atomically.
 
-    The caller declares the type of the record.
+    Return None if there is no file, or if it holds no JSON object. The caller declares the type of the record.
     """
     try:
         found = json.loads(path.read_bytes())

@@ -1,10 +1,10 @@
 """The ledger of applied pushes: it makes each push apply exactly once. Pure; plain data.
 
 A push is identified by (rank, step). Retries and replays may arrive in any order and any number of times; the ledger
-shows whether a push is new. For each rank it stores a mark, below which all steps are applied, and the few applied
-steps above the mark. It is saved and loaded with the parameters, so a restored shard knows exactly which pushes its
-parameters include. Vector clocks as filters of repeated messages: Li et al., "Scaling Distributed Machine Learning with
-the Parameter Server", OSDI 2014, section 4.1.
+shows whether a push is new. For each rank the ledger stores a mark, below which all steps are applied, and the few
+applied steps above the mark. The ledger is saved and loaded with the parameters. A restored shard therefore knows
+exactly which pushes its parameters include. Vector clocks as filters of repeated messages: Li et al., "Scaling
+Distributed Machine Learning with the Parameter Server", OSDI 2014, section 4.1.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ WINDOW = 1024  # a push of a step this far above the first missing step, or fart
 class LedgerJson(TypedDict):
     """A ledger as plain data."""
 
-    marks: list[int]  # by rank
-    above: dict[str, list[int]]  # by rank: applied steps above a gap
+    marks: list[int]  # one for each rank
+    above: dict[str, list[int]]  # from rank to its applied steps above a gap
 
 
 class Ledger:
     """The pushes of ranks 0 to n-1 that have been applied.
 
-    `marks[rank]` is the number of steps applied without a gap: the rank's clock. Only the ledger writes `marks`.
+    `marks[rank]` is the rank's clock: the number of its steps applied without a gap. Only the ledger writes `marks`.
     """
 
     def __init__(self, marks: Iterable[int], above: Mapping[int, Iterable[int]] | None = None) -> None:
@@ -38,7 +38,7 @@ class Ledger:
                 self.add(rank, step)
 
     def seen(self, rank: int, step: int) -> bool:
-        """Return whether this push is recorded. Raises ValueError: `rank` is not one of the ledger's ranks."""
+        """Return whether this push is recorded. Raises ValueError if `rank` is not one of the ledger's ranks."""
         return step < self._mark(rank) or step in self._above[rank]
 
     def add(self, rank: int, step: int) -> bool:
@@ -62,16 +62,16 @@ class Ledger:
         return True
 
     def fill(self, rank: int, step: int) -> bool:
-        """Record a push that stands for every step up to `step`; return False, without a change, if it is recorded."""
+        """Record a push that contains every step up to `step`. Return False, without a change, if it is recorded."""
         if step < self._mark(rank):
             return False
         self.skip(rank, step + 1)
         return True
 
     def skip(self, rank: int, step: int) -> int:
-        """Count all steps of `rank` below `step` as applied, because no worker retains their pushes any more.
+        """Count all steps of `rank` below `step` as applied, because no worker retains the pushes of these steps.
 
-        Return how many of these pushes had not been applied, and are lost.
+        Return the number of lost pushes: those that had not been applied.
         """
         lost = max(0, step - self._mark(rank)) - sum(1 for known in self._above[rank] if known < step)
         self.marks[rank] = max(self.marks[rank], step)
@@ -94,7 +94,7 @@ class Ledger:
 
     @classmethod
     def from_json(cls, data: LedgerJson) -> Ledger:
-        """Read back what `to_json` returned. Raises CheckpointError."""
+        """Return the ledger from which `to_json` returned `data`. Raises CheckpointError if `data` is damaged."""
         try:
             return cls(map(int, data["marks"]), {int(rank): map(int, steps) for rank, steps in data["above"].items()})
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -114,14 +114,14 @@ class Ledger:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Ledger) and self.to_json() == other.to_json()
 
-    __hash__ = None  # type: ignore[assignment]  # it changes
+    __hash__ = None  # type: ignore[assignment]  # a ledger is mutable
 
     def __repr__(self) -> str:
         return f"Ledger({self.to_json()})"
 
 
-def anywhere(ledgers: Iterable[Ledger]) -> Ledger:
-    """Return a ledger with each push that any of `ledgers` has, for a range that several shards held before."""
+def union(ledgers: Iterable[Ledger]) -> Ledger:
+    """Return a ledger with all pushes of `ledgers`, for a range that several shards held before."""
     held = list(ledgers)
     found = Ledger(max(ledger.marks[rank] for ledger in held) for rank in held[0].marks)
     for ledger in held:

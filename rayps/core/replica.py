@@ -4,14 +4,14 @@
 al., "GPipe", NeurIPS 2019 (`gpipe`: all m forwards, then all backwards); Narayanan et al., "Efficient Large-Scale
 Language Model Training on GPU Clusters Using Megatron-LM", SC 2021 (`1f1b`, `interleaved` with v `chunks` of the model
 on each of the p workers); Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024 (`zero_bubble`: ZB-H1). Workers idle
-(p-1)/(m+p-1) of the time, under interleaved (p-1)/(vm+p-1). A worker holds the activations of m micro-batches under
-gpipe, of min(m, p-rank) under 1f1b. The gradient is that of the whole batch, exactly.
+(p-1)/(m+p-1) of the time, and under interleaved (p-1)/(vm+p-1). A worker holds the activations of m micro-batches under
+gpipe, and of min(m, p-rank) under 1f1b. The gradient is exactly the gradient of the whole batch.
 
 `TensorParallel` divides every layer among `size` workers: Shoeybi et al., "Megatron-LM: Training Multi-Billion
 Parameter Language Models Using Model Parallelism", 2019, part 3. A linear layer y = x W^T + b with W [out, in] is split
 by its output (each worker computes a slice of y) or by its input (each worker takes a slice of x, and the partial sums
 are added). No data is exchanged between an "out" layer and the "in" layer after it. Papers call the split of W's rows
-row-wise, libraries that write y = x A call the same split column-wise; rayps names the side that is split.
+row-wise; libraries that write y = x A call the same split column-wise. rayps names the side that is split.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SPLITS = ("out", "in", "heads", "rows", "none")
 
 
 class Replica:
-    """How one copy of the model is divided among several workers: into stages, and within a stage by tensor ranks."""
+    """How one copy of the model is divided among several workers: into stages, and each stage among tensor ranks."""
 
     name: ClassVar[str] = ""
     stages: int = 1  # parts of the model, in order
@@ -39,8 +39,8 @@ class Replica:
 class TensorParallel(Replica):
     """Divide each layer among `size` workers: for layers too wide for one worker, and fast connections.
 
-    `plan` maps a layer's name to its split: out, in, heads (attention), rows (an embedding's), none; a name may end in
-    *. Without `plan` the split is chosen automatically; with one, layers that it does not name are not divided.
+    `plan` maps a layer's name to its split: out, in, heads (of an attention), rows (of an embedding) or none. A name
+    may end in *. Layers that `plan` does not name are not divided. Without `plan` each split is chosen automatically.
 
     Example:
         rayps.train(work, strategy=rayps.TensorParallel(size=2), workers=2)
@@ -73,9 +73,9 @@ class TensorParallel(Replica):
 class Pipeline(Replica):
     """Cut a model into `stages`, layer by layer: for deep models, and slow connections between machines.
 
-    `boundaries` are the numbers of the layers at which a new part begins (stages * chunks - 1 of them). Without them,
-    layers are divided by `balance`: equal parameters, or equal measured time. With `stage`, a TensorParallel, several
-    workers compute each stage; None = one worker does.
+    `boundaries` are the numbers of the layers at which a new part begins (stages * chunks - 1 of them). Without
+    `boundaries`, layers are divided by `balance`: equal parameters, or equal measured time. With `stage`, a
+    TensorParallel, several workers compute each stage; None means that one worker does.
 
     Example:
         rayps.train(work, strategy=rayps.Pipeline(stages=2, micro_batches=4), workers=2)
@@ -98,14 +98,14 @@ class Pipeline(Replica):
         if (self.chunks > 1) != (self.schedule == "interleaved"):
             raise ConfigError(
                 f"chunks is {self.chunks} under the schedule {self.schedule!r}: interleaved needs at least 2 chunks of "
-                "the model on each worker, the others have 1",
+                "the model on each worker; the other schedules have 1",
                 field="chunks",
             )
         check(self.schedule, self.stages, self.micro_batches, self.chunks)
         if self.boundaries is not None:
             given = self.boundaries
             listed = tuple(given) if isinstance(given, (list, tuple)) else given  # JSON gives a list
-            _must_rise(listed, self.stages * self.chunks - 1)
+            _check_boundaries(listed, self.stages * self.chunks - 1)
             object.__setattr__(self, "boundaries", listed)
         if self.stage is not None and not isinstance(self.stage, TensorParallel):
             raise ConfigError(
@@ -123,7 +123,7 @@ def pipeline_of(replica: Replica | None) -> Pipeline | None:
     return replica if isinstance(replica, Pipeline) and replica.stages > 1 else None
 
 
-def must_go_with(replica: object, **others: object) -> None:
+def check_replica(replica: object, **others: object) -> None:
     """Check the option `replica`; the options in `others` must be None if `replica` is given.
 
     Raises:
@@ -145,7 +145,7 @@ def must_go_with(replica: object, **others: object) -> None:
             )
 
 
-def _must_rise(given: object, count: int) -> None:
+def _check_boundaries(given: object, count: int) -> None:
     whole = isinstance(given, tuple) and all(type(each) is int and each > 0 for each in given)
     if not whole or not isinstance(given, tuple) or len(given) != count or list(given) != sorted(set(given)):
         shown = list(given) if isinstance(given, tuple) else given

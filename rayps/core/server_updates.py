@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from rayps.core import options
 from rayps.core.compression import compression_of
 from rayps.core.errors import ConfigError
-from rayps.core.replica import Replica, must_go_with
+from rayps.core.replica import Replica, check_replica
 from rayps.core.strategy import ShardView, Vector
 from rayps.core.topology import ASP, REPLAY, PerPush, PerRound, Servers, Update, consistency_of
 from rayps.core.values import Json, JsonObject, Keywords
@@ -32,7 +32,7 @@ def plain_servers(
 ) -> Servers:
     """Return the topology of a plain parameter server with these options.
 
-    The bound `staleness` holds for pulls of the rows of sparse tables too.
+    The bound `staleness` also applies to pulls of the rows of sparse tables.
 
     Raises:
         ConfigError: an option is invalid, or two options cannot be combined.
@@ -48,13 +48,13 @@ def plain_servers(
     copies = 0 if replicas is None else replicas
     if isinstance(copies, bool) or not isinstance(copies, int) or not 0 <= copies < shards:
         raise ConfigError(
-            f"replicas is {copies!r} and there are {shards} shards: give 0 to shards - 1 backups, or none "
-            "(fixed servers)",
+            f"replicas is {copies!r} and there are {shards} shards: give a number of backups from 0 to {shards - 1}, "
+            "or none (fixed servers)",
             field="replicas",
         )
     if compression is not None:
         compression_of(compression)
-    must_go_with(replica, compression=compression)
+    check_replica(replica, compression=compression)
     consistency, update = consistency_of(staleness), update_of(staleness)
     return Servers(shards, replicas, consistency, update, replica, compression, replay_mb, tables=True)
 
@@ -71,7 +71,7 @@ def summing_servers(
     options.whole(given, "shards")
     options.number(given, "adagrad", above=0, none=True, expected="a rate above 0")
     options.number(given, "replay_mb", least=0, none=True, expected=REPLAY)
-    must_go_with(replica)
+    check_replica(replica)
     update = PerPush(borrows=True, spans=True)
     return Servers(shards, None, ASP(), update, replica, replay_mb=replay_mb, adagrad=adagrad)
 
@@ -107,10 +107,10 @@ def apply_sum(shard: ShardView, value: Vector, weight: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PlainServers:
-    """The servers' half of the strategy parameter_server, or of downpour, whose pushes stand for several steps.
+    """The servers' half of the strategy parameter_server, or of downpour, whose pushes each contain several steps.
 
-    It serves parameters and tables without a job (`rayps.ServerGroup`, tables in one process), and it is sent to a
-    server group in place of a job's strategy. A group's record contains the result of `to_wire`.
+    This class serves parameters and tables without a job (`rayps.ServerGroup`, tables in one process). It is also sent
+    to a server group in place of a job's strategy. A group's record contains the result of `to_wire`.
     """
 
     topology: Servers
@@ -141,7 +141,7 @@ class PlainServers:
     def to_wire(self) -> JsonObject:
         """Return the strategy's options as JSON-ready data, without options that are None and without `replica`.
 
-        Servers do not need the number of workers of a replica: each column has its own space.
+        Servers do not need `replica`, because each column has its own space.
         """
         servers = self.topology
         found: JsonObject = {"name": self.name, "shards": servers.count, "replay_mb": servers.replay_mb}
@@ -154,7 +154,11 @@ class PlainServers:
 
     @classmethod
     def from_wire(cls, found: Mapping[str, Json]) -> PlainServers:
-        """Read what `to_wire` wrote. Raises ValueError, TypeError, ConfigError: `found` cannot be read."""
+        """Read what `to_wire` wrote.
+
+        Raises ValueError if `found` names another strategy, TypeError if an option is unknown, and ConfigError if an
+        option is invalid.
+        """
         options: Keywords = dict(found)
         name = options.pop("name", None)
         if name not in ("parameter_server", "downpour"):
@@ -166,13 +170,13 @@ class PlainServers:
 
 
 def weighted_mean(values: list[Vector], weights: list[float]) -> Vector:
-    """Return sum(w_i v_i) / sum(w_i), added in the order given. Raises ValueError: all weights are 0.
+    """Return sum(w_i v_i) / sum(w_i), added in the order given. Raises ValueError if all weights are 0.
 
-    Half-precision values are added in float32 and rounded once. A value of weight 0 is not read, as it may be NaN.
+    Half-precision values are added in float32 and rounded once. A value with weight 0 is not read: it may be NaN.
     """
     total = sum(weights)
     if total == 0:
-        raise ValueError(f"the weights of {len(weights)} values are all 0, so there is no mean: give one above 0")
+        raise ValueError(f"there is no mean, because all {len(weights)} weights are 0: give one weight above 0")
     half = values[0].is_floating_point() and values[0].element_size() < 4
     shares = [(value.float() if half else value, w / total) for value, w in zip(values, weights, strict=True) if w]
     mean = shares[0][0] * shares[0][1]

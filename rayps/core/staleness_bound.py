@@ -2,8 +2,8 @@
 
 A worker's clock is the number of rounds it has pushed without a gap: its mark in a `Ledger` of
 `rayps.core.repeated_pushes`. Bounded staleness lets a worker pull while its clock is at most `staleness` ahead of the
-slowest (Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013): 0 is
-a barrier, None is fully asynchronous.
+slowest clock (Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013).
+A staleness of 0 is a barrier; None means fully asynchronous.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class Clock:
     """Rounds pushed by each rank, and the bound on their difference."""
 
     def __init__(self, done: Mapping[int, int], staleness: int | None) -> None:
-        """Read each rank's clock from `done` at every call, so that the owner of `done` may change it meanwhile."""
+        """Use `done`, the dict from rank to clock, without a copy: each call sees the owner's newest changes."""
         self.staleness = staleness
         self.done = done
 
@@ -25,7 +25,7 @@ class Clock:
         return min(self.done.values(), default=0)
 
     def lead(self, rank: int) -> int:
-        """Return how many rounds `rank` is ahead of the slowest."""
+        """Return how many rounds `rank` is ahead of the slowest rank."""
         return self.done[rank] - self.slowest
 
     def may_pull(self, rank: int) -> bool:

@@ -43,7 +43,7 @@ class RingView(Protocol):
         """Return every worker's `x` [...] as one tensor [size, ...], in the order of ranks."""
 
     def progress(self) -> ProgressView:
-        """Return a table of each worker's number of completed rounds, in memory that the workers share."""
+        """Return a table, in memory that the workers share, of each worker's number of completed rounds."""
 
 
 class ProgressView(Protocol):
@@ -60,16 +60,16 @@ class ServerView(Protocol):
     """The servers, as a strategy uses them."""
 
     def pull(self) -> Tensor:
-        """Return the parameters [size]; wait first until the staleness bound allows the pull."""
+        """Wait until the staleness bound allows the pull, then return the parameters [size]."""
 
     def push(self, value: Tensor | Gradient, weight: float = 1.0, lo: int = 0, rounds: int = 1) -> None:
-        """Push a gradient, or a range of one that begins at element `lo`; the push counts as `rounds` steps."""
+        """Push a gradient, or a range of a gradient that begins at element `lo`. The push counts as `rounds` steps."""
 
     def settle(self) -> None:
         """Wait until the servers have acknowledged every push."""
 
     def wait(self, rank: int, rounds: int) -> None:
-        """Wait until the servers have pushes of worker `rank` that count as `rounds` steps in all."""
+        """Wait until the servers have pushes of worker `rank` that together count as `rounds` steps."""
 
 
 class RoundPlan(Protocol):
@@ -107,9 +107,9 @@ class WorkerView(Protocol):
     clients: ClientRounds  # clients of the data, for federated strategies
     params: Vector
     memory: RoundMemory  # the strategy's state between rounds; empty when the worker starts or is replaced. If workers
-    # train separately, a checkpoint restores its tensors, and its numbers as tensors
-    shared: dict[str, Tensor]  # tensors that are equal on all workers; they are restored while the same strategy runs
-    done: bool  # the stop rule is met, and the phase ends; all workers set it in the same round
+    # train separately, a checkpoint restores the tensors in `memory`, and restores numbers as tensors
+    shared: dict[str, Tensor]  # tensors that are equal on all workers; they are restored under the same strategy
+    done: bool  # whether the stop rule is met; then the phase ends. All workers set `done` in the same round
     reason: str  # why the phase ends, as text
 
     @property
@@ -128,10 +128,10 @@ class WorkerView(Protocol):
         """Return the next batch of this worker's share of the data."""
 
     def grad(self, batch: Batch) -> Gradient:
-        """Return the gradient of the loss on `batch`, with its number of samples."""
+        """Return the gradient of the loss on `batch`, with the number of samples of `batch`."""
 
     def mean_grad(self, batch: Batch) -> Vector:
-        """Return `ring.mean(grad(batch))`, read-only; parts of the gradient are sent while the rest is computed."""
+        """Return `ring.mean(grad(batch))`, read-only. Parts of the gradient are sent while the rest is computed."""
 
     def step(self, grad: Gradient | Vector) -> None:
         """Apply a gradient vector with this worker's optimizer, clipped to the workload's `clip_norm`."""
@@ -144,10 +144,10 @@ class WorkerView(Protocol):
         """
 
     def say(self, **numbers: float) -> None:
-        """Add numbers, equal on all workers, to this round's point: the history has a column for each name."""
+        """Add numbers, equal on all workers, to this round's point. The history has a column for each name."""
 
     def event(self, kind: str, message: str, **facts: Json) -> None:
-        """Add an event to the job's journal; one worker calls this, such as rank 0."""
+        """Add an event to the job's journal. Call this on one worker only, such as rank 0."""
 
     def mean(self, vector: Vector, samples: float = 1.0, *, exact: bool = False) -> Vector:
         """Return the mean of a vector over workers, weighted by `samples`, as a new tensor.
@@ -163,7 +163,7 @@ class WorkerView(Protocol):
         """
 
     def arrived(self, parcel: Vector) -> Vector:
-        """Wait for the mean that `mean_later` started; return it. The mean of a half-precision vector is float32."""
+        """Wait for the mean that `mean_later` started, and return it. For a half-precision vector it is float32."""
 
     def own_loss(self) -> float:
         """Return the loss of this worker's model on all of the evaluation data."""
@@ -183,17 +183,17 @@ class ShardView(Protocol):
     """One slice of the parameters, as `on_push` and `on_round` use it."""
 
     size: int  # workers
-    rounds: int  # number of the worker's steps that the current push contains; above 1 only with `PerPush(spans=True)`
+    rounds: int  # the worker's steps that the current push contains; above 1 only with `PerPush(spans=True)`
 
     def step(self, grad: Vector, scale: float = 1.0, decays: float | None = None) -> None:
         """Take a step of the shard's optimizer with `scale` times the gradient slice `grad`, which is not changed.
 
-        `decays` is the number of whole steps for which this step counts; weight decay is multiplied by it. None =
-        |`scale`|.
+        `decays` is the number of whole steps for which this step counts. Weight decay is multiplied by `decays`. None
+        means |`scale`|.
         """
 
     def step_mean(self, values: Sequence[Vector], weights: Sequence[float]) -> None:
-        """Apply sum(w_i v_i) / sum(w_i) as `step` does, in one operation; the sum of weights must not be zero."""
+        """Apply sum(w_i v_i) / sum(w_i) as `step` does, in one operation. The sum of weights must not be zero."""
 
 
 @runtime_checkable
@@ -206,7 +206,7 @@ class ServerHalf(Protocol):
 
     @property
     def topology(self) -> Topology:
-        """What is exchanged between which processes."""
+        """Which processes communicate, and what they exchange."""
 
     @property
     def server_half(self) -> ServerHalf:
@@ -243,19 +243,19 @@ class StrategyView(ServerHalf, Protocol):
 
     @property
     def tables(self) -> StrategyView | None:
-        """The strategy of the servers that hold sparse tables; None = a model with tables cannot be trained."""
+        """The strategy of the servers that hold sparse tables; None if a model with tables cannot be trained."""
 
     def to_wire(self) -> JsonObject:
         """Return the strategy's name and options as JSON-ready data."""
 
     def grid(self, workers: int) -> Grid:
-        """Return the layout of `workers`. Raises ConfigError: `workers` is not a whole number of replicas."""
+        """Return the layout of `workers`. Raises ConfigError if they are not a whole number of replicas."""
 
     def cost(self, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
         """Return the traffic of a step between replicas and with servers, by formula."""
 
     def scale_warning(self, workers: int) -> str | None:
-        """Return a warning if the optimizer's step size does not depend on the gradient's scale; None otherwise."""
+        """Return a warning if the optimizer's step size ignores the gradient's scale, or None if no warning applies."""
 
     def split(self, model: Module, ring: RingView | None) -> Module:
         """Return the part of `model` that this worker holds."""
@@ -270,14 +270,14 @@ class StrategyView(ServerHalf, Protocol):
         """Complete the strategy's work on worker `w` after its last round."""
 
     def consensus(self, w: WorkerView) -> Vector | None:
-        """Return the vector on which all workers would agree if training ended now; None = `w.params`."""
+        """Return the vector on which all workers would agree if training ended now; None means `w.params`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A strategy and the number of epochs it runs; None = until the job ends."""
+    """A strategy and the number of epochs that it runs."""
 
-    epochs: int | None
+    epochs: int | None  # None means until the job ends
     strategy: StrategyView
 
     @property
@@ -286,5 +286,8 @@ class Phase:
         return self.strategy.name
 
     def grid(self, workers: int) -> Grid:
-        """Return the layout of `workers` in this phase. Raises ConfigError: they are not a whole number of replicas."""
+        """Return the layout of `workers` in this phase.
+
+        Raises ConfigError if they are not a whole number of replicas.
+        """
         return self.strategy.grid(workers)

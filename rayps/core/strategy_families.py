@@ -1,4 +1,4 @@
-"""What a strategy declares beside its topology: distribution of rows, recovery, loop. Pure.
+"""What a strategy declares in addition to its topology: distribution of rows, recovery, loop. Pure.
 
     rows       Reshuffled | Fixed | ByClient     how rows are distributed to workers
     recovery   RestartAll | ReplaceOne | Rebuild     how a run recovers from the death of one worker or server
@@ -54,9 +54,9 @@ class Reshuffled:
         return False
 
     def rounds(self, data: RowSource, replicas: int) -> int:
-        """Set how the data distributes its rows, and return the number of rounds of an epoch.
+        """Make the data distribute its rows again in each epoch, and return the number of rounds of an epoch.
 
-        Raises DataError, ConfigError.
+        Raises DataError or ConfigError if the rows cannot be counted or divided.
         """
         data.keeps_rows = False
         return data.steps(replicas)
@@ -83,7 +83,7 @@ class Fixed:
     def rounds(self, data: RowSource, replicas: int) -> int:
         """Make the data give each worker the same rows in every epoch, and return the number of rounds of an epoch.
 
-        Raises DataError, ConfigError.
+        Raises DataError or ConfigError if the rows cannot be counted or divided.
         """
         data.keeps_rows = True
         return data.steps(replicas)
@@ -95,9 +95,9 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True)
 class ByClient:
-    """Rows belong to clients. `remote`: the clients are processes outside of the cluster, which hold the rows."""
+    """Rows belong to clients."""
 
-    remote: bool = False
+    remote: bool = False  # whether the clients are processes outside of the cluster, which hold the rows
 
     @property
     def by_client(self) -> bool:
@@ -110,7 +110,7 @@ class ByClient:
         return 1
 
     def source(self, workload: DataMethods[_Source]) -> _Source:
-        """Return the training data; with remote clients the evaluation data, because workers only evaluate."""
+        """Return the training data or, with remote clients, the evaluation data, because workers only evaluate."""
         return workload.evaluation_data() if self.remote else workload.data()
 
 
@@ -152,9 +152,9 @@ class ReplaceOne:
 
 @dataclass(frozen=True, slots=True)
 class Rebuild:
-    """A dead worker's state is rebuilt from its peers' backups or from the servers; no worker returns to a snapshot."""
+    """A dead worker's state is rebuilt, and no worker returns to a snapshot."""
 
-    from_servers: bool = False
+    from_servers: bool = False  # rebuild the state from the servers, not from the backups that peers hold
 
 
 Recovery = RestartAll | ReplaceOne | Rebuild
@@ -163,8 +163,8 @@ Recovery = RestartAll | ReplaceOne | Rebuild
 def recovery_of(topology: Topology) -> Recovery:
     """Return the default recovery of a topology.
 
-    ReplaceOne if there are servers and workers do not run in step; else Rebuild if a replica is several workers, and
-    RestartAll if it is one.
+    ReplaceOne if there are servers and workers do not run in step. In other cases: Rebuild if a replica is several
+    workers, RestartAll if a replica is one worker.
     """
     if isinstance(topology, Servers) and not topology.in_step:
         return ReplaceOne()

@@ -1,7 +1,7 @@
 """Strategies as text: `2*all_reduce:replica=pipeline(stages=4,stage=tensor_parallel(size=2))`. Pure.
 
-A value is a word, a number, `name(option=value,...)`, a list `(2,5)` or a mapping `(layer=split,...)`. The key of the
-first option of a name in `FIRST` may be omitted: `krum(4)` is `krum(f=4)`.
+A value is a word, a number, `name(option=value,...)`, a list `(2,5)` or a mapping `(layer=split,...)`. `FIRST` has the
+names whose first option may omit its key: `krum(4)` is `krum(f=4)`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ FIRST = {
 _WORDS = {"none": None, "null": None, "true": True, "false": False}
 
 
-def may_stand_first(name: str, option: str | None) -> None:
-    """Allow the key of `option` to be omitted: `name(4)` is `name(option=4)`. `option` None: allow no omission."""
+def allow_omitted_key(name: str, option: str | None) -> None:
+    """Allow `name(4)` for `name(option=4)`. If `option` is None, no key may be omitted."""
     if option is not None:
         FIRST[name] = option
 
@@ -77,7 +77,7 @@ def scalar(text: str) -> Json:
 
 
 def written(spec: Json) -> str:
-    """Return a strategy in wire form as text, which `rayps.strategies.catalogue.parse` can read."""
+    """Convert a strategy from wire form to text that `rayps.strategies.catalogue.parse` can read."""
     if isinstance(spec, list):
         return " > ".join(
             f"{phase['epochs']}*{written(phase['strategy'])}" if phase.get("epochs") else written(phase["strategy"])
@@ -103,10 +103,10 @@ def nested(value: Json) -> str:
 
 
 def _nameless(name: str, part: str) -> ConfigError:
-    """Describe the error of an option without a key."""
+    """Return the error for an option without a key."""
     if name in FIRST:
         to = repr(name)
-        hint = f"only the first, {FIRST[name]}, may omit its key; write the others key=value"
+        hint = f"only the first option, {FIRST[name]}, may omit its key; write the others as key=value"
     elif part.isidentifier():
         return ConfigError(
             f"option {_short(part)} of {name!r} has no value: write {part}=..., as in parameter_server:staleness=3",

@@ -1,4 +1,4 @@
-"""The topology that a strategy declares: what is exchanged between which processes. Plain data, no torch.
+"""The topology that a strategy declares: which processes communicate, and what they exchange. Plain data, no torch.
 
     Peers          workers exchange vectors with each other, in step, around a ring
     Servers        workers push to and pull from servers that hold the parameters in slices
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rayps.core.strategy import ServerHalf
 
 REPLAY_MB = 256.0
-REPLAY = "the most pushes that a worker may retain, in 10^6 bytes, 0 or more"  # expected value of `replay_mb`
+REPLAY = "the size of the pushes that a worker may retain, in 10^6 bytes, at least 0"  # for errors about `replay_mb`
 
 
 # ---- consistency: when a pull may be served
@@ -35,13 +35,13 @@ class BSP:
 
     @property
     def staleness(self) -> int | None:
-        """Rounds that a worker may be ahead of the slowest when it pulls; None = no bound."""
+        """0: no worker may be ahead of the slowest worker when it pulls."""
         return 0
 
 
 @dataclass(frozen=True, slots=True)
 class SSP:
-    """Bounded staleness: a pull waits while the worker is more than `staleness` rounds ahead of the slowest."""
+    """Bounded staleness: a pull waits while the worker is more than `staleness` rounds ahead of the slowest worker."""
 
     staleness: int
 
@@ -52,7 +52,7 @@ class ASP:
 
     @property
     def staleness(self) -> int | None:
-        """None: a worker may be any number of rounds ahead of the slowest."""
+        """None: a worker may be any number of rounds ahead of the slowest worker."""
         return None
 
 
@@ -60,7 +60,7 @@ Consistency = BSP | SSP | ASP
 
 
 def consistency_of(staleness: int | None) -> Consistency:
-    """Return the consistency that an option `staleness` means: 0 is BSP, a number of rounds SSP, None ASP."""
+    """Return BSP for a `staleness` of 0, SSP for another number of rounds, and ASP for None."""
     return ASP() if staleness is None else SSP(staleness) if staleness else BSP()
 
 
@@ -71,7 +71,7 @@ def consistency_of(staleness: int | None) -> Consistency:
 class PerPush:
     """Servers call `on_push` for each push as it arrives, and never `on_round`."""
 
-    borrows: bool = False  # `on_push` reads a value only during the call, so the value may be in the sender's memory
+    borrows: bool = False  # `on_push` reads a value only during the call; the value may be in the sender's memory
     spans: bool = False  # a push contains all of a worker's rounds since its last push, not only one
 
     @property
@@ -119,7 +119,7 @@ Update = PerPush | PerRound
 class JobFacts:
     """The facts of a job against which its strategy's topology is checked."""
 
-    branch: str | None = None  # the space on a server group with whose parameters the job starts
+    branch: str | None = None  # the space, on a server group, from which the job copies its first parameters
     tables: tuple[str, ...] = ()  # names of the model's sparse tables
     clip_norm: float | None = None  # the workload's `clip_norm`
 
@@ -128,10 +128,10 @@ class JobFacts:
 class Peers:
     """Workers exchange vectors with each other, in step. With `tables`, servers hold the model's sparse tables."""
 
-    replica: Replica | None = None  # the workers of one copy of the model; None = one worker
-    compression: str | None = None  # compression of vectors: see `compression_of`; None = uncompressed
-    bucket_mb: float | None = None  # 10^6 bytes of a bucket of gradients; 0 = one bucket, None = chosen automatically
-    tables: Servers | None = None  # the servers of sparse tables; None = the model must have no tables
+    replica: Replica | None = None  # the workers of one copy of the model; None means one worker
+    compression: str | None = None  # compression of vectors (see `compression_of`); None means uncompressed
+    bucket_mb: float | None = None  # 10^6 bytes of a bucket of gradients; 0 means one bucket, None an automatic choice
+    tables: Servers | None = None  # the servers of sparse tables; None if the model must have no tables
     prefetch: bool = True  # pull the next batch's rows of tables while the current batch is computed
 
     @property
@@ -145,7 +145,7 @@ class Peers:
         return 0 if self.tables is None else self.tables.count
 
     def grid(self, workers: int) -> Grid:
-        """Return the layout of `workers`. Raises ConfigError: `workers` is not a whole number of replicas."""
+        """Return the layout of `workers`. Raises ConfigError if they are not a whole number of replicas."""
         return _grid(self.replica, workers)
 
     def check(self, name: str, job: JobFacts) -> None:
@@ -168,16 +168,14 @@ class Servers:
     """Servers hold the parameters in `count` slices; workers push to and pull from them."""
 
     count: int = 1
-    replicas: int | None = None  # backups of each slice, in a private server group; None = fixed servers
+    replicas: int | None = None  # backups of each slice, in a private server group; None means fixed servers
     consistency: Consistency = field(default_factory=BSP)
     update: Update = field(default_factory=PerRound)
-    replica: Replica | None = None  # the workers of one copy of the model; None = one worker
-    compression: str | None = None  # compression of pushes: see `compression_of`; None = uncompressed
-    replay_mb: float | None = (
-        None  # 10^6 bytes of pushes that a worker retains until they are durable; None = REPLAY_MB
-    )
-    adagrad: float | None = None  # learning rate of an Adagrad on the servers; None = the workload's optimizer
-    own_copies: bool = False  # each worker also steps a copy of the parameters of its own between two pulls
+    replica: Replica | None = None  # the workers of one copy of the model; None means one worker
+    compression: str | None = None  # compression of pushes (see `compression_of`); None means uncompressed
+    replay_mb: float | None = None  # 10^6 bytes of pushes that a worker retains until durable; None means REPLAY_MB
+    adagrad: float | None = None  # learning rate of an Adagrad on the servers; None means the workload's optimizer
+    own_copies: bool = False  # each worker also steps its own copy of the parameters between two pulls
     tables: bool = False  # the servers also hold sparse tables, and apply their pushes by the same rules
     prefetch: bool = True  # pull the next batch's rows of tables while the current batch is computed
     push_every: int = 1  # steps between two pushes of a worker
@@ -185,7 +183,7 @@ class Servers:
 
     @property
     def staleness(self) -> int | None:
-        """Rounds that a worker may be ahead of the slowest when it pulls; None = no bound."""
+        """Rounds that a worker may be ahead of the slowest worker when it pulls; None means no bound."""
         return self.consistency.staleness
 
     @property
@@ -207,12 +205,12 @@ class Servers:
     def replay_bytes(self) -> int:
         """Bytes of pushes that a worker retains for fixed servers.
 
-        0 if workers run in step, because a failure then restarts all of them from one snapshot.
+        0 if workers run in step, because a failure then restarts all workers from one snapshot.
         """
         return 0 if self.in_step else self.group_replay_bytes
 
     def grid(self, workers: int) -> Grid:
-        """Return the layout of `workers`. Raises ConfigError: `workers` is not a whole number of replicas."""
+        """Return the layout of `workers`. Raises ConfigError if they are not a whole number of replicas."""
         return _grid(self.replica, workers)
 
     def shards(self, columns: int) -> int:
@@ -220,7 +218,7 @@ class Servers:
         return max(self.count, columns)
 
     def scale_warning(self, workers: int) -> str | None:
-        """Return a warning if the optimizer's step size does not depend on the gradient's scale; None otherwise."""
+        """Return a warning if the optimizer's step size ignores the gradient's scale, or None if no warning applies."""
         if self.in_step or workers == 1:
             return None
         return (
@@ -252,8 +250,8 @@ class Servers:
 class SharedVector:
     """The workers of one host apply their steps to one vector in shared memory, without waiting for each other.
 
-    No message is sent. After a worker's death it is unknown which of its steps were written, so all workers restart
-    from the last snapshot.
+    No message is sent. When a worker dies, all workers restart from the last snapshot, because it is unknown which of
+    the dead worker's steps were written.
     """
 
     @property
@@ -295,25 +293,25 @@ Topology = Peers | Servers | SharedVector
 
 
 def servers_of(strategy: ServerHalf) -> Servers | None:
-    """Return the servers that hold the dense parameters under a strategy; None where workers hold them."""
+    """Return the servers that hold the dense parameters under a strategy, or None if workers hold them."""
     topology = strategy.topology
     return topology if isinstance(topology, Servers) else None
 
 
 def replica_of(strategy: ServerHalf) -> Replica | None:
-    """Return the workers of one copy of the model under a strategy; None = one worker."""
+    """Return how a strategy divides one copy of the model among workers, or None if one worker holds a copy."""
     topology = strategy.topology
     return topology.replica
 
 
 def replicas_in(strategy: ServerHalf, workers: int) -> int:
-    """Return the number of copies of the model on `workers`. Raises ConfigError: the number is not whole."""
+    """Return the number of copies of the model on `workers`. Raises ConfigError if the number is not whole."""
     topology = strategy.topology
     return topology.grid(workers).data
 
 
 def compression_in(strategy: ServerHalf) -> str | None:
-    """Return the compression of vectors under a strategy; None = uncompressed."""
+    """Return the compression of vectors under a strategy, or None if they are not compressed."""
     topology = strategy.topology
     return topology.compression
 
@@ -325,10 +323,7 @@ def runs_in_step(strategy: ServerHalf) -> bool:
 
 
 def group_of(topology: Topology) -> tuple[int, int]:
-    """Return how many servers a group for this topology has, and how many backups of each slice.
-
-    (0, 0) if the topology has no servers.
-    """
+    """Return (servers, backups of each slice) of a group for this topology, or (0, 0) if it has no servers."""
     servers = topology.tables if isinstance(topology, Peers) else topology
     return (servers.count, servers.replicas or 0) if isinstance(servers, Servers) else (0, 0)
 
@@ -367,12 +362,11 @@ def _refuse_branch(name: str, job: JobFacts) -> None:
 
 
 def _refuse_clipping(name: str, job: JobFacts) -> None:
-    """Refuse `clip_norm` for tables: only the servers know the mean gradient of their rows, so the norm lacks it."""
+    """Refuse `clip_norm` for tables: workers cannot compute the norm, as only servers know the rows' mean gradient."""
     if job.clip_norm is not None and job.tables:
         raise ConfigError(
             f"clip_norm is {job.clip_norm!r} and {name} trains sparse tables: no worker has the mean gradient of "
             "their rows, so the norm of the whole gradient is not known; use parameter_server, which clips each "
-            "worker's push "
-            "(dense part and rows together), or clip_norm = None",
+            "worker's push (dense part and rows together), or set clip_norm to None",
             field="clip_norm",
         )

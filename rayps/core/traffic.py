@@ -1,8 +1,8 @@
 """Formulas of traffic: bytes and messages that a step sends. Pure.
 
-N workers hold a vector of V bytes: the parameters, or one column's part of them if the model is divided (see
-`rayps.core.grid`). A formula gives what all workers together send in a step, without evaluation and snapshots; of
-traffic with servers it counts both directions. A strategy's `cost` returns a list of such costs.
+N workers hold a vector of V bytes: the parameters, or one column's part of the parameters if the model is divided (see
+`rayps.core.grid`). A formula gives what all workers together send in a step, without evaluation and snapshots. For
+traffic with servers, a formula counts both directions. A strategy's `cost` returns a list of such costs.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ _FACTORS = {"fp16": "2/w", "bf16": "2/w", "int8": "1/w"}  # bytes of a compresse
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """The bytes per sample between two chunks of a pipeline: of activations `forward`, of gradients `backward`."""
+    """The bytes per sample that two chunks of a pipeline send to each other."""
 
-    source: int
-    target: int
-    forward: float
-    backward: float
+    source: int  # number of the chunk that sends activations
+    target: int  # number of the chunk that receives activations
+    forward: float  # bytes of activations
+    backward: float  # bytes of gradients
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes of the model and of a replica's batch on which costs depend; 0 or () = not known."""
+    """The sizes of the model and of a replica's batch on which costs depend. 0 or () means not known."""
 
     parameters: int  # elements of the whole model
     width: int = 4  # bytes of an element
-    owned: tuple[int, ...] = ()  # elements that each column steps; () = all columns are equal
-    held: tuple[int, ...] = ()  # elements in each column's memory, borrowed ones included
+    owned: tuple[int, ...] = ()  # elements that each column steps; () means that all columns are equal
+    held: tuple[int, ...] = ()  # elements in each column's memory, including borrowed elements
     tied: int = 0  # elements that stages borrow from each other
     shared: int = 0  # elements that tensor ranks borrow from the first one, over all stages
     states: float = 0.0  # numbers in the optimizer's state per element: 1 with momentum, 2 for Adam
-    batch: int = 0  # rows of a replica's batch; 0 = not known
+    batch: int = 0  # rows of a replica's batch
     crossings: tuple[Crossing, ...] = ()  # what neighbouring chunks send to each other
     kept: tuple[float, ...] = ()  # bytes that each chunk stores for its backward pass, for one sample
     summed: tuple[float, ...] = ()  # per stage: bytes that its tensor ranks sum for one sample (whole tensors)
@@ -50,7 +50,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class TrafficCost:
-    """One kind of traffic of a step. `bytes` and `messages` are those of all workers; None = there is no formula."""
+    """One kind of traffic of a step. `bytes` and `messages` are those of all workers; None means not known."""
 
     what: str
     formula: str  # the formula as text
@@ -64,7 +64,7 @@ class TrafficCost:
 def ring_mean(grid: Grid, sizes: Sizes, compression: str | None, *, overlaps: bool) -> list[TrafficCost]:
     """Return the cost per step of the mean of gradients around the ring of each column.
 
-    `overlaps`: most of the gradient is sent during backward.
+    With `overlaps`, most of the gradient is sent during backward.
     """
     n, vectors = grid.data, [size * sizes.width for size in sizes.columns]
     if n == 1:
@@ -107,9 +107,8 @@ def periodic_mean(
 ) -> list[TrafficCost]:
     """Return the cost per step of a mean of the parameters every `every` steps.
 
-    `every` None: the mean is taken at the end of each part of a phase, whose number of steps is not known here.
-
-    With `moments` the optimizer's moments are averaged too, uncompressed.
+    If `every` is None, the mean is taken at the end of each part of a phase; the number of steps of a part is not
+    known here. With `moments` the optimizer's moments are averaged too, uncompressed.
     """
     n, vector = grid.data, sum(size * sizes.width for size in sizes.columns)
     if n == 1:
@@ -130,13 +129,13 @@ def periodic_mean(
     ]
 
 
-def summed_replies(grid: Grid, sizes: Sizes, beside: int) -> TrafficCost:
+def summed_replies(grid: Grid, sizes: Sizes, extra: int) -> TrafficCost:
     """Return the cost of summing clients' replies, in fixed point, around the ring once a round.
 
-    `beside` is the number of vectors of the size of the parameters that are summed besides them.
+    A reply has the parameters and `extra` more vectors of the same size.
     """
     n = grid.data
-    longer = (3 if sizes.width == 8 else 2) * 8 / sizes.width * (1 + beside)  # bytes of the sums / bytes of the vector
+    longer = (3 if sizes.width == 8 else 2) * 8 / sizes.width * (1 + extra)  # bytes of the sums / bytes of the vector
     digits = longer * sizes.parameters * sizes.width
     return TrafficCost(
         f"sums of replies around the ring of {n}",
@@ -150,7 +149,7 @@ def summed_replies(grid: Grid, sizes: Sizes, beside: int) -> TrafficCost:
 def push_pull(
     grid: Grid, sizes: Sizes, shards: int, compression: str | None, *, push_every: int, pull_every: int, overlaps: bool
 ) -> list[TrafficCost]:
-    """Return the cost of pulls from and pushes to `shards` servers. `overlaps`: a push overlaps with the next step."""
+    """Return the cost of pulls from and pushes to `shards` servers. With `overlaps`, a push overlaps the next step."""
     share, why = compressed(compression, sizes.width)
     what, each = f"{shards} shard{'s'[: shards != 1]}", f"V/{shards} to each shard"
     parts = []
@@ -170,7 +169,10 @@ def push_pull(
 
 
 def compressed(compression: str | None, width: int) -> tuple[float | None, str]:
-    """Return the fraction of a vector's bytes that is sent (None: it depends on the data), and text for a formula."""
+    """Return the fraction of a vector's bytes that is sent, and text for a formula.
+
+    The fraction is None if it depends on the data.
+    """
     if compression is None:
         return 1.0, ""
     if compression in _FACTORS:

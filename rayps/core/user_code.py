@@ -1,8 +1,8 @@
 """Call the user's own code: an exception becomes an error that names the method and the line.
 
-Another thread can ask how long the current call has been running, and whether it has exceeded its time limit. An
-uncaught exception in a thread that the user started ends only that thread, as in plain Python. This module records it
-as text, so that a job that waits for the thread can name the reason.
+Another thread can ask how long the current call has been running, and whether the call has exceeded its time limit. An
+uncaught exception in a thread that the user started ends only that thread, as in plain Python. This module records the
+exception as text, so that a job that waits for the thread can name the reason.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _NO_MEMORY = (
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A running call of the user's code. `first`: whether it is the first call of this method in its thread."""
+    """A running call of the user's code."""
 
     method: str
     seconds: float  # seconds since the call started, or since a call within it returned
-    first: bool
+    first: bool  # whether this is the first call of the method in its thread
 
 
 @dataclass(slots=True)
@@ -48,12 +48,12 @@ class _Open:
     first: bool
 
 
-_calls: dict[int, _Open] = {}  # the innermost call of each thread, by its ident
+_calls: dict[int, _Open] = {}  # from a thread's ident to its innermost call
 _known = threading.local()  # the methods that a thread has called
 
 
 def under_way(thread: int | None) -> Call | None:
-    """Return the current call of the user's code in the thread with this ident; None if there is none."""
+    """Return the current call of the user's code in the thread with this ident, or None if there is no call."""
     found = None if thread is None else _calls.get(thread)
     return None if found is None else Call(found.method, time.monotonic() - found.since, found.first)
 
@@ -62,7 +62,7 @@ def under_way(thread: int | None) -> Call | None:
 def peers_awaited() -> Iterator[None]:
     """Stop the clock of the current call of user code while this thread waits for peers.
 
-    Waiting for peers has a deadline of its own. The call's seconds start at zero again afterwards.
+    Waiting for peers has its own deadline. After the wait the call's seconds start at zero again.
     """
     thread = threading.get_ident()
     outer = _calls.pop(thread, None)
@@ -74,7 +74,7 @@ def peers_awaited() -> Iterator[None]:
 
 @contextmanager
 def user_code(method: str) -> Iterator[None]:
-    """Convert an exception of the user's `method` into a WorkloadError; rayps's own errors pass unchanged.
+    """Convert an exception of the user's `method` into a WorkloadError. Errors of rayps pass unchanged.
 
     SystemExit (`sys.exit()`) and KeyboardInterrupt are converted too, because they would end a thread without a
     message. In the main thread KeyboardInterrupt passes, because there it is Ctrl-C.
@@ -116,18 +116,18 @@ def _raised(method: str, error: BaseException) -> WorkloadError:
     where = place_of(error)
     if lacks_memory(error):
         return too_large(f"{method}(){where}", error)
-    said = (str(error).strip().splitlines() or [""])[0]
+    reason = (str(error).strip().splitlines() or [""])[0]
     ends = isinstance(error, (SystemExit, KeyboardInterrupt))
     hint = "\ndo not end the process of a worker: return, or raise an error with the reason" if ends else ""
     return WorkloadError(
-        f"{method}() raised {type(error).__name__}: {said}{where}{hint}",
+        f"{method}() raised {type(error).__name__}: {reason}{where}{hint}",
         traceback="".join(traceback.format_exception(error)),
         raised=type(error).__name__,
     )
 
 
 def place_of(error: BaseException) -> str:
-    """Return the innermost line of user code in an error's traceback, as ` (file:line)`; "" if there is none."""
+    """Return the innermost line of user code in an error's traceback as ` (file:line)`, or "" if there is none."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_PACKAGE)]
     own = [f for f in frames if "/site-packages/" not in f.filename] or frames
     return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
@@ -148,9 +148,9 @@ def lacks_memory(error: BaseException) -> bool:
 
 def too_large(who: str, error: BaseException) -> WorkloadError:
     """Return the error that process `who` has too little memory for the model, with ways to fix it."""
-    said = (str(error).strip().splitlines() or [type(error).__name__])[0].rpartition("DefaultCPUAllocator: ")[2]
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rpartition("DefaultCPUAllocator: ")[2]
     return WorkloadError(
-        f"{who} ran out of memory ({said}):\n"
+        f"{who} ran out of memory ({reason}):\n"
         "the model, its gradients and the optimizer's state do not fit on one worker: divide it among several "
         "(pipeline:stages=2, tensor_parallel:size=2, or more),\n"
         "use smaller batches or more micro_batches, or give each worker more memory",
@@ -173,9 +173,9 @@ def allowed(call: Call, timeout: float) -> float:
 
 
 def overdue(call: Call | None, timeout: float, round: int | None, ends: Sequence[str] = ()) -> str | None:
-    """Return why a member counts as dead while its thread is in `call`; None if `call` is within its limit.
+    """Return why a member counts as dead while its thread is in `call`, or None if `call` is within its limit.
 
-    `round` is the member's current round, if known. `ends` are the exceptions that ended threads of its process.
+    `round` is the member's current round, if known. `ends` has the texts of `ended_threads` from the member's process.
     """
     if call is None or call.seconds <= allowed(call, timeout):
         return None
@@ -185,10 +185,10 @@ def overdue(call: Call | None, timeout: float, round: int | None, ends: Sequence
 
 
 def awaited(run: Callable[[], _Found], timeout: float, *, where: str, stopped: Callable[[], bool]) -> _Found | None:
-    """Call `run` in a thread; return its result or raise its exception. Return None as soon as `stopped()` is true.
+    """Call `run` in a thread. Return its result, or raise its exception. Return None as soon as `stopped()` is true.
 
     Raises:
-        WorkloadError: a call of the user's code did not return within its limit. The thread continues.
+        WorkloadError: a call of the user's code did not return within its limit. The thread continues to run.
     """
     found: list[tuple[_Found | None, BaseException | None]] = []
 
@@ -224,7 +224,7 @@ _hooked = False
 
 
 def record_thread_ends() -> None:
-    """Start to record uncaught exceptions of threads; the previous `threading.excepthook` is still called."""
+    """Start to record uncaught exceptions of threads. The previous `threading.excepthook` is still called."""
     global _hooked
     with _lock:
         if _hooked:
@@ -232,22 +232,22 @@ def record_thread_ends() -> None:
         _hooked, before = True, threading.excepthook
 
     def hook(args: threading.ExceptHookArgs) -> None:
-        _keep(args)
+        _record_end(args)
         before(args)
 
     threading.excepthook = hook
 
 
 def ended_threads(since: int = 0) -> list[str]:
-    """Return the recorded exceptions that ended threads, in order, from number `since` on."""
+    """Return the texts of the exceptions that ended threads, in order, from number `since` on."""
     with _lock:
         return _ends[since:]
 
 
-def _keep(args: threading.ExceptHookArgs) -> None:
+def _record_end(args: threading.ExceptHookArgs) -> None:
     name = "a thread" if args.thread is None else f"thread {args.thread.name!r}"
-    said = "" if args.exc_value is None else (str(args.exc_value).strip().splitlines() or [""])[0]
+    reason = "" if args.exc_value is None else (str(args.exc_value).strip().splitlines() or [""])[0]
     where = "" if args.exc_value is None else place_of(args.exc_value)
     with _lock:
         if len(_ends) < _MOST_ENDS:
-            _ends.append(f"{name} ended by an uncaught {args.exc_type.__name__}: {said}{where}")
+            _ends.append(f"{name} ended by an uncaught {args.exc_type.__name__}: {reason}{where}")

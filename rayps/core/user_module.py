@@ -1,8 +1,8 @@
 """The user's own modules: find a class by name in a working directory, and send values to other processes by value.
 
 A name is "module:Class" or "path/file.py:Class", relative to a working directory. `pack` includes the user's modules in
-the bytes, so that the process that unpacks them needs none of the user's files (an import inside a function runs only
-when the function is called, and does need the imported file).
+the bytes, so that the process that unpacks the bytes needs none of the user's files. An exception is an import inside a
+function: it runs when the function is called, and needs the imported file.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Finder:
         return found
 
     def target_of(self, kind: type) -> str:
-        """Return a name for `find` that leads to class `kind`: the one given to `find` before, else "module:Class"."""
+        """Return a name by which `find` finds class `kind`: the name given to `find` before, or else "module:Class"."""
         return self._found.get(kind) or f"{kind.__module__}:{kind.__qualname__}"
 
     def forget(self) -> None:
@@ -146,7 +146,7 @@ class Finder:
 
 
 def broken(what: str, error: BaseException) -> WorkloadError:
-    """Return the error of a failed import, with the last line of the exception and the place of the user's line."""
+    """Return the error of a failed import, with the last line of the exception and the user's line that failed."""
     last = traceback.format_exception_only(error)[-1].strip().splitlines()[0][:300]
     return WorkloadError(f"{what} failed: {last}{_where(error)}", module=what)
 
@@ -164,7 +164,7 @@ def _where(error: BaseException) -> str:
 
 
 def pack(workload: Any) -> bytes:
-    """Return a workload, a training function or a class as bytes, with the user's modules in them.
+    """Pickle a workload, a training function or a class, and include the user's modules in the bytes.
 
     Raises:
         WorkloadError: the value holds something that cannot be sent, such as an open file or a lock.
@@ -179,7 +179,7 @@ def pack(workload: Any) -> bytes:
         except (Exception, SystemExit) as error:
             raise WorkloadError(
                 f"{_name(workload)} cannot be sent to workers: {type(error).__name__}: {error}\n"
-                "create open files, locks and the like inside model(), data() or loss(), not in __init__"
+                "create objects such as open files and locks inside model(), data() or loss(), not in __init__"
             ) from error
         finally:
             for module in modules:
@@ -187,7 +187,7 @@ def pack(workload: Any) -> bytes:
 
 
 def unpack(packed: bytes) -> Any:
-    """Unpack what `pack` packed. This runs the user's code: accept bytes only from the driver of the same job.
+    """Return the value that `pack` packed. This runs the user's code: accept bytes only from the driver of the job.
 
     Raises:
         WorkloadError: the workload needs a package that is not installed on this machine.
@@ -202,7 +202,7 @@ def unpack(packed: bytes) -> Any:
 
 
 def by_value(value: Any, protocol: int) -> tuple[Any, ...]:
-    """Return the result of `__reduce_ex__` of a user's object, changed so that the object's class is sent by value.
+    """Return what `__reduce_ex__` returns for a user's object, changed so that the object's class is sent by value.
 
     Raises:
         WorkloadError: the object's class holds something that cannot be sent.

@@ -1,4 +1,4 @@
-"""Types of values that many modules exchange, JSON data and byte buffers, and two checks of values."""
+"""Types of values that many modules exchange (JSON data, byte buffers), and two checks of values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeGuard
 
 Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
 JsonObject: TypeAlias = dict[str, Json]
-Keywords: TypeAlias = dict[str, Any]  # arguments by name, for a call that types and checks them itself
+Keywords: TypeAlias = dict[str, Any]  # from an argument's name to its value; the called function checks the types
 Buffer: TypeAlias = bytes | bytearray | memoryview  # contiguous memory; of a numpy array: `array.data`
 
 
@@ -19,7 +19,7 @@ def is_number(value: Json) -> TypeGuard[float]:
 
 
 def is_json(value: Any) -> bool:
-    """Return whether JSON can hold `value`: it has no NaN, no infinity and no object of another kind."""
+    """Return whether JSON can hold `value`. JSON cannot hold NaN, infinity, or objects of other classes."""
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError):

@@ -6,10 +6,10 @@ import re
 
 
 def misnamed(workload: str) -> str | None:
-    """Return why `workload` cannot name a workload's class, and how to fix it; None if it can.
+    """Return why `workload` cannot name a workload's class, and how to fix it, or None if it can.
 
-    A name is `module:Class` (of a module such as `package.digits`) or `file.py:Class`. It cannot carry arguments: the
-    class is instantiated without arguments.
+    A name is `module:Class` (of a module such as `package.digits`) or `file.py:Class`. A name has no arguments, because
+    the class is instantiated without arguments.
     """
     place, colon, name = workload.rpartition(":")
     module = all(part.isidentifier() for part in place.split("."))

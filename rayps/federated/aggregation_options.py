@@ -38,12 +38,15 @@ class Aggregation:
         """The rule, parsed from its text or wire form."""
         return rule_of(self.rule)
 
-    def asked(self, needed: int, clients: int) -> int:
+    def count_asked(self, needed: int, clients: int) -> int:
         """Return how many of `clients` clients a round asks if it needs `needed` replies."""
         return min(clients, int(needed * (1 + self.over_selection) + 0.5))
 
-    def must_be_met(self, asked: int, clients: int) -> None:
-        """Check `min_replies`. Raises ConfigError: it is more than the clients that a round asks."""
+    def check_min_replies(self, asked: int, clients: int) -> None:
+        """Check `min_replies` for rounds that ask `asked` of `clients` clients.
+
+        Raises ConfigError if `min_replies` is above `asked`.
+        """
         if self.min_replies > asked:
             raise ConfigError(
                 f"min_replies is {self.min_replies}, but a round asks only {asked} of {clients} clients: no round "

@@ -1,14 +1,14 @@
-"""The vectors that simulated attackers send, to test a rule. `AttackSpec` says which clients attack, and how.
+"""The vectors that simulated attackers send, to test a rule. `AttackSpec` has the number of attackers and the attack.
 
     sign_flip, gaussian   Blanchard et al., NeurIPS 2017
     alie                  Baruch, Baruch and Goldberg, "A little is enough: circumventing defenses for distributed
-                          learning", NeurIPS 2019: mean - z sd of the honest updates, which is within their spread
+                          learning", NeurIPS 2019: mean - z sd of the honest updates, which looks like one of them
     inner_product         Xie, Koyejo and Gupta, "Fall of empires: breaking Byzantine-tolerant SGD by inner product
                           manipulation", UAI 2019: -eps times the mean
-Other attacks send the update as trained: label flipping trains on wrong labels (`AttackSpec.labels`), inflated counts
-report a false number of samples (`counted`), others send false buffers (`false_buffers`) or a false c (`false_sums`).
-The omniscient attacks, alie and inner_product, compute one vector from all honest updates of the round, and all their
-attackers send it.
+Other attacks send the update as trained. Label flipping trains on wrong labels (`AttackSpec.labels`), inflated counts
+report a false number of samples (`false_count`), others send false buffers (`false_buffers`) or a false c
+(`false_sums`). The omniscient attacks, alie and inner_product, compute one vector from all honest updates of the round,
+and all attackers send that vector.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rayps.federated.rule_arithmetic import Matrix, Vector
 OWN = ("sign_flip", "gaussian", "nan")  # attacks that are computed from the attacker's own update alone
 
 
-def spoilt(attack: AttackSpec, update: Tensor, *seed: int) -> Tensor:
+def false_update(attack: AttackSpec, update: Tensor, *seed: int) -> Tensor:
     """Return what an attacker sends instead of its update [P].
 
     `seed` (run's seed, round, client) determines the noise.
@@ -40,7 +40,7 @@ def spoilt(attack: AttackSpec, update: Tensor, *seed: int) -> Tensor:
     return update
 
 
-def counted(attack: AttackSpec, weight: float) -> float:
+def false_count(attack: AttackSpec, weight: float) -> float:
     """Return the number of samples that an attacker reports; `weight` is the true number."""
     return weight * attack.factor if attack.name == "inflated_counts" else weight
 
@@ -55,7 +55,7 @@ def false_sums(attack: AttackSpec, sent: Tensor) -> Tensor:
     return sent * -attack.scale if attack.name == "false_c" else sent
 
 
-def agreed(attack: AttackSpec, honest: Matrix, attackers: int) -> Vector:
+def omniscient_update(attack: AttackSpec, honest: Matrix, attackers: int) -> Vector:
     """Return the vector that all attackers of an omniscient attack send, from the round's honest updates [h, P]."""
     center = np.asarray(honest.mean(axis=0, dtype=np.float64))
     if attack.name == "inner_product":
@@ -65,10 +65,10 @@ def agreed(attack: AttackSpec, honest: Matrix, attackers: int) -> Vector:
 
 
 def usual_z(n: int, attackers: int) -> float:
-    """Return the z of the paper on alie (its algorithm 3), for n replies of which `attackers` are attackers'.
+    """Return the z of the paper on alie (its algorithm 3), for n replies, `attackers` of which come from attackers.
 
-    It is the largest z for which enough honest replies are expected to be farther from the mean than the attackers'
-    that these and the attackers' are a majority.
+    The result is the largest z for which a majority is expected of two kinds of replies together: the attackers'
+    replies, and the honest replies that are farther from the mean than the attackers' replies.
     """
     supporters = n // 2 + 1 - attackers
     share = (n - attackers - supporters) / max(1, n - attackers)

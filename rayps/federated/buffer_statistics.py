@@ -1,9 +1,9 @@
 """The buffers that a client sends with its update, as one vector: BatchNorm statistics and counts.
 
-Floating point buffers come first, then integer ones, each in the model's order, all as float64. Replies with buffers
-that no model can have are rejected: values that are not finite (`rayps.federated.exact_sum`), and negative variances
-and counts of torch's normalisation layers, recognized by the names `running_var` and `num_batches_tracked`. Every
-weighted mean of the other replies is then a valid state.
+Floating point buffers come first, then integer buffers, each in the model's order, all as float64. Replies with buffers
+that no model can have are rejected. Such buffers have values that are not finite (`rayps.federated.exact_sum`), or
+negative variances or counts of torch's normalisation layers, which are recognized by the names `running_var` and
+`num_batches_tracked`. Every weighted mean of the remaining replies is a valid state.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NOT_BELOW_ZERO = ("running_var", "num_batches_tracked")
 
 
 class BufferStatistics:
-    """Packs buffers into a vector of `size` elements, and back; the first `floats` elements are of float buffers."""
+    """Packs buffers into a vector of `size` elements, and back. The first `floats` elements are the float buffers."""
 
     def __init__(self, buffers: Mapping[str, Tensor]) -> None:
         real = {name: value for name, value in buffers.items() if value.is_floating_point()}
@@ -31,17 +31,17 @@ class BufferStatistics:
         ]
         self._bounded = torch.cat(bounded) if bounded else torch.empty(0, dtype=torch.bool)
 
-    def packed(self, buffers: Mapping[str, Tensor]) -> Tensor:
+    def pack(self, buffers: Mapping[str, Tensor]) -> Tensor:
         """Return the buffers as one vector [size], float64, on the CPU."""
         parts = [buffers[name].detach().cpu().reshape(-1).double() for name in self._like]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64)
 
     def refusal(self, vector: Tensor) -> str | None:
-        """Return the reason why no model can have the buffers in `vector`; None if a model can."""
+        """Return the reason why no model can have the buffers in `vector`, or None if a model can have them."""
         return NEGATIVE if bool((vector[self._bounded] < 0).any()) else None
 
-    def spread(self, vector: Tensor, buffers: Mapping[str, Tensor]) -> None:
-        """Write a vector [size] into the buffers; for integer buffers, values are rounded and clamped to the dtype."""
+    def unpack(self, vector: Tensor, buffers: Mapping[str, Tensor]) -> None:
+        """Write a vector [size] into the buffers. For integer buffers, round and clamp the values to the dtype."""
         at = 0
         for name in self._like:
             value = buffers[name]

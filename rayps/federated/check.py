@@ -22,38 +22,38 @@ _LABELS = 1000  # with more labels, the skew of clients' labels is not computed
 
 
 def federated(strategy: FederatedView, workload: Workload, data: Data, seed: int) -> list[str]:
-    """Check a federated strategy with a workload and its data; return warnings for the user.
+    """Check a federated strategy with a workload and its data. Return warnings for the user.
 
     Raises:
         ConfigError, DataError: the data has no clients, or the strategy's options do not fit them.
     """
     name, side = strategy.name, strategy.client_side
     if side.plain:
-        _must_be_plain(name, workload)
+        _check_plain_sgd(name, workload)
     aggregation, population, fraction = strategy.aggregation, strategy.population, strategy.fraction
     joining = joining_under(strategy)
     if joining is not None:
-        _of_the_least(aggregation, joining.least, cohort_size(joining.least, fraction))
+        _check_smallest_round(aggregation, joining.least, cohort_size(joining.least, fraction))
         return []
     clients = data.clients  # without clients, this raises an error that says how to define them
     events_of(strategy, clients.sizes, seed, data.batch_size)
     rule, attack = aggregation.chosen_rule, population.attackers
     cohort = cohort_size(clients.count, fraction)
     if not is_buffered(strategy):
-        aggregation.must_be_met(aggregation.asked(cohort, clients.count), clients.count)
+        aggregation.check_min_replies(aggregation.count_asked(cohort, clients.count), clients.count)
         rule.check(cohort, attack)
     if attack is not None:
         attack.check(clients.count)
-        attack.settled(clients.label_names)
+        attack.with_classes(clients.label_names)
     warnings = [
-        rule.doubt(cohort, cohort * (1 - population.dropout)),
+        rule.warn_of_few_replies(cohort, cohort * (1 - population.dropout)),
         rule.warning(_skew(clients)),
-        _unmeasured(name, side, workload),
+        _warn_of_no_metrics(name, side, workload),
     ]
-    return [said for said in warnings if said]
+    return [warning for warning in warnings if warning]
 
 
-def _must_be_plain(name: str, workload: Workload) -> None:
+def _check_plain_sgd(name: str, workload: Workload) -> None:
     if not is_plain(optim.made(workload.optimizer, [nn.Parameter(torch.zeros(2, 2))])):
         raise ConfigError(
             f"{name} assumes steps of plain SGD, but the workload's optimizer() returns another optimizer: return "
@@ -68,22 +68,22 @@ def _must_be_plain(name: str, workload: Workload) -> None:
         )
 
 
-def _of_the_least(aggregation: Aggregation, least: int, asked: int) -> None:
-    """Check the options for the smallest round of real clients: `least` are connected, of which the round asks `asked`.
+def _check_smallest_round(aggregation: Aggregation, least: int, asked: int) -> None:
+    """Check the options for the smallest round of real clients, which asks `asked` of `least` connected clients.
 
-    Raises ConfigError.
+    Raises ConfigError if this round can have too few replies for `min_replies` or for the rule.
     """
     if aggregation.min_replies > asked:
         raise ConfigError(
             f"min_replies is {aggregation.min_replies}, but a round may start with {least} clients and then asks "
-            f"{asked}: raise least\nin clients=remote(least=...), or lower min_replies",
+            f"{asked}: raise `least`\nin clients=remote(least=...), or lower min_replies",
             field="min_replies",
         )
     aggregation.chosen_rule.check(asked)
 
 
-def _unmeasured(name: str, side: ClientSide, workload: Workload) -> str | None:
-    """Return a warning if clients have personal models but no metric of these can be computed; None otherwise."""
+def _warn_of_no_metrics(name: str, side: ClientSide, workload: Workload) -> str | None:
+    """Return a warning if clients have personal models whose metrics cannot be computed, or None if they have not."""
     if not (side.model or side.finetune):
         return None
     with user_code("evaluation_data"):
@@ -93,13 +93,13 @@ def _unmeasured(name: str, side: ClientSide, workload: Workload) -> str | None:
     what = f"finetune={side.finetune}" if side.finetune else name
     return (
         f"{what} evaluates each client's personal model on that client's rows of the evaluation data, but "
-        "evaluation_data() does not say which rows are whose: no personal_* metrics are computed. Give client= there "
+        "evaluation_data() is not divided into clients: no personal_* metrics are computed. Give client= there "
         "too, or return evaluation_data().with_clients(data().clients.alike(labels))"
     )
 
 
 def _skew(clients: Clients) -> float | None:
-    """Return how much the clients' label distributions differ, from 0 to 1; None if the labels are not classes."""
+    """Return how much the clients' label distributions differ, from 0 to 1, or None if the labels are not classes."""
     if clients.labels is None or len(clients.labels[0]) > _LABELS:
         return None
     return skew(clients.labels[1].tolist())

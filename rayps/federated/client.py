@@ -1,8 +1,8 @@
 """Train clients one after another in one model. The module uses neither workers nor rings nor files.
 
-Besides forward, backward and step, a batch costs only microseconds: a client's rows are read once a round, a batch is
-one copy of some of them, a gradient is copied into a vector only on request, and plain SGD steps all parameters in one
-call, with the same bits as torch's optimizer.
+In addition to forward, backward and step, a batch costs only microseconds. A client's rows are read once a round, and a
+batch is one copy of some of these rows. A gradient is copied into a vector only on request. Plain SGD steps all
+parameters in one call, with the same bits as torch's optimizer.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from rayps.tensors.user_loss import checked_loss
 from rayps.workload.base import Workload
 
 Tensors = dict[str, Tensor]
-_BESIDE = "beside/"  # prefix, in a client's state, of the buffers of its own model
+_PERSONAL = "beside/"  # prefix, in a client's state, of the buffers of the client's personal model
 
 
 @dataclass(slots=True)
 class ClientRows:
     """A client's rows: their numbers in the data, and the function `take` that reads rows by number.
 
-    `relabel`, if given, changes the labels of each batch (of an attacker).
+    `relabel` changes the labels of each batch of an attacker; None leaves the labels unchanged.
     """
 
     numbers: Ints
@@ -51,9 +51,9 @@ class ClientRows:
 
 @dataclass(slots=True)
 class Task:
-    """One training: client number `client`, in round `round` of a phase, starting from `w_t` and `buffers`.
+    """One training of the client with number `client`, in round `round` of a phase.
 
-    `shared` is the server's state, `state` the client's own.
+    The training starts from `w_t` and `buffers`. `shared` is the server's state, and `state` is the client's state.
     """
 
     seed: int
@@ -70,12 +70,12 @@ class Task:
 class ClientReply:
     """The result of a client's training.
 
-    `w` and `buffers` are the model's memory: valid until the next client trains.
+    `w` and `buffers` may be the model's memory. They are valid until the next client trains.
     """
 
     w: Tensor  # w_k
     n: int  # the client's number of samples
-    sums: Tensors  # the vectors that the strategy sums over clients, by name
+    sums: Tensors  # the vectors that the strategy sums over clients, with their names
     state: Tensors  # the client's new state
     buffers: Tensors
     loss: float  # mean over all samples of this training
@@ -84,7 +84,7 @@ class ClientReply:
 
 
 class Grad:
-    """A gradient, in the tensors that backward wrote; it becomes one vector on request, or when used in arithmetic."""
+    """A gradient in the tensors that backward wrote. `vector` and arithmetic copy the gradient into one vector."""
 
     __slots__ = ("_turn", "_vector", "used")
 
@@ -96,7 +96,7 @@ class Grad:
     def vector(self) -> Tensor:
         """Return the gradient as a new vector."""
         if self._vector is None:
-            self._vector = self._turn.collected()
+            self._vector = self._turn.collect_gradients()
         return self._vector
 
     def __add__(self, other: Tensor | float) -> Tensor:
@@ -122,7 +122,7 @@ class Grad:
 
 
 class ClientTurn:
-    """The argument of a strategy's `client` method: the client that is being trained, its rows, model and optimizer."""
+    """The argument of a strategy's `client` method: the client to train, with its rows, model and optimizer."""
 
     def __init__(self, trainer: Trainer, strategy: FederatedView, task: Task, rows: ClientRows) -> None:
         self.w, self.w_t = trainer.flat.vector, task.w_t
@@ -132,25 +132,25 @@ class ClientTurn:
         self.steps = 0  # steps since the last call of `batches`
         self.losses: list[tuple[Tensor, int]] = []
         self._trainer, self._strategy, self._task, self._rows = trainer, strategy, task, rows
-        self._held: Batch | None = None
+        self._all_rows: Batch | None = None
         self._last: Grad | None = None
 
     @property
     def lr(self) -> float:
-        """The optimizer's learning rate. Raises ConfigError: its parameter groups have different rates."""
+        """The optimizer's learning rate. Raises ConfigError if its parameter groups have different rates."""
         return self._trainer.lr
 
     @property
     def sign(self) -> int:
-        """1, or -1 if the optimizer maximizes. Raises ConfigError: its parameter groups differ in this."""
+        """1, or -1 if the optimizer maximizes. Raises ConfigError if its parameter groups differ in this."""
         return self._trainer.sign
 
     def batches(self, epochs: int | None = None) -> Iterator[Batch]:
-        """Yield the batches of this client's training: of E epochs or L steps, by the strategy, or of `epochs` epochs.
+        """Yield the batches of `epochs` epochs, or of the epochs or steps that the strategy's options set.
 
         Each call starts with a new optimizer. A second call yields the same batches.
         """
-        self._trainer.fresh()
+        self._trainer.reset_optimizer()
         self.steps = 0
         task, rows, local = self._task, self._rows, self._strategy.local
         size = local.rows(self.n, rows.batch_size)
@@ -173,18 +173,18 @@ class ClientTurn:
         If a training needs at least half of the rows, all rows are read at once. Each batch is a copy, because the bits
         of a matrix product depend on the alignment of its operands in memory.
         """
-        if self._held is None and 2 * len(positions) >= self.n:
-            held = self._made(self._rows.numbers)
-            self._held = held if _can_cut(held) else None
-        if self._held is None:
+        if self._all_rows is None and 2 * len(positions) >= self.n:
+            all_rows = self._read_batch(self._rows.numbers)
+            self._all_rows = all_rows if _can_cut(all_rows) else None
+        if self._all_rows is None:
             for lo in range(0, len(positions), size):
-                yield self._made(self._rows.numbers[positions[lo : lo + size]])
+                yield self._read_batch(self._rows.numbers[positions[lo : lo + size]])
             return
         index = torch.from_numpy(positions).to(self._trainer.device)
         for lo in range(0, len(positions), size):
-            yield _some(self._held, index[lo : lo + size])
+            yield _select_rows(self._all_rows, index[lo : lo + size])
 
-    def _made(self, numbers: Ints) -> Batch:
+    def _read_batch(self, numbers: Ints) -> Batch:
         with user_code("data"):
             batch = self._rows.take(numbers)
         if self._rows.relabel is not None:
@@ -192,9 +192,9 @@ class ClientTurn:
         return batch.to(self._trainer.device) if self._trainer.device != "cpu" else batch
 
     def grad(self, batch: Batch) -> Grad:
-        """Return the gradient of the loss on a batch, at `w`. It can be added and multiplied like a vector.
+        """Return the gradient of the loss on a batch, at `w`. The result can be added and multiplied like a vector.
 
-        Raises WorkloadError: the user's loss failed or is not a scalar.
+        Raises WorkloadError if the user's loss failed or is not a scalar.
         """
         if self._last is not None and not self._last.used:
             _ = self._last.vector  # copies the last gradient before backward overwrites it
@@ -208,8 +208,8 @@ class ClientTurn:
         self._last = Grad(self)
         return self._last
 
-    def collected(self) -> Tensor:
-        """Return the current gradients of all parameters as a new vector; zeros for parameters without one."""
+    def collect_gradients(self) -> Tensor:
+        """Return the current gradients of all parameters as a new vector, with zeros for parameters without one."""
         found = self._trainer.parameters
         return torch.cat(
             [
@@ -237,34 +237,35 @@ class Trainer:
         self.buffers: Tensors = dict(flat.model.named_buffers())
         self._values = [flat.vector[e.lo : e.hi].view(e.shape) for e in flat.layout.entries]
         self._rates, self._tick = rates_of(recipe_of(workload), flat.layout), 0
-        self._start()
+        self._make_optimizer()
 
-    def _start(self) -> None:
+    def _make_optimizer(self) -> None:
         self._optimizer = optim.made(self.workload.optimizer, self.parameters)
-        self._read()
+        self._record_options()
 
     @property
     def scheduled(self) -> bool:
         """Whether the workload has a learning-rate schedule."""
         return self._rates is not None
 
-    def at(self, tick: int) -> None:
+    def set_tick(self, tick: int) -> None:
         """Set the learning rates that the workload's schedule gives for step `tick`.
 
-        Raises WorkloadError: the schedule failed.
+        Raises WorkloadError if the schedule failed.
         """
         if self._rates is not None and tick != self._tick:
             self._tick = tick
-            self._read()
+            self._record_options()
 
-    def _read(self) -> None:
-        """Record the optimizer's current options, and whether its step is plain SGD."""
+    def _record_options(self) -> None:
+        """Record the optimizer's current options, and whether the optimizer's step is plain SGD."""
         if self._rates is not None:
             self._rates.apply(self._optimizer.param_groups, self._tick)
         self._begin = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
-        self._torchs = type(self._optimizer).__module__.startswith("torch.optim.") and not self._optimizer.state
+        self._resettable = type(self._optimizer).__module__.startswith("torch.optim.") and not self._optimizer.state
         where = {id(p): i for i, p in enumerate(self.parameters)}
-        self._plain: list[tuple[list[int], float]] | None = None  # per group: its parameters, and its negative rate
+        # for each parameter group: the indices of its parameters, and its negative rate; None if not plain SGD
+        self._plain: list[tuple[list[int], float]] | None = None
         if is_plain(self._optimizer) and self.workload.clip_norm is None:
             self._plain = [
                 ([where[id(p)] for p in group["params"]], group["lr"] if group["maximize"] else -group["lr"])
@@ -276,7 +277,7 @@ class Trainer:
 
     @property
     def lr(self) -> float:
-        """The optimizer's learning rate. Raises ConfigError: its parameter groups have different rates."""
+        """The optimizer's learning rate. Raises ConfigError if its parameter groups have different rates."""
         found = {float(group["lr"]) for group in self._begin if "lr" in group}
         if len(found) != 1:
             raise ConfigError(
@@ -288,17 +289,15 @@ class Trainer:
 
     @property
     def sign(self) -> int:
-        """1, or -1 if the optimizer maximizes. Raises ConfigError: its parameter groups differ in this."""
+        """1, or -1 if the optimizer maximizes. Raises ConfigError if its parameter groups differ in this."""
         return direction(self._begin)
 
-    def fresh(self) -> None:
+    def reset_optimizer(self) -> None:
         """Reset the optimizer, or build a new one, so that it has taken no step."""
         if self._plain is not None:
             return
-        if (
-            not self._torchs
-        ):  # an optimizer of a user's class, or with an initial state, cannot be reset: build a new one
-            self._start()
+        if not self._resettable:  # an optimizer of a user's class, or one with an initial state
+            self._make_optimizer()
             return
         self._optimizer.state.clear()
         for group, begin in zip(self._optimizer.param_groups, self._begin, strict=True):
@@ -333,52 +332,52 @@ class Trainer:
         Raises:
             WorkloadError, DataError: the user's code or data failed.
         """
-        self.put(task.w_t, task.buffers)
-        self.at(task.tick)
-        seeded(number(task.seed, "model", task.round, task.client) >> 1)  # for dropout, for example
+        self.load(task.w_t, task.buffers)
+        self.set_tick(task.tick)
+        seed_torch(number(task.seed, "model", task.round, task.client) >> 1)  # for dropout, for example
         turn = ClientTurn(self, strategy, task, rows)
         strategy.client(turn)
         steps, losses = turn.steps, turn.losses
         w, buffers = self.flat.vector, self.buffers
         if strategy.client_side.model is not None:
-            w, buffers = w.clone(), self.kept()
+            w, buffers = w.clone(), self.copy_buffers()
             turn.losses = []
-            self.put(w, task.buffers | beside_of(task.state))  # the buffers from before the training of w_k
+            self.load(w, task.buffers | personal_buffers(task.state))  # the buffers from before the training of w_k
             strategy.beside(turn)
-            turn.state |= {f"{_BESIDE}{name}": value for name, value in self.kept().items()}
+            turn.state |= {f"{_PERSONAL}{name}": value for name, value in self.copy_buffers().items()}
         samples = sum(size for _, size in losses)
         total = math.fsum(float(loss) * size for loss, size in losses)
         return ClientReply(
             w, turn.n, turn.reply, turn.state, buffers, total / samples if samples else math.nan, samples, steps
         )
 
-    def tune(self, strategy: FederatedView, task: Task, rows: ClientRows, epochs: int) -> None:
+    def finetune(self, strategy: FederatedView, task: Task, rows: ClientRows, epochs: int) -> None:
         """Set the model to w_t, then train it for `epochs` epochs on this client's rows alone."""
-        self.put(task.w_t, task.buffers)
-        self.at(task.tick)
+        self.load(task.w_t, task.buffers)
+        self.set_tick(task.tick)
         turn = ClientTurn(self, strategy, task, rows)
         for batch in turn.batches(epochs):
             turn.step(turn.grad(batch))
 
-    def put(self, vector: Tensor, buffers: Mapping[str, Tensor]) -> None:
+    def load(self, vector: Tensor, buffers: Mapping[str, Tensor]) -> None:
         """Copy parameters and buffers into the model."""
         if vector.data_ptr() != self.flat.vector.data_ptr():
             self.flat.vector.copy_(vector)
         for name, value in buffers.items():
             self.buffers[name].detach().copy_(value)
 
-    def kept(self) -> Tensors:
+    def copy_buffers(self) -> Tensors:
         """Return copies of the model's buffers."""
         return {name: value.detach().clone() for name, value in self.buffers.items()}
 
 
-def beside_of(state: Mapping[str, Tensor]) -> Tensors:
-    """Return the buffers of the client's personal model from its state; empty if that model was never trained."""
-    return {name.removeprefix(_BESIDE): value for name, value in state.items() if name.startswith(_BESIDE)}
+def personal_buffers(state: Mapping[str, Tensor]) -> Tensors:
+    """Return the buffers of the client's personal model from `state`, or {} if that model was never trained."""
+    return {name.removeprefix(_PERSONAL): value for name, value in state.items() if name.startswith(_PERSONAL)}
 
 
-def seeded(seed: int) -> None:
-    """Do what torch.manual_seed does, but without the milliseconds that it spends if no GPU is in use."""
+def seed_torch(seed: int) -> None:
+    """Do what torch.manual_seed does, without the milliseconds that torch.manual_seed takes if no GPU is in use."""
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(seed)
@@ -396,7 +395,7 @@ def is_plain(optimizer: Optimizer) -> bool:
 
 
 def _can_cut(batch: Batch) -> bool:
-    """Return whether each tensor of the batch has one entry per row, so that a smaller batch can be cut from it."""
+    """Return whether a smaller batch can be cut from `batch`: each of its tensors has one entry for each row."""
     return _rows_of(batch.x, batch.size) and (batch.y is None or _rows_of(batch.y, batch.size))
 
 
@@ -408,7 +407,7 @@ def _rows_of(value: Nested, size: int) -> bool:
     return isinstance(value, (list, tuple)) and all(_rows_of(each, size) for each in value)
 
 
-def _some(batch: Batch, index: Tensor) -> Batch:
+def _select_rows(batch: Batch, index: Tensor) -> Batch:
     """Return a copy of the rows `index` of a batch."""
     if isinstance(batch.x, Tensor) and (batch.y is None or isinstance(batch.y, Tensor)):
         y = None if batch.y is None else batch.y.index_select(0, index)

@@ -1,9 +1,9 @@
 """Store the state of each client between rounds on a worker: a SQLite file, for any number of clients.
 
-A state is named tensors, stored as safetensors with the round after which it was computed. For each client the file has
-the newest state, and the states of the newest snapshot and of later rounds of which the driver may still take a
-snapshot, because the job may return to any of these rounds. The file is unlinked as soon as it is open, so that it is
-removed however the process ends. The driver has a copy that survives the process
+A state consists of named tensors, stored as safetensors with the round after which the state was computed. For each
+client the file has the newest state, and the states to which the job may return: those of the newest snapshot, and of
+later rounds of which the driver may still take a snapshot. The file is unlinked as soon as it is open, so that it is
+removed however the process ends. The driver has a copy of the states that survives the process
 (`rayps.federated.client_states_backup`).
 """
 
@@ -23,27 +23,27 @@ from rayps.core.user_code import user_code
 from rayps.federated.population.cohort import Ints
 from rayps.workload.base import Workload
 
-Row = tuple[int, int, bytes]  # client, the round after which the state was computed, the state
+Row = tuple[int, int, bytes]  # (client, round after which the state was computed, state)
 _CACHE = 4096  # KiB of pages in SQLite's cache
-DEALT_STATES = "rayps.federated.client_states:DealtStates"  # a worker's companion, see `WorkerActor.companion`
+WORKER_STATES = "rayps.federated.client_states:WorkerStates"  # a worker's companion, see `WorkerActor.companion`
 CHUNK = 16 << 20  # bytes of states that `rows` returns at once
 
 
 class ClientStates:
-    """The states of one worker's clients, by client and round.
+    """The states of one worker's clients, one for each client and round.
 
-    Any thread may call the methods. The states stored in one round are committed or undone together.
+    Any thread may call the methods. The states stored in one round are committed together or not at all.
     """
 
     def __init__(self, folder: str | None = None) -> None:
-        """Create the file. Raises ConfigError: the file cannot be created, for example because the disk is full."""
+        """Create the file. Raises ConfigError if that fails, for example because the disk is full."""
         self.saved = 0  # the round of the newest snapshot, whose states must stay available
         self.kept = 0  # the newest round of which a snapshot may still be taken
         self._lock = threading.Lock()
         try:
             with tempfile.TemporaryDirectory(prefix="rayps-clients-", dir=folder) as place:
                 self._db = sqlite3.connect(Path(place) / "states", isolation_level=None, check_same_thread=False)
-                for said in (
+                for setting in (
                     "locking_mode = exclusive",
                     "journal_mode = memory",
                     "synchronous = off",
@@ -51,7 +51,7 @@ class ClientStates:
                     f"cache_size = -{_CACHE}",
                     "temp_store = memory",
                 ):
-                    self._db.execute(f"pragma {said}")
+                    self._db.execute(f"pragma {setting}")
                 self._db.execute(
                     "create table states (client integer, round integer, state blob not null, "
                     "primary key (client, round))"
@@ -71,21 +71,22 @@ class ClientStates:
     # ---- used by a worker, in each round
 
     def get(self, client: int) -> dict[str, Tensor]:
-        """Return the newest state of a client; empty if it has none."""
+        """Return the newest state of a client, or {} if the client has no state."""
         asked = "select state from states where client = ? order by round desc limit 1"
         with self._lock:
             found = self._db.execute(asked, (client,)).fetchone()
         return {} if found is None else safetensors.torch.load(found[0])
 
     def put(self, client: int, state: dict[str, Tensor], round: int) -> None:
-        """Store a client's state after `round`; `end` commits it."""
+        """Store a client's state after `round`. `commit` commits the state."""
         plain = {name: value.detach().cpu().contiguous() for name, value in state.items()}
-        self.file([(client, round, safetensors.torch.save(plain))])
+        self.add_rows([(client, round, safetensors.torch.save(plain))])
 
-    def file(self, rows: Iterable[Row]) -> None:
+    def add_rows(self, rows: Iterable[Row]) -> None:
         """Add states to the file, and delete the states of the same clients that no snapshot can need.
 
-        These are states older than the client's state as of round `saved`, and those between `kept` and the new state.
+        No snapshot can need a state that is older than the client's state as of round `saved`, or a state of a round
+        between `kept` and the new state.
         """
         with self._lock:
             if not self._db.in_transaction:
@@ -102,8 +103,8 @@ class ClientStates:
                     (client, self.saved),
                 )
 
-    def end(self, *, keep: bool = True) -> None:
-        """Commit the states stored since the last `end`; undo them if `keep` is False."""
+    def commit(self, *, keep: bool = True) -> None:
+        """Commit the states stored since the last call, or drop them if `keep` is False."""
         with self._lock:
             if self._db.in_transaction:
                 self._db.execute("commit" if keep else "rollback")
@@ -113,8 +114,8 @@ class ClientStates:
     def rows(self, since: int, upto: int, after: int = -1) -> list[Row]:
         """Return, for each client above `after`, its newest state of the rounds above `since` and up to `upto`.
 
-        Clients without such a state are left out; the others are in ascending order. A call returns about 16 MiB at
-        most: call again with the last client as `after`, until the list is empty.
+        The clients are in ascending order, without clients that have no such state. A call returns about 16 MiB at
+        most. To get all states, call again with the last client as `after`, until the list is empty.
         """
         asked = (
             "select client, max(round), state from states where client > ? and round > ? and round <= ? "
@@ -129,7 +130,7 @@ class ClientStates:
                     break
         return found
 
-    def back(self, round: int) -> None:
+    def delete_after(self, round: int) -> None:
         """Delete the states of rounds after `round`."""
         with self._lock:
             self._db.execute("delete from states where round > ?", (round,))
@@ -145,11 +146,11 @@ class ClientStates:
             self._db.close()
 
 
-class DealtStates:
-    """The states of one worker's clients, for the driver; they outlive the worker's generations.
+class WorkerStates:
+    """The states of one worker's clients, for the driver. The states outlive the worker's generations.
 
-    Before a generation starts, the driver sends the worker these states (`take`). After a snapshot, it fetches those
-    that have changed (`give`).
+    Before a generation starts, the driver sends the states to the worker (`load_states`). After a snapshot, the driver
+    fetches the states that have changed (`changed_states`).
     """
 
     def __init__(self, workload: Callable[[], Workload]) -> None:
@@ -160,22 +161,22 @@ class DealtStates:
     def sizes(self) -> Ints:
         """Return the number of samples of each client of the data.
 
-        Raises DataError, WorkloadError: the data cannot be read.
+        Raises DataError or WorkloadError if the data cannot be read.
         """
         with user_code("data"):
             found: Ints = self._workload().data().clients.sizes
         return found
 
-    def take(self, rows: list[Row] | None, round: int) -> None:
-        """Add the states that clients have after `round`. With `rows` None, start again without states."""
+    def load_states(self, rows: list[Row] | None, round: int) -> None:
+        """Add the states that clients have after `round`. If `rows` is None, start again without states."""
         if rows is None:
             self.states = ClientStates()
             self.states.saved = round
         if self.states is not None:
-            self.states.file(rows or ())
-            self.states.end()
+            self.states.add_rows(rows or ())
+            self.states.commit()
 
-    def give(self, since: int, upto: int, after: int) -> list[Row]:
+    def changed_states(self, since: int, upto: int, after: int) -> list[Row]:
         """Return the states that changed in rounds above `since` and up to `upto`, as `ClientStates.rows` does."""
         if self.states is None:
             return []

@@ -1,8 +1,8 @@
 """The driver's copy of all clients' states, as of its newest snapshot: for recovery, checkpoints and resuming.
 
 After a snapshot, the driver fetches from each worker the states that have changed since the previous snapshot. Before a
-generation starts, it sends each worker the states of that worker's clients. A checkpoint has all states as one Parquet
-file.
+generation starts, the driver sends each worker the states of that worker's clients. A checkpoint has all states as one
+Parquet file.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 
 from rayps.cluster.local import ActorHandle
 from rayps.core.errors import CheckpointError, ClusterError
-from rayps.federated.client_states import DEALT_STATES, ClientStates, Row
-from rayps.federated.population.cohort import Ints, homes
+from rayps.federated.client_states import WORKER_STATES, ClientStates, Row
+from rayps.federated.population.cohort import Ints, home_ranks
 
 _FOLDER, _FILE = "clients", "states.parquet"
 _STRATEGY = b"rayps.strategy"
@@ -34,7 +34,7 @@ class _Worker(Protocol):
 
 
 class ClientStatesBackup:
-    """The driver's copy of the states of a job's clients; its methods do nothing if the strategy stores no states."""
+    """The driver's copy of the states of a job's clients. The methods do nothing if the strategy stores no states."""
 
     def __init__(self) -> None:
         self._sizes: Ints | None = None  # samples of each client, by which they are assigned to workers
@@ -42,12 +42,12 @@ class ClientStatesBackup:
         self._strategy = ""  # the strategy whose states these are
         self._at = 0  # the round of the newest snapshot
 
-    def deal(self, workers: Sequence[_Worker], owner: str | None, round: int, timeout: float) -> None:
+    def send_states(self, workers: Sequence[_Worker], owner: str | None, round: int, timeout: float) -> None:
         """Send each worker, before its generation starts, the states that its clients have after `round`.
 
-        `owner` is the name of the strategy if it stores client states, else None (`keeper_of`); with None, all states
-        are dropped. If a worker is lost meanwhile, this method returns early, and the next call to that worker detects
-        it.
+        `owner` is the name of the strategy if it stores client states. If `owner` is None, all states are dropped. If a
+        worker is lost during this call, the method returns early; the next call to that worker detects the loss.
+        `timeout` is the number of seconds for each request.
         """
         if owner is None:
             self.close()
@@ -57,26 +57,27 @@ class ClientStatesBackup:
         self._strategy, self._at = owner, round
         try:
             if self._sizes is None:
-                self._sizes = workers[0].handle.call("companion", DEALT_STATES, "sizes").result(timeout)
+                self._sizes = workers[0].handle.call("companion", WORKER_STATES, "sizes").result(timeout)
             if self._states is not None:
-                self._states.back(round)
-            home = homes(self._sizes, len(workers))
+                self._states.delete_after(round)
+            ranks = home_ranks(self._sizes, len(workers))
             for worker in workers:
-                worker.handle.call("companion", DEALT_STATES, "take", None, round).result(timeout)
+                worker.handle.call("companion", WORKER_STATES, "load_states", None, round).result(timeout)
             for rows in self._all(round):
-                self._must_know(rows)
+                self._check_clients(rows)
                 shares: list[list[Row]] = [[] for _ in workers]
                 for row in rows:
-                    shares[int(home[row[0]])].append(row)
+                    shares[int(ranks[row[0]])].append(row)
                 for worker, share in zip(workers, shares, strict=True):
-                    worker.handle.call("companion", DEALT_STATES, "take", share, round).result(timeout)
+                    worker.handle.call("companion", WORKER_STATES, "load_states", share, round).result(timeout)
         except (ClusterError, TimeoutError):
             return
 
-    def gather(self, workers: Sequence[_Worker], round: int, timeout: float) -> bool:
+    def fetch_states(self, workers: Sequence[_Worker], round: int, timeout: float) -> bool:
         """Fetch from all workers the states that have changed since the last call, up to `round`.
 
-        Return False, with the copy unchanged, if a worker was lost meanwhile.
+        Return False, with the copy unchanged, if a worker was lost during this call. `timeout` is the number of seconds
+        for each request.
         """
         if not self._strategy:
             return True
@@ -84,24 +85,24 @@ class ClientStatesBackup:
             self._states = ClientStates()
         try:
             for worker in workers:
-                after, ask = -1, ("companion", DEALT_STATES, "give", self._at, round)
+                after, ask = -1, ("companion", WORKER_STATES, "changed_states", self._at, round)
                 while rows := worker.handle.call(*ask, after).result(timeout):
-                    self._states.file(rows)
+                    self._states.add_rows(rows)
                     after = rows[-1][0]
         except (ClusterError, TimeoutError):
-            self._states.end(keep=False)
+            self._states.commit(keep=False)
             return False
-        self._states.end()
+        self._states.commit()
         self._at = self._states.saved = round
         return True
 
     @property
-    def beside(self) -> Callable[[Path], list[Path]] | None:
+    def writer(self) -> Callable[[Path], list[Path]] | None:
         """The function that writes the states into a checkpoint's folder; None if there are no states."""
         return self.write if self._states is not None else None
 
     def write(self, folder: Path) -> list[Path]:
-        """Write the states into a checkpoint's folder; return the paths of the files written."""
+        """Write the states into a checkpoint's folder. Return the paths of the written files."""
         path = folder / _FOLDER / _FILE
         path.parent.mkdir(parents=True)
         with pq.ParquetWriter(path, _SCHEMA.with_metadata({_STRATEGY: self._strategy.encode()})) as writer:
@@ -111,18 +112,18 @@ class ClientStatesBackup:
         return [path]
 
     def read(self, folder: Path, round: int) -> None:
-        """Read the states from the folder of a checkpoint of `round`, if it has any."""
+        """Read the states, if there are any, from the folder of a checkpoint of `round`."""
         path = folder / _FOLDER / _FILE
         if not path.exists():
             return
         file, self._states = pq.ParquetFile(path), ClientStates()
         self._strategy = (file.schema_arrow.metadata or {}).get(_STRATEGY, b"").decode()
         for batch in file.iter_batches(batch_size=_BATCH):
-            self._states.file(zip(*(batch.column(i).to_pylist() for i in range(3)), strict=True))
-        self._states.end()
+            self._states.add_rows(zip(*(batch.column(i).to_pylist() for i in range(3)), strict=True))
+        self._states.commit()
         self._at = self._states.saved = round
 
-    def _must_know(self, rows: list[Row]) -> None:
+    def _check_clients(self, rows: list[Row]) -> None:
         assert self._sizes is not None
         if rows[-1][0] >= len(self._sizes):
             raise CheckpointError(

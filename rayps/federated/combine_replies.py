@@ -2,11 +2,11 @@
 
     a client's w_k          from `Trainer`, or from a process outside of the cluster
     [attack]                simulated attackers replace their update before it is screened
-    screen                  a reply that is not finite, or too large for the sum, is rejected, and so is a reply with
-                            buffers that no model can have (`statistics`); the client is reported
+    screen                  a reply is rejected if it is not finite, is too large for the sum, or has buffers that no
+                            model can have (`statistics`); the client is reported
     clip                    w_k - w_t is scaled down to the norm `clip`
        (local privacy)      a client would add its noise here, to its own clipped update
-    meet                    rule "mean": the n_k w_k are added in fixed point (`exact_sum`), in one sum over all workers
+    sum                     rule "mean": the n_k w_k are added in fixed point (`exact_sum`), in one sum over all workers
        (secure aggregation) masks would be added here: limbs are integers modulo 2^64, and only their sum is read
     rule                    the other rules need all updates at once: they are gathered on each worker, as the rows of a
                             matrix in cohort order; buffers and `sums` of the clients are combined by the same rule,
@@ -14,8 +14,8 @@
        (central privacy)    noise would be added here, to the sum of clipped updates, with a divisor fixed beforehand
     server                  `Federated.server` with `RoundAggregate.mean`, `RoundAggregate.delta`, `RoundAggregate.sums`
 
-The steps in parentheses are not implemented. The mean takes memory for one model (in fixed point: 4 times its bytes,
-for float64 3 times) however many clients reply; a robust rule or an omniscient attack takes the memory of all n
+The steps in parentheses are not implemented. The mean takes memory for one model however many clients reply (in fixed
+point: 4 times the model's bytes, for float64 3 times). A robust rule or an omniscient attack takes the memory of all n
 updates. The bits of the result depend neither on the number of workers, nor on which worker trained a client, nor on
 the order of replies. Under the mean, a single reply is returned unchanged.
 
@@ -41,7 +41,7 @@ from torch import Tensor
 from rayps.comm.ring.ring import Ring
 from rayps.core.errors import ConfigError
 from rayps.core.values import Json
-from rayps.federated.attacks import OWN, agreed, counted, false_buffers, false_sums, spoilt
+from rayps.federated.attacks import OWN, false_buffers, false_count, false_sums, false_update, omniscient_update
 from rayps.federated.buffer_statistics import NEGATIVE, BufferStatistics
 from rayps.federated.exact_sum import NOT_FINITE, TOO_LARGE, ExactSum, refusal
 from rayps.federated.gather_replies import Gathering, Replies
@@ -52,7 +52,7 @@ from rayps.federated.rule_arithmetic import (
     Picks,
     Vector,
     aggregate,
-    beside,
+    aggregate_others,
     clip_factor,
     median,
     members,
@@ -69,10 +69,10 @@ class RoundAggregate:
     """The result of a round, equal on every worker."""
 
     mean: Tensor | None  # mean of the w_k; None if there is no result, or replies started from different models
-    delta: Tensor | None  # the mean of the w_k - w_t, or the result of a robust rule for them; None: no result
-    sums: dict[str, Tensor]  # unweighted sums of the vectors that clients sent besides their updates, by name
+    delta: Tensor | None  # the mean of the w_k - w_t, or a robust rule's result for them; None if there is no result
+    sums: dict[str, Tensor]  # from the name of a vector in the replies' `sums` to its unweighted sum
     count: int = 0  # number of usable replies
-    weight: float = 0.0  # total samples of the usable replies; under a robust rule their number
+    weight: float = 0.0  # total samples of the usable replies; under a robust rule, the number of usable replies
     rejected: list[tuple[int, str]] = field(default_factory=list)  # (client, reason)
     # as `BufferStatistics` packs them; None if clients send no buffers, or there is no result
     buffers: Tensor | None = None
@@ -86,28 +86,30 @@ class _ReplySums:
     def __init__(self, kinds: Mapping[str, tuple[int, torch.dtype]], places: int) -> None:
         """Allocate the sums for a round of at most `places` clients.
 
-        `kinds` has each sum's length and dtype, by name.
+        `kinds` is a dict from a sum's name to its length and dtype.
         """
-        rooms, told = [ExactSum.room(size, dtype) for size, dtype in kinds.values()], len(_REASONS) * places
-        self._home = torch.zeros(sum(rooms) + told, dtype=torch.int64)
-        parts = torch.split(self._home, [*rooms, told])
-        self.beside = {
-            name: ExactSum(size, dtype, home) for (name, (size, dtype)), home in zip(kinds.items(), parts, strict=False)
+        limbs, counts = [ExactSum.count_limbs(size, dtype) for size, dtype in kinds.values()], len(_REASONS) * places
+        self._memory = torch.zeros(sum(limbs) + counts, dtype=torch.int64)
+        parts = torch.split(self._memory, [*limbs, counts])
+        self.others = {
+            name: ExactSum(size, dtype, memory)
+            for (name, (size, dtype)), memory in zip(kinds.items(), parts, strict=False)
         }
-        self.main = self.beside.pop(_UPDATE)
-        self.told, self.places = parts[-1], places  # how often each reason occurred, for each client of the cohort
+        self.main = self.others.pop(_UPDATE)
+        self.counts = parts[-1]  # how often each reason occurred, for each client of the cohort
+        self.places = places
 
     def clear(self) -> None:
         """Set all sums to zero."""
-        for each in (self.main, *self.beside.values()):
+        for each in (self.main, *self.others.values()):
             each.clear()
 
-    def meet(self, ring: Ring, refused: Sequence[int]) -> None:
-        """Add the sums of all ranks. `refused` has this worker's counts of rejections, in the order of `told`."""
-        self.told.copy_(torch.tensor(refused))
-        for each in (self.main, *self.beside.values()):
-            _ = each.limbs  # brings the limbs, which are views of _home, up to date
-        ring.sum(self._home)
+    def sum_over_ranks(self, ring: Ring, refused: Sequence[int]) -> None:
+        """Add the sums of all ranks. `refused` has this worker's counts of rejections, in the order of `counts`."""
+        self.counts.copy_(torch.tensor(refused))
+        for each in (self.main, *self.others.values()):
+            _ = each.limbs  # brings the limbs, which are views of _memory, up to date
+        ring.sum(self._memory)
 
 
 @dataclass(slots=True)
@@ -129,18 +131,18 @@ class _OpenRound:
         self.refused[_REASONS.index(why) * self.sums.places + self.place[client]] += 1
 
     def rejected(self) -> list[tuple[int, str]]:
-        """Return the clients whose replies were rejected, with the reason; valid after `_ReplySums.meet`."""
-        told = self.sums.told.view(len(_REASONS), self.sums.places).T.tolist()
+        """Return (client, reason) for each rejected reply. Valid after `_ReplySums.sum_over_ranks`."""
+        counts = self.sums.counts.view(len(_REASONS), self.sums.places).T.tolist()
         return [
             (client, why)
-            for client, times in zip(self.place, told, strict=False)
+            for client, times in zip(self.place, counts, strict=False)
             for why, count in zip(_REASONS, times, strict=True)
             for _ in range(count)
         ]
 
 
 class Aggregate:
-    """Combines the replies of each round, on one worker; all workers of a job must make the same calls."""
+    """Combines the replies of each round, on one worker. All workers of a job must make the same calls."""
 
     def __init__(
         self,
@@ -161,9 +163,9 @@ class Aggregate:
 
         Args:
             rule, attack: as text, in wire form, or parsed.
-            clip: the largest norm of an update; None: updates are not clipped.
+            clip: the largest norm of an update; None means that updates are not clipped.
             seed: the job's seed.
-            extras: the length and dtype of each vector in a reply's `sums`, by name.
+            extras: a dict from the name of a vector in a reply's `sums` to its length and dtype.
             statistics: the layout of the buffers that clients send; None if they send none.
             least: the fewest replies with which a round changes the model.
             asynchronous: whether replies may have started from older models, so that only w_k - w_t can be summed.
@@ -174,7 +176,7 @@ class Aggregate:
         self._extras, self._statistics = dict(extras or {}), statistics
         self._attackers = frozenset() if self.attack is None else self.attack.attackers(seed, clients)
         self.gathers = self.rule.robust or (self.attack is not None and self.attack.omniscient)
-        self._whole = not (asynchronous or self.gathers or clip is not None)  # sums w_k, not w_k - w_t
+        self._sums_models = not (asynchronous or self.gathers or clip is not None)  # sums w_k, not w_k - w_t
         self._asynchronous = asynchronous
         self._sums: _ReplySums | None = None  # allocated for the largest round so far
         gathered: dict[str, tuple[int, torch.dtype]] = {_UPDATE: (size, dtype)}
@@ -184,10 +186,10 @@ class Aggregate:
         self._gathering = Gathering(gathered if self.gathers else {})
 
     def begin(self, round: int, clients: Sequence[int], w_t: Tensor, buffers: Tensor | None = None) -> None:
-        """Start a round with these clients; their order, the cohort's, must be the same on all workers.
+        """Start a round with these clients, the cohort. Their order must be the same on all workers.
 
-        `w_t` must not change until `meet` has returned. `buffers` are the model's buffers before the round, packed;
-        None if there are none.
+        `w_t` must not change until `combine` has returned. `buffers` are the model's packed buffers before the round;
+        None if the model has no buffers.
         """
         if self._sums is None or len(clients) > self._sums.places:
             self._sums = _ReplySums(self._kinds(), max(1, len(clients)))
@@ -197,7 +199,7 @@ class Aggregate:
         self._gathering.clear()
 
     def _kinds(self) -> dict[str, tuple[int, torch.dtype]]:
-        """Return the length and dtype of each sum, by name."""
+        """Return a dict from each sum's name to its length and dtype."""
         kinds = {_UPDATE: (0 if self.gathers else self.size, self.dtype)}
         if not self.rule.robust:
             kinds |= self._extras
@@ -211,7 +213,7 @@ class Aggregate:
 
     # ---- replies
 
-    def take(
+    def add_reply(
         self,
         client: int,
         reply: Tensor,
@@ -224,9 +226,9 @@ class Aggregate:
     ) -> str | None:
         """Add a client's reply: its w_k (`reply`), which was trained from `base`.
 
-        Return None, or the reason why the reply is rejected. `extra` are the reply's `sums`, `buffers` its packed
-        buffers, of `samples` samples. All arguments may change afterwards. Raises ConfigError: a vector's length or the
-        weight is invalid.
+        Return None, or the reason why the reply is rejected. `extra` are the reply's `sums`, and `buffers` are its
+        packed buffers, of `samples` samples. The caller may overwrite all arguments afterwards. Raises ConfigError if a
+        vector's length or the weight is invalid.
         """
         attack = self.attack if client in self._attackers else None
         sent = {name: (extra or {})[name].detach().cpu().reshape(-1) for name in self._extras}
@@ -240,23 +242,23 @@ class Aggregate:
             assert buffers is not None, "a job whose clients send buffers"
             sent[_BUFFERS] = buffers
         if attack is not None:
-            weight, samples = counted(attack, weight), counted(attack, samples)
+            weight, samples = false_count(attack, weight), false_count(attack, samples)
             sent = {
                 name: false_buffers(attack, each) if name == _BUFFERS else false_sums(attack, each)
                 for name, each in sent.items()
             }
         why = self._refusal(sent, samples)
         if why is None:
-            why = self._added(client, (reply.detach().cpu(), base.detach().cpu()), weight, sent)
+            why = self._add_update(client, (reply.detach().cpu(), base.detach().cpu()), weight, sent)
         if why is not None:
             self._now.refuse(client, why)
         elif not self.rule.robust:
             for name, each in self._weighted(sent, samples).items():
-                self._now.sums.beside[name].add(each)
+                self._now.sums.others[name].add(each)
         return why
 
     def _refusal(self, sent: Mapping[str, Tensor], samples: float) -> str | None:
-        """Return the reason why the `sums` or buffers of a reply cannot be used; None if they can."""
+        """Return the reason why the `sums` or buffers of a reply cannot be used, or None if they can be used."""
         for each in (sent if self.rule.robust else self._weighted(sent, samples)).values():
             why = refusal(each)
             if why is not None:
@@ -273,21 +275,21 @@ class Aggregate:
         count = torch.tensor([float(samples)], dtype=torch.float64)
         return {**sent, _BUFFERS: torch.cat([sent[_BUFFERS] * samples, count])}
 
-    def _added(
+    def _add_update(
         self, client: int, vectors: tuple[Tensor, Tensor], weight: float, sent: Mapping[str, Tensor]
     ) -> str | None:
-        """Add the update w_k - base of `vectors` = (w_k, base), or store it for a robust rule.
+        """Add the update w_k - base of `vectors` = (w_k, base), or store the update for a robust rule.
 
-        Return the reason if the reply is rejected, else None.
+        Return None, or the reason why the reply is rejected.
         """
         (reply, base), main = vectors, self._now.sums.main
         attack = self.attack if client in self._attackers else None
-        if self._whole and (attack is None or attack.name not in OWN):
+        if self._sums_models and (attack is None or attack.name not in OWN):
             return main.add(reply, weight)
         update = reply - base
         if attack is not None:
-            update = spoilt(attack, update, self._seed, self._now.round, client)
-        if self._whole:
+            update = false_update(attack, update, self._seed, self._now.round, client)
+        if self._sums_models:
             return main.add(base + update, weight)
         if self.clip is not None or self.gathers:
             norm = float(torch.linalg.vector_norm(update, dtype=torch.float64))
@@ -305,57 +307,59 @@ class Aggregate:
 
     # ---- collective
 
-    def meet(self, ring: Ring, memory: MutableMapping[str, Tensor] | None = None) -> RoundAggregate:
+    def combine(self, ring: Ring, memory: MutableMapping[str, Tensor] | None = None) -> RoundAggregate:
         """Combine the replies of all workers, and return the round's result. All workers must call this method.
 
         `memory` is the server's memory, in which a rule may store its last result.
         """
         main = self._now.sums.main
-        self._now.sums.meet(ring, self._now.refused)
-        met = RoundAggregate(None, None, {}, main.count, float(main.weight), self._now.rejected())
+        self._now.sums.sum_over_ranks(ring, self._now.refused)
+        outcome = RoundAggregate(None, None, {}, main.count, float(main.weight), self._now.rejected())
         if self.rule.robust:
-            met.weight = float(met.count)
-        if met.count < self.least:
-            came = met.count + len(met.rejected)
+            outcome.weight = float(outcome.count)
+        if outcome.count < self.least:
+            came = outcome.count + len(outcome.rejected)
             needed = f"{self.least} {'is' if self.least == 1 else 'are'} needed"
-            met.skipped = f"{met.count} of {came} replies could be used, and {needed}" if came else "no reply came"
+            outcome.skipped = (
+                f"{outcome.count} of {came} replies could be used, and {needed}" if came else "no reply came"
+            )
         else:
-            met.skipped = self.rule.lacking(met.count)
-        if self.gathers and met.count:
+            outcome.skipped = self.rule.lacking(outcome.count)
+        if self.gathers and outcome.count:
             replies = self._gathering.gather(ring, list(self._now.place))
-            if met.skipped is None:
-                self._take_gathered(met, replies, {} if memory is None else memory)
-        elif met.skipped is None:
-            main.pass_on(ring)
-            self._take_mean(met, main)
+            if outcome.skipped is None:
+                self._apply_rule(outcome, replies, {} if memory is None else memory)
+        elif outcome.skipped is None:
+            main.share_single_reply(ring)
+            self._set_mean(outcome, main)
         if not self.rule.robust:
-            self._take_beside(met)
-        return met
+            self._set_other_sums(outcome)
+        return outcome
 
-    def _take_beside(self, met: RoundAggregate) -> None:
-        """Set the result's `sums` and buffers, if the rule is the mean."""
-        met.sums = {name: each.total() for name, each in self._now.sums.beside.items() if name != _BUFFERS}
-        if self._statistics is not None and met.skipped is None:
-            total = self._now.sums.beside[_BUFFERS].total()
-            met.buffers = total[:-1] / total[-1]
+    def _set_other_sums(self, outcome: RoundAggregate) -> None:
+        """Set the `sums` and buffers of the result `outcome`, if the rule is the mean."""
+        outcome.sums = {name: each.total() for name, each in self._now.sums.others.items() if name != _BUFFERS}
+        if self._statistics is not None and outcome.skipped is None:
+            total = self._now.sums.others[_BUFFERS].total()
+            outcome.buffers = total[:-1] / total[-1]
 
-    def _take_mean(self, met: RoundAggregate, exact: ExactSum) -> None:
+    def _set_mean(self, outcome: RoundAggregate, exact: ExactSum) -> None:
         w_t = self._now.w_t
-        if self._whole:
-            met.mean = exact.mean()
-            met.delta = (exact.mean(dtype=torch.float64) - w_t.double()).to(self.dtype)
+        if self._sums_models:
+            outcome.mean = exact.mean()
+            outcome.delta = (exact.mean(dtype=torch.float64) - w_t.double()).to(self.dtype)
         else:
-            met.delta = exact.mean()
-            met.mean = None if self._asynchronous else w_t + met.delta
+            outcome.delta = exact.mean()
+            outcome.mean = None if self._asynchronous else w_t + outcome.delta
 
-    def _take_gathered(self, met: RoundAggregate, replies: Replies, memory: MutableMapping[str, Tensor]) -> None:
+    def _apply_rule(self, outcome: RoundAggregate, replies: Replies, memory: MutableMapping[str, Tensor]) -> None:
         rows, clients = replies.rows, replies.clients
-        self._conspire(rows[_UPDATE], clients)
+        self._replace_attackers(rows[_UPDATE], clients)
         if not self.rule.robust:
             exact = ExactSum(self.size, self.dtype)
             for row, weight in zip(rows[_UPDATE], replies.weights, strict=True):
                 exact.add(torch.from_numpy(row).to(self.dtype), weight)
-            self._take_mean(met, exact)
+            self._set_mean(outcome, exact)
             return
         seed = int(np.random.SeedSequence([self._seed, self._now.round]).generate_state(1, np.uint64)[0])
         chosen = picks(self.rule, rows[_UPDATE], seed) if self.rule.selects else None
@@ -363,33 +367,33 @@ class Aggregate:
         result = torch.from_numpy(aggregate(self.rule, rows[_UPDATE], before, seed, chosen=chosen))
         if self.rule.remembers:
             memory[BEFORE] = result
-        met.delta = result.to(self.dtype)
-        met.mean = None if self._asynchronous else (self._now.w_t.double() + result).to(self.dtype)
+        outcome.delta = result.to(self.dtype)
+        outcome.mean = None if self._asynchronous else (self._now.w_t.double() + result).to(self.dtype)
         if chosen is not None:
-            met.chosen = [clients[row] for row in members(self.rule, len(clients), chosen, seed)]
+            outcome.chosen = [clients[row] for row in members(self.rule, len(clients), chosen, seed)]
         for name, (_, dtype) in self._extras.items():
             before = memory[f"{BEFORE}/{name}"].cpu().numpy() if f"{BEFORE}/{name}" in memory else None
-            made = torch.from_numpy(beside(self.rule, rows[name], before, seed, chosen=chosen))
+            made = torch.from_numpy(aggregate_others(self.rule, rows[name], before, seed, chosen=chosen))
             if self.rule.remembers:
                 memory[f"{BEFORE}/{name}"] = made
-            met.sums[name] = (made * len(clients)).to(dtype)
+            outcome.sums[name] = (made * len(clients)).to(dtype)
         if self._statistics is not None:
-            met.buffers = torch.from_numpy(self._ruled_buffers(rows[_BUFFERS], seed, chosen))
+            outcome.buffers = torch.from_numpy(self._combine_buffers(rows[_BUFFERS], seed, chosen))
 
-    def _ruled_buffers(self, x: Matrix, seed: int, chosen: Picks | None) -> Vector:
+    def _combine_buffers(self, x: Matrix, seed: int, chosen: Picks | None) -> Vector:
         assert self._statistics is not None, "a job whose clients send buffers"
         buffers = self._now.buffers
         before = None if buffers is None else buffers.numpy()
         if not self.rule.by_distance:
-            return beside(self.rule, x, before, seed, chosen=chosen)
+            return aggregate_others(self.rule, x, before, seed, chosen=chosen)
         floats = self._statistics.floats
         center = None if before is None else before[:floats]
-        return np.concatenate([beside(self.rule, x[:, :floats], center, seed), median(x[:, floats:])])
+        return np.concatenate([aggregate_others(self.rule, x[:, :floats], center, seed), median(x[:, floats:])])
 
-    def _conspire(self, rows: Matrix, clients: list[int]) -> None:
-        """Replace the rows of omniscient attackers, which depend on the honest clients' rows."""
+    def _replace_attackers(self, rows: Matrix, clients: list[int]) -> None:
+        """Replace the rows of omniscient attackers by the vector that they compute from the honest clients' rows."""
         if self.attack is None or not self.attack.omniscient:
             return
         bad = np.array([client in self._attackers for client in clients])
         if bad.any() and not bad.all():
-            rows[bad] = agreed(self.attack, rows[~bad], int(bad.sum()))
+            rows[bad] = omniscient_update(self.attack, rows[~bad], int(bad.sum()))

@@ -1,9 +1,9 @@
 """A federated round on a worker: train its part of the cohort, combine the replies of all workers, update the model.
 
-source      chooses the clients that train: from the seed and the round (for real clients, among those connected)
+source      draws the clients that train, from the seed and the round; real clients are drawn from the connected clients
 train       the worker trains its part of these clients, one after another, in one model, and adds each reply
 aggregate   `rayps.federated.combine_replies`: screen, clip, apply the rule; the only exchange of the round
-server      the strategy's `server` method, which every worker computes with the same result, so nothing is sent
+server      the strategy's `server` method, which every worker computes with the same result, without an exchange
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from rayps.federated.client import ClientReply, Tensors, Trainer
 from rayps.federated.client_states import ClientStates
 from rayps.federated.combine_replies import Aggregate, RoundAggregate
 from rayps.federated.personal_metrics import personal
-from rayps.federated.population.cohort import homes
+from rayps.federated.population.cohort import home_ranks
 from rayps.federated.remote_replies import RemoteReplies
-from rayps.federated.reply_source import Round, SimulatedReplies, TrainingTask, old
+from rayps.federated.reply_source import Round, SimulatedReplies, TrainingTask, parameters_of
 from rayps.federated.strategy_interface import FederatedView, attackers_of, is_buffered
 from rayps.tensors.finite import is_finite
 from rayps.tensors.learning_rate import Ticks
@@ -34,17 +34,17 @@ from rayps.tensors.learning_rate import Ticks
 if TYPE_CHECKING:
     from rayps.worker.federated_rounds import FederatedWorker
 
-SHOWN = 50  # the largest number of client names in an event's data
-SAID = 3  # the largest number of client names in an event's message
+NAMES_IN_DATA = 50  # the largest number of client names in an event's data
+NAMES_IN_MESSAGE = 3  # the largest number of client names in an event's message
 
 
 class FederatedEngine:
-    """Runs the federated rounds of one worker; the worker's strategy calls `round`."""
+    """Runs the federated rounds of one worker. The worker's strategy calls `round`."""
 
     def __init__(self, w: FederatedWorker) -> None:
         """Prepare the clients, the trainer and the aggregation.
 
-        Raises ConfigError: an option does not fit the clients.
+        Raises ConfigError if an option does not fit the clients.
         """
         strategy = w.plan.strategy
         if not isinstance(strategy, FederatedView):
@@ -59,13 +59,13 @@ class FederatedEngine:
         self.trainer = Trainer(w.flat, w.workload, w.device)
         self._w_t = torch.empty_like(w.flat.vector)
         stateful = self.side.stateful and not remote
-        self.homes = homes(w.batches.data.clients.sizes, w.size) if stateful else None
+        self.home_ranks = home_ranks(w.batches.data.clients.sizes, w.size) if stateful else None
         self.states = ClientStates() if stateful else None
         self._losses: list[tuple[int, float, int]] = []  # for each usable reply on this worker: client, loss, samples
-        self._spoilt: set[int] = set()  # clients for which the event of a dropped state was written
+        self._reported: set[int] = set()  # clients whose dropped states were reported
         self._begun, self._counted = 0, False  # number of rounds so far, and whether any of them changed the model
         self.stopped: Callable[[], bool] = lambda: False  # whether the driver has ended this worker's plan
-        self.judging: Data | None = None  # the evaluation data, once it has been loaded
+        self.evaluation_data: Data | None = None  # the evaluation data, once it has been loaded
         self.source: RemoteReplies | SimulatedReplies = RemoteReplies(self) if remote else SimulatedReplies(self)
         size, dtype = w.flat.layout.size, w.flat.layout.dtype
         extras = dict.fromkeys(self.side.sums, (size, dtype))
@@ -97,67 +97,67 @@ class FederatedEngine:
 
     def base(self, version: int) -> Tensor:
         """Return the parameters at the start of round `version`."""
-        return old(self.w.shared, version, self._w_t)
+        return parameters_of(self.w.shared, version, self._w_t)
 
     def round(self) -> None:
         """Run one round of the strategy, on this worker."""
         w, t = self.w, self.at(self.w.position)
         if t == 0:
-            self._tell()
-        w_t, buffers = self._w_t.copy_(w.flat.vector), self.trainer.kept()
+            self._write_clients_event()
+        w_t, buffers = self._w_t.copy_(w.flat.vector), self.trainer.copy_buffers()
         known = self.source.round(t, w_t, w.shared, buffers)
         cohort = list(known.sampled) if known.cohort is None else known.cohort
-        self._aggregate.begin(t, cohort, w_t, self._packed(buffers))
+        self._aggregate.begin(t, cohort, w_t, self._pack_buffers(buffers))
         self._losses = []
         began = time.perf_counter()
-        for errand, reply in self.source.replies():
-            self._take(errand if isinstance(errand, TrainingTask) else TrainingTask(errand, t), reply)
+        for task, reply in self.source.replies():
+            self._add_reply(task if isinstance(task, TrainingTask) else TrainingTask(task, t), reply)
         w.meter.compute += time.perf_counter() - began
-        met = self._aggregate.meet(w.ring, w.shared)
-        chosen = None if met.chosen is None else frozenset(met.chosen)
+        outcome = self._aggregate.combine(w.ring, w.shared)
+        chosen = None if outcome.chosen is None else frozenset(outcome.chosen)
         w.meter.losses += [(loss, n) for client, loss, n in self._losses if chosen is None or client in chosen]
-        self.trainer.put(w_t, buffers)
-        why = self._serve(t, met)
+        self.trainer.load(w_t, buffers)
+        why = self._run_server(t, outcome)
         if self.states is not None:
-            self.states.end(keep=not why)
-        rejected = [*self.source.refused, *met.rejected]
-        self.source.judged(rejected)
-        self._file(known, met, rejected, cohort, why)
+            self.states.commit(keep=not why)
+        rejected = [*self.source.refused, *outcome.rejected]
+        self.source.report_rejected(rejected)
+        self._write_cohort_event(known, outcome, rejected, cohort, why)
         w.position += 1
         self._begun, self._counted = self._begun + 1, self._counted or not why
         if w.position >= w.plan.end and not self._counted and w.rank == 0:
             self._warn(why, rejected)
 
-    def _take(self, errand: TrainingTask, reply: ClientReply) -> None:
+    def _add_reply(self, task: TrainingTask, reply: ClientReply) -> None:
         """Add one reply to the sum, or reject it."""
         w, strategy = self.w, self.strategy
-        weight = strategy.weight(reply.n, errand.staleness)
-        why = self._aggregate.take(
-            errand.client,
+        weight = strategy.weight(reply.n, task.staleness)
+        why = self._aggregate.add_reply(
+            task.client,
             reply.w,
-            self.base(errand.version),
+            self.base(task.version),
             weight,
             reply.sums,
-            buffers=self._packed(reply.buffers),
+            buffers=self._pack_buffers(reply.buffers),
             samples=reply.n,
         )
         if why is not None:
             return
-        self._losses.append((errand.client, reply.loss, reply.samples))
+        self._losses.append((task.client, reply.loss, reply.samples))
         if self.states is not None:
             state = dict(reply.state)
             if self.side.keeps_buffers:
                 state |= {f"buffers/{name}": value.detach().clone() for name, value in reply.buffers.items()}
             if all(map(is_finite, state.values())):
-                self.states.put(errand.client, state, w.position + 1)
+                self.states.put(task.client, state, w.position + 1)
             else:
-                self._unkept(errand.client)
+                self._report_dropped_state(task.client)
 
-    def _unkept(self, client: int) -> None:
-        """Report that a client's new state is not finite and was not stored; at most `SAID` clients are reported."""
-        if client in self._spoilt or len(self._spoilt) >= SAID:
+    def _report_dropped_state(self, client: int) -> None:
+        """Report that a client's new state is not finite and was dropped, for at most `NAMES_IN_MESSAGE` clients."""
+        if client in self._reported or len(self._reported) >= NAMES_IN_MESSAGE:
             return
-        self._spoilt.add(client)
+        self._reported.add(client)
         who = self.source.names([client])[0]
         self.w.event(
             "warning",
@@ -167,51 +167,57 @@ class FederatedEngine:
             client=who,
         )
 
-    def _serve(self, t: int, met: RoundAggregate) -> str:
+    def _run_server(self, t: int, outcome: RoundAggregate) -> str:
         """Run the strategy's `server` method, with the same result on every worker.
 
-        Return the reason why the model is unchanged, or "" if it changed.
+        Return the reason why the model is unchanged, or "" if the model changed.
         """
         w, strategy = self.w, self.strategy
-        if met.skipped is not None:
-            return met.skipped if met.count else "no reply could be used" if met.rejected else "no client replied"
-        strategy.server(FederatedServer(w.flat.vector, met, self.source.count, w.shared, t))
-        if self._statistics is not None and met.buffers is not None:
-            self._statistics.spread(met.buffers, self.trainer.buffers)
+        if outcome.skipped is not None:
+            if outcome.count:
+                return outcome.skipped
+            return "no reply could be used" if outcome.rejected else "no client replied"
+        strategy.server(FederatedServer(w.flat.vector, outcome, self.source.count, w.shared, t))
+        if self._statistics is not None and outcome.buffers is not None:
+            self._statistics.unpack(outcome.buffers, self.trainer.buffers)
         return ""
 
-    def _packed(self, buffers: Tensors) -> Tensor | None:
-        return None if self._statistics is None else self._statistics.packed(buffers)
+    def _pack_buffers(self, buffers: Tensors) -> Tensor | None:
+        return None if self._statistics is None else self._statistics.pack(buffers)
 
-    def _tell(self) -> None:
-        """Write the event `clients`: how many clients there are, and how many samples they have."""
+    def _write_clients_event(self) -> None:
+        """Write the event `clients`: the number of clients, and the number of samples that they have."""
         if self.clients is not None and self.w.rank == 0:
-            told = self.clients.summary()
-            self.w.event("clients", f"{told['clients']} clients with {told['rows']} samples ({told['rule']})", **told)
+            summary = self.clients.summary()
+            self.w.event(
+                "clients", f"{summary['clients']} clients with {summary['rows']} samples ({summary['rule']})", **summary
+            )
 
-    def _file(
-        self, known: Round, met: RoundAggregate, rejected: list[tuple[int, str]], cohort: list[int], why: str
+    def _write_cohort_event(
+        self, known: Round, outcome: RoundAggregate, rejected: list[tuple[int, str]], cohort: list[int], why: str
     ) -> None:
-        """Write metrics and an event: how many clients of the round replied, and which were dropped or rejected."""
+        """Write metrics and the event `cohort`: how many clients replied, and which were dropped or rejected."""
         w, names, asked = self.w, self.source.names, len(known.sampled)
-        w.say(sampled=asked, replied=met.count, dropped=len(known.dropped), rejected=len(rejected))
+        w.say(sampled=asked, replied=outcome.count, dropped=len(known.dropped), rejected=len(rejected))
         if w.rank:
             return
-        message = f"round {w.position}: {met.count} of {asked} clients replied"
+        message = f"round {w.position}: {outcome.count} of {asked} clients replied"
         ages = {} if known.staleness is None else {"staleness": {str(age): n for age, n in known.staleness.items()}}
         away = {
-            key: [[name, why] for name, (_, why) in zip(names([k for k, _ in some[:SHOWN]]), some, strict=False)]
+            key: [
+                [name, why] for name, (_, why) in zip(names([k for k, _ in some[:NAMES_IN_DATA]]), some, strict=False)
+            ]
             for key, some in (("dropped", known.dropped), ("rejected", rejected))
         }
         counts = {"dropped": len(known.dropped), "rejected": len(rejected)}
-        message += "".join(f"; {n} {key}: {said(away[key], n)}" for key, n in counts.items() if n)
+        message += "".join(f"; {n} {key}: {name_clients(away[key], n)}" for key, n in counts.items() if n)
         w.event(
             "cohort",
             f"{message}: the model is unchanged, because {why}" if why else message,
             round=w.position,
             sampled=asked,
-            replied=met.count,
-            trained=names(cohort[:SHOWN]),
+            replied=outcome.count,
+            trained=names(cohort[:NAMES_IN_DATA]),
             seconds=known.end - known.begin,
             skipped=bool(why),
             **away,
@@ -221,7 +227,11 @@ class FederatedEngine:
     def _warn(self, why: str, rejected: list[tuple[int, str]]) -> None:
         """Write a warning at the end of a run in which no round changed the model; `why` is the last round's reason."""
         only = self._begun == 1
-        rounds = "the only round did not count" if only else f"none of {self._begun} rounds counted; the last did not"
+        rounds = (
+            "the only round did not count"
+            if only
+            else f"none of {self._begun} rounds counted; the last round did not count"
+        )
         if rejected:
             client, reason = rejected[0]
             who = self.source.names([client])[0]
@@ -229,33 +239,35 @@ class FederatedEngine:
         self.w.event("warning", f"the model was not trained: {rounds}, because {why}")
 
     def evaluate(self) -> dict[str, tuple[float, int]]:
-        """Return, for each `personal_*` metric, its sum over rows and the number of rows. The model does not change."""
+        """Return a dict from `personal_*` metric to (sum over rows, number of rows). The model does not change."""
         return personal(self)
 
     def state_of(self, client: int) -> tuple[Tensors, Tensors]:
-        """Return a client's stored state, and the buffers that the state contains, on the model's device."""
+        """Return a client's stored state, and the buffers in this state, on the model's device."""
         if self.states is None:
             return {}, {}
         held = {name: value.to(self.w.device) for name, value in self.states.get(client).items()}
         own = {name.removeprefix("buffers/"): value for name, value in held.items() if name.startswith("buffers/")}
         return held, own
 
-    def keep(self, round: int) -> None:
-        """Record that the driver may still take a snapshot of `round`, so that its states must stay available."""
+    def keep_states(self, round: int) -> None:
+        """Keep the states as of `round`, because the driver may still take a snapshot of this round."""
         if self.states is not None:
             self.states.kept = round
 
-    def adopt(self, states: ClientStates) -> None:
+    def adopt_states(self, states: ClientStates) -> None:
         """Replace the stored states of this worker's clients by `states`."""
         if self.states is not None:
             self.states.close()
             self.states = states
 
 
-def said(away: list[list[str]], count: int) -> str:
-    """Return up to three of `count` clients as text, each with its reason: "a (deadline), b (left) and 4 more"."""
-    more = count - SAID
-    return ", ".join(f"{name} ({why})" for name, why in away[:SAID]) + (f" and {more} more" if more > 0 else "")
+def name_clients(away: list[list[str]], count: int) -> str:
+    """Return up to three of `count` clients as text with their reasons, such as "a (deadline), b (left) and 4 more"."""
+    more = count - NAMES_IN_MESSAGE
+    return ", ".join(f"{name} ({why})" for name, why in away[:NAMES_IN_MESSAGE]) + (
+        f" and {more} more" if more > 0 else ""
+    )
 
 
 class FederatedServer:
@@ -264,10 +276,10 @@ class FederatedServer:
     `w` is w_t, which the method changes in place to w_(t+1). `memory` is the server's state between rounds.
     """
 
-    def __init__(self, w: Tensor, met: RoundAggregate, clients: int, memory: dict[str, Tensor], round: int) -> None:
+    def __init__(self, w: Tensor, outcome: RoundAggregate, clients: int, memory: dict[str, Tensor], round: int) -> None:
         self.w, self.clients, self.memory, self.round = w, clients, memory, round
-        self.count, self.weight = met.count, met.weight
-        self.mean = None if met.mean is None else met.mean.to(w.device)
-        assert met.delta is not None, "the server steps only if a round has a result"
-        self.delta = met.delta.to(w.device)
-        self.sums = {name: value.to(w.device) for name, value in met.sums.items()}
+        self.count, self.weight = outcome.count, outcome.weight
+        self.mean = None if outcome.mean is None else outcome.mean.to(w.device)
+        assert outcome.delta is not None, "the server steps only if a round has a result"
+        self.delta = outcome.delta.to(w.device)
+        self.sums = {name: value.to(w.device) for name, value in outcome.sums.items()}

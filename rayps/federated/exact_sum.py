@@ -2,9 +2,10 @@
 
 A sum of floats depends on the order of its terms; a sum of integers does not. Each product n_k x_k (weight times
 update) is written in fixed point, as digits of 40 bits in several int64 numbers called limbs. One unit of the first
-limb (its quantum) is 2^-10, of the second 2^-50, and so on. Limbs are added, also over a ring, and converted to floats
-at the end, with one rounding. (Kulisch and Miranker, "The arithmetic of the digital computer: a new approach", SIAM
-Review 28, 1986, use enough digits for all floats; here the range is fixed, and a reply beyond it is rejected.)
+limb (its quantum) is 2^-10, one unit of the second limb is 2^-50, and so on. Limbs are added, on one worker or over a
+ring, and converted to floats at the end, with one rounding. (Kulisch and Miranker, "The arithmetic of the digital
+computer: a new approach", SIAM Review 28, 1986, use enough digits for all floats. Here the range is fixed, and a reply
+beyond the range is rejected.)
 
 | dtype            | limbs | bytes an element | quantum |
 |------------------|-------|------------------|---------|
@@ -17,7 +18,7 @@ integer below 2^24). The error of a mean is therefore at most half a quantum div
 weights of at least 1 and float32 this is 2^-51, which is less than the spacing of float32 for all magnitudes above
 2^-27 (7e-9). A ring sends 4 times (float64: 3 times) the vector's bytes, once a round. |n_k x_k| must be below 2^32,
 and there may be at most 2^20 replies. Adding a reply takes about twelve operations per element, on blocks that fit into
-the cache; the memory does not grow with the number of replies.
+the cache. The memory does not grow with the number of replies.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ class ExactSum:
     """Sums the n_k x_k and the n_k of replies, and counts the replies.
 
     `limbs` is int64 [limbs, size + 2]: first the sum of the vectors, then the sum of the weights, then the number of
-    replies. To add several ExactSums, add their limbs; `meet` does so over a ring.
+    replies. To add several ExactSums, add their limbs. `sum_over_ranks` adds the limbs of all ranks of a ring.
     """
 
-    def __init__(self, size: int, dtype: torch.dtype, home: Tensor | None = None) -> None:
+    def __init__(self, size: int, dtype: torch.dtype, memory: Tensor | None = None) -> None:
         """Prepare for vectors of `size` elements of `dtype`, on the CPU.
 
-        `home` is memory for the limbs: `room(size, dtype)` zeros. None allocates it.
+        `memory` holds the limbs. It has `count_limbs(size, dtype)` zeros; None means that it is allocated here.
 
         Raises:
             ConfigError: the dtype is not a floating-point dtype.
@@ -67,22 +68,22 @@ class ExactSum:
         self._product = torch.empty(block, dtype=torch.float64)
         self._whole, self._back = np.empty(block), np.empty(block)
         self._only = torch.empty(size, dtype=dtype)
-        home = torch.zeros(self.room(size, dtype), dtype=torch.int64) if home is None else home
-        self._sums = home.view(LIMBS[dtype], size + 2)
+        memory = torch.zeros(self.count_limbs(size, dtype), dtype=torch.int64) if memory is None else memory
+        self._sums = memory.view(LIMBS[dtype], size + 2)
         self._magic = [1.5 * 2.0 ** (52 - FIRST - DIGIT * j) for j in range(LIMBS[dtype])]
-        self._unsettled = 0  # number of products whose limbs still include the bits of `_magic`
+        self._uncorrected = 0  # number of products whose limbs still include the bits of `_magic`
         # weights and number of the replies that are not in the limbs yet; number of all replies added here
         self._weights, self._replies, self._mine = [0] * len(self._sums), 0, 0
 
     @staticmethod
-    def room(size: int, dtype: torch.dtype) -> int:
+    def count_limbs(size: int, dtype: torch.dtype) -> int:
         """Return the number of int64 elements of the limbs for vectors of `size` elements."""
         return LIMBS[dtype] * (size + 2)
 
     # ---- add
 
     def add(self, update: Tensor, weight: float = 1.0) -> str | None:
-        """Add weight * update, and return None; or change nothing, and return the reason why the reply is rejected.
+        """Add weight * update and return None. If the reply is rejected, change nothing and return the reason.
 
         Raises:
             ConfigError: the weight is not a finite number above 0, the lengths differ, or the sum has 2^20 replies.
@@ -97,13 +98,16 @@ class ExactSum:
         update, weights = update.detach(), _halves(weight)
         for at in range(0, self.size, _BLOCK):
             self._add_block(update[at : at + _BLOCK], at, weights)
-        self._unsettled += len(weights) * (2 if self.dtype == torch.float64 else 1)
+        self._uncorrected += len(weights) * (2 if self.dtype == torch.float64 else 1)
         self._mine += 1
         self._add_weight(weight)
         return None
 
     def refusal(self, update: Tensor, weight: float = 1.0) -> str | None:
-        """Return the reason why `add` would reject this reply; None if it would not. Raises the errors of `add`."""
+        """Return the reason why `add` would reject this reply, or None.
+
+        Raises ConfigError if the weight or the length is invalid.
+        """
         if not (isinstance(weight, (int, float)) and 0 < weight < math.inf):
             raise ConfigError(f"a reply's weight is {weight!r}: it must be a finite number above 0")
         if update.numel() != self.size:
@@ -134,9 +138,8 @@ class ExactSum:
         for j, magic in enumerate(self._magic):
             np.add(value, magic, out=whole)
             if j < last:
-                np.subtract(
-                    value, np.subtract(whole, magic, out=back), out=value
-                )  # the exact remainder, for the next limbs
+                # the exact remainder, for the next limbs
+                np.subtract(value, np.subtract(whole, magic, out=back), out=value)
             np.add(limbs[j], whole.view(np.int64), out=limbs[j])  # modulo 2^64, until `limbs` carries
 
     def _add_weight(self, weight: float) -> None:
@@ -152,12 +155,12 @@ class ExactSum:
 
     @property
     def limbs(self) -> Tensor:
-        """The limbs, int64 [limbs, size + 2], up to date; not a copy."""
-        if self._unsettled:
+        """The current limbs, int64 [limbs, size + 2], not copied."""
+        if self._uncorrected:
             for row, magic in zip(self._sums.numpy(), self._magic, strict=True):
-                bits = int(np.float64(magic).view(np.int64)) * self._unsettled % 2**64
+                bits = int(np.float64(magic).view(np.int64)) * self._uncorrected % 2**64
                 np.subtract(row[:-2].view(np.uint64), np.uint64(bits), out=row[:-2].view(np.uint64))
-            self._unsettled = 0
+            self._uncorrected = 0
         if self._replies:
             self._sums[:, -2] += torch.tensor(self._weights)
             self._sums[0, -1] += self._replies
@@ -166,20 +169,20 @@ class ExactSum:
 
     # ---- collective
 
-    def meet(self, ring: Ring) -> None:
-        """Add the sums of all ranks; every rank must call this method.
+    def sum_over_ranks(self, ring: Ring) -> None:
+        """Add the sums of all ranks. Every rank must call this method.
 
-        If all ranks together have a single reply, every rank gets that reply unchanged, for `mean`.
+        If all ranks together have a single reply, every rank receives that reply unchanged, and `mean` returns it.
         """
         ring.sum(self.limbs)
-        self.pass_on(ring)
+        self.share_single_reply(ring)
 
-    def pass_on(self, ring: Ring) -> None:
-        """Finish `meet`, after the limbs of all ranks have been added: send a single reply to every rank."""
+    def share_single_reply(self, ring: Ring) -> None:
+        """If all ranks together have a single reply, send it to every rank. The ranks' limbs must have been added."""
         if self.count == 1:
             bits = self._only.view(_BITS[self.dtype.itemsize])
-            told = bits.to(torch.int64) if self._mine else torch.zeros(self.size, dtype=torch.int64)
-            bits.copy_(ring.sum(told))
+            sent = bits.to(torch.int64) if self._mine else torch.zeros(self.size, dtype=torch.int64)
+            bits.copy_(ring.sum(sent))
 
     # ---- read
 
@@ -190,18 +193,18 @@ class ExactSum:
 
     @property
     def weight(self) -> Fraction:
-        """The sum of the weights; exact if they are integers."""
+        """The sum of the weights. The sum is exact if the weights are integers."""
         return _fraction(self.limbs[:, -2])
 
     def total(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the sum of the n_k x_k, rounded once, as a new vector of `dtype` (None: the updates' dtype)."""
+        """Return the sum of the n_k x_k, rounded once, as a new vector of `dtype` (by default the updates' dtype)."""
         return self._rounded(Fraction(1), dtype or self.dtype)
 
     def mean(self, weight: float | Fraction | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """Return the sum of the n_k x_k divided by `weight`, rounded once, as a new vector of `dtype`.
 
-        `weight` None is the sum of the weights; a single reply is then returned bit for bit. The result is zeros if the
-        weights are so small that their sum is 0 in fixed point.
+        If `weight` is None, divide by the sum of the weights; a single reply is then returned bit for bit. The result
+        is zeros if the weights are so small that their sum is 0 in fixed point.
 
         Raises:
             ConfigError: there is no reply.
@@ -218,7 +221,7 @@ class ExactSum:
     def clear(self) -> None:
         """Reset the sum to zero."""
         self._sums.zero_()
-        self._unsettled = self._replies = self._mine = 0
+        self._uncorrected = self._replies = self._mine = 0
         self._weights = [0] * len(self._sums)
 
     def _rounded(self, divisor: Fraction, dtype: torch.dtype) -> Tensor:
@@ -236,7 +239,7 @@ class ExactSum:
 
 
 def refusal(update: Tensor, weight: float = 1.0) -> str | None:
-    """Return the reason why weight * update cannot be added (not finite, or beyond `LIMIT`); None if it can."""
+    """Return the reason why weight * update cannot be added (not finite, or beyond `LIMIT`), or None if it can."""
     if weight >= LIMIT:
         return TOO_LARGE
     if not update.numel():
@@ -258,14 +261,14 @@ def _fraction(limbs: Tensor) -> Fraction:
 
 
 def _two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a + b rounded, and the rounding error, which is exact (Knuth)."""
+    """Return a + b rounded, and the exact rounding error (Knuth)."""
     s = a + b
     part = s - a
     return s, (a - (s - part)) + (b - part)
 
 
 def _value(limbs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the value of limbs [limbs, n] as the sum of two float64 vectors: the rounded value, and the remainder."""
+    """Return the value of limbs [limbs, n] as two float64 vectors [n]: the rounded value, and the remainder."""
     limbs = limbs.clone()
     for j in range(len(limbs) - 1, 0, -1):  # carry: each limb but the first becomes 0 to 2^DIGIT - 1
         carry = limbs[j] >> DIGIT

@@ -16,16 +16,16 @@ from rayps.federated.rule_arithmetic import Matrix
 class Replies:
     """All replies of a round, in the order of the cohort."""
 
-    rows: dict[str, Matrix]  # for each part of a reply, by name: a matrix with one row per reply
+    rows: dict[str, Matrix]  # from the name of a part of a reply to a matrix with one row for each reply
     weights: list[float]  # of each reply
-    clients: list[int]  # which client sent each reply
+    clients: list[int]  # number of the client that sent each reply
 
 
 class Gathering:
     """Stores the replies of the clients that one worker trains in a round, until the workers exchange their replies."""
 
     def __init__(self, kinds: Mapping[str, tuple[int, torch.dtype]]) -> None:
-        """Prepare to store replies. `kinds` has the length and dtype of each part of a reply, by name.
+        """Prepare to store replies. `kinds` is a dict from the name of a part of a reply to its length and dtype.
 
         Parts in half precision are exchanged as float32.
         """
@@ -40,11 +40,11 @@ class Gathering:
         self._mine = []
 
     def add(self, place: int, weight: float, sent: Mapping[str, Tensor]) -> None:
-        """Store the reply of the client at position `place` of the cohort; its tensors are not copied."""
+        """Store the reply of the client at position `place` of the cohort. The reply's tensors are not copied."""
         self._mine.append((place, weight, sent))
 
     def gather(self, ring: Ring, cohort: list[int]) -> Replies:
-        """Exchange the stored replies, and return those of all workers. Every worker must call this method.
+        """Exchange the stored replies, and return the replies of all workers. Every worker must call this method.
 
         `cohort` lists the clients of the round in the order of their positions.
         """

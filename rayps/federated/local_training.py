@@ -1,4 +1,4 @@
-"""The options that say how long a client trains in a round: epochs or steps, and the size of batches."""
+"""The options that set how long a client trains in a round: epochs or steps, and the size of batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rayps.core.errors import ConfigError
 class LocalTraining:
     """How long a client trains in a round: `local_epochs` epochs of its rows (default 1), or `local_steps` steps.
 
-    A batch has `batch_size` rows; with 0, all rows of the client; with None, as many as the data's batch size.
+    A batch has `batch_size` rows. 0 means all rows of the client, and None means the data's batch size.
     """
 
     local_epochs: int | None = None
@@ -27,17 +27,17 @@ class LocalTraining:
             )
         for field in ("local_epochs", "local_steps"):
             options.whole(self, field, none=True)
-        options.whole(self, "batch_size", 0, none=True, said="; 0 takes all rows of a client at once")
+        options.whole(self, "batch_size", 0, none=True, hint="; 0 takes all rows of a client at once")
 
     @property
     def epochs(self) -> int:
-        """The number of epochs; 1 if it was not given. It has no meaning if `local_steps` is given."""
+        """The number of epochs, by default 1. This property is not used if `local_steps` is given."""
         return self.local_epochs or 1
 
     def rows(self, own: int, default: int) -> int:
-        """Return the number of rows in a batch of a client with `own` rows; `default` is the data's batch size."""
+        """Return the number of rows in a batch of a client with `own` rows. `default` is the data's batch size."""
         return default if self.batch_size is None else self.batch_size or own
 
     def work(self, own: int, default: int) -> int:
-        """Return how many samples a client with `own` rows processes in a round; `default` as for `rows`."""
+        """Return how many samples a client with `own` rows processes in a round. `default` is the data's batch size."""
         return own * self.epochs if self.local_steps is None else self.local_steps * min(self.rows(own, default), own)

@@ -1,8 +1,8 @@
 """Evaluate each client's personal model on the client's rows of the evaluation data: metrics `personal_*`.
 
-A client's personal model is the one that the strategy stores for it (Ditto's v_k), or w after some epochs on the
-client's data (`finetune`), or w with the client's buffers (`buffers="keep"`). The clients that are in both the training
-and the evaluation data are divided among the workers, and each worker evaluates its part.
+A client's personal model is the model that the strategy stores for the client (Ditto's v_k), or w after some epochs on
+the client's data (`finetune`), or w with the client's buffers (`buffers="keep"`). The clients that are in both the
+training and the evaluation data are divided among the workers, and each worker evaluates its part.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from rayps.core.user_code import user_code
 from rayps.data.clients import Clients
 from rayps.data.partition_rules import Ints
-from rayps.federated.client import Task, beside_of
+from rayps.federated.client import Task, personal_buffers
 from rayps.federated.reply_source import SimulatedReplies
 from rayps.workload.model_part import number
 
@@ -25,39 +25,39 @@ ROWS = 1024  # rows of a client that are evaluated at once
 
 
 def personal(engine: FederatedEngine) -> dict[str, tuple[float, int]]:
-    """Return, for each metric, its sum over the rows of this worker's clients, and the number of these rows.
+    """Return a dict from metric to (sum over the rows of this worker's clients, number of these rows).
 
-    The result is empty if clients have no personal models, or the evaluation data is not divided into clients.
+    The dict is empty if clients have no personal models, or if the evaluation data is not divided into clients.
     """
     w, strategy = engine.w, engine.strategy
     side = engine.side
     sums: dict[str, tuple[float, int]] = {}
     if engine.clients is None or not side.measured:
         return sums
-    if engine.judging is None:
+    if engine.evaluation_data is None:
         with user_code("evaluation_data"):
-            engine.judging = w.workload.evaluation_data()
-    data = engine.judging
+            engine.evaluation_data = w.workload.evaluation_data()
+    data = engine.evaluation_data
     if not getattr(data, "divided", False):
         return sums
     clients, trainer = data.clients, engine.trainer
-    vector, buffers, rng = w.flat.vector.clone(), trainer.kept(), torch.get_rng_state()
+    vector, buffers, rng = w.flat.vector.clone(), trainer.copy_buffers(), torch.get_rng_state()
     for other, name in enumerate(clients.names):
         k = engine.clients.find(name)
-        if k is None or (engine.homes[k] if engine.homes is not None else k % w.size) != w.rank:
+        if k is None or (engine.home_ranks[k] if engine.home_ranks is not None else k % w.size) != w.rank:
             continue
         state, own_buffers = engine.state_of(k)
         t = engine.at(w.position)
         task = Task(w.plan.seed, t, k, vector, w.shared, state, buffers | own_buffers, engine.tick(t))
         if side.finetune:
             assert isinstance(engine.source, SimulatedReplies), "only simulated clients are tuned here"
-            trainer.tune(strategy, task, engine.source.rows(k), side.finetune)
+            trainer.finetune(strategy, task, engine.source.rows(k), side.finetune)
         elif side.model is not None and side.model in state:
-            trainer.put(state[side.model], buffers | beside_of(state))
+            trainer.load(state[side.model], buffers | personal_buffers(state))
         else:
-            trainer.put(vector, task.buffers)
+            trainer.load(vector, task.buffers)
         _evaluate(engine, clients, clients.rows(other), sums)
-    trainer.put(vector, buffers)
+    trainer.load(vector, buffers)
     torch.set_rng_state(rng)
     return sums
 

@@ -2,7 +2,7 @@
 
 A message to the clients has the tensors `w` (the model as one vector), `shared/NAME` (the server's state, such as
 SCAFFOLD's c) and `buffers/NAME`, and the model's layout as text. A client's update has the tensors `w` (its w_k),
-`sums/NAME` and `buffers/NAME`, and the numbers of samples and steps and the mean loss. A client sends nothing else.
+`sums/NAME` and `buffers/NAME`, and as numbers the samples, the steps and the mean loss. A client sends nothing else.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from rayps.core.values import Json
 from rayps.federated.client import ClientReply
 from rayps.tensors.flat import Layout
 
-_SLACK = 1 << 20  # largest size of an update besides its tensors, in bytes
+_SLACK = 1 << 20  # largest size of an update without its tensors, in bytes
 MOST_STEPS = 2**53  # an update that reports more steps or samples is rejected
 
 
-def packed(w: Tensor, layout: Layout, shared: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> bytes:
+def encode_parameters(w: Tensor, layout: Layout, shared: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> bytes:
     """Encode the parameters with which the clients of a round start."""
     tensors = {"w": w, **_named("shared", shared), **_named("buffers", buffers)}
     return safetensors.torch.save(
-        {name: _plain(value) for name, value in tensors.items()}, {"layout": json.dumps(_said(layout))}
+        {name: _plain(value) for name, value in tensors.items()}, {"layout": json.dumps(_layout_rows(layout))}
     )
 
 
-def opened(raw: bytes, layout: Layout) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """Decode the parameters with which a round starts, on a client: w, the server's state, and the buffers.
+def decode_parameters(raw: bytes, layout: Layout) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """Decode, on a client, the parameters with which a round starts. Return (w, server's state, buffers).
 
     Raises:
-        WorkloadError: `layout`, that of the client's model, differs from the job's.
+        WorkloadError: `layout`, the layout of the client's model, differs from the job's layout.
     """
-    theirs, ours = json.loads(_metadata(raw)["layout"]), _said(layout)
+    theirs, ours = json.loads(_metadata(raw)["layout"]), _layout_rows(layout)
     if theirs != ours:
         known = {name: shape for name, *shape in ours}
-        other = next((line for line in theirs if known.get(line[0]) != line[1:]), theirs[0] if theirs else ["nothing"])
+        other = next((row for row in theirs if known.get(row[0]) != row[1:]), theirs[0] if theirs else ["nothing"])
         mine = f"{known[other[0]]}" if other[0] in known else "none of that name"
         raise WorkloadError(
             f"the job's model differs from this workload's: the job has {other[0]} {other[1:]}, this workload has "
@@ -51,7 +51,7 @@ def opened(raw: bytes, layout: Layout) -> tuple[Tensor, dict[str, Tensor], dict[
     return tensors["w"], _of("shared", tensors), _of("buffers", tensors)
 
 
-def update(reply: ClientReply) -> bytes:
+def encode_update(reply: ClientReply) -> bytes:
     """Encode a client's update: its w_k, sums, buffers, numbers of samples and steps, and loss."""
     tensors = {"w": reply.w, **_named("sums", reply.sums), **_named("buffers", reply.buffers)}
     counts = {"n": reply.n, "steps": reply.steps, "samples": reply.samples, "loss": reply.loss}
@@ -66,13 +66,13 @@ def most_bytes(w: Tensor, sums: Collection[str], buffers: Mapping[str, Tensor]) 
     return whole + sum(value.numel() * value.element_size() + 512 for value in buffers.values()) + _SLACK
 
 
-def received(
+def decode_update(
     raw: bytes, w: Tensor, sums: Collection[str], buffers: Mapping[str, Tensor], most_samples: int
 ) -> ClientReply | str:
-    """Decode a client's update; return the reply, or the reason why the update cannot be used.
+    """Decode a client's update. Return the reply, or the reason why the update cannot be used.
 
-    `w` and `buffers` have the expected shapes and dtypes; `most_samples` is what the client reported when it joined.
-    The aggregation checks later whether the values are finite.
+    `w` and `buffers` have the expected shapes and dtypes. `most_samples` is the number of samples that the client
+    reported when it joined. The aggregation checks later whether the values are finite.
     """
     try:
         counts = json.loads(_metadata(raw)["counts"])
@@ -97,7 +97,7 @@ def received(
 
 
 def _metadata(raw: bytes) -> dict[str, str]:
-    """Return the metadata of a safetensors file. Raises ValueError, KeyError: there is none."""
+    """Return the metadata of a safetensors file. Raises ValueError or KeyError if the file has no metadata."""
     length = int.from_bytes(raw[:8], "little")
     if not 0 < length <= len(raw) - 8:
         raise ValueError("no safetensors")
@@ -108,7 +108,7 @@ def _metadata(raw: bytes) -> dict[str, str]:
     return found
 
 
-def _said(layout: Layout) -> list[list[Json]]:
+def _layout_rows(layout: Layout) -> list[list[Json]]:
     dtype = str(layout.dtype).removeprefix("torch.")
     return [[entry.name, list(entry.shape), dtype] for entry in layout.entries]
 

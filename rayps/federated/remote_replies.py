@@ -1,9 +1,9 @@
 """Get the replies of real clients for the engine: write orders into the job's mailbox, and read updates from it.
 
-Like simulated clients, the clients of a round are drawn from the seed and the round, but only from those that are
-connected. Time is real: a round ends when all asked clients have replied, or at its deadline; later updates are
-refused. An update of another shape, or with more samples than the client reported when it joined, is rejected before
-the rule is applied.
+Like simulated clients, the clients of a round are drawn by the seed and the round, but only connected clients are
+drawn. Time is real: a round ends when all asked clients have replied, or at its deadline. Later updates are refused. An
+update is rejected, before the rule is applied, if it has another shape or more samples than the client reported when it
+joined.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _LISTED = 60  # the largest number of clients in a summary
 
 
 class RemoteReplies:
-    """The real clients of a job, for its worker: `round` sends an order and waits, `replies` yields the updates."""
+    """The real clients of a job, for its worker. `round` sends an order and waits; `replies` yields the updates."""
 
     rule = "real clients, with data of their own"
 
     def __init__(self, engine: FederatedEngine) -> None:
         """Open the mailbox.
 
-        Raises ConfigError: there is no service, or this machine cannot use the mailbox's folder.
+        Raises ConfigError if there is no service, or if this machine cannot use the mailbox's folder.
         """
         self._engine, w = engine, engine.w
         strategy = engine.strategy
@@ -55,11 +55,11 @@ class RemoteReplies:
         self._mailbox = mailbox_of(w.plan.mailbox)
         self._members: list[JoinedClient] = self._mailbox.members()
         self._strategy, self._first = strategy, True
-        self._told: list[tuple[str, int]] = []  # names and samples of the clients in the last event `clients`
+        self._reported: list[tuple[str, int]] = []  # names and samples of the clients in the last event `clients`
         self.refused: list[tuple[int, str]] = []  # clients whose updates of this round cannot be used, and why
         self._open: RoundOrder | None = None
-        self._files: dict[int, Path] = {}  # the files of the updates received, by client
-        self._good: list[int] = []  # clients whose updates have the right form
+        self._files: dict[int, Path] = {}  # from client to the file of its update
+        self._usable: list[int] = []  # clients whose updates have the right form
         self._like: tuple[Tensor, Mapping[str, Tensor]] = engine.w.flat.vector, {}  # expected form of an update
 
     # ---- clients
@@ -93,16 +93,16 @@ class RemoteReplies:
     # ---- a round
 
     def round(self, t: int, w_t: Tensor, shared: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Round:
-        """Send the clients of round `t` their order, and wait until they have replied or the deadline has passed.
+        """Send an order to the clients of round `t`, and wait until they have replied or the deadline has passed.
 
         Raises:
             TrainingError: too few clients connected within `wait` seconds.
         """
-        there = self._gather(t)
+        there = self._wait_for_clients(t)
         w, strategy, side = self._engine.w, self._strategy, self._engine.side
         chosen = first(w.plan.seed, t, there, cohort_size(len(there), strategy.fraction)).tolist()
         given = {name: value for name, value in shared.items() if name in side.sums}
-        raw = remote_codec.packed(w_t, w.flat.layout, given, buffers)
+        raw = remote_codec.encode_parameters(w_t, w.flat.layout, given, buffers)
         facts: OrderFacts = {
             "kind": "round",
             "round": t,
@@ -118,42 +118,42 @@ class RemoteReplies:
         self._like = w_t, {} if side.keeps_buffers else buffers
         most = remote_codec.most_bytes(w_t, side.sums, self._like[1])
         asked = dict(zip(chosen, self.names(chosen), strict=True))
-        order = self._mailbox.begin(facts, asked, self._deadline, most, raw)
+        order = self._mailbox.open_round(facts, asked, self._deadline, most, raw)
         self._wait_for(order)
-        self._files, self._open = self._mailbox.close(order.serial), order
-        self._mailbox.say(None)
-        return self._arrived(order)
+        self._files, self._open = self._mailbox.close_round(order.serial), order
+        self._mailbox.write_waits(None)
+        return self._check_updates(order)
 
     def replies(self) -> Iterator[tuple[int, ClientReply]]:
-        """Yield the usable replies, in the order of clients; only one is in memory at a time."""
-        for number in self._good:
+        """Yield the usable replies, in the order of clients. Only one reply is in memory at a time."""
+        for number in self._usable:
             reply = self._read(number)
-            assert not isinstance(reply, str), "`_arrived` has checked the update"
+            assert not isinstance(reply, str), "`_check_updates` has checked the update"
             yield number, reply
 
-    def judged(self, rejected: list[tuple[int, str]]) -> None:
+    def report_rejected(self, rejected: list[tuple[int, str]]) -> None:
         """Write the reason for each rejected client into the mailbox, then delete all updates of the round."""
         if self._open is not None:
-            self._mailbox.judge(self._open.serial, dict(rejected))
-        self._open, self._files, self._good = None, {}, []
+            self._mailbox.write_verdicts(self._open.serial, dict(rejected))
+        self._open, self._files, self._usable = None, {}, []
 
-    def _arrived(self, order: RoundOrder) -> Round:
+    def _check_updates(self, order: RoundOrder) -> Round:
         found: dict[int, str] = {}  # per client, why its update cannot be used
         for number in self._files:
             reply = self._read(number)
             found[number] = reply if isinstance(reply, str) else ""
-        self._good = [number for number, why in found.items() if not why]
+        self._usable = [number for number, why in found.items() if not why]
         self.refused = [(number, why) for number, why in found.items() if why]
         asked = sorted(order.sampled)
         dropped = [(number, self._why_silent(number)) for number in asked if number not in self._files]
-        return Round(asked, dropped, order.begun, time.time(), list(self._good))
+        return Round(asked, dropped, order.begun, time.time(), list(self._usable))
 
     def _read(self, number: int) -> ClientReply | str:
         (w_t, buffers), most = self._like, self._members[number].samples
-        return remote_codec.received(self._files[number].read_bytes(), w_t, self._engine.side.sums, buffers, most)
+        return remote_codec.decode_update(self._files[number].read_bytes(), w_t, self._engine.side.sums, buffers, most)
 
     def _since(self, position: int) -> int:
-        """Return the earliest round to which the job may return: that of the second newest checkpoint."""
+        """Return the earliest round to which the job may return: the round of the second newest checkpoint."""
         boundary, found = self._engine.w.plan.boundary, 0
         for at in range(position, 0, -1):
             if at in boundary:
@@ -164,8 +164,8 @@ class RemoteReplies:
 
     # ---- waiting
 
-    def _gather(self, t: int) -> Ints:
-        """Wait until enough clients are connected; return their numbers."""
+    def _wait_for_clients(self, t: int) -> Ints:
+        """Wait until enough clients are connected. Return the numbers of the connected clients."""
         began = time.monotonic()
         while True:
             self._members = self._mailbox.members()
@@ -173,21 +173,21 @@ class RemoteReplies:
             there = [number for number, state in states.items() if state == "here"]
             least = self._joining.least
             if len(there) >= least:
-                self._mailbox.say(None)
-                self._tell()
+                self._mailbox.write_waits(None)
+                self._report_clients()
                 return np.asarray(there, dtype=np.int64)
             away = [self._members[n].name for n, state in states.items() if state == "away"]
             here = _listed([self._members[n].name for n in there])
-            said = f"round {t} waits for {least - len(there)} more of {_clients(least)}; connected: {here or 'none'}"
-            said += f"; away: {_listed(away)}" if away else ""
+            waits = f"round {t} waits for {least - len(there)} more of {_clients(least)}; connected: {here or 'none'}"
+            waits += f"; away: {_listed(away)}" if away else ""
             if time.monotonic() - began > self._joining.wait:
                 raise TrainingError(
-                    f"{said}; it has waited {self._joining.wait:g} s: let clients join with `rayps client`, or raise "
-                    "wait in\nclients=remote(least=...,wait=...), or lower least",
+                    f"{waits}; it has waited {self._joining.wait:g} s: let clients join with `rayps client`, or raise "
+                    "`wait` in\nclients=remote(least=...,wait=...), or lower `least`",
                     waited=self._joining.wait,
                 )
-            self._mailbox.say(f"{said}; the job fails after {_seconds(self._joining.wait)} of waiting")
-            self._rest()
+            self._mailbox.write_waits(f"{waits}; the job fails after {_seconds(self._joining.wait)} of waiting")
+            self._pause()
 
     def _wait_for(self, order: RoundOrder) -> None:
         """Wait until all asked clients have replied or left, or the deadline has passed."""
@@ -198,13 +198,13 @@ class RemoteReplies:
             if not missing or left <= 0:
                 return
             names = _listed([order.sampled[n] for n in sorted(missing)])
-            self._mailbox.say(
+            self._mailbox.write_waits(
                 f"round {order.round} waits for {names}: {len(arrived)} of {len(order.sampled)} have "
                 f"replied; the deadline is {_seconds(order.deadline)} after the round's start"
             )
-            self._rest()
+            self._pause()
 
-    def _rest(self) -> None:
+    def _pause(self) -> None:
         if self._engine.stopped():
             raise StaleGeneration("the driver has replaced or ended this worker", peer="driver")
         time.sleep(PAUSE)
@@ -213,17 +213,17 @@ class RemoteReplies:
         state = self._mailbox.state(number)
         return {"left": "left", "away": "offline"}.get(state, "deadline")
 
-    def _tell(self) -> None:
+    def _report_clients(self) -> None:
         known = [(member.name, member.samples) for member in self._members]
-        if known != self._told:
-            self._told = known
+        if known != self._reported:
+            self._reported = known
             facts = self._summary()
-            said = f"{_clients(self.count)} {'has' if self.count == 1 else 'have'} joined, with {facts['rows']} samples"
-            self._engine.w.event("clients", said, **facts)
+            joined = f"{_clients(self.count)} {'has' if self.count == 1 else 'have'} joined"
+            self._engine.w.event("clients", f"{joined}, with {facts['rows']} samples", **facts)
 
 
-def prepared(folder: Path | None) -> str:
-    """Create, in the job's folder, the mailbox of a job with real clients; return its path.
+def create_mailbox(folder: Path | None) -> str:
+    """Create the mailbox of a job with real clients in the job's folder. Return the mailbox's path.
 
     Raises:
         ConfigError: the job has no folder, so real clients could not reach it.

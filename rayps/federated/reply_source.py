@@ -31,28 +31,28 @@ class TrainingTask:
 
     client: int
     version: int  # the training started from the parameters at the start of this round
-    staleness: int = 0  # rounds since then
+    staleness: int = 0  # rounds since `version`
 
 
 @dataclass(slots=True)
 class Round:
-    """The clients of a round, by number, and what is known of them before their replies; equal on every worker."""
+    """The numbers of a round's clients, and the facts known before their replies. Equal on every worker."""
 
     sampled: Sequence[int] | Ints  # clients that were asked
-    dropped: list[tuple[int, str]]  # asked clients that do not reply, or reply too late, and why
+    dropped: list[tuple[int, str]]  # (client, reason) of asked clients that do not reply, or reply too late
     begin: float  # seconds
     end: float  # seconds
-    cohort: list[int] | None = None  # clients that reply, over all workers; None: all that were asked
-    staleness: dict[int, int] | None = None  # number of replies by age in rounds; None: all started in this round
+    cohort: list[int] | None = None  # clients that reply, over all workers; None means all asked clients
+    staleness: dict[int, int] | None = None  # from age in rounds to number of replies; None if all have age 0
 
 
 class SimulatedReplies:
-    """The simulated clients of a job; each worker trains its part of a round's cohort."""
+    """The simulated clients of a job. Each worker trains its part of a round's cohort."""
 
     refused: tuple[tuple[int, str], ...] = ()  # no reply is rejected before the aggregation
 
     def __init__(self, engine: FederatedEngine) -> None:
-        """Prepare the simulation. Raises ConfigError: the strategy's options do not fit these clients."""
+        """Prepare the simulation. Raises ConfigError if the strategy's options do not fit these clients."""
         self._engine, w = engine, engine.w
         assert engine.clients is not None, "simulated clients are those of the data"
         self._clients = engine.clients
@@ -63,19 +63,21 @@ class SimulatedReplies:
         self._w_t: Tensor | None = None
         self._buffers: Tensors = {}
         attack = attackers_of(engine.strategy)
-        self._attack = attack if attack is None else attack.settled(self._clients.label_names)
+        self._attack = attack if attack is None else attack.with_classes(self._clients.label_names)
         flips = attack is not None and attack.flips_labels
-        self._liars = attack.attackers(w.plan.seed, self.count) if attack is not None and flips else frozenset[int]()
+        self._label_flippers = (
+            attack.attackers(w.plan.seed, self.count) if attack is not None and flips else frozenset[int]()
+        )
 
     def names(self, numbers: Iterable[int]) -> list[str]:
         """Return the names of the clients with these numbers."""
         return [self._clients.names[k] for k in numbers]
 
-    def judged(self, rejected: list[tuple[int, str]]) -> None:
-        """Do nothing: a simulated client need not know why its reply was rejected."""
+    def report_rejected(self, rejected: list[tuple[int, str]]) -> None:
+        """Do nothing: simulated clients do not use the reasons."""
 
     def round(self, t: int, w_t: Tensor, shared: dict[str, Tensor], buffers: Tensors) -> Round:
-        """Plan round `t`, choose the trainings that this worker runs, and return what is known of the round."""
+        """Plan round `t`, choose the trainings that this worker runs, and return the round's clients."""
         clock = shared[_CLOCK].cpu().numpy() if _CLOCK in shared and t else clock_at()
         plan, clock = self._events.round(t, clock)
         shared[_CLOCK] = torch.from_numpy(clock.copy())
@@ -86,8 +88,8 @@ class SimulatedReplies:
         for name in [name for name in shared if name.startswith(_OLD)]:
             if int(name.removeprefix(_OLD)) not in wanted:
                 del shared[name]
-        dealt = self._dealt(np.asarray([each.client for each in trainings], dtype=np.int64))
-        self._mine = [trainings[at] for at in dealt[self._engine.w.rank].tolist()]
+        divided = self._divide_trainings(np.asarray([each.client for each in trainings], dtype=np.int64))
+        self._mine = [trainings[at] for at in divided[self._engine.w.rank].tolist()]
         self._w_t, self._buffers = w_t, buffers
         return Round(
             plan.sampled,
@@ -98,18 +100,18 @@ class SimulatedReplies:
             plan.staleness if is_buffered(self._engine.strategy) else None,
         )
 
-    def _dealt(self, who: Ints) -> list[Ints]:
+    def _divide_trainings(self, who: Ints) -> list[Ints]:
         """Return the positions in `who` of each worker's trainings.
 
         A client that has a state is trained by the worker that stores it; other clients are assigned by equal load.
         """
         engine, size = self._engine, self._engine.w.size
-        if engine.homes is None:
+        if engine.home_ranks is None:
             return pack(self._costs[who], size)
-        return [np.flatnonzero(engine.homes[who] == rank) for rank in range(size)]
+        return [np.flatnonzero(engine.home_ranks[who] == rank) for rank in range(size)]
 
     def replies(self) -> Iterator[tuple[TrainingTask, ClientReply]]:
-        """Train the clients that are assigned to this worker, one after another; yield their replies."""
+        """Train the clients that are assigned to this worker, one after another, and yield their replies."""
         engine, w = self._engine, self._engine.w
         for each in self._mine:
             state, own = engine.state_of(each.client)
@@ -128,13 +130,13 @@ class SimulatedReplies:
             yield TrainingTask(each.client, each.version, each.staleness), reply
 
     def rows(self, client: int) -> ClientRows:
-        """Return a client's rows; those of an attacker that flips labels have false labels."""
+        """Return a client's rows. The rows of an attacker that flips labels have false labels."""
         data, clients = self._engine.w.batches.data, self._clients
-        relabel = self._attack.labels if self._attack is not None and client in self._liars else None
+        relabel = self._attack.labels if self._attack is not None and client in self._label_flippers else None
         return ClientRows(clients.rows(client), clients.batch, data.batch_size, getattr(data, "shuffle", True), relabel)
 
 
-def old(shared: dict[str, Tensor], version: int, w_t: Tensor) -> Tensor:
-    """Return the parameters at the start of round `version`, from `shared` if they are older than `w_t`."""
+def parameters_of(shared: dict[str, Tensor], version: int, w_t: Tensor) -> Tensor:
+    """Return the parameters at the start of round `version`: from `shared`, or `w_t` if they are not in `shared`."""
     found: Tensor = shared.get(f"{_OLD}{version}", w_t)
     return found

@@ -11,12 +11,12 @@ A rule combines the n replies of a round into one update. Up to f of the replies
     bulyan(f=4)                               a trimmed mean of the replies that Krum chooses   n >= 4f + 3
     centered_clipping(tau=1,iterations=3)     the last round's result plus the mean of the clipped differences from it
 
-With `bucket=s`, which all rules but mean have, the rule is applied to the means of s replies each, drawn from the seed,
-instead of the replies (Karimireddy, He and Jaggi, "Byzantine-robust learning on heterogeneous datasets via bucketing",
-ICLR 2022); n is then ceil(replies / s). All rules but mean count each reply once, because a client reports its number
-of samples itself, and an attacker may report any number. `rayps.federated.rule_arithmetic` has the arithmetic of the
-rules, with their papers. `rayps.federated.combine_replies` applies a rule to a round's replies. The rule is one of the
-options in `rayps.federated.aggregation_options`.
+All rules except mean have the option `bucket=s`: the seed divides the replies into buckets of s replies, and the rule
+is applied to the means of the buckets instead of the replies. n is then ceil(replies / s) (Karimireddy, He and Jaggi,
+"Byzantine-robust learning on heterogeneous datasets via bucketing", ICLR 2022). All rules except mean count each reply
+once, because a client reports its number of samples itself, and an attacker may report any number.
+`rayps.federated.rule_arithmetic` has the arithmetic of the rules, with their papers. `rayps.federated.combine_replies`
+applies a rule to a round's replies. The rule is one of the options in `rayps.federated.aggregation_options`.
 
 To add a rule, write a class here: a frozen dataclass derived from `AggregationRule` with a `name`, its options as
 fields, `needs`, `drawback`, and `combine`. Import numpy only when a rule is applied: the job service parses rules
@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from rayps.core.errors import ConfigError
-from rayps.core.text import may_stand_first
+from rayps.core.text import allow_omitted_key
 from rayps.core.values import Json
 from rayps.federated.population.attack_spec import AttackSpec
 from rayps.federated.population.option_text import REQUIRED, Option, read, shown
@@ -54,7 +54,7 @@ def _kernels() -> ModuleType:
 
 @dataclass(frozen=True)
 class AggregationRule:
-    """The base class of aggregation rules; an object is a rule with its options.
+    """The base class of aggregation rules. An object is a rule with its options.
 
     `rule_of` finds a class by its `name`.
     """
@@ -64,9 +64,9 @@ class AggregationRule:
     robust: ClassVar[bool] = True  # whether the rule needs all replies of a round at once, and counts each once
     selects: ClassVar[bool] = False  # whether it chooses some clients by their updates, and ignores the others
     remembers: ClassVar[bool] = False  # whether it starts from the last round's result
-    by_distance: ClassVar[bool] = False  # whether it measures distances between whole rows, which counts would dominate
+    by_distance: ClassVar[bool] = False  # whether it measures distances between whole rows; counts would dominate them
     guard: ClassVar[str] = "n >= 1"  # the condition of `needs` on n, as a formula
-    drawback: ClassVar[str] = ""  # the rule's drawback if clients' data differ: the end of "it ..." in a warning
+    drawback: ClassVar[str] = ""  # the rule's drawback if clients' data differ, as the end of a sentence "it ..."
 
     def __init_subclass__(cls) -> None:
         RULES[cls.name] = cls
@@ -106,16 +106,16 @@ class AggregationRule:
         """The least number of replies of a round (before bucketing) for which the rule is defined."""
         return (self.needs() - 1) * self.bucket + 1
 
-    def bears(self, replies: int) -> int:
+    def count_tolerated(self, replies: int) -> int:
         """Return how many attackers among `replies` replies (before bucketing) the rule tolerates."""
         if not self.robust or replies < self.least:
             return 0
         return self.attackers_of(-(-replies // self.bucket))
 
     def lacking(self, replies: int) -> str | None:
-        """Return the reason why a round with `replies` replies leaves the model unchanged: the rule needs more.
+        """Return why `replies` replies are too few for the rule, or None if they are enough.
 
-        None if the replies are enough.
+        A round with too few replies leaves the model unchanged.
         """
         if replies >= self.least:
             return None
@@ -127,7 +127,7 @@ class AggregationRule:
         """Check the rule for rounds of `cohort` clients, assuming that all of them reply.
 
         Raises:
-            ConfigError: the rule needs more replies, or the simulated `attack` has more attackers than it tolerates.
+            ConfigError: the rule needs more replies, or `attack` has more attackers than the rule tolerates.
         """
         if cohort < self.least:
             raise ConfigError(
@@ -137,17 +137,17 @@ class AggregationRule:
                 needed=self.least,
                 cohort=cohort,
             )
-        if self.robust and attack is not None and min(attack.clients, cohort) > self.bears(cohort):
+        if self.robust and attack is not None and min(attack.clients, cohort) > self.count_tolerated(cohort):
             raise ConfigError(
                 f"up to {min(attack.clients, cohort)} of a round's {cohort} replies come from attackers, but {self} "
-                f"tolerates {self.bears(cohort)}: choose another rule or a larger f, or fewer attackers",
+                f"tolerates {self.count_tolerated(cohort)}: choose another rule or a larger f, or fewer attackers",
                 field="rule",
                 attackers=attack.clients,
-                bears=self.bears(cohort),
+                bears=self.count_tolerated(cohort),
             )
 
-    def doubt(self, cohort: int, replies: float) -> str | None:
-        """Return a warning if the rule needs more than the `replies` expected of `cohort` clients; None otherwise."""
+    def warn_of_few_replies(self, cohort: int, replies: float) -> str | None:
+        """Return a warning if the rule needs more than the `replies` expected of `cohort` clients, else None."""
         if replies >= self.least:
             return None
         return (
@@ -156,15 +156,17 @@ class AggregationRule:
         )
 
     def warning(self, skew: float | None = None) -> str | None:
-        """Return a warning about the rule's cost in accuracy if clients' data differ; None if they do not, or for mean.
+        """Return a warning about the rule's cost in accuracy if clients' data differ, else None. For mean, return None.
 
-        `skew` is how much the clients' labels differ, from 0 to 1; None: not known.
+        `skew` is how much the clients' labels differ, from 0 to 1; None means not known.
         """
         if not self.robust or (skew is not None and skew < SKEWED):
             return None
-        told = "if clients' data differ," if skew is None else f"clients' labels differ (by {skew:.2f} of 1), and then"
+        condition = (
+            "if clients' data differ," if skew is None else f"clients' labels differ (by {skew:.2f} of 1), and then"
+        )
         return (
-            f"{told} {self} costs accuracy even without an attacker: it {self.drawback}; lower f, or try "
+            f"{condition} {self} costs accuracy even without an attacker: it {self.drawback}; lower f, or try "
             "centered_clipping or geometric_median, which cost the least accuracy in measurements"
         )
 
@@ -176,21 +178,21 @@ class AggregationRule:
     def combine(self, x: Matrix, before: Vector | None) -> Vector:
         """Return the rule's result [P], float64, for the updates x [n, P].
 
-        For a rule that `selects`, x has only the rows that `picks` chose. `before` is the last round's result; None:
-        there is none.
+        For a rule that `selects`, x has only the rows that `picks` chose. `before` is the last round's result; None
+        if there is none.
         """
         raise NotImplementedError(
             f"rule {type(self).__name__} does not define how updates are combined: define combine(self, x, before)"
         )
 
     def picks(self, x: Matrix) -> Picks:
-        """Return the indices, ascending, of the rows of x that the rule chooses; only for a rule that `selects`."""
+        """Return the ascending indices of the rows of x that the rule chooses. Only for a rule that `selects`."""
         raise NotImplementedError(
             f"rule {type(self).__name__} has selects=True, but does not define which rows: define picks(self, x)"
         )
 
-    def beside(self, x: Matrix, before: Vector | None) -> Vector:
-        """Combine vectors x that clients sent besides their updates; by default as `combine` does."""
+    def combine_others(self, x: Matrix, before: Vector | None) -> Vector:
+        """Combine the vectors x that clients sent in addition to their updates. By default, call `combine`."""
         return self.combine(x, before)
 
 
@@ -202,7 +204,7 @@ class Mean(AggregationRule):
     robust: ClassVar[bool] = False
 
     def combine(self, x: Matrix, before: Vector | None) -> Vector:
-        """Return the unweighted mean of the rows; a job's mean is weighted, and computed by `ExactSum` instead."""
+        """Return the unweighted mean of the rows. A job does not call this: `ExactSum` computes its weighted mean."""
         found: Vector = _kernels().mean(x)
         return found
 
@@ -234,7 +236,7 @@ class Krum(AggregationRule):
         return found
 
     def combine(self, x: Matrix, before: Vector | None) -> Vector:
-        """Return the mean of the chosen rows; Krum chooses one."""
+        """Return the mean of the chosen rows. Krum chooses one row."""
         found: Vector = _kernels().mean(x)
         return found
 
@@ -253,11 +255,11 @@ class MultiKrum(Krum):
         return max(2 * self.f + 3, self.f + (self.m or 1))
 
     def picks(self, x: Matrix) -> Picks:
-        """Return the indices of the m rows (None: n - f) that are nearest to their neighbours, ascending."""
+        """Return the ascending indices of the m rows (by default n - f) that are nearest to their neighbours."""
         found: Picks = _kernels().krum_picks(x, self.f, len(x) - self.f if self.m is None else self.m)
         return found
 
-    def beside(self, x: Matrix, before: Vector | None) -> Vector:
+    def combine_others(self, x: Matrix, before: Vector | None) -> Vector:
         """Return a trimmed mean, because a client that was chosen for its update may send a false vector here."""
         found: Vector = _kernels().trimmed_mean(x, min(self.f, (len(x) - 1) // 2))
         return found
@@ -265,9 +267,10 @@ class MultiKrum(Krum):
 
 @dataclass(frozen=True)
 class Bulyan(Krum):
-    """The rule Bulyan: Krum chooses n - 2f of the n replies, one after another, of which a trimmed mean is computed.
+    """The rule Bulyan: Krum chooses n - 2f of the n replies, one after another. Then a trimmed mean is computed.
 
-    The result is, for each coordinate, the mean of the n - 4f values of these replies that are nearest to their median.
+    The result is, for each coordinate, the mean of the n - 4f values of the chosen replies that are nearest to the
+    median of the chosen replies.
     """
 
     name: ClassVar[str] = "bulyan"
@@ -279,7 +282,7 @@ class Bulyan(Krum):
         return 4 * self.f + 3
 
     def picks(self, x: Matrix) -> Picks:
-        """Return the indices of the n - 2f rows that Krum chooses one after another, ascending."""
+        """Return the ascending indices of the n - 2f rows that Krum chooses one after another."""
         found: Picks = _kernels().bulyan_picks(x, self.f)
         return found
 
@@ -342,7 +345,7 @@ class GeometricMedian(AggregationRule):
 
 @dataclass(frozen=True)
 class CenteredClipping(AggregationRule):
-    """The rule centered clipping: the last round's result plus the mean of the replies' clipped differences from it."""
+    """The rule centered clipping: the last round's result plus the mean of the replies' clipped differences to it."""
 
     tau: float = 1.0
     iterations: int = 3
@@ -352,19 +355,19 @@ class CenteredClipping(AggregationRule):
     drawback: ClassVar[str] = "converges slowly if its tau is below the norms of the updates"
 
     def combine(self, x: Matrix, before: Vector | None) -> Vector:
-        """Return `before` (None: 0) plus the mean of the differences from it, clipped to the norm tau, repeatedly."""
+        """Return `before` (by default 0) after `iterations` steps by the mean difference, clipped to the norm tau."""
         found: Vector = _kernels().centered_clipping(x, self.tau, self.iterations, before)
         return found
 
 
 for _kind in RULES.values():
-    may_stand_first(_kind.name, next((option for option in _kind.options() if option != "bucket"), None))
+    allow_omitted_key(_kind.name, next((option for option in _kind.options() if option != "bucket"), None))
 
 
 def rule_of(given: Json | AggregationRule) -> AggregationRule:
-    """Parse a rule from its text or wire form; return an AggregationRule unchanged; for None return the mean.
+    """Parse a rule from its text or wire form. Return an AggregationRule unchanged, and the mean for None.
 
-    Raises ConfigError: there is no such rule, or an option is invalid.
+    Raises ConfigError if there is no such rule, or if an option is invalid.
     """
     if isinstance(given, AggregationRule):
         return given
@@ -373,10 +376,9 @@ def rule_of(given: Json | AggregationRule) -> AggregationRule:
 
 
 def rule_with(option: str) -> str | None:
-    """Return the text form of an example of a rule that has this option; None if no rule has it."""
-    for kind in sorted(
-        RULES.values(), key=lambda kind: kind.selects
-    ):  # rules that choose clients come last, as they need more replies
+    """Return an example, as text, of a rule that has this option, or None if no rule has the option."""
+    # rules that choose clients come last, because they need more replies
+    for kind in sorted(RULES.values(), key=lambda kind: kind.selects):
         own = kind.options()
         if option in own:
             needed: dict[str, float] = {name: 1 for name, each in own.items() if each.default is REQUIRED}

@@ -10,22 +10,22 @@
     bulyan              El Mhamdi, Guerraoui and Rouault, "The hidden vulnerability of distributed learning in
                         Byzantium", ICML 2018
     centered_clipping   Karimireddy, He and Jaggi, "Learning from history for Byzantine robust optimization", ICML 2021,
-                        algorithm 2; the paper clips the clients' momenta, here it is their updates, which hold no
-                        momentum of earlier rounds
+                        algorithm 2. The paper clips the clients' momenta; here the clients' updates are clipped, which
+                        have no momentum of earlier rounds
 
-The classes of the rules in `rayps.federated.robust_rules` call these functions; a new rule is added there.
+The classes of the rules in `rayps.federated.robust_rules` call these functions. Add a new rule there.
 
 The matrix x [n, P] of n replies with P elements is float32 or float64, and must be finite: the caller drops other rows
 first. f is the number of replies that may come from attackers. Distances are computed in float64 as sums of squares of
 differences, never as |a|^2 + |b|^2 - 2ab, which loses all digits if updates are large and similar. Rows are in cohort
-order; of equal rows the first is chosen. All functions use numpy on one thread, so that the bits do not depend on the
-number of threads or workers. Each row counts once, whatever its number of samples.
+order, and of equal rows the first is chosen. All functions use numpy on one thread, so that the bits do not depend on
+the number of threads or workers. Each row counts once, whatever its number of samples.
 
-Vectors that clients send besides their updates (buffers, SCAFFOLD's c) are combined by `beside`, each as a matrix of
-its own. Krum, multi-Krum and Bulyan choose clients by their updates alone (`picks`), and use these vectors of the
-chosen clients only: Krum those of its one client; multi-Krum the mean of each column without its f largest and f
-smallest values, because a client that was chosen for its update may send a false vector here; Bulyan as in its second
-step. The other rules treat these vectors like updates.
+Clients also send vectors other than their updates (buffers, SCAFFOLD's c). `aggregate_others` combines these vectors,
+each as a separate matrix. Krum, multi-Krum and Bulyan choose clients by their updates alone (`picks`), and use the
+vectors of the chosen clients only. Krum uses the vectors of its one client. Multi-Krum uses the mean of each column
+without its f largest and f smallest values, because a client that was chosen for its update may send a false vector
+here. Bulyan applies its second step. The other rules treat these vectors like updates.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def aggregate(
 ) -> Vector:
     """Return the result of a rule for the updates x: a vector [P] in float64.
 
-    `before` is the last round's result, for a rule that `remembers` it (None: zeros). `seed` determines the buckets:
-    give another one in each round. `chosen` is the result of `picks` for x, if the caller has it.
+    `before` is the last round's result, for a rule that `remembers` it; None means zeros. `seed` determines the
+    buckets: give another seed in each round. `chosen` is the result of `picks` for x, if the caller has that result.
 
     Raises:
         ConfigError: x has fewer rows than the rule needs.
@@ -66,28 +66,28 @@ def aggregate(
     return rule.combine(x if chosen is None else x[chosen], before)
 
 
-def beside(
+def aggregate_others(
     rule: AggregationRule, x: Matrix, before: Vector | None = None, seed: int = 0, *, chosen: Picks | None = None
 ) -> Vector:
-    """Return the result of a rule for the vectors x that clients sent besides their updates.
+    """Return the result of a rule for the vectors x that clients sent in addition to their updates.
 
     `chosen` is the result of `picks` for the updates, if the rule chooses clients. The other arguments are those of
     `aggregate`.
     """
     if chosen is None:
         return aggregate(rule, x, before, seed)
-    return rule.beside(buckets(x, rule.bucket, seed)[chosen], before)
+    return rule.combine_others(buckets(x, rule.bucket, seed)[chosen], before)
 
 
 def picks(rule: AggregationRule, x: Matrix, seed: int = 0) -> Picks:
-    """Return the indices, ascending, of the buckets of x that the rule chooses; only for a rule that `selects`."""
+    """Return the ascending indices of the buckets of x that the rule chooses. Only for a rule that `selects`."""
     return rule.picks(buckets(x, rule.bucket, seed))
 
 
 def members(rule: AggregationRule, n: int, chosen: Picks, seed: int = 0) -> list[int]:
-    """Return the indices, ascending, of those of the n rows that are in the chosen buckets."""
-    dealt = _dealt(n, rule.bucket, seed)
-    return sorted(int(row) for bucket in chosen for row in dealt[int(bucket)])
+    """Return the ascending indices of the rows, of n rows, that are in the chosen buckets."""
+    rows = _rows_of_buckets(n, rule.bucket, seed)
+    return sorted(int(row) for bucket in chosen for row in rows[int(bucket)])
 
 
 def mean(x: Matrix) -> Vector:
@@ -113,8 +113,8 @@ def geometric_median(x: Matrix, iterations: int = 100) -> Vector:
 
     A step is z <- z + max(0, 1 - eta / r) (T - z) (Vardi and Zhang 2000), where eta is the number of rows equal to z,
     and, with sums over the other rows, T = (sum_i x_i / |x_i - z|) / (sum_i 1 / |x_i - z|) and r = |sum_i (x_i - z) /
-    |x_i - z||. A row is the minimum if and only if r <= eta at that row. Near a row the iteration is slow; therefore
-    each row that is the nearest to z is tested once, and if its sum of distances is smaller than that of z, the
+    |x_i - z||. A row is the minimum if and only if r <= eta at that row. Near a row the iteration is slow. Therefore
+    each row that is the nearest row to z is tested once. If the row's sum of distances is smaller than that of z, the
     iteration continues from the row. The iteration ends when z moves by less than 1e-9 of the median distance.
     """
     z, tested = median(x), set[int]()
@@ -157,15 +157,15 @@ def _weiszfeld(x: Matrix, z: Vector, apart: Vector) -> tuple[Vector, float]:
 
 
 def krum_picks(x: Matrix, f: int, count: int) -> Picks:
-    """Return the indices, ascending, of the `count` rows that are nearest to their neighbours.
+    """Return the ascending indices of the `count` rows, of n rows, that are nearest to their neighbours.
 
-    The measure is the sum of a row's squared distances to its n - f - 2 nearest other rows, of n rows.
+    The measure is the sum of a row's squared distances to its n - f - 2 nearest other rows.
     """
     return np.sort(np.argsort(scores(distances(x), f), kind="stable")[:count])
 
 
 def bulyan_picks(x: Matrix, f: int) -> Picks:
-    """Return the indices, ascending, of n - 2f of the n rows, which Krum chooses one after another."""
+    """Return the ascending indices of the n - 2f rows, of n rows, that Krum chooses one after another."""
     n, d = len(x), distances(x)
     left, chosen = list(range(n)), list[int]()
     while len(chosen) < n - 2 * f:
@@ -189,7 +189,7 @@ def near_the_median(picked: Matrix, keep: int) -> Vector:
 def centered_clipping(x: Matrix, tau: float, iterations: int = 1, before: Vector | None = None) -> Vector:
     """Return v after `iterations` iterations of v <- v + mean_i (x_i - v) min(1, tau / |x_i - v|).
 
-    v starts at `before`, the last round's result; at 0 if that is None.
+    v starts at `before`, the last round's result, or at 0 if `before` is None.
     """
     v = np.zeros(x.shape[1]) if before is None else before.astype(np.float64)
     for _ in range(iterations):
@@ -200,7 +200,7 @@ def centered_clipping(x: Matrix, tau: float, iterations: int = 1, before: Vector
 
 
 def clip_factor(norm: float, largest: float | None) -> float:
-    """Return the factor that scales an update of norm `norm` down to the norm `largest`; 1 if it is not larger."""
+    """Return the factor that scales an update of norm `norm` to at most the norm `largest`. None means no limit."""
     return 1.0 if largest is None or norm <= largest else largest / norm
 
 
@@ -218,7 +218,7 @@ def distances(x: Matrix) -> NDArray[np.float64]:
 def scores(d: NDArray[np.float64], f: int) -> Vector:
     """Return for each of n rows the sum of its n - f - 2 (at least one) smallest distances to other rows.
 
-    `d` [n, n] are the squared distances between rows.
+    `d` [n, n] has the squared distances between rows.
     """
     n = len(d)
     others = np.sort(d + np.diag(np.full(n, np.inf)), axis=1)
@@ -227,14 +227,14 @@ def scores(d: NDArray[np.float64], f: int) -> Vector:
 
 
 def buckets(x: Matrix, size: int, seed: int) -> Matrix:
-    """Return the mean of each bucket of `size` rows; the seed determines the buckets, the last one may be smaller."""
+    """Return the mean of each bucket of `size` rows. The seed determines the buckets; the last may be smaller."""
     if size == 1:
         return x
-    return np.stack([mean(x[rows]) for rows in _dealt(len(x), size, seed)])
+    return np.stack([mean(x[rows]) for rows in _rows_of_buckets(len(x), size, seed)])
 
 
-def _dealt(n: int, size: int, seed: int) -> list[Picks]:
-    """Return the rows of each bucket of `size` rows, in a random order by the seed; with size 1, in their own order."""
+def _rows_of_buckets(n: int, size: int, seed: int) -> list[Picks]:
+    """Return the row numbers of each bucket of `size` rows, drawn by the seed. With size 1, keep the order of rows."""
     order = np.arange(n) if size == 1 else np.random.default_rng(seed).permutation(n)
     return [np.sort(order[at : at + size]) for at in range(0, n, size)]
 

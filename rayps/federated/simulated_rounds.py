@@ -13,13 +13,13 @@ from rayps.federated.strategy_interface import FederatedView
 def events_of(strategy: FederatedView, sizes: Iterable[int], seed: int, batch_size: int) -> Events:
     """Return the simulation that plans the rounds of a federated strategy.
 
-    `sizes` are the clients' numbers of samples, `batch_size` is the data's.
+    `sizes` are the clients' numbers of samples, and `batch_size` is the data's batch size.
 
     Raises:
         ConfigError: the strategy's options do not fit this many clients, or a trace cannot be read.
     """
     population, aggregation, local = strategy.population, strategy.aggregation, strategy.local
-    world = Population(
+    simulated = Population(
         seed,
         [local.work(int(own), batch_size) for own in sizes],
         fraction=strategy.fraction,
@@ -32,5 +32,5 @@ def events_of(strategy: FederatedView, sizes: Iterable[int], seed: int, batch_si
     )
     buffered = strategy.buffered
     if buffered is None:
-        return InStep(world)
-    return AsyncBuffer(world, buffered.size, buffered.concurrency, buffered.max_staleness)
+        return InStep(simulated)
+    return AsyncBuffer(simulated, buffered.size, buffered.concurrency, buffered.max_staleness)

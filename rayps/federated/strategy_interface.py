@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Buffered:
-    """The options of asynchronous rounds. A round ends after `size` updates; `concurrency` clients train at once."""
+    """The options of asynchronous rounds."""
 
-    size: int
-    concurrency: int | None = None  # None: the fraction `fraction` of the clients
-    max_staleness: int | None = None  # an update that started more rounds ago is dropped; None: no update is dropped
+    size: int  # updates after which a round ends
+    concurrency: int | None = None  # clients that train at once; None means the fraction `fraction` of the clients
+    max_staleness: int | None = None  # an update that started more rounds ago is dropped; None means no limit
 
 
 @dataclass(frozen=True, slots=True)
 class ClientSide:
-    """What a client stores, what it sends besides its update, and which optimizer it must have."""
+    """What a client stores, what it sends in addition to its update, and which optimizer it must have."""
 
     sums: tuple[str, ...] = ()  # names of vectors in `c.reply`, each as long as w, summed over clients without weights
     state: tuple[str, ...] = ()  # names of vectors in `c.state`, stored between rounds
     model: str | None = None  # the name in `state` of the client's personal model
-    keeps_buffers: bool = False  # True: each client has its own BatchNorm statistics; False: they are averaged
+    keeps_buffers: bool = False  # whether each client has its own BatchNorm statistics; if not, they are averaged
     finetune: int | None = None  # epochs for which a copy of w is trained before it is evaluated on the client's rows
     plain: bool = False  # whether the optimizer must be SGD without momentum and weight decay
 
@@ -46,7 +46,7 @@ class ClientSide:
 
     @property
     def measured(self) -> bool:
-        """Whether each client is evaluated with a personal model, or with buffers of its own."""
+        """Whether each client is evaluated with a personal model or with its own buffers."""
         return bool(self.finetune or self.model or self.keeps_buffers)
 
 
@@ -72,36 +72,36 @@ class FederatedView(StrategyView, Protocol):
 
     @property
     def buffered(self) -> Buffered | None:
-        """The options of asynchronous rounds; None: all clients of a round start together."""
+        """The options of asynchronous rounds; None means that all clients of a round start together."""
 
     @property
     def clients(self) -> Json:
-        """How the job waits for real clients (`rayps.federated.remote.join_options`); None: clients are simulated."""
+        """How the job waits for real clients (`rayps.federated.remote.join_options`); None means simulated clients."""
 
     @property
     def client_side(self) -> ClientSide:
-        """What a client stores, and what it sends besides its update."""
+        """What a client stores, and what it sends in addition to its update."""
 
     def client(self, c: ClientTurn) -> None:
         """Train a client on `c.w`, which is w_t at the start."""
 
     def beside(self, c: ClientTurn) -> None:
-        """Do the client's work that is not part of its reply, such as training its personal model, after the reply."""
+        """After the training of w_k, do work that is not part of the reply, such as training a personal model."""
 
     def weight(self, n: int, staleness: int) -> float:
-        """Return the weight in `s.delta` of a reply of `n` samples, whose training started `staleness` rounds ago."""
+        """Return the weight in `s.delta` of a reply of `n` samples whose training started `staleness` rounds ago."""
 
     def server(self, s: FederatedServer) -> None:
-        """Change the server's parameters `s.w` from w_t to w_(t+1), by the combined replies."""
+        """Change the server's parameters `s.w` from w_t to w_(t+1), using the combined replies."""
 
 
 def attackers_of(strategy: FederatedView) -> AttackSpec | None:
-    """Return the attack that a strategy simulates; None if it simulates none."""
+    """Return the attack that a strategy simulates, or None if it simulates no attack."""
     return strategy.population.attackers
 
 
 def is_buffered(strategy: FederatedView) -> bool:
-    """Return whether the strategy is asynchronous: replies may have started from older parameters."""
+    """Return whether the strategy is asynchronous, so that replies may have started from older parameters."""
     return strategy.buffered is not None
 
 
@@ -111,12 +111,12 @@ def deadline_of(strategy: FederatedView) -> float:
 
 
 def joining_under(strategy: FederatedView) -> JoinOptions | None:
-    """Return how a job waits for real clients; None if its clients are simulated."""
+    """Return how a job waits for real clients, or None if its clients are simulated."""
     return joining_of(strategy.clients)
 
 
-def keeper_of(strategy: StrategyView) -> str | None:
-    """Return the strategy's name if the workers store a state of each client; None otherwise."""
+def state_owner(strategy: StrategyView) -> str | None:
+    """Return the strategy's name if the workers store a state of each client, or None if they do not."""
     if not isinstance(strategy, FederatedView) or has_remote_clients(strategy):
         return None  # real clients store their states themselves
     side = strategy.client_side

@@ -29,7 +29,7 @@ from rayps.core.strategy_families import RestartAll, has_remote_clients, learns_
 from rayps.core.topology import runs_in_step
 from rayps.core.user_code import awaited
 from rayps.core.user_module import pack
-from rayps.federated.remote_replies import prepared
+from rayps.federated.remote_replies import create_mailbox
 from rayps.runtime import decide_recovery as states
 from rayps.runtime.decide_recovery import (
     Continue,
@@ -127,7 +127,7 @@ class Driver:
             DataError, WorkloadError, ConfigError: the user's code or an option is wrong; the text says how to fix it.
         """
         remote = any(has_remote_clients(phase.strategy) for phase in self._phases)
-        mailbox = prepared(self.journal.folder) if remote else None
+        mailbox = create_mailbox(self.journal.folder) if remote else None
         find = partial(preflight, self.workload, self._phases, self.spec)
         found = awaited(find, self.spec.timeout, where="driver", stopped=self._stop.is_set)
         if found is None:

@@ -37,7 +37,7 @@ from rayps.core.values import Buffer, Json
 from rayps.ps.client.client import GroupServer
 from rayps.ps.server_group import ServerGroup
 from rayps.runtime.display import Display
-from rayps.strategies.catalogue import StrategySpec, for_a_loop
+from rayps.strategies.catalogue import StrategySpec, parse_for_loop
 from rayps.tensors.flat import FlatModel, Gradient, outside_vector
 from rayps.tensors.gradient_watch import GradWatch
 from rayps.tensors.learning_rate import Maker, Pace, Recipe, Ticks, pace_of
@@ -391,7 +391,7 @@ def wrap(
         rayps.run(train_fn, workers=2)
     """
     here = world()
-    chosen = for_a_loop(strategy)
+    chosen = parse_for_loop(strategy)
     if has_tables(model):
         raise ConfigError("wrap takes no model with sparse tables: use rayps.train, which gives them servers")
     name = f"{here.name}/{next(here.wraps)}"

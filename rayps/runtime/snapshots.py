@@ -125,7 +125,7 @@ class Checkpointer:
         self.newest = newer
         if self.folder is not None:
             write_tables = (
-                group.space.write_tables(newer.round) if group.space is not None else group.client_states.beside
+                group.space.write_tables(newer.round) if group.space is not None else group.client_states.writer
             )
             self.saved = checkpoint.save(self.folder, newer.round, state, write_tables=write_tables)
             if group.space is not None:

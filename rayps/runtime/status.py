@@ -93,7 +93,7 @@ class RunRecord:
 
     def repeat_from(self, generation: int, begin: int) -> None:
         """Drop the points of round `begin` and of later rounds, because the next generation repeats these rounds."""
-        self._rounds.again(generation, begin)
+        self._rounds.restart(generation, begin)
 
     def end_generation(self) -> None:
         """Reset the measured rates at the end of a generation."""

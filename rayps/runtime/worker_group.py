@@ -21,7 +21,7 @@ from rayps.core.strategy_families import learns_by_client, rebuilds
 from rayps.core.topology import runs_in_step, servers_of
 from rayps.core.user_code import START_SECONDS, overdue
 from rayps.federated.client_states_backup import ClientStatesBackup
-from rayps.federated.strategy_interface import keeper_of
+from rayps.federated.strategy_interface import state_owner
 from rayps.ps.client.session import Session
 from rayps.ps.protocol.space import SpaceRank
 from rayps.ps.server.dense_segment import ShardPart
@@ -239,7 +239,7 @@ class WorkerGroup:
             self._fixed.begin(orders, parts, shared)
         del parts
         if learns_by_client(orders.strategy) or self._client_states is not None:
-            self.client_states.deal(self.workers, keeper_of(orders.strategy), snapshot.round, orders.timeout)
+            self.client_states.send_states(self.workers, state_owner(orders.strategy), snapshot.round, orders.timeout)
         replies = []
         for rank, worker in enumerate(self.workers):
             start = snapshot.positions[self.grid.at(rank).data] if rebuild is None else rebuild.round
@@ -413,7 +413,7 @@ class WorkerGroup:
                 return None  # a member died or does not answer: the next polls show which
             whole = all(part is not None for part in ([*worker_parts, *held] if in_step else held))
             states = self._client_states
-            if whole and (states is None or states.gather(self.workers, newest, timeout)):
+            if whole and (states is None or states.fetch_states(self.workers, newest, timeout)):
                 found = self._assemble(snapshot, worker_parts, [part for part in held if part is not None])
                 early = (
                     [(self._current_orders().end, found.round)]

@@ -64,7 +64,7 @@ class ClientTokens:
         """
         if job is None and name is None:
             raise ConfigError("a client token needs a job, a client's name, or both: give job or name", field="job")
-        token, now = ClientToken.made(job, self.key, name), time.time()
+        token, now = ClientToken.create(job, self.key, name), time.time()
         grant = Grant(secrets.token_hex(4), job, name, now, None if seconds is None else now + seconds, None)
         async with self._store.writing() as tx:
             await tx.execute(

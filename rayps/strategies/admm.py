@@ -6,33 +6,36 @@ balancing), 3.4.3 (over-relaxation). The objective is the mean loss over all row
 
     sum_i (n_i / n) f_i(x) + g(x)
 
-f_i is the mean of `loss` over the n_i rows of worker i (fixed for the whole run), n = sum n_i, and g the `regularizer`
-(none, l1(weight=...), l2(weight=...), of all parameters in the vector). Between two averages worker i takes
-`local_steps` steps of the workload's optimizer on the following function, each on its next batch, starting at its x_i:
+f_i is the mean of `loss` over the n_i rows of worker i (fixed for the whole run), n = sum n_i, and g is the
+`regularizer` (none, l1(weight=...), l2(weight=...), of all parameters in the vector). Between two averages worker i
+takes `local_steps` steps of the workload's optimizer, each on its next batch. The steps start at x_i and minimize
 
     f_i(x) + penalty/2 |x - z + u_i|^2
 
-At an average, with alpha = `relaxation` (the paper's problem with f_i and the penalty times n_i / n):
+An average computes, with alpha = `relaxation` (the paper's problem with f_i and the penalty times n_i / n):
 
     v_i <- alpha x_i + (1 - alpha) z + u_i
     z <- prox_{g / penalty}(sum_i (n_i / n) v_i);  u_i <- v_i - z
 
-Checkpoints and evaluations use z; x_i and u_i belong to worker i, and checkpoints save them by rank. Residuals: primal
-r^2 = N sum_i (n_i / n) |x_i - z|^2, dual s^2 = N penalty^2 |z - z_old|^2, with N workers.
+Checkpoints and evaluations use z. x_i and u_i belong to worker i, and checkpoints save them for each rank. With N
+workers, the primal residual is r^2 = N sum_i (n_i / n) |x_i - z|^2, and the dual residual is s^2 = N penalty^2
+|z - z_old|^2.
 
-- `balance`: if r > 10 s, the penalty is doubled and u_i halved; if s > 10 r, the reverse. Choose the optimizer's rate
-  for the curvature of f_i plus `penalty`. When balancing has raised the penalty by d, each group of the optimizer steps
-  at the rate lr / (1 + lr d), which is stable for the higher penalty. This scales the weight decay too: with SGD (any
-  momentum) or Adam with L2, whose decay is part of the gradient, weight_decay = c has the solution of `l2(weight=c)`,
-  balanced or not. A decoupled decay (AdamW) has another solution than l2, as in torch.
+- `balance`: if r > 10 s, the penalty is doubled and u_i halved; if s > 10 r, the penalty is halved and u_i doubled.
+  Choose the optimizer's rate for the curvature of f_i plus `penalty`. When balancing has raised the penalty by d, each
+  group of the optimizer steps at the rate lr / (1 + lr d), which is stable for the higher penalty. This rate also
+  scales the weight decay. With SGD (any momentum) or Adam with L2, the decay is part of the gradient, and weight_decay
+  = c has the solution of `l2(weight=c)` with or without balancing. A decoupled decay (AdamW) has another solution than
+  l2, as in torch.
 - `eps_abs`, `eps_rel`: if both are none, there is no stop rule; otherwise training ends once r and s are within the
   bounds of section 3.3.
 - `participation` p: a worker takes part in a period with probability p, drawn from the seed; the x_i of an absent
   worker does not change, and its last v_i is used (a randomised ADMM: Iutzeler et al., CDC 2013).
 - `momentum`: what an average does to the states of the workers' optimizers: keep, reset or average them.
-- `buffers`: what it does to buffers such as BatchNorm's statistics, which have no multipliers: average or keep them.
+- `buffers`: what an average does to buffers such as BatchNorm's statistics, which have no multipliers: average or keep
+  them.
 
-An optimizer with `maximize` ascends f_i(x) - penalty/2 |x - z + u_i|^2; all its groups must then have `maximize`. A
+An optimizer with `maximize` ascends f_i(x) - penalty/2 |x - z + u_i|^2. All its groups must then have `maximize`. A
 workload's `clip_norm` clips the gradient of a local step, including the penalty's gradient. If a batch has fewer rows
 than the worker, the method is stochastic: z then converges to a neighbourhood of the solution whose size grows with the
 rate, and to the solution only if the rate falls to 0.
@@ -44,20 +47,20 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rayps.core import options, traffic
-from rayps.core.draw_participants import attends
+from rayps.core.draw_participants import takes_part
 from rayps.core.grid import Grid
 from rayps.core.maximize import direction
 from rayps.core.proximal import canonical, prox
 from rayps.core.strategy import Vector, WorkerView
 from rayps.core.strategy_families import LOCAL_UPDATES, Fixed, Rows
 from rayps.core.traffic import Sizes, TrafficCost
-from rayps.strategies.averaging import check_meetings
+from rayps.strategies.averaging import check_averaging
 from rayps.strategies.base import Strategy
 
 
 @dataclass(frozen=True)
 class ADMM(Strategy):
-    """Workers that have fixed rows and average seldom; for a convex model they still reach the optimum over all rows.
+    """Workers with fixed rows that average seldom, and for a convex model still reach the optimum over all rows.
 
     Example:
         rayps.train(work, strategy=rayps.ADMM(penalty=1.0, local_steps=2), workers=2)
@@ -85,7 +88,7 @@ class ADMM(Strategy):
         options.number(self, "eps_rel", least=0, none=True)
         options.number(self, "participation", above=0, most=1)
         options.flag(self, "balance")
-        check_meetings(self)
+        check_averaging(self)
         object.__setattr__(self, "regularizer", canonical(self.regularizer))
 
     def cost(self, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
@@ -104,20 +107,20 @@ class ADMM(Strategy):
         return w.shared["z"]
 
     def round(self, w: WorkerView) -> None:
-        """Take one step of x_i <- argmin f_i(x) + penalty/2 |x - z + u_i|^2; at the end of a period, average."""
+        """Take one step of x_i <- argmin f_i(x) + penalty/2 |x - z + u_i|^2. At the end of a period, average."""
         batch = w.batch()
-        here = attends(w.plan.seed, (w.position - 1) // self.local_steps, w.rank, self.participation)
+        here = takes_part(w.plan.seed, (w.position - 1) // self.local_steps, w.rank, self.participation)
         if here and len(batch):
             g, penalty = w.grad(batch).vector, float(w.shared["penalty"])
             g.add_(w.params - w.shared["z"] + w.memory["u"], alpha=direction(w.optimizer.param_groups) * penalty)
             _step(w, g, penalty - self.penalty)
         if w.position % self.local_steps == 0 or w.position == w.plan.end:
-            self._meet(w, here)
+            self._average(w, here)
 
-    def _meet(self, w: WorkerView, here: bool) -> None:
+    def _average(self, w: WorkerView, here: bool) -> None:
         """Update v_i, z and u_i, compute the residuals, apply the stop rule, and balance the penalty.
 
-        `here`: whether this worker takes part in the period.
+        `here` is whether this worker takes part in the period.
         """
         x, u, z_old, penalty = w.params, w.memory["u"], w.shared["z"], float(w.shared["penalty"])
         share = w.rows / w.all_rows
@@ -152,7 +155,7 @@ class ADMM(Strategy):
 
 
 def _step(w: WorkerView, g: Vector, risen: float) -> None:
-    """Step by `g`, with each group's rate lr / (1 + lr risen), as balancing has raised the penalty by `risen`."""
+    """Step by `g` at each group's rate lr / (1 + lr `risen`). `risen` is how much balancing has raised the penalty."""
     groups = [group for group in w.optimizer.param_groups if "lr" in group and risen > 0]
     rates = [group["lr"] for group in groups]
     for group, rate in zip(groups, rates, strict=True):

@@ -1,14 +1,14 @@
 """Synchronous data-parallel SGD over a ring all-reduce.
 
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009.
-Every worker holds all parameters w and its own optimizer. In round t, worker i computes g_i on its
-batch of n_i samples; the ring computes g = sum(n_i g_i) / sum(n_i) on every worker; all take the same step.
-Gradients are sent in buckets of `bucket_mb` (10^6 bytes) while backward continues; with 0, in one piece after backward;
-with none, rayps chooses the size.
+Every worker holds all parameters w and its own optimizer. In round t, worker i computes g_i on its batch of n_i
+samples; the ring computes g = sum(n_i g_i) / sum(n_i) on every worker; all workers take the same step.
+Gradients are sent in buckets of `bucket_mb` (10^6 bytes) while backward continues. 0 means one piece after backward,
+and none means that rayps chooses the size.
 A workload's `clip_norm` clips g, the mean.
 `compression` (fp16, bf16, int8, top_k, top_k:FRACTION, auto) encodes the g_i, with error feedback.
-With a `replica` of several workers, i numbers the replicas, and each worker averages the gradient of its part of the
-model with the workers of the other replicas that have the same part; that gradient is sent in one piece, uncompressed.
+With a `replica` of several workers, i numbers the replicas. Each worker averages the gradient of its part of the model
+with the workers of the other replicas that have the same part. This gradient is sent in one piece, uncompressed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from rayps.core.compression import compression_of
 from rayps.core.errors import ConfigError
-from rayps.core.replica import Replica, must_go_with
+from rayps.core.replica import Replica, check_replica
 from rayps.core.strategy import WorkerView
 from rayps.core.topology import Peers
 from rayps.strategies.base import Strategy
@@ -48,10 +48,10 @@ class AllReduce(Strategy):
         mb = self.bucket_mb
         if mb is not None and (isinstance(mb, bool) or not isinstance(mb, (int, float)) or not 0 <= mb < float("inf")):
             raise ConfigError(
-                f"bucket_mb is {mb!r}: give megabytes such as 4, 0 (all at once, after backward) or none (automatic)",
+                f"bucket_mb is {mb!r}: give megabytes such as 4, or 0 (one bucket after backward), or none (automatic)",
                 field="bucket_mb",
             )
-        must_go_with(self.replica, compression=self.compression, bucket_mb=mb)
+        check_replica(self.replica, compression=self.compression, bucket_mb=mb)
 
     def round(self, w: WorkerView) -> None:
         """Do one round: g <- mean of the workers' gradients; w <- w - step(g)."""

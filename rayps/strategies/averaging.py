@@ -8,7 +8,7 @@ from rayps.core.strategy import StrategyView, WorkerView
 
 
 def local_step(w: WorkerView) -> None:
-    """Take one step on this worker's next batch (no step if it is empty), and count its samples and rounds."""
+    """Take one step on this worker's next batch (no step if the batch is empty). Count its samples and the round."""
     g = w.grad(w.batch())
     if g.samples:
         w.step(g)
@@ -22,23 +22,23 @@ def samples(w: WorkerView) -> float:
 
 
 def rounds(w: WorkerView) -> int:
-    """Return the number of rounds since the last average, which is equal on all workers."""
+    """Return the number of rounds since the last average. It is equal on all workers."""
     return int(w.memory.get("rounds", 0))
 
 
-def have_met(w: WorkerView, **facts: float) -> None:
-    """Reset the counts of samples and rounds, and report the average with these `facts`."""
+def report_average(w: WorkerView, **facts: float) -> None:
+    """Reset the counts of samples and rounds, and add the average and these `facts` to the round's point."""
     w.memory |= {"samples": 0, "rounds": 0}
     w.say(met=1, **facts)
 
 
-def done(w: WorkerView) -> int:
-    """Return the number of rounds of this phase that are done; the current one counts once its batch has been taken."""
+def rounds_done(w: WorkerView) -> int:
+    """Return the number of completed rounds of this phase, and of the current round once its batch has been taken."""
     return w.position - int(w.plan.origin[0])
 
 
-def check_meetings(strategy: StrategyView) -> None:
-    """Check a strategy's options `momentum`, `buffers` and `compression`. Raises ConfigError."""
+def check_averaging(strategy: StrategyView) -> None:
+    """Raise ConfigError if one of a strategy's options `momentum`, `buffers` and `compression` is invalid."""
     options.choice(strategy, "momentum", ("keep", "reset", "average"))
     options.choice(strategy, "buffers", ("keep", "average"))
     compression = strategy.topology.compression

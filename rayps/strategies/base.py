@@ -1,10 +1,10 @@
 """The base class of strategies: a strategy declares how it communicates, and contains the paper's algorithm.
 
-It declares values of `rayps.core`: its `topology` (what is exchanged between which processes), `rows` (how rows are
-distributed), `recovery` (what follows a failure) and `loop` (which of the worker's loops runs it). `recovery` and
-`loop` follow from the topology if they are not declared. The algorithm is in methods: `round` on each worker, `on_push`
-and `on_round` on servers. A strategy sends no messages and handles no failures itself. The module does not import
-torch.
+A strategy declares values of `rayps.core`: `topology` (which processes communicate, and what they exchange), `rows`
+(how rows are distributed), `recovery` (what follows a failure) and `loop` (which of the worker's loops runs the
+strategy). `recovery` and `loop` follow from the topology if they are not declared. The algorithm is in methods: `round`
+on each worker, `on_push` and `on_round` on servers. A strategy sends no messages and handles no failures itself. The
+module does not import torch.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ class Strategy:
                 w.step(w.ring.mean(w.grad(w.batch())))
     """
 
-    name: ClassVar[str] = ""  # the strategy's name; "" = the name of the class
+    name: ClassVar[str] = ""  # the strategy's name; "" means the name of the class
     evaluate_every: int = 1  # epochs between evaluations
 
     def __init_subclass__(cls, **more: Json) -> None:
         super().__init_subclass__(**more)
         if not cls.name:
             cls.name = cls.__name__
-        old_flags.adopt(cls)
+        old_flags.convert_flags(cls)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
-        """Pickle a user's class together with the object, so that other processes (servers) do not need its file."""
+        """Pickle a user's class together with the object, so that other processes do not need the class's file."""
         if type(self).__module__.partition(".")[0] == "rayps":
             return super().__reduce_ex__(protocol)
         return by_value(self, int(protocol))
 
     @property
     def topology(self) -> Topology:
-        """What is exchanged between which processes: `Peers`, `Servers` or `SharedVector`."""
+        """Which processes communicate, and what they exchange: `Peers`, `Servers` or `SharedVector`."""
         return Peers()
 
     @property
@@ -80,7 +80,7 @@ class Strategy:
 
     @property
     def tables(self) -> Strategy | None:
-        """The strategy whose servers hold the model's sparse tables; None: a model with tables cannot be trained."""
+        """The strategy whose servers hold the model's sparse tables; None if a model with tables cannot be trained."""
         servers = servers_of(self)
         return self if servers is not None and servers.tables else None
 
@@ -96,7 +96,7 @@ class Strategy:
     def grid(self, workers: int) -> Grid:
         """Return how `workers` workers are arranged in replicas.
 
-        Raises ConfigError: `workers` is not a multiple of a replica's number of workers.
+        Raises ConfigError if `workers` is not a multiple of a replica's number of workers.
         """
         return self.topology.grid(workers)
 
@@ -112,7 +112,7 @@ class Strategy:
     def scale_warning(self, workers: int) -> str | None:
         """Return the warning for an optimizer whose step size does not depend on the gradient's scale, such as AdamW.
 
-        Return None if this strategy does not scale gradients.
+        Return None if the strategy works with such an optimizer.
         """
         servers = servers_of(self)
         return None if servers is None else servers.scale_warning(workers)
@@ -132,7 +132,7 @@ class Strategy:
         """Run on the worker after its last round."""
 
     def consensus(self, w: WorkerView) -> Vector | None:
-        """Return the parameters that would be the result if training ended now; None: they are `w.params`.
+        """Return the parameters that would be the result if training ended now; None means `w.params`.
 
         All workers call this method together, for checkpoints, for evaluations, and after `finish`, when the returned
         vector becomes the parameters of all workers. It must not change the state of the training.
@@ -140,10 +140,10 @@ class Strategy:
         return None
 
     def on_push(self, shard: ShardView, value: Vector, weight: float) -> None:
-        """Handle one push on a server, when it arrives; called if `update` is `PerPush` or `PerRound(listens=True)`."""
+        """Handle one push on a server when it arrives, if `update` is `PerPush` or `PerRound(listens=True)`."""
 
     def on_round(self, shard: ShardView, values: list[Vector], weights: list[float]) -> None:
-        """Handle the pushes of one round on a server; called if `update` is `PerRound`, when all of them have arrived.
+        """Handle the pushes of one round on a server when all have arrived, if `update` is `PerRound`.
 
-        `values` and `weights` have one entry per worker, in the order of ranks.
+        `values` and `weights` have one entry for each worker, in the order of ranks.
         """

@@ -2,7 +2,7 @@
 
 A user's own strategy is named like a workload, "module:Class" or "path/file.py:Class", followed by its options:
 "easgd:EASGD:rho=0.1". To parse such a name, the user's file must run, so `parse` accepts one only together with the
-folder of the file; `own_names` finds such names without running a file.
+folder of the file. `own_names` finds such names without running a file.
 
 The module does not import torch, so that the job service can check strategies without torch.
 """
@@ -55,9 +55,9 @@ __all__ = [
     "WorkerView",
     "catalogue",
     "described",
-    "for_a_loop",
     "own_names",
     "parse",
+    "parse_for_loop",
     "phase_ends",
     "sendable",
     "wire",
@@ -97,12 +97,12 @@ FINDER = Finder("strategy", "strategies", "rayps.Strategy")
 
 
 class OptionDescription(TypedDict):
-    """An option of a strategy, as JSON-ready data; `of` lists the kinds of replicas that the option takes, if any."""
+    """An option of a strategy, as JSON-ready data."""
 
     name: str
     type: str
     default: Json
-    of: NotRequired[list[str]]
+    of: NotRequired[list[str]]  # the kinds of replicas that the option takes, if it takes a replica
 
 
 class StrategyDescription(TypedDict):
@@ -114,7 +114,7 @@ class StrategyDescription(TypedDict):
 
 
 def parse(given: StrategySpec, folder: str | Path | None = None) -> list[Phase]:
-    """Parse a strategy as a user wrote it, into the phases of a run. User's own strategies are searched in `folder`.
+    """Parse a strategy as a user wrote it, into the phases of a run. Users' own strategies are searched in `folder`.
 
     Accepted are a Strategy; the text form `parameter_server:staleness=3,shards=2`, or several such texts joined by ` >
     ` with their epochs in front (`2*parameter_server:staleness=none > all_reduce`); the wire form `{"name": ...,
@@ -143,7 +143,7 @@ def own_names(given: StrategySpec) -> list[str]:
     Raises:
         ConfigError: `given` is not a strategy in any form.
     """
-    found = [_form(_parted(item)[1]) for item in _items(given)]
+    found = [_form(_split_epochs(item)[1]) for item in _items(given)]
     return [item["name"] for item in found if isinstance(item, dict) and _is_own(item.get("name"))]
 
 
@@ -164,7 +164,7 @@ def _items(given: StrategySpec) -> list[StrategySpec]:
     return list(given)
 
 
-def for_a_loop(given: StrategySpec) -> StrategyView:
+def parse_for_loop(given: StrategySpec) -> StrategyView:
     """Parse the strategy of a training loop that a user wrote (`rayps.wrap`).
 
     Raises:
@@ -173,7 +173,8 @@ def for_a_loop(given: StrategySpec) -> StrategyView:
     phases = parse(given, Path.cwd())
     if len(phases) > 1:
         raise ConfigError(
-            f"wrap takes one strategy, and {len(phases)} were given: to change it, call wrap again in your loop",
+            f"wrap takes one strategy, and {len(phases)} were given: to change the strategy, call wrap again in your "
+            "loop",
             field="strategy",
         )
     chosen = phases[0].strategy
@@ -188,7 +189,7 @@ def for_a_loop(given: StrategySpec) -> StrategyView:
 
 
 def wire(phases: list[Phase]) -> Json:
-    """Return the phases as JSON-ready data; if there is one phase without epochs, only its strategy's data."""
+    """Return the phases as JSON-ready data. For one phase without epochs, return the strategy's data alone."""
     if len(phases) == 1 and phases[0].epochs is None:
         return _wire(phases[0].strategy)
     return [{"epochs": phase.epochs, "strategy": _wire(phase.strategy)} for phase in phases]
@@ -197,8 +198,8 @@ def wire(phases: list[Phase]) -> Json:
 def sendable(given: StrategySpec, folder: str | Path | None = None) -> Json:
     """Convert a strategy, in any form that `parse` accepts, to JSON-ready data that can be sent to the service.
 
-    Texts, dicts and lists of them are returned unchanged. The class of a user's own strategy object must be in a file
-    that can be imported from `folder`.
+    Texts, dicts, and lists of texts and dicts are returned unchanged. The class of a user's own strategy object must be
+    in a file that can be imported from `folder`.
 
     Raises:
         ConfigError: `given` is not a strategy, or an object's class is defined in the running program or in a function.
@@ -237,15 +238,15 @@ def _option(field: Option) -> OptionDescription:
 def catalogue() -> list[StrategyDescription]:
     """Return the name, summary and options of every strategy, for help texts and the dashboard.
 
-    The list ends with the kinds of replicas of several workers: given as a strategy, such a name means all_reduce with
-    that replica. The description of an option that takes a replica lists the possible kinds in `of`.
+    The list ends with the kinds of replicas of several workers. As a strategy, the name of a replica means all_reduce
+    with that replica. The description of an option that takes a replica lists the possible kinds in `of`.
     """
     kinds: dict[str, type[Strategy] | type[Replica]] = {**CATALOGUE, **REPLICAS}
     return [described(name, kind) for name, kind in kinds.items()]
 
 
 def _phase(item: StrategySpec, folder: str | Path | None) -> Phase:
-    epochs, item = _parted(item)
+    epochs, item = _split_epochs(item)
     if epochs is not None and (isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1):
         raise ConfigError(
             f"a phase has {epochs!r} as its number of epochs: give a whole number of at least 1", field="strategy"
@@ -253,8 +254,8 @@ def _phase(item: StrategySpec, folder: str | Path | None) -> Phase:
     return Phase(epochs, _strategy(item, folder))
 
 
-def _parted(item: StrategySpec) -> tuple[StrategySpec, StrategySpec]:
-    """Return the number of epochs of a phase (None if none is given), and its strategy as the user wrote it."""
+def _split_epochs(item: StrategySpec) -> tuple[StrategySpec, StrategySpec]:
+    """Return a phase's number of epochs (None if not given), and its strategy as the user wrote it."""
     if isinstance(item, tuple) and len(item) == 2:
         return item[0], item[1]
     if isinstance(item, dict) and "strategy" in item:
@@ -271,7 +272,7 @@ def _parted(item: StrategySpec) -> tuple[StrategySpec, StrategySpec]:
 
 
 def _form(item: StrategySpec) -> StrategySpec:
-    """Convert a strategy's text form to the wire form; return anything else unchanged."""
+    """Convert a strategy's text form to the wire form. Return anything else unchanged."""
     if not isinstance(item, str):
         return item
     own = _OWN.match(item.strip())
@@ -326,7 +327,7 @@ def _own(item: Mapping[str, StrategySpec], folder: str | Path | None) -> Strateg
     target = str(item["name"])
     if folder is None:
         raise ConfigError(
-            f"strategy {target!r} is a class in your own file, but no working directory was given to find it in",
+            f"strategy {target!r} is a class in your own file, but no working directory was given in which to find it",
             field="strategy",
         )
     try:
@@ -351,7 +352,7 @@ def _build(what: str, kind: type[_Kind], item: Mapping[str, StrategySpec]) -> _K
             has = f"its options are {', '.join(known)}" if known else "it has no options"
             if not dataclasses.is_dataclass(kind):
                 has = "it has no options: only the fields of a @dataclass(frozen=True) are options"
-            has += _elsewhere(str(key), known)
+            has += _hint_other_owner(str(key), known)
             raise ConfigError(
                 f"{what} {kind.name} has no option {key!r}{near(str(key), known)}: {has}", field="strategy"
             )
@@ -359,8 +360,8 @@ def _build(what: str, kind: type[_Kind], item: Mapping[str, StrategySpec]) -> _K
     return kind(**options)
 
 
-def _elsewhere(key: str, known: list[str]) -> str:
-    """Return a hint which strategy or replica has the option `key`, to end an error with; "" if none has."""
+def _hint_other_owner(key: str, known: list[str]) -> str:
+    """Return the end of an error: a hint which strategies or replicas have the option `key`, or "" if none has it."""
     if "replica" in known and any(key == f.name for replica in REPLICAS.values() for f in options_of(replica)):
         return f"; {key} is an option of replica, written in parentheses: replica=pipeline(stages=4,micro_batches=8)"
     if "rule" in known:
@@ -398,9 +399,9 @@ def _wire(given: StrategyView) -> JsonObject:
 
 
 def _named(given: StrategyView) -> str:
-    """Return the name by which `parse` finds the strategy's class again.
+    """Return the name by which `parse` finds the strategy's class.
 
-    For a class that no file defines, return the strategy's `name`, which `parse` does not find.
+    For a class that is not defined in a file, return the strategy's `name`, which `parse` does not find.
     """
     module = type(given).__module__
     if module == "__main__" or module.partition(".")[0] == "rayps" or "<locals>" in type(given).__qualname__:

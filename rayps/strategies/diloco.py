@@ -2,25 +2,25 @@
 
 Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv:2311.08105, algorithm 1.
 All workers start at theta. In a period worker k takes H = `period` steps (50; the paper's H is 500) of the workload's
-optimizer (the paper's AdamW) from theta to theta_k; then
+optimizer (the paper's AdamW) from theta to theta_k. Then
 
-    D <- sum(n_k (theta - theta_k)) / sum(n_k), n_k the samples of worker k in the period: the outer gradient
-    v <- mu v + D;  theta <- theta - lr (D + mu v), lr = `outer_lr`, mu = `outer_momentum` (Nesterov)
+    D <- sum(n_k (theta - theta_k)) / sum(n_k)        the outer gradient; n_k: the samples of worker k in the period
+    v <- mu v + D;  theta <- theta - lr (D + mu v)    lr = `outer_lr`, mu = `outer_momentum` (Nesterov)
 
 and all workers continue from theta. The last period ends with the phase. lr = 1 and mu = 0 is local SGD. Between outer
-steps, evaluations and checkpoints use the mean of the workers' parameters; a checkpoint also has each worker's state,
+steps, evaluations and checkpoints use the mean of the workers' parameters. A checkpoint also has each worker's state,
 so that a job can resume within a period.
 
-- `overlap` S: D is sent while the next S steps (fewer than H) run; then each worker continues from the new theta plus
-  its change since it sent D: w_k <- theta + (w_k - theta_k) (similar to Wang et al., "Overlap local-SGD", ICASSP 2020;
-  the outer step is S steps late). With 0, the default, workers wait for D.
+- `overlap` S: D is sent while the next S steps (fewer than H) run. Then each worker continues from the new theta plus
+  the change of its parameters since it sent D: w_k <- theta + (w_k - theta_k). The outer step is S steps late (similar
+  to Wang et al., "Overlap local-SGD", ICASSP 2020). With 0, the default, workers wait for D.
 - `compression` (fp16, bf16, int8, top_k, top_k:FRACTION, auto): encodes theta - theta_k, with error feedback.
 - `buckets`: the number of parts in which theta - theta_k is sent, one after another; the result is the same.
 - `momentum`: what an outer step does to the inner optimizers' states: keep (as the paper), reset or average them.
-- `buffers`: what it does to floating point buffers: average or keep them.
+- `buffers`: what an outer step does to floating point buffers: average or keep them.
 
 A workload's `clip_norm` clips the gradients of inner steps, not D. A worker sends 1/H of the bytes of all_reduce. It
-stores two more vectors of the model's size (theta, v), with overlap four.
+stores two more vectors of the model's size (theta and v), or four more with `overlap`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from rayps.core.strategy import Vector, WorkerView
 from rayps.core.strategy_families import LOCAL_UPDATES
 from rayps.core.topology import Peers
 from rayps.core.traffic import Sizes, TrafficCost
-from rayps.strategies.averaging import check_meetings, done, have_met, local_step, rounds, samples
+from rayps.strategies.averaging import check_averaging, local_step, report_average, rounds, rounds_done, samples
 from rayps.strategies.base import Strategy
 
 
@@ -65,16 +65,16 @@ class DiLoCo(Strategy):
         if self.overlap >= self.period:
             raise ConfigError(
                 f"overlap is {self.overlap} and period is {self.period}: one mean must arrive before the next "
-                "one is sent; give an overlap below the period",
+                "mean is sent; give an overlap below the period",
                 field="overlap",
             )
         options.number(self, "outer_lr", above=0, expected="a rate above 0")
         options.number(self, "outer_momentum", least=0, below=1, expected="0 or more, and below 1")
-        check_meetings(self)
+        check_averaging(self)
 
     @property
     def topology(self) -> Peers:
-        """Workers average their change of the parameters around the ring, at each outer step."""
+        """Workers average their changes of the parameters around the ring, at each outer step."""
         return Peers(compression=self.compression)
 
     def cost(self, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
@@ -87,25 +87,25 @@ class DiLoCo(Strategy):
             w.shared |= {"theta": w.params.clone(), "v": w.params * 0}
 
     def round(self, w: WorkerView) -> None:
-        """Take one inner step; send D at the end of a period, and take the outer step when it arrives."""
+        """Take one inner step. At the end of a period, send theta - theta_k; take the outer step when D arrives."""
         local_step(w)
-        t, last = done(w), w.position == w.plan.end
+        t, last = rounds_done(w), w.position == w.plan.end
         if "D0" in w.memory and (last or t % self.period == self.overlap):
-            self._arrive(w)
+            self._take_outer_step(w)
         if t % self.period == 0 or last:
-            self._leave(w)
+            self._send_change(w)
             if last or not self.overlap:
-                self._arrive(w)
+                self._take_outer_step(w)
 
-    def _leave(self, w: WorkerView) -> None:
-        """Start sending theta - theta_k for its mean D, and average the moments and buffers without waiting for D."""
+    def _send_change(self, w: WorkerView) -> None:
+        """Start to compute D, the mean of theta - theta_k. Average the moments and buffers without waiting for D."""
         n, apart = samples(w), w.shared["theta"] - w.params
         w.memory |= {f"D{i}": w.mean_later(apart[cut], n, slot=i) for i, cut in enumerate(self._cuts(w))}
         w.memory["theta_k"] = w.params.clone()
         w.sync_optimizer_and_buffers(n, momentum=self.momentum, buffers=self.buffers)
-        have_met(w)
+        report_average(w)
 
-    def _arrive(self, w: WorkerView) -> None:
+    def _take_outer_step(self, w: WorkerView) -> None:
         """Wait for D, then v <- mu v + D;  theta <- theta - lr (D + mu v);  w_k <- theta + (w_k - theta_k)."""
         theta, v = w.shared["theta"], w.shared["v"]
         for i, cut in enumerate(self._cuts(w)):

@@ -3,10 +3,10 @@
 Li, Hu, Beirami, Smith, "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021, algorithm 1.
 w is trained as in FedAvg. Client k, whenever it takes part, also trains v_k on the same batches:
     v_k <- v_k - eta (grad(v_k; b) + lam (v_k - w_t))
-v_k starts as the w_t of the first round in which client k takes part, with the model's buffers; later, v_k has
-BatchNorm statistics of its own. With lam = 0, v_k is trained on the client's data alone; the larger lam, the nearer v_k
-stays to w (eta * lam must be below 2). The metrics `personal_*` evaluate v_k on client k's rows of the evaluation data,
-or w if client k has not taken part yet. All v_k are stored on disk.
+v_k starts as the w_t of the first round in which client k takes part, with the model's buffers. Later, v_k has its own
+BatchNorm statistics. With lam = 0, v_k is trained on the client's data alone. The larger lam is, the nearer v_k stays
+to w (eta * lam must be below 2). The metrics `personal_*` evaluate v_k on client k's rows of the evaluation data, or w
+if client k has not taken part yet. All v_k are stored on disk.
 """
 
 from __future__ import annotations

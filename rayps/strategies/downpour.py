@@ -7,20 +7,22 @@ step t, each replica (of one or several workers) does:
     g <- gradient of the next batch;  a <- a + g;  w <- w - step(g), on its own copy
     every n_push steps: push a;  a <- 0
 
-Each batch is applied once: a replica that dies is replaced while the others continue, and the new one repeats the steps
-that the old one had not pushed. At the end, the last a is pushed.
+Each batch is applied once. A replica that dies is replaced while the others continue, and the new replica repeats the
+steps that the old replica had not pushed. At the end, the last a is pushed.
 
 A server applies each push on arrival, without waiting for others: w <- w - step(a), with the full rate as in the paper,
-not 1/N of it. So N replicas act as one that sees N times the batches, with late gradients; if that diverges, use
-`adagrad`, `warm_start`, or a smaller rate. As a is the sum of n_push gradients, a push applies the weight decay n_push
-times (but once if the decay is decoupled and the step ignores the gradient's scale, as in AdamW).
+not 1/N of it. N replicas therefore act as one replica that sees N times the batches, with late gradients. If the
+training diverges, use `adagrad`, `warm_start`, or a smaller rate. Because a is the sum of n_push gradients, a push
+applies the weight decay n_push times (but once if the decay is decoupled and the step ignores the gradient's scale, as
+in AdamW).
 
-Two differences from the paper. The paper's client pushes after steps 0, n_push, 2 n_push...; here a push is sent after
-every n_push gradients, so that it is always the sum of n_push gradients. The paper's client fetches in a background
-thread; here a worker waits for the parameters that it fetches, and computes with them.
+There are two differences from the paper. The paper's client pushes after steps 0, n_push, 2 n_push...; here a push is
+sent after every n_push gradients, so that a push is always the sum of n_push gradients. The paper's client fetches in a
+background thread; here a worker waits for the parameters that it fetches, and computes with them.
 
-- `adagrad` (the rate gamma): the servers' step is gamma / sqrt(sum of squares of the pushes), per parameter; with none,
-  it is that of the workload's optimizer. Each worker's own copy steps by the workload's optimizer, with its own state.
+- `adagrad` (the rate gamma): the servers' step is gamma / sqrt(sum of squares of the pushes) for each parameter. With
+  none, the servers step by the workload's optimizer. Each worker's own copy steps by the workload's optimizer, with its
+  own state.
 - `warm_start`: the number of rounds that one replica runs alone, before the others start (section 4.1: "warmstarting").
 
 A workload's `clip_norm` clips g in the step of a worker's copy, and a in a push. Per step, a worker sends 1/n_push and
@@ -67,7 +69,7 @@ class Downpour(Strategy):
 
     @property
     def topology(self) -> Servers:
-        """Servers apply each push on arrival; a push has all gradients since the last one; replicas step own copies."""
+        """Servers apply each push, a sum of gradients, on arrival. Replicas step their own copies between pulls."""
         servers = summing_servers(self.shards, self.adagrad, self.replay_mb, self.replica)
         return replace(servers, own_copies=True, push_every=self.n_push, pull_every=self.n_fetch)
 
@@ -75,7 +77,7 @@ class Downpour(Strategy):
     def server_half(self) -> ServerHalf:
         """A plain description of what the servers do, for which they need no worker code.
 
-        For a class derived from this one, it is the strategy itself, which may override `on_push`.
+        For a derived class, this is the strategy itself, because the class may override `on_push`.
         """
         if type(self) is not Downpour:
             return self
@@ -83,43 +85,43 @@ class Downpour(Strategy):
 
     def round(self, w: WorkerView) -> None:
         """Take one step of the client in the paper's appendix."""
-        t, mine = w.position, w.memory
-        if not mine and w.rank > 0:
+        t, memory = w.position, w.memory
+        if not memory and w.rank > 0:
             w.server.wait(0, self.warm_start)  # until rank 0 has done `warm_start` rounds
-        if not mine or t % self.n_fetch == 0:
+        if not memory or t % self.n_fetch == 0:
             w.params = w.server.pull()
         g = w.grad(w.batch())
-        a = self._gather(mine, g)
+        a = self._add_gradient(memory, g)
         fetches = (t + 1) % self.n_fetch == 0
         if g.samples and not fetches:  # before a fetch no step is needed: the fetch replaces this copy
             w.step(g)
         if (t + 1) % self.n_push == 0 or t + 1 == w.plan.end:
-            w.server.push(w.clipped(a), float(mine["samples"]), rounds=mine["steps"])
-            mine |= {"steps": 0, "samples": 0}
+            w.server.push(w.clipped(a), float(memory["samples"]), rounds=memory["steps"])
+            memory |= {"steps": 0, "samples": 0}
             if not fetches:
                 w.server.settle()  # wait until the push is sent: the next step changes a
 
-    def _gather(self, mine: RoundMemory, g: Gradient) -> Vector:
-        """Return the sum of the gradients since the last push."""
-        steps = mine.get("steps", 0)
+    def _add_gradient(self, memory: RoundMemory, g: Gradient) -> Vector:
+        """Add `g` to the sum of the gradients since the last push, and return the sum."""
+        steps = memory.get("steps", 0)
         if self.n_push == self.n_fetch == 1:
-            # no copy is needed: this worker does not step by it, and sends it before it computes the next gradient
-            mine["a"] = g.vector
+            # no copy is needed: this worker does not step by `g`, and sends `g` before it computes the next gradient
+            memory["a"] = g.vector
         elif steps:
-            mine["a"] += g.vector
+            memory["a"] += g.vector
         else:
-            mine["a"] = g.vector.clone() if "a" not in mine else mine["a"].copy_(g.vector)
-        mine |= {"steps": steps + 1, "samples": mine.get("samples", 0) + g.samples}
-        total: Vector = mine["a"]
+            memory["a"] = g.vector.clone() if "a" not in memory else memory["a"].copy_(g.vector)
+        memory |= {"steps": steps + 1, "samples": memory.get("samples", 0) + g.samples}
+        total: Vector = memory["a"]
         return total
 
     def scale_warning(self, workers: int) -> str | None:
-        """Return a warning that a push of many gradients makes no larger a step than a push of one; None if it does."""
+        """Return a warning that a push of many gradients and a push of one make equal steps, or None if they do not."""
         if self.n_push == 1 or self.adagrad is not None:
             return None
         return (
             f"a push is the sum of {self.n_push} gradients, but this optimizer's step size does not depend on the "
-            "gradient's scale, so the servers take one step for it; give adagrad, or n_push=1"
+            "gradient's scale: the servers take one step for the sum; give adagrad, or n_push=1"
         )
 
     def on_push(self, shard: ShardView, value: Vector, weight: float) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, init=False)
 class FedAvg(Federated):
-    """Clients train separately, from the same model; the mean of their models, by samples, is the next model.
+    """Clients train separately from the same model. The mean of their models, by samples, is the next model.
 
     Example:
         rayps.train(clients, strategy=rayps.FedAvg(fraction=0.5, local_epochs=2), workers=2)  # data with clients
@@ -31,7 +31,7 @@ class FedAvg(Federated):
     name: ClassVar[str] = "fedavg"
 
     def client(self, c: ClientTurn) -> None:
-        """Train the client on its own batches, by its own optimizer."""
+        """Train the client on its own batches, with its own optimizer."""
         for b in c.batches():
             c.step(c.grad(b))
 

@@ -2,16 +2,16 @@
 
 Nguyen, Malik, Zhan, Yousefpour, Rabbat, Malek, Huba, "Federated Learning with Buffered Asynchronous Aggregation",
 AISTATS 2022, algorithm 1. M clients (`concurrency`) train at any time, each from the server's parameters at its start.
-An update D that arrives when the server has made tau steps since then has the weight s(tau) = (1 + tau)^-1/2. After K
+The server has made tau steps since an arriving update D started; D has the weight s(tau) = (1 + tau)^-1/2. After K
 updates (`buffer`),
 
     server:   w <- w + server_lr * (sum of s(tau) D) / K
 
 which is one round. An update whose tau is above `max_staleness` is dropped and counted. Clients really train, but in
-virtual time: when a client's training ends is drawn from its speed and availability
-(`rayps.federated.population.async_events`), so a run has the same bits under any load, and with any number of workers.
-Old parameters are stored as long as a client trains from them. `decay` is the exponent (1/2 above); with 0 all updates
-have equal weight. With K = M = all clients, the method is FedAvg with equal weights for all clients.
+virtual time: a client's speed and availability determine the end of its training
+(`rayps.federated.population.async_events`). A run therefore has the same bits under any load, and with any number of
+workers. Old parameters are stored as long as a client trains from them. `decay` is the exponent (1/2 above); with 0 all
+updates have equal weight. With K = M = all clients, the method is FedAvg with equal weights for all clients.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _LEAST = 2.0**-1000  # the least weight of a reply, so that weights are above 0 
 
 @dataclass(frozen=True, init=False)
 class FedBuff(Federated):
-    """Clients train without waiting for each other; the server makes a step after every K updates that arrive.
+    """Clients train without waiting for each other. The server makes a step after every K updates that arrive.
 
     Example:
         rayps.train(clients, strategy=rayps.FedBuff(buffer=2), workers=2)
     """
 
     buffer: int = 10
-    concurrency: int | None = None  # None = `fraction` of the clients
+    concurrency: int | None = None  # None means `fraction` of the clients
     server_lr: float = 1.0
     max_staleness: int | None = None
     decay: float = 0.5
@@ -56,8 +56,9 @@ class FedBuff(Federated):
             value = getattr(self.aggregation, option.name)
             if option.name != "clip" and value != option.default:
                 raise ConfigError(
-                    f"{option.name} is {value!r}, which fedbuff does not support: it always waits for {self.buffer} "
-                    f"updates and adds them, weighted by their age; leave out {option.name}, or use fedavg",
+                    f"{option.name} is {value!r}, which fedbuff does not support: fedbuff always waits for "
+                    f"{self.buffer} updates and adds them, weighted by their age; leave out {option.name}, or use "
+                    "fedavg",
                     field=option.name,
                 )
 

@@ -3,29 +3,29 @@
 McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017, algorithm 1.
 There are N clients; client k has n_k samples. In round t:
 
-    a cohort of max(1, fraction * N) clients is drawn from the seed; clients that drop out or are late do not count;
+    a cohort of max(1, fraction * N) clients is drawn by the seed; clients that drop out or are late do not count;
     each client trains from w_t on its own data, for `local_epochs` (E) or `local_steps` (L) with batches of
       `batch_size` (B): method `client`;
     updates that are not finite are dropped and reported; `clip` clips updates; `rule` computes one update from all
       w_k - w_t;
-    the server applies that update: method `server`. Every worker computes it with the same result, so that the new
+    the server applies that update: method `server`. Every worker runs this method with the same result, so that the new
       parameters need not be sent.
 
-A client is not a process: each worker has one model and trains its part of the cohort, one client after another; the
-workers exchange their results once a round. Sums are exact, so a run has the same bits for any number of workers and
-any order of replies; a single reply is used unchanged. With fewer than `min_replies` replies the model does not change.
-An epoch of such a job is one round. Clients use the workload's optimizer; each client starts a round with a new one, at
-the workload's rate.
+A client is not a process: each worker has one model and trains its part of the cohort, one client after another. The
+workers exchange their results once a round. Sums are exact: a run has the same bits for any number of workers and any
+order of replies. A single reply is used unchanged. With fewer than `min_replies` replies the model does not change. An
+epoch of a federated job is one round. Clients use the workload's optimizer: each client starts a round with a new
+optimizer, at the workload's rate.
 
 `rayps.federated.population.options` describes the options of simulated clients (speed, availability, `deadline` and
-others), whose time is virtual. A workload's `clip_norm` clips the gradient of each step of a client; the option `clip`
-clips its update.
+others), whose time is virtual. A workload's `clip_norm` clips the gradient of each step of a client. The option `clip`
+clips a client's update.
 
-`buffers`: with "mean", BatchNorm statistics are averaged like parameters (a robust `rule` is applied to them too, see
-`rayps.federated.combine_replies`). With "keep", each client has its own statistics, with which its next training
-starts, and which are evaluated for that client only. `finetune`: at each evaluation, every client with rows in the
-evaluation data trains a copy of w for this number of epochs, and the copy is evaluated on the client's rows: metrics
-`personal_*`.
+`buffers`: with "mean", BatchNorm statistics are averaged like parameters (a robust `rule` is also applied to them, see
+`rayps.federated.combine_replies`). With "keep", each client has its own statistics. The client's next training starts
+with them, and only that client is evaluated with them. `finetune`: at each evaluation, every client with rows in the
+evaluation data trains a copy of w for this number of epochs. The copy is evaluated on the client's rows, for the
+metrics `personal_*`.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, init=False)
 class Federated(FlatOptions, Strategy):
-    """Clients with their own data train separately; a server combines their updates.
+    """Clients with their own data train separately. A server combines their updates.
 
-    The options of `local`, `aggregation` and `population` are given as this strategy's own:
+    The options of `local`, `aggregation` and `population` are written as options of the strategy:
     `FedAvg(local_epochs=2, rule="median", dropout=0.1)`.
     """
 
@@ -87,10 +87,10 @@ class Federated(FlatOptions, Strategy):
                 field="buffers",
             )
         if joining_of(self.clients) is not None:
-            self._must_suit_real_clients()
+            self._check_for_real_clients()
 
-    def _must_suit_real_clients(self) -> None:
-        self.population.must_be_unset()
+    def _check_for_real_clients(self) -> None:
+        self.population.check_unset()
         for name, value, unset in (
             ("enough", self.aggregation.enough, None),
             ("over_selection", self.aggregation.over_selection, 0.0),
@@ -110,7 +110,7 @@ class Federated(FlatOptions, Strategy):
 
     @property
     def buffered(self) -> Buffered | None:
-        """The options of an asynchronous buffer of updates; None: rounds are synchronous."""
+        """The options of an asynchronous buffer of updates; None if rounds are synchronous."""
         return None
 
     @property
@@ -137,7 +137,7 @@ class Federated(FlatOptions, Strategy):
         return super().grid(workers)
 
     def cost(self, grid: Grid, sizes: Sizes) -> list[TrafficCost]:
-        """Return the cost of a round's exchange between workers: of sums of replies, or, with a robust rule, of all."""
+        """Return the cost of a round's exchange between workers: sums of replies, or all replies with a robust rule."""
         if grid.data == 1 or self.remote:
             return [TrafficCost("replies between workers", "0: there is one worker", 0, 0, 0)]
         if self.aggregation.rule != "mean":
@@ -147,7 +147,7 @@ class Federated(FlatOptions, Strategy):
 
     @property
     def client_side(self) -> ClientSide:
-        """What the client needs to know of the strategy: which vectors it stores, which it sends besides its update."""
+        """The vectors that a client stores, and the vectors that it sends in addition to its update."""
         keeps = self.buffers == "keep"
         return ClientSide(self.sums, self.state, self.personal, keeps, self.finetune, self.plain)
 
@@ -157,14 +157,14 @@ class Federated(FlatOptions, Strategy):
             c.step(c.grad(batch))
 
     def beside(self, c: ClientTurn) -> None:
-        """Do work for the client itself, after its reply has been computed; `c.w` and the buffers may be changed."""
+        """Do other work for the client after its reply has been computed. May change `c.w` and the buffers."""
 
     def weight(self, n: int, staleness: int) -> float:
-        """Return the weight in `s.delta` of a reply of `n` samples, whose client started `staleness` rounds ago."""
+        """Return the weight in `s.delta` of a reply of `n` samples whose client started `staleness` rounds ago."""
         return n
 
     def server(self, s: FederatedServer) -> None:
-        """Change the server's parameters `s.w` from w_t to w_(t+1), by the combined replies."""
+        """Change the server's parameters `s.w` from w_t to w_(t+1), using the combined replies."""
         raise TypeError(f"strategy {type(self).__name__} does not define what the server does: define server(self, s)")
 
     def round(self, w: WorkerView) -> None:

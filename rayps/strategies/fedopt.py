@@ -8,8 +8,8 @@ Classification", 2019. Clients train as in FedAvg. With D = sum_S n_k (w_k - w) 
     FedAdagrad:  v <- v + D^2
     FedAdam:     v <- beta2 v + (1 - beta2) D^2
     FedYogi:     v <- v - (1 - beta2) D^2 sign(v - D^2)
-m starts as 0, v as tau^2 (as 0 in FedAvgM). As in the paper there is no bias correction. D is weighted by samples, as
-in FedAvg; the paper's algorithm gives all clients of a cohort equal weight.
+m starts as 0, and v starts as tau^2 (in FedAvgM as 0). As in the paper there is no bias correction. D is weighted by
+samples, as in FedAvg. The paper's algorithm gives all clients of a cohort equal weight.
 """
 
 from __future__ import annotations

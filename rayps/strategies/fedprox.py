@@ -5,8 +5,8 @@ algorithm 2.
 Client k minimizes its own loss plus (mu/2) ||w - w_t||^2:
     w_k <- w_k - eta (grad(w_k; b) + mu (w_k - w_t))
 and the server averages as in FedAvg, weighted by samples. (The paper draws clients with probabilities in proportion to
-their samples and averages with equal weights, which is the same in expectation.) mu = 0 is FedAvg; the larger mu, the
-less a client's model can change. eta * mu must stay below 2.
+their samples and averages with equal weights, which is the same in expectation.) mu = 0 is FedAvg. The larger mu is,
+the less a client's model can change. eta * mu must stay below 2.
 """
 
 from __future__ import annotations

@@ -5,12 +5,12 @@ worker repeats:
 
     g <- gradient of its next batch at the current x;  x_v <- x_v - step(g_v) for the elements v that g touches
 
-What can be lost: if two workers write one element at the same moment, one of the two steps may be lost for that element
-(the paper adds to each element atomically). When a worker dies, all workers restart from the last checkpoint, because
-it is unknown which of its steps were written.
+Steps can be lost: if two workers write one element at the same moment, one of the two steps may be lost for that
+element (the paper adds to each element atomically). When a worker dies, all workers restart from the last checkpoint,
+because it is unknown which of the dead worker's steps were written.
 
 No message is sent, and workers wait for each other only at the end, so that the result includes all steps. N workers
-act as one that sees N times the batches, each at the full rate. With sparse gradients, such as those of
+act as one worker that sees N times the batches, each at the full rate. With sparse gradients, such as those of
 nn.Embedding(sparse=True), a step touches only the rows in the gradient, and two workers seldom write the same rows.
 Each worker has its own optimizer state. All workers must be on one host, with CPU tensors. A checkpoint has the vector
 as it is when rank 0 reaches the checkpoint's round, and rank 0's optimizer state. A workload's `clip_norm` clips each
@@ -43,7 +43,7 @@ class Hogwild(Strategy):
         return SharedVector()
 
     def begin(self, w: WorkerView) -> None:
-        """Wait until every worker has called this method: x then has its initial values."""
+        """Wait until every worker has called this method. The vector then has its initial values."""
         w.memory["others"] = w.ring.progress()
 
     def round(self, w: WorkerView) -> None:

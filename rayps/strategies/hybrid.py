@@ -1,16 +1,16 @@
-"""Hybrid: the model's dense part is trained by all-reduce, its sparse tables are on servers.
+"""Hybrid: the model's dense part is trained by all-reduce, and its sparse tables are on servers.
 
 Lian et al., "Persia: an open, hybrid system scaling deep learning-based recommenders up to 100 trillion parameters",
-KDD 2022. A batch touches few rows of a table, so two workers' gradients of rows seldom overlap and may be applied late;
-every batch touches the whole dense part, which is therefore trained synchronously. In each round a worker pulls the
-rows of its batch; the ring computes g = sum(n_i g_i) / sum(n_i) of the dense part, by which all workers take the same
-step; the rows' gradients are pushed to `servers` servers. With `staleness` none, these apply each push on arrival; with
-s > 0 also, but no worker may be more than s rounds ahead; with 0, they wait for the pushes of all workers and apply the
-mean.
+KDD 2022. A batch touches few rows of a table; two workers' gradients of rows therefore seldom overlap and may be
+applied late. Every batch touches the whole dense part, which is therefore trained synchronously. In each round a worker
+pulls the rows of its batch. The ring computes g = sum(n_i g_i) / sum(n_i) of the dense part, and all workers take the
+same step by g. The rows' gradients are pushed to `servers` servers. With `staleness` none, the servers apply each push
+on arrival. With s > 0 they also do so, but no worker may be more than s rounds ahead. With 0, they wait for the pushes
+of all workers and apply the mean.
 
 A workload with tables cannot have `clip_norm`, because no worker has the mean gradient of the tables' rows. `prefetch`:
-if the workload defines `lookups`, the rows of the next batch are pulled while the current one is computed; they lack
-this worker's newest push, except with staleness 0. `replicas` is the number of backups of each segment on other
+if the workload defines `lookups`, the rows of the next batch are pulled while the current batch is computed. These rows
+lack this worker's newest push, except with staleness 0. `replicas` is the number of backups of each segment on other
 servers. `compression` and `bucket_mb` are those of all_reduce.
 """
 
@@ -30,7 +30,7 @@ from rayps.strategies.parameter_server import ParameterServer
 
 @dataclass(frozen=True)
 class Hybrid(Strategy):
-    """All-reduce for the dense part of the model, servers for its sparse tables: for recommenders.
+    """All-reduce for the dense part of the model, and servers for its sparse tables: for recommenders.
 
     Example:
         rayps.train(ratings, strategy=rayps.Hybrid(servers=2), workers=2)  # a workload with sparse tables
@@ -47,20 +47,20 @@ class Hybrid(Strategy):
     name: ClassVar[str] = "hybrid"
 
     def __post_init__(self, dense: AllReduce | None, sparse: ParameterServer | None) -> None:
-        """Take options also from strategies: Hybrid(sparse=ParameterServer(staleness=3)) is Hybrid(staleness=3).
+        """Copy options from `dense` and `sparse`: Hybrid(sparse=ParameterServer(staleness=3)) is Hybrid(staleness=3).
 
         Raises:
             ConfigError: an option has an invalid value.
         """
-        self._take("dense", dense, AllReduce, ("compression", "bucket_mb"))
-        self._take("sparse", sparse, ParameterServer, ("staleness", "replicas"))
+        self._copy_options("dense", dense, AllReduce, ("compression", "bucket_mb"))
+        self._copy_options("sparse", sparse, ParameterServer, ("staleness", "replicas"))
         if sparse is not None and sparse.shards > 1:
             object.__setattr__(self, "servers", sparse.shards)
         options.whole(self, "servers")
         options.flag(self, "prefetch")
         _ = self.ring, self.tables  # both strategies check their own options
 
-    def _take(self, name: str, part: Strategy | None, kind: type[Strategy], fields: tuple[str, ...]) -> None:
+    def _copy_options(self, name: str, part: Strategy | None, kind: type[Strategy], fields: tuple[str, ...]) -> None:
         if part is None:
             return
         if not isinstance(part, kind):

@@ -1,4 +1,4 @@
-"""The specification of a job, and its check, which also parses the strategy. No I/O."""
+"""The specification of a job, and the check of a specification, which also parses the strategy. No I/O."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ class JobSpec:
     timeout: float = 60.0
     resume: str | None = None
     name: str | None = None
-    server_group: str | None = None  # name of a server group of the cluster; None: the job starts its own servers
-    branch: str | None = None  # name of another job's space on that group, with whose parameters this job starts
+    server_group: str | None = None  # name of a server group of the cluster; None if the job starts its own servers
+    branch: str | None = None  # name of another job's space on that group; this job starts with its parameters
     quota: dict[str, float] | None = None  # the job's limits on that group: "bytes", and "operations" per second
 
     def check(self) -> Self:
         """Refuse a job that can never run.
 
         Raises:
-            ConfigError: a field is invalid; the error names the field, its value and what is expected.
+            ConfigError: a field is invalid. The error names the field, its value and what is expected.
         """
         _positive("workers", self.workers)
         for field_name in ("epochs", "steps", "checkpoint_every"):
@@ -59,7 +59,7 @@ class JobSpec:
             )
         if not _whole(self.max_failures) or self.max_failures < 0:
             raise ConfigError(
-                f"max_failures is {self.max_failures!r}: give a whole number, 0 or more", field="max_failures"
+                f"max_failures is {self.max_failures!r}: give a whole number of at least 0", field="max_failures"
             )
         if not _whole(self.seed):
             raise ConfigError(f"seed is {self.seed!r}: give a whole number", field="seed")
@@ -74,7 +74,7 @@ class JobSpec:
         try:
             phases = parse(self.strategy)
         except ConfigError:
-            return  # a user's own strategy is not imported here; it is checked before the run
+            return  # a user's own strategy is not imported here, but checked before the run
         for number, phase in enumerate(phases, 1):
             try:
                 phase.strategy.grid(self.workers)

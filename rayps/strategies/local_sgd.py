@@ -3,11 +3,11 @@
 Stich, "Local SGD converges fast and communicates little", ICLR 2019, algorithm 1; Lin, Stich, Patel, Jaggi, "Don't use
 large mini-batches, use local SGD", ICLR 2020 (post-local SGD). In step t of a phase, worker k of N does:
 
-    w_k <- w_k - step(g_k), g_k the gradient of its own next batch
+    w_k <- w_k - step(g_k), where g_k is the gradient of its own next batch
     every H = `period` steps, and at the phase's end: w_k <- sum(n_k w_k) / sum(n_k)
 
-n_k is the number of samples that worker k has used since the last average; a worker that ran out of rows has weight 0.
-Evaluations use the mean of the workers' parameters; checkpoints save it with each worker's own state.
+n_k is the number of samples that worker k has used since the last average. A worker that ran out of rows has weight 0.
+Evaluations use the mean of the workers' parameters. Checkpoints save this mean and each worker's own state.
 
 - `warmup` T: the first T steps are synchronous, as under all_reduce, and the first period starts after them (post-local
   SGD).
@@ -18,8 +18,8 @@ Evaluations use the mean of the workers' parameters; checkpoints save it with ea
   with error feedback; gradients of the warm-up, moments and buffers are sent uncompressed.
 
 A workload's `clip_norm` clips each g_k, not the average. A worker sends 1/H of the bytes of all_reduce;
-momentum=average adds those of the optimizer's state. H = 1 with plain SGD is all_reduce; if H is the number of steps of
-the phase, there is one average, at the end.
+momentum=average adds 1/H of the bytes of the optimizer's state. H = 1 with plain SGD is all_reduce. If H is the number
+of steps of the phase, there is one average, at the end.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rayps.core.strategy import Vector, WorkerView
 from rayps.core.strategy_families import LOCAL_UPDATES
 from rayps.core.topology import Peers
 from rayps.core.traffic import Sizes, TrafficCost
-from rayps.strategies.averaging import check_meetings, done, have_met, local_step, rounds, samples
+from rayps.strategies.averaging import check_averaging, local_step, report_average, rounds, rounds_done, samples
 from rayps.strategies.base import Strategy
 
 
@@ -56,7 +56,7 @@ class LocalSGD(Strategy):
     def __post_init__(self) -> None:
         options.whole(self, "period")
         options.whole(self, "warmup", 0)
-        check_meetings(self)
+        check_averaging(self)
 
     @property
     def topology(self) -> Peers:
@@ -68,8 +68,8 @@ class LocalSGD(Strategy):
         return traffic.periodic_mean(grid, sizes, self.compression, self.period, moments=self.momentum == "average")
 
     def round(self, w: WorkerView) -> None:
-        """Apply w_k <- w_k - step(g_k); at the end of a period, average the parameters."""
-        t = done(w)
+        """Apply w_k <- w_k - step(g_k). At the end of a period, average the parameters."""
+        t = rounds_done(w)
         if t < self.warmup:
             w.step(w.mean_grad(w.batch()))
             return
@@ -77,17 +77,17 @@ class LocalSGD(Strategy):
             w.shared["x"] = w.params.clone()
         local_step(w)
         if (t + 1 - self.warmup) % self.period == 0 or w.position == w.plan.end:
-            self._meet(w)
+            self._average(w)
 
-    def _meet(self, w: WorkerView) -> None:
-        """Apply w_k <- mean(w_k); with compression w_k <- x + mean(w_k - x), where x is the last average."""
+    def _average(self, w: WorkerView) -> None:
+        """Apply w_k <- mean(w_k) or, with compression, w_k <- x + mean(w_k - x), where x is the last average."""
         n, x = samples(w), w.shared.get("x")
         if self.compression is None or x is None:
             w.params = w.mean(w.params, n, exact=True)
         else:
             w.params = x.add_(w.mean(w.params - x, n))
         w.sync_optimizer_and_buffers(n, momentum=self.momentum, buffers=self.buffers)
-        have_met(w)
+        report_average(w)
 
     def consensus(self, w: WorkerView) -> Vector | None:
         """Return the mean of the workers' parameters."""

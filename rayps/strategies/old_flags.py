@@ -1,7 +1,7 @@
 """Support strategies written for rayps 0.1, which set flags (`shards = 2`, `apart = True`) instead of a `topology`.
 
-For one release, such a class gets the `topology`, `loop` and `rows` that its flags mean, and a warning when it is
-defined. The next release removes the flags and this file.
+For one release, such a class gets the `topology`, `loop` and `rows` that its flags mean, with a warning when the class
+is defined. The next release removes the flags and this file.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OTHERS = {
 }
 
 
-def adopt(cls: type[Any]) -> None:
+def convert_flags(cls: type[Any]) -> None:
     """Give a strategy class that sets old flags the equivalent `topology`, `loop` and `rows`, and warn.
 
     An attribute that is a dataclass field of a base class is an option of that strategy, not an old flag. In a class
@@ -68,7 +68,7 @@ def adopt(cls: type[Any]) -> None:
 
 
 def _topology(given: Any, before: Topology) -> Topology:
-    """Return the topology that a strategy's flags mean; for values without a flag, those of the topology `before`."""
+    """Return the topology that a strategy's flags mean. Values without a flag come from the topology `before`."""
     if getattr(given, "in_place", False):
         return SharedVector()
     servers = before if isinstance(before, Servers) else Servers(count=0, update=PerRound(borrows=False))

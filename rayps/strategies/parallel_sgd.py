@@ -1,22 +1,21 @@
 """Parallel SGD: workers train separately, merge their parameters, and repeat from the result.
 
-Zinkevich, Weimer, Smola, Li, "Parallelized stochastic gradient descent", NIPS 2010, algorithm 3 (one average at the
-end: `rounds` = 1); with more rounds, as in McDonald, Hall, Mann, "Distributed training strategies for the structured
-perceptron", NAACL 2010 (iterative parameter mixing). A phase of T steps is `rounds` = R parts of T/R:
+Zinkevich, Weimer, Smola, Li, "Parallelized stochastic gradient descent", NIPS 2010, algorithm 3 (`rounds` = 1: one
+average at the end). More rounds are iterative parameter mixing: McDonald, Hall, Mann, "Distributed training strategies
+for the structured perceptron", NAACL 2010. A phase of T steps has `rounds` = R parts of T/R steps:
 
     each worker k: SGD on its own rows, from the common parameters
     at the end of a part, all workers take w <- merge(w_1 ... w_N)
 
-- `merge`: mean is the mean of the w_k, weighted by the samples that each worker used in the part; best is the w_k with
-  the lowest loss on all of the evaluation data, which each worker evaluates for its own w_k (on a tie, the lowest
-  rank).
-- `shuffle`: with true, rows are distributed to workers anew each epoch (the paper draws each worker's rows at random);
-  with false, a worker has the same rows for the whole run: those of the first epoch, or, if the data has clients, the
-  rows of some clients, such as label-sorted shards. `data` in the history is the seconds spent on getting batches,
-  including this distribution.
-- `momentum` (keep, reset, average) and `buffers` (keep, average): as in `local_sgd`; with merge=best, average takes the
+- `merge`: mean is the mean of the w_k, weighted by the samples that each worker used in the part. best is the w_k with
+  the lowest loss on all of the evaluation data; each worker evaluates its own w_k (on a tie, the lowest rank is best).
+- `shuffle`: with true, rows are distributed to workers again in each epoch (the paper draws each worker's rows at
+  random). With false, a worker has the same rows for the whole run: the rows of the first epoch or, if the data has
+  clients, the rows of some clients, such as label-sorted shards. `data` in the history is the seconds spent on getting
+  batches, including this distribution.
+- `momentum` (keep, reset, average) and `buffers` (keep, average): as in `local_sgd`. With merge=best, average takes the
   state or buffers of the best worker.
-- `compression`: encodes each worker's change since the last merge; it cannot be combined with merge=best.
+- `compression`: encodes each worker's change since the last merge. It cannot be combined with merge=best.
 
 A workload's `clip_norm` clips each worker's gradients, not the merged parameters. In total, the parameters are sent
 around the ring R times.
@@ -34,7 +33,7 @@ from rayps.core.strategy import Vector, WorkerView
 from rayps.core.strategy_families import LOCAL_UPDATES, Fixed, Reshuffled, Rows
 from rayps.core.topology import Peers
 from rayps.core.traffic import Sizes, TrafficCost
-from rayps.strategies.averaging import check_meetings, done, have_met, local_step, rounds, samples
+from rayps.strategies.averaging import check_averaging, local_step, report_average, rounds, rounds_done, samples
 from rayps.strategies.base import Strategy
 
 
@@ -57,7 +56,7 @@ class ParallelSGD(Strategy):
 
     def __post_init__(self) -> None:
         options.whole(self, "rounds")
-        check_meetings(self)
+        check_averaging(self)
         options.choice(self, "merge", ("mean", "best"))
         options.flag(self, "shuffle")
         if self.merge == "best" and self.compression is not None:
@@ -69,7 +68,7 @@ class ParallelSGD(Strategy):
 
     @property
     def rows(self) -> Rows:
-        """How rows are distributed to workers: reshuffled each epoch, or, with shuffle=False, fixed."""
+        """How rows are distributed to workers: reshuffled each epoch or, with shuffle=False, fixed."""
         return Reshuffled() if self.shuffle else Fixed()
 
     @property
@@ -82,16 +81,16 @@ class ParallelSGD(Strategy):
         return traffic.periodic_mean(grid, sizes, self.compression, None, moments=self.momentum == "average")
 
     def round(self, w: WorkerView) -> None:
-        """Take a step on this worker alone; at the end of a part, merge the parameters."""
-        t, steps = done(w), int(w.plan.end - w.plan.origin[0])
+        """Take a step on this worker alone. At the end of a part, merge the parameters."""
+        t, steps = rounds_done(w), int(w.plan.end - w.plan.origin[0])
         if self.compression is not None and rounds(w) == 0:
             w.shared["x"] = w.params.clone()
         local_step(w)
         if (t + 1) * self.rounds // steps > t * self.rounds // steps:
-            self._meet(w)
+            self._merge(w)
 
-    def _meet(self, w: WorkerView) -> None:
-        """Merge the parameters of all workers, by the option `merge`; every worker continues from the result."""
+    def _merge(self, w: WorkerView) -> None:
+        """Merge the parameters of all workers by the option `merge`. Every worker continues from the result."""
         weight, facts = self._weight(w)
         x = w.shared.get("x")
         if self.compression is None or x is None:
@@ -99,14 +98,14 @@ class ParallelSGD(Strategy):
         else:
             w.params = x.add_(w.mean(w.params - x, weight))
         w.sync_optimizer_and_buffers(weight, momentum=self.momentum, buffers=self.buffers)
-        have_met(w, **facts)
+        report_average(w, **facts)
 
     def consensus(self, w: WorkerView) -> Vector | None:
-        """Return the parameters that a merge would give now; None: `w.params`, if no step was taken since the last."""
+        """Return the parameters that a merge would give now, or None if no step was taken since the last merge."""
         return w.mean(w.params, self._weight(w)[0], exact=True) if rounds(w) else None
 
     def _weight(self, w: WorkerView) -> tuple[float, dict[str, float]]:
-        """Return this worker's weight in the merge, and, with merge=best, the best worker's rank for the report."""
+        """Return this worker's weight in the merge and, with merge=best, the best worker's rank for the report."""
         if self.merge == "mean":
             return samples(w), {}
         losses = w.ring.all_gather(w.params.new_empty(1).double().fill_(w.own_loss())).flatten()

@@ -10,15 +10,15 @@ Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013. Th
 - s > 0: each push is applied on arrival, scaled by 1/N; a pull waits while its worker is more than s rounds ahead.
 - s = None: each push is applied on arrival, scaled by 1/N; no pull waits.
 
-What a server's death can lose: with s = 0, no push: all workers return to the last snapshot and repeat the rounds since
-then. With s != 0, only pushes that are in no replay buffer: a worker retains its newest pushes until a snapshot has
-them, up to `replay_mb` (10^6 bytes; none = 256), and sends them again to a restored server. With replay_mb=0, all
-pushes since the snapshot are lost. With `replicas` (none: servers without backups), each slice has that many backups on
-other servers: one server may die without a restart.
+After a server's death with s = 0, no push is lost: all workers return to the last snapshot and repeat the rounds since
+then. With s != 0, pushes are lost that are in no replay buffer. A worker retains its newest pushes until a snapshot
+includes them, up to `replay_mb` (10^6 bytes; 256 by default), and sends them again to a restored server. With
+replay_mb=0, all pushes since the snapshot are lost. `replicas` is the number of backups of each slice on other servers;
+none means servers without backups. With backups, one server may die without a restart.
 
-With s > 0 or None, all pushes have equal weight, whatever their number of samples (a push of 0 samples has none). A
+With s > 0 or None, all pushes have equal weight, whatever their number of samples (a push of 0 samples is ignored). A
 push scaled by 1/N also applies 1/N of the optimizer's weight decay (SGD, Adagrad, Adam), so that N pushes have the same
-regularised optimum as one step; the same holds for the rows of tables that a push touches. If the decay is decoupled
+regularised optimum as one step. This is also true for the rows of tables that a push touches. If the decay is decoupled
 and the step ignores the gradient's scale (AdamW), rate and decay are not scaled: each push is a full step of the
 optimizer, and the job reports a warning.
 
@@ -73,7 +73,7 @@ class ParameterServer(Strategy):
     def server_half(self) -> ServerHalf:
         """A plain description of what the servers do, for which they need no worker code.
 
-        For a class derived from this one, it is the strategy itself, which may override `on_push` and `on_round`.
+        For a derived class, this is the strategy itself, because the class may override `on_push` and `on_round`.
         """
         return PlainServers(self.topology) if type(self) is ParameterServer else self
 

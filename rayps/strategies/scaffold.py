@@ -6,10 +6,10 @@ round t, with the cohort S:
     client i: y <- w;  L times:  y <- y - eta (grad(y; b) - c_i + c)
               c_i+ <- c_i - c + (w - y) / (L eta);   replies y - w and c_i+ - c_i
     server:   w <- w + server_lr * mean_S(y_i - w);   c <- c + (1/N) sum_S (c_i+ - c_i)
-The factor is 1/N, not 1/|S|, so that c is the mean of all c_i also when only some clients take part. With a robust
-`rule`, the sum over S is replaced by |S| times the rule's result for the c_i+ - c_i; attackers can then change c only
+The factor is 1/N, not 1/|S|, so that c is the mean of all c_i even if only some clients take part. With a robust
+`rule`, the sum over S is replaced by |S| times the rule's result for the c_i+ - c_i. Attackers can then change c only
 within the rule's bound. As in the paper, all clients have equal weight, whatever their samples. The clients' optimizer
-must be plain SGD with the rate eta: if eta is 0, c_i does not change; with `maximize`, the steps have the opposite
+must be plain SGD with the rate eta. If eta is 0, c_i does not change. With `maximize`, the steps have the opposite
 sign, and c_i+ is c_i - c + (y - w) / (L eta). All c_i are stored on disk.
 """
 

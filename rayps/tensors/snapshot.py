@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from rayps.core.errors import CheckpointError
 from rayps.core.phase_rounds import Calendar, PhaseSpan
 from rayps.core.records import Point, RingTable
-from rayps.core.repeated_pushes import Ledger, anywhere
+from rayps.core.repeated_pushes import Ledger, union
 from rayps.tensors.checkpoint import SavedState
 from rayps.tensors.flat import Layout
 from rayps.tensors.local_state import LocalState, below
@@ -73,7 +73,7 @@ class Snapshot:
         elements then lack the push, but no element includes it twice.
         """
         held = [ledger for a, b, ledger in self.ledgers if a < hi and lo < b]
-        return anywhere(held) if held else Ledger(self.positions)
+        return union(held) if held else Ledger(self.positions)
 
     def align(self) -> None:
         """Set all positions to the slowest worker's, for a strategy whose workers are always in the same round."""
@@ -226,7 +226,7 @@ class Snapshot:
             self.ring, self.rng = None, {}
         if span.columns == 1 and self.divided:  # the ledgers count the elements in another order
             held = [ledger for _, _, ledger in self.ledgers]
-            self.ledgers, self.divided = ([(0, self.layout.size, anywhere(held))] if held else []), ""
+            self.ledgers, self.divided = ([(0, self.layout.size, union(held))] if held else []), ""
         self.columns, self.steps_per_epoch, self.origin = span.columns, span.steps, span.origin
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from rayps.federated.client_states import DEALT_STATES
+from rayps.federated.client_states import WORKER_STATES
 from rayps.federated.engine import FederatedEngine
 from rayps.worker.connections import WorkerConnections
 from rayps.worker.core import Worker
@@ -34,9 +34,9 @@ class FederatedRounds(Loop):
 
     def join(self, companions: Companions) -> None:
         """Receive the states of the clients that are stored on this worker. See `Loop`."""
-        dealt = companions.get(DEALT_STATES)
-        if dealt is not None and dealt.states is not None:
-            self.w.clients.adopt(dealt.states)
+        stored = companions.get(WORKER_STATES)
+        if stored is not None and stored.states is not None:
+            self.w.clients.adopt_states(stored.states)
 
     def begin(self, stopped: Callable[[], bool]) -> None:
         """Prepare the first round. A wait for real clients ends as soon as `stopped()` is true. See `Loop`."""
@@ -49,4 +49,4 @@ class FederatedRounds(Loop):
 
     def retain(self, round: int) -> None:
         """Retain the clients' states after `round`. See `Loop`."""
-        self.w.clients.keep(round)
+        self.w.clients.keep_states(round)

@@ -46,10 +46,10 @@ class Bar(NamedTuple):
 
 
 def text(timeline: Timeline, width: int = 100, *, colour: bool = False, unit: str = "") -> str:
-    """Return the chart in at most `width` columns, a line per worker.
+    """Return the chart in at most `width` columns, with one line for each worker.
 
-    `colour`: use ANSI codes, for a terminal only. `unit` is the unit of time, such as " s"; without it, time is in
-    units of the simulation.
+    With `colour` the chart has ANSI codes, for a terminal only. `unit` is the unit of time, such as " s". Without
+    `unit`, time is in units of the simulation.
     """
     heads = [f"stage {rank} " for rank in range(len(timeline.rows))]
     margin = max(map(len, heads))
@@ -71,7 +71,7 @@ def text(timeline: Timeline, width: int = 100, *, colour: bool = False, unit: st
 
 
 def svg(timeline: Timeline, title: str, *, unit: str = "", scale: float | None = None) -> str:
-    """Return the chart as an SVG document, for light and dark pages; `scale` is pixels per unit of time."""
+    """Return the chart as an SVG document for light and dark pages. `scale` is in pixels per unit of time."""
     makespan = float(timeline.makespan) or 1.0
     scale = min(28.0, 960 / makespan) if scale is None else scale
     wide, count = makespan * scale, len(timeline.rows)
@@ -87,8 +87,8 @@ def svg(timeline: Timeline, title: str, *, unit: str = "", scale: float | None =
         parts.append(f'<text class="end" x="{_LEFT - 10}" y="{base:.1f}">stage {rank}</text>')
         parts.append(f'<rect class="wait" x="{_LEFT}" y="{y:.1f}" width="{wide:.1f}" height="{_BAR}" rx="3"/>')
         parts += [_bar(bar, y, scale, unit) for bar in bars]
-        said = f"idle {float(timeline.idles[rank]):.0%}, holds {timeline.peaks[rank]}"
-        parts.append(f'<text class="soft" x="{_LEFT + wide + 10:.1f}" y="{base:.1f}">{said}</text>')
+        summary = f"idle {float(timeline.idles[rank]):.0%}, holds {timeline.peaks[rank]}"
+        parts.append(f'<text class="soft" x="{_LEFT + wide + 10:.1f}" y="{base:.1f}">{summary}</text>')
     height = bottom + 32
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
@@ -98,13 +98,13 @@ def svg(timeline: Timeline, title: str, *, unit: str = "", scale: float | None =
 
 
 def rows(timeline: Timeline) -> list[list[Bar]]:
-    """Return the timeline as rows of bars, with times as floats, and the chunks of each worker numbered from 0."""
+    """Return one row of bars for each worker, with times as floats and each worker's chunks numbered from 0."""
     count = len(timeline.rows)
     return [[Bar(a, a.chunk // count, float(start), float(end)) for a, start, end in row] for row in timeline.rows]
 
 
-def _cells(bars: list[Bar], makespan: float, scale: float, look: tuple[bool, bool]) -> Iterator[str]:
-    at, (dense, colour) = 0, look
+def _cells(bars: list[Bar], makespan: float, scale: float, style: tuple[bool, bool]) -> Iterator[str]:
+    at, (dense, colour) = 0, style
     chunked = any(bar.chunk for bar in bars)
     for bar in bars:
         lo, hi = max(at, round(bar.start * scale)), round(bar.end * scale)
@@ -147,13 +147,13 @@ def _grey(word: str, colour: bool) -> str:
 def _bar(bar: Bar, y: float, scale: float, unit: str) -> str:
     kind, chunk, micro = bar.action
     x, wide = _LEFT + bar.start * scale, (bar.end - bar.start) * scale
-    said = f"{NAMES[kind]} of micro-batch {micro}, chunk {chunk}: {bar.start:.4g} to {bar.end:.4g}{unit}"
+    tooltip = f"{NAMES[kind]} of micro-batch {micro}, chunk {chunk}: {bar.start:.4g} to {bar.end:.4g}{unit}"
     label = ""
     if wide >= 7 * len(str(micro)) + 3:
         at = f'x="{x + wide / 2:.1f}" y="{y + _BAR / 2 + 4:.1f}" style="fill:var(--on{bar.chunk % 2})"'
         label = f'<text class="in mid" {at}>{micro}</text>'
     return (
-        f'<g><title>{escape(said)}</title><rect class="action" x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" '
+        f'<g><title>{escape(tooltip)}</title><rect class="action" x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" '
         f'height="{_BAR}" rx="3" fill="var(--{kind}{bar.chunk % 2})"/>{label}</g>'
     )
 

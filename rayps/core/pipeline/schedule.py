@@ -1,6 +1,6 @@
 """Pipeline schedules as data: the order of actions of each stage's worker. Pure.
 
-With p stages, m micro-batches and v chunks of the model on each worker there are p * v chunks in order; chunk c is on
+With p stages, m micro-batches and v chunks of the model on each worker there are p * v chunks in order. Chunk c is on
 worker c % p. An action is the forward pass (F) of one chunk on one micro-batch, its backward pass (B), or, where the
 backward pass is split, the gradient of its input (B) and that of its weights (W).
 
@@ -71,9 +71,9 @@ def idle(schedule: str, stages: int, micro_batches: int, chunks: int = 1) -> Fra
 
     The formula assumes equal stages, a B that takes twice as long as an F, and no time for transfers.
 
-    gpipe, 1f1b (p-1)/(m+p-1); interleaved (p-1)/(vm+p-1). zero_bubble, with F = B = W = 1: the paper's ZB-H1 idles
-    (p-1)(F+B-W) beside the work m(F+B+W), which is (p-1)/(3m+p-1) of the time, if m >= p. With fewer micro-batches the
-    first worker waits 2p-1 for the round trip of the first micro-batch, and runs all its m B and m W after that: a step
+    gpipe, 1f1b (p-1)/(m+p-1); interleaved (p-1)/(vm+p-1). zero_bubble, with F = B = W = 1: for m >= p, the paper's
+    ZB-H1 idles (p-1)(F+B-W) and works m(F+B+W), so it idles (p-1)/(3m+p-1) of the time. With fewer micro-batches the
+    first worker waits 2p-1 for the round trip of the first micro-batch, and then runs all its m B and m W, so a step
     takes 2m+2p-1. Both cases together: 1 - 3m / max(3m+p-1, 2m+2p-1).
     """
     check(schedule, stages, micro_batches, chunks)
@@ -83,7 +83,7 @@ def idle(schedule: str, stages: int, micro_batches: int, chunks: int = 1) -> Fra
     return Fraction(p - 1, chunks * m + p - 1)
 
 
-def idle_words(schedule: str) -> str:
+def idle_formula(schedule: str) -> str:
     """Return the formula of `idle` as text."""
     return {"interleaved": "(p-1)/(vm+p-1)", "zero_bubble": "1 - 3m/max(3m+p-1, 2m+2p-1)"}.get(
         schedule, "(p-1)/(m+p-1)"
@@ -93,9 +93,11 @@ def idle_words(schedule: str) -> str:
 def peak(schedule: str, stages: int, micro_batches: int, rank: int, chunks: int = 1) -> int:
     """Return the most activations (of a micro-batch in a chunk) that worker `rank` holds at once, by formula.
 
-    An activation is held from its F to its B, or to its W where the backward pass is split. gpipe m; 1f1b min(m,
-    p-rank); zero_bubble min(m, p) everywhere, equal to 1f1b on its first worker: later workers delay their W to fill
-    the end; interleaved min(vm, 2(p-rank-1) + (v-1)p + 1), chunks being 1/v of a stage.
+    An activation is held from its F to its B, or to its W if the backward pass is split.
+
+    gpipe m; 1f1b min(m, p-rank); interleaved min(vm, 2(p-rank-1) + (v-1)p + 1), where a chunk is 1/v of a stage.
+    zero_bubble min(m, p) on every worker. Its first worker holds as many as under 1f1b; later workers hold more,
+    because they delay their W to fill the end.
     """
     check(schedule, stages, micro_batches, chunks)
     most = {"gpipe": micro_batches, "zero_bubble": stages}.get(schedule)
@@ -122,9 +124,9 @@ def check(schedule: str, stages: int, micro_batches: int, chunks: int) -> None:
 
 
 def _row(schedule: str, p: int, m: int, v: int, rank: int) -> list[Action]:
-    """Build a worker's row: some F ahead (all under gpipe), then F and B alternately, then the remaining B.
+    """Build a worker's row: first some F (all F under gpipe), then F and B alternately, then the remaining B.
 
-    In a split backward pass each W follows its B by `behind` micro-batches.
+    In a split backward pass each W follows its B after `behind` more B.
     """
     block = p if schedule == "interleaved" else m  # micro-batches that pass one chunk before the next chunk's turn
     turns = [range(at, min(at + block, m)) for at in range(0, m, block)]

@@ -16,7 +16,7 @@ Seconds = int | float | Fraction
 class Timeline:
     """The times of each worker's actions in one step, from 0 on."""
 
-    rows: list[list[tuple[Action, Seconds, Seconds]]]  # per worker: action, start, end
+    rows: list[list[tuple[Action, Seconds, Seconds]]]  # for each worker, its actions as (action, start, end)
     peaks: list[int]  # the most activations that each worker holds at once
 
     @property
@@ -26,7 +26,7 @@ class Timeline:
 
     @property
     def idles(self) -> list[Seconds]:
-        """For each worker the idle share of the makespan."""
+        """The idle share of the makespan, one for each worker."""
         whole = self.makespan
         busy = [sum((end - start for _, start, end in row), start=Fraction(0)) for row in self.rows]
         return [1 - each / whole if whole else Fraction(0) for each in busy]
@@ -42,9 +42,9 @@ def simulate(
 ) -> Timeline:
     """Run a table in simulated time: each worker runs its actions in order, each as soon as its inputs have arrived.
 
-    `seconds` gives the time of an action, or of each kind of action, such as {"F": 1, "B": 2}; None: F takes 1 and B 2
-    or, if the table has W, each of F, B and W takes 1. `transfer` is the time to send a tensor between two workers,
-    which continue meanwhile.
+    `seconds` gives the time of an action, or of each kind of action, such as {"F": 1, "B": 2}. None means {"F": 1,
+    "B": 2} or, if the table has W, 1 for each of F, B and W. `transfer` is the time to send a tensor between two
+    workers; both continue to compute during the transfer.
 
     Raises:
         ConfigError: the table deadlocks.
@@ -68,7 +68,7 @@ def simulate(
 def peak(row: list[Action], split: bool) -> int:
     """Return the most activations that a worker with these actions holds at once.
 
-    It holds an activation from the F to the B of its micro-batch, or, with `split`, to the W.
+    The worker holds an activation from the F to the B of its micro-batch, or to the W with `split`.
     """
     held = most = 0
     for action in row:

@@ -24,7 +24,7 @@ def validate(table: Table, stages: int, micro_batches: int, chunks: int = 1) -> 
         raise _wrong(f"it has {len(table)} rows, and there are {stages} stages: give one row for each")
     for rank, row in enumerate(table):
         for action in row:
-            _known(action, rank, stages, micro_batches, chunks)
+            _check_action(action, rank, stages, micro_batches, chunks)
     kinds = KINDS if splits(table) else KINDS[:2]
     found = Counter(action for row in table for action in row)
     for chunk in range(stages * chunks):
@@ -39,7 +39,7 @@ def validate(table: Table, stages: int, micro_batches: int, chunks: int = 1) -> 
 
 
 def walk(table: Table) -> Iterator[tuple[int, Action]]:
-    """Return the table's actions in an order in which they can run, each with its worker's rank.
+    """Yield (rank of the worker, action) for all actions of the table, in an order in which they can run.
 
     Raises:
         ConfigError: the table deadlocks; the text names what each worker waits for.
@@ -63,13 +63,13 @@ def walk(table: Table) -> Iterator[tuple[int, Action]]:
 
 
 def to_json(table: Table) -> str:
-    """Return the table as JSON: per worker a list of actions such as "0F1" (chunk 0, forward, micro-batch 1)."""
+    """Return the table as JSON: for each worker a list of actions such as "0F1" (chunk 0, forward, micro-batch 1)."""
     rows = ",\n ".join(json.dumps([str(action) for action in row]) for row in table)
     return f"[{rows}]\n"
 
 
 def read(text: str) -> tuple[Table, int, int, int]:
-    """Read a table from JSON or CSV and validate it; return it with its stages, micro-batches and chunks.
+    """Read a table from JSON or CSV and validate it. Return (table, stages, micro-batches, chunks on each worker).
 
     Raises:
         ConfigError: the text is not a table, or the table cannot run.
@@ -99,7 +99,7 @@ def _action(word: Json) -> Action:
     return Action(match[2], int(match[1]), int(match[3]))
 
 
-def _known(action: Action, rank: int, stages: int, micro_batches: int, chunks: int) -> None:
+def _check_action(action: Action, rank: int, stages: int, micro_batches: int, chunks: int) -> None:
     if action.kind not in KINDS:
         raise _wrong(f"{action} on stage {rank} is not a pass: give F, B or W")
     if not 0 <= action.chunk < stages * chunks:

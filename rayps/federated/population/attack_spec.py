@@ -3,8 +3,8 @@
 `clients` is the number of attackers, which are drawn from the job's seed. An attacker does the following:
     sign_flip(clients=4,scale=1)      sends -scale times its update
     gaussian(clients=4,sd=1)          sends noise
-    label_flip(clients=4,classes=none) trains on label classes - 1 - y instead of y (none: the data's number of classes)
-    alie(clients=4,z=none)            sends mean - z sd of the honest updates (none: the paper's z)
+    label_flip(clients=4,classes=none) trains on label `classes` - 1 - y instead of y; by default the data's classes
+    alie(clients=4,z=none)            sends mean - z sd of the honest updates; by default the paper's z
     inner_product(clients=4,eps=1)    sends -eps times the mean of the honest updates
     nan(clients=4)                    sends NaN
     inflated_counts(clients=4,factor=100)  reports `factor` times its number of samples
@@ -58,7 +58,7 @@ class AttackSpec:
 
     @property
     def omniscient(self) -> bool:
-        """Whether attackers compute what they send from the honest updates of the round."""
+        """Whether attackers compute their vector from the honest updates of the round."""
         return self.name in ("alie", "inner_product")
 
     @property
@@ -70,8 +70,8 @@ class AttackSpec:
         """Return the labels on which an attacker trains instead of `y`."""
         return y if self.classes is None else self.classes - 1 - y
 
-    def settled(self, labels: Sequence[str] | None) -> AttackSpec:
-        """Return the attack with its number of classes; if that was not given, it is taken from the data's `labels`.
+    def with_classes(self, labels: Sequence[str] | None) -> AttackSpec:
+        """Return the attack with its number of classes, by default the number of classes in the data's `labels`.
 
         Raises:
             ConfigError: the number was not given, and the labels are not class numbers.
@@ -88,32 +88,31 @@ class AttackSpec:
                 f"label_flip(clients={self.clients},classes=10)",
                 field="attack",
             )
-        return replace(
-            self, classes=found[0] + found[-1] + 1
-        )  # `labels` then maps the first label to the last, also if the first is not 0
+        # `labels` then maps the first label to the last label, even if the first label is not 0
+        return replace(self, classes=found[0] + found[-1] + 1)
 
     def check(self, clients: int) -> None:
-        """Check the number of attackers. Raises ConfigError: all of `clients` clients would be attackers."""
+        """Check the number of attackers. Raises ConfigError if all of `clients` clients would be attackers."""
         if self.clients >= clients:
             raise ConfigError(
-                f"{self}: {self.clients} attackers of {clients} clients leave no honest one; give the attack fewer",
+                f"{self}: {self.clients} attackers of {clients} clients leave no honest client; give fewer attackers",
                 field="attack",
             )
 
     def attackers(self, seed: int, clients: int) -> frozenset[int]:
-        """Return which of the clients 0, 1, ... are attackers: a function of the seed and the number of clients."""
+        """Return the numbers of the attackers among `clients` clients. `seed` determines the draw."""
         return frozenset(random.Random(f"attackers of {seed}").sample(range(clients), self.clients))
 
 
 def attack_of(given: Json) -> AttackSpec | None:
-    """Parse an attack from its text or its wire form; for None return None. Raises ConfigError."""
+    """Parse an attack from its text or wire form. Return None for None. Raises ConfigError if `given` is no attack."""
     if given is None:
         return None
     return AttackSpec(**read("attack", given, _ATTACKS, "sign_flip(clients=4,scale=5)"))
 
 
 def attack_with(option: str) -> str | None:
-    """Return the text form of an example of an attack that has this option; None if no attack has it."""
+    """Return an example, as text, of an attack that has this option, or None if no attack has the option."""
     found = next((name for name, options in _ATTACKS.items() if option in options), None)
     return None if found is None else f"{found}(clients=1,{option}=2)"
 
@@ -121,8 +120,8 @@ def attack_with(option: str) -> str | None:
 def skew(counts: Sequence[Sequence[int]]) -> float:
     """Return how much the clients' labels differ: the mean total variation distance to the labels of all data.
 
-    `counts` [clients][labels] are the numbers of samples. The result is 0 if all clients have the same distribution of
-    labels, and near 1 if no two clients have a label in common.
+    `counts` has the numbers of samples, as [clients][labels]. The result is 0 if all clients have the same distribution
+    of labels, and near 1 if no two clients have a label in common.
     """
     whole = [sum(column) for column in zip(*counts, strict=True)]
     everyone = sum(whole)

@@ -28,18 +28,18 @@ class Availability(Protocol):
     Moments (`now` and results) are virtual microseconds.
     """
 
-    def there(self, clients: Ints, now: int, round: int, attempt: int) -> NDArray[np.bool_]:
-        """Return for each of `clients` whether it can start now; `attempt` counts the checks in this round."""
+    def are_available(self, clients: Ints, now: int, round: int, attempt: int) -> NDArray[np.bool_]:
+        """Return for each of `clients` whether it is available now. `attempt` counts the checks in this round."""
 
     def until(self, clients: Ints, now: int) -> Ints:
         """Return for each of `clients`, all of which are available now, the moment from which it is not available."""
 
     def next(self, clients: Ints, now: int) -> int | None:
-        """Return the next moment after `now` at which to check `clients` again; None if none of them ever returns."""
+        """Return the next moment after `now` at which to check `clients` again, or None if no client ever returns."""
 
 
 def availability(seed: int, spec: CheckedForm) -> Availability:
-    """Return the availability model that the options `spec` describe. Raises ConfigError: a trace cannot be read."""
+    """Return the availability model that the options `spec` describe. Raises ConfigError if a trace cannot be read."""
     name = spec["name"]
     if name == "bernoulli":
         return Bernoulli(seed, spec["p"], micros(spec["every"]))
@@ -59,29 +59,29 @@ def micros(seconds: float) -> int:
 class Always:
     """All clients are available, all the time."""
 
-    def there(self, clients: Ints, now: int, round: int, attempt: int) -> NDArray[np.bool_]:
+    def are_available(self, clients: Ints, now: int, round: int, attempt: int) -> NDArray[np.bool_]:
         """Return True for each client."""
         return np.ones(len(clients), dtype=np.bool_)
 
     def until(self, clients: Ints, now: int) -> Ints:
-        """Return for each client that it never leaves."""
+        """Return `FOREVER` for each client, because no client leaves."""
         return np.full(len(clients), FOREVER, dtype=np.int64)
 
     def next(self, clients: Ints, now: int) -> int | None:
-        """Return `now` + 1, as clients are available at every moment."""
+        """Return `now` + 1, because clients are available at every moment."""
         return now + 1
 
 
 class Bernoulli(Always):
-    """In each round each client is available with probability p; a client that is available does not leave.
+    """In each round each client is available with probability p. A client that is available does not leave.
 
-    If no client is available, they are drawn again after `every` microseconds.
+    If no client is available, the clients are drawn again after `every` microseconds.
     """
 
     def __init__(self, seed: int, p: float, every: int) -> None:
         self._seed, self._p, self._every = seed, p, max(1, every)
 
-    def there(self, clients: Ints, now: int, round: int, attempt: int) -> NDArray[np.bool_]:
+    def are_available(self, clients: Ints, now: int, round: int, attempt: int) -> NDArray[np.bool_]:
         """Return for each client whether it is available: a random draw for this round and attempt."""
         return np.asarray(uniforms(self._seed, "available", clients, round, attempt) < self._p)
 
@@ -93,13 +93,14 @@ class Bernoulli(Always):
 class Diurnal:
     """Each client is available for one interval of every day, which starts at a different time for each client.
 
-    The interval has `length` of the day's `day` microseconds; starts are in the first `spread` (0 to 1) of the day.
+    A day has `day` microseconds, and the interval has `length` microseconds. The intervals start in the first part of
+    the day, whose share of the day is `spread` (0 to 1).
     """
 
     def __init__(self, seed: int, length: int, day: int, spread: float) -> None:
         self._seed, self._length, self._day, self._spread = seed, length, max(1, day), spread
 
-    def there(self, clients: Ints, now: int, round: int, attempt: int) -> NDArray[np.bool_]:
+    def are_available(self, clients: Ints, now: int, round: int, attempt: int) -> NDArray[np.bool_]:
         """Return for each client whether `now` is in its interval of the day."""
         return np.asarray(self._hour(clients, now) < self._length)
 
@@ -118,9 +119,10 @@ class Diurnal:
 
 
 class TraceIntervals:
-    """Client k is available in the intervals of trace k modulo the number of traces; with a `period`, periodically.
+    """Client k is available in the intervals of trace k modulo the number of traces.
 
-    All traces are concatenated on one time axis, so that one call searches the intervals of all clients.
+    The intervals repeat after `period` seconds, or do not repeat if `period` is None. All traces are concatenated on
+    one time axis, so that one call searches the intervals of all clients.
     """
 
     def __init__(self, traces: Pairs, period: float | None) -> None:
@@ -137,10 +139,10 @@ class TraceIntervals:
         self._first = np.where(
             (at < len(self._on)) & (self._on[found] < bases + self._stride), self._on[found] - bases, -1
         )
-        # for each trace: how long an interval that lasts until the period's end continues in the next period
+        # for each trace: the microseconds for which an interval that lasts until the period's end continues after it
         self._over = np.where(self._first == 0, self._off[found] - bases, 0)
 
-    def there(self, clients: Ints, now: int, round: int, attempt: int) -> NDArray[np.bool_]:
+    def are_available(self, clients: Ints, now: int, round: int, attempt: int) -> NDArray[np.bool_]:
         """Return for each client whether `now` is in one of its intervals."""
         moment, at = self._find(clients, now)
         return np.asarray((at >= 0) & (moment < self._off[at]) & (moment >= self._on[at]))
@@ -157,7 +159,7 @@ class TraceIntervals:
         return np.asarray(np.where(whole, FOREVER, now + left + np.where(over, self._over[trace], 0)))
 
     def next(self, clients: Ints, now: int) -> int | None:
-        """Return the earliest moment at which an interval of one of the clients starts; None if there is none."""
+        """Return the earliest moment at which an interval of one of the clients starts, or None if none starts."""
         moment, at = self._find(clients, now)
         trace = clients % self._traces
         after = np.minimum(at + 1, len(self._on) - 1)
@@ -170,9 +172,9 @@ class TraceIntervals:
         return None if soonest >= FOREVER else now + soonest
 
     def _find(self, clients: Ints, now: int) -> tuple[Ints, Ints]:
-        """Return for each client the position of `now` on the time axis, and the last interval that starts by then.
+        """Return for each client the position of `now` on the time axis, and the index of the last interval so far.
 
-        The interval is -1 if none starts by then.
+        The index is -1 if no interval on the axis starts at or before that position.
         """
         local = min(now, self._stride - 1) if self._period is None else now % self._period
         moment = (clients % self._traces) * self._stride + local
@@ -191,7 +193,10 @@ def _merged(pairs: list[tuple[float, float]]) -> list[tuple[int, int]]:
 
 
 def read_intervals(file: str) -> Pairs:
-    """Read a CSV file with the columns client,on,off; return each client's intervals, in order of first occurrence."""
+    """Read a CSV file with the columns client,on,off (seconds). Return the intervals of each client.
+
+    The clients are in the order of their first lines.
+    """
     traces: dict[str, list[tuple[float, float]]] = {}
     for client, on, off in _columns(file, "available", ("client", "on", "off")):
         traces.setdefault(client, []).append((float(on), float(off)))
@@ -199,14 +204,15 @@ def read_intervals(file: str) -> Pairs:
 
 
 def read_seconds(file: str) -> list[float]:
-    """Read a CSV file with the columns client,seconds; return each client's virtual seconds per sample, in order."""
+    """Read a CSV file with the columns client,seconds. Return the virtual seconds per sample of each line."""
     return [float(seconds) for _, seconds in _columns(file, "speed", ("client", "seconds"))]
 
 
 def _columns(file: str, field: str, names: tuple[str, ...]) -> list[list[str]]:
-    """Read the columns `names` of a CSV file with a header; all columns but the first must be numbers of 0 or more.
+    """Read the columns `names` of a CSV file with a header.
 
-    Raises ConfigError.
+    Raises ConfigError if the file cannot be read or is empty, or if a column except the first has a value that is not a
+    number of 0 or more.
     """
     try:
         with Path(file).open(newline="", encoding="utf-8") as lines:

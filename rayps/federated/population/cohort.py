@@ -1,8 +1,8 @@
-"""Choose which clients a round asks, and on which worker each of them trains, with the same result on all hosts.
+"""Choose the clients that a round asks, and the worker on which each client trains, with the same result on all hosts.
 
 Random numbers are computed by a hash (the finalizer of SplitMix64, Steele, Lea and Flood 2014), not by a library's
-generator. They depend neither on the version of a library nor on the order of calls, and a round can be drawn without
-the rounds before it.
+generator. They depend neither on the version of a library nor on the order of calls. A round can be drawn without the
+earlier rounds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MASK = (1 << 64) - 1
 def hashes(seed: int, purpose: str, clients: Ints, *at: int) -> NDArray[np.uint64]:
     """Return 64 random bits for each client: a function of seed, purpose, client and `at` (such as round, attempt).
 
-    Two clients never have the same bits for the same `at`, so that the bits also define an order of the clients.
+    Two clients never have the same bits for the same `at`. The bits therefore also define an order of the clients.
     """
     base = _mixed(seed ^ (zlib.crc32(purpose.encode()) << 32))
     for number in at:
@@ -35,10 +35,7 @@ def hashes(seed: int, purpose: str, clients: Ints, *at: int) -> NDArray[np.uint6
 
 
 def number(seed: int, purpose: str, *at: int) -> int:
-    """Return 64 random bits, a function of seed, purpose and `at`; a call takes microseconds.
-
-    They differ from the bits of `hashes`.
-    """
+    """Return 64 random bits, a function of seed, purpose and `at`. The bits differ from those of `hashes`."""
     found = _mixed(seed ^ (zlib.crc32(purpose.encode()) << 32))
     for each in at:
         found = _mixed(found ^ _mixed(each + _GOLDEN))
@@ -46,7 +43,7 @@ def number(seed: int, purpose: str, *at: int) -> int:
 
 
 def uniforms(seed: int, purpose: str, clients: Ints, *at: int) -> NDArray[np.float64]:
-    """Return for each client a random number, uniform from 0 to below 1; arguments as for `hashes`."""
+    """Return for each client a random number, uniform from 0 to below 1. The arguments are those of `hashes`."""
     return np.asarray((hashes(seed, purpose, clients, *at) >> np.uint64(11)) * 2.0**-53, dtype=np.float64)
 
 
@@ -57,12 +54,12 @@ def normals(seed: int, purpose: str, clients: Ints, *at: int) -> NDArray[np.floa
 
 
 def cohort_size(clients: int, fraction: float) -> int:
-    """Return how many clients a round needs: max(1, fraction times clients) (McMahan et al. 2017, algorithm 1)."""
+    """Return how many clients a round needs: max(1, `fraction` * `clients`) (McMahan et al. 2017, algorithm 1)."""
     return min(clients, max(1, int(fraction * clients + 0.5)))
 
 
 def cohort(seed: int, round: int, clients: int, fraction: float) -> Ints:
-    """Return the numbers of the clients that round `round` asks, sorted: `cohort_size` of `clients` clients.
+    """Return the sorted numbers of the clients that round `round` asks: `cohort_size` of `clients` clients.
 
     Raises:
         ConfigError: there is no client, or the fraction is outside (0, 1].
@@ -77,7 +74,7 @@ def cohort(seed: int, round: int, clients: int, fraction: float) -> Ints:
 
 
 def first(seed: int, round: int, candidates: Ints, count: int) -> Ints:
-    """Return the `count` candidates (all, if there are fewer) that come first in the round's random order, sorted.
+    """Return, sorted, the `count` candidates that come first in the round's random order, or all if there are fewer.
 
     Whether one candidate comes before another does not depend on the other clients.
     """
@@ -88,23 +85,23 @@ def first(seed: int, round: int, candidates: Ints, count: int) -> Ints:
 
 
 def pack(costs: Ints, workers: int) -> list[Ints]:
-    """Divide trainings with the given `costs` among workers; return for each worker its positions in `costs`, sorted.
+    """Divide trainings with these `costs` among workers. Return for each worker its positions in `costs`, sorted.
 
     In descending order of cost, each training is assigned to the least loaded worker (Graham 1969). The assignment has
     no effect on a round's result, only on the time of the slowest worker.
     """
     loads = [(0.0, rank) for rank in range(workers)]
-    dealt: list[list[int]] = [[] for _ in range(workers)]
+    divided: list[list[int]] = [[] for _ in range(workers)]
     costs = np.asarray(costs, dtype=np.float64)
     for position in np.argsort(-costs, kind="stable").tolist():
         load, rank = loads[0]
-        dealt[rank].append(position)
+        divided[rank].append(position)
         heapq.heapreplace(loads, (load + float(costs[position]), rank))
-    return [np.sort(np.asarray(positions, dtype=np.int64)) for positions in dealt]
+    return [np.sort(np.asarray(positions, dtype=np.int64)) for positions in divided]
 
 
-def homes(costs: Ints, workers: int) -> Ints:
-    """Return for each client the rank of the worker that stores its state, and trains it, in every round."""
+def home_ranks(costs: Ints, workers: int) -> Ints:
+    """Return for each client the rank of the worker that stores the client's state and trains it in every round."""
     found = np.zeros(len(costs), dtype=np.int64)
     for rank, positions in enumerate(pack(costs, workers)):
         found[positions] = rank

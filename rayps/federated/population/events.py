@@ -1,8 +1,8 @@
 """The interface of the simulations that plan the rounds of a federated run, and the simulation of synchronous rounds.
 
 The state of a simulation between rounds is its clock, an int64 array [1 + m, 7]. The first row has the end of the last
-round, in virtual microseconds, and the number of started trainings. Then follows one row for each of the m running
-trainings (in asynchronous runs only). With a saved clock, a run can continue from any round.
+round, in virtual microseconds, and the number of started trainings. One row follows for each of the m running trainings
+(in asynchronous runs only). With a saved clock, a run can continue from any round.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ class Events(Protocol):
     def round(self, t: int, clock: Ints) -> tuple[Plan, Ints]:
         """Return the plan of round `t`, which starts at `clock`, and the clock after the round.
 
-        Raises TrainingError: no client is available now or later.
+        Raises TrainingError if no client is available now or later, or if too many replies are lost.
         """
 
 
 class InStep:
     """Synchronous rounds: all clients of a round start together, and the round waits for their replies."""
 
-    def __init__(self, world: Population) -> None:
-        self.world = world
+    def __init__(self, population: Population) -> None:
+        self.population = population
 
     def round(self, t: int, clock: Ints) -> tuple[Plan, Ints]:
         """Return the plan of round `t`, which starts at `clock`, and the clock after the round."""
-        plan = self.world.round(t, int(clock[0, 0]) / 1e6)
+        plan = self.population.round(t, int(clock[0, 0]) / 1e6)
         return plan, clock_at(plan.end)
 
 

@@ -12,34 +12,35 @@ from rayps.core.values import Json, is_number
 
 REQUIRED = "required"  # the default of an option that must be given
 
-# {"name": ..., every option of it: ...}, with values that `read` has checked
+# {"name": ..., OPTION: ..., ...} with all options of the name, and values that `read` has checked
 CheckedForm: TypeAlias = dict[str, Any]
 
 
 class Option(NamedTuple):
-    """How a numeric option is checked: with `least`, it is a whole number of at least that; else a number above 0."""
+    """How a numeric option is checked."""
 
     default: Json
-    least: int | None = None
+    least: int | None = None  # the value is a whole number of at least this; None means a number above 0
     signed: bool = False  # whether, without `least`, 0 and negative numbers are allowed too
 
 
 def read(field: str, given: Json, known: Mapping[str, Mapping[str, Option]], example: str) -> CheckedForm:
-    """Parse text or a mapping into {"name": ..., every option of it: ...}, and check the numbers.
+    """Parse text or a mapping into a `CheckedForm`.
 
-    `known` has the options of each allowed name; `field` and `example` are used in errors.
+    `known` is a dict from allowed name to options. `field` and `example` are used in errors.
 
     Raises:
-        ConfigError: the form or a value is invalid; the error names the field, what was given and what is allowed.
+        ConfigError: the form or a value is invalid. The error names the field, the given value and the allowed values.
     """
     if not isinstance(given, (str, Mapping)):
         raise ConfigError(f"{field} is {given!r}: give text such as {example}", field=field)
     spec = form(given) if isinstance(given, str) else dict(given)
     name = spec.pop("name", None)
     if not isinstance(name, str) or name not in known:
-        told = given if isinstance(given, str) else nested(dict(given))
+        shown_value = given if isinstance(given, str) else nested(dict(given))
         raise ConfigError(
-            f"{field} is {told!r}{near(name, known)}: give one of {', '.join(known)}, as in {example}", field=field
+            f"{field} is {shown_value!r}{near(name, known)}: give one of {', '.join(known)}, as in {example}",
+            field=field,
         )
     options = known[name]
     for key, value in spec.items():
@@ -61,7 +62,7 @@ def read(field: str, given: Json, known: Mapping[str, Mapping[str, Option]], exa
 
 
 def shown(name: str, options: Mapping[str, float | None]) -> str:
-    """Return the text form of a name with its options; options that are None are left out."""
+    """Return the text form of a name with its options, without options that are None."""
     inside = ",".join(f"{key}={value:g}" for key, value in options.items() if value is not None)
     return f"{name}({inside})" if inside else name
 

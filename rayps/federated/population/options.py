@@ -6,11 +6,11 @@ entry k modulo the length), or one of
     lognormal(sigma=0.5,median=0.001,jitter=0)         median * exp(sigma z), with a normal z for each client
     uniform(low=0.001,high=0.002,jitter=0)             uniform between low and high, for each client
     trace(file=speeds.csv)                             columns client,seconds; or trace(seconds=(0.001,0.002))
-With `jitter`, it is multiplied by exp(jitter z), with a normal z for each client and round.
+With `jitter`, the seconds are multiplied by exp(jitter z), with a normal z for each client and round.
 `available` is when clients are available, one of
     always
-    bernoulli(p=0.8,every=60)                          each client with probability p in each round; if none is, they
-                                                       are drawn again after `every` seconds
+    bernoulli(p=0.8,every=60)                          each client with probability p in each round; if no client is
+                                                       available, all are drawn again after `every` seconds
     diurnal(share=0.5,day=86400,spread=1)              each client for a share of each day; its start is drawn for each
                                                        client from the first `spread` of the day
     trace(file=there.csv,period=none)                  columns client,on,off in seconds, repeated after `period`; or
@@ -47,7 +47,7 @@ _LONGEST = 1e9  # seconds (thirty years): in microseconds far below the largest 
 
 
 def speed_of(given: Json) -> CheckedForm:
-    """Parse the option `speed` into {"name": ..., every option: ...}. Raises ConfigError: it has none of the forms."""
+    """Parse the option `speed`. Raises ConfigError if `given` has none of the forms in this module's docstring."""
     if given is None:
         given = "constant"
     if isinstance(given, (int, float)) and not isinstance(given, bool):
@@ -65,10 +65,7 @@ def speed_of(given: Json) -> CheckedForm:
 
 
 def available_of(given: Json) -> CheckedForm:
-    """Parse the option `available` into {"name": ..., every option: ...}.
-
-    Raises ConfigError: it has none of the forms.
-    """
+    """Parse the option `available`. Raises ConfigError if `given` has none of the forms in this module's docstring."""
     if given is None:
         given = "always"
     if isinstance(given, (list, tuple)):
@@ -82,9 +79,9 @@ def available_of(given: Json) -> CheckedForm:
 
 
 def intervals(given: Iterable[Iterable[Sequence[float]]], period: float | None) -> list[list[tuple[float, float]]]:
-    """Check the (on, off) intervals of each client, in seconds, and return them sorted.
+    """Check the (on, off) intervals of each client, in seconds, and return the intervals sorted.
 
-    Raises ConfigError: intervals overlap or exceed the period, or there is none.
+    Raises ConfigError if intervals overlap or exceed the period, or if there is no interval.
     """
     checked: list[list[tuple[float, float]]] = []
     for client, each in enumerate(given):
@@ -117,14 +114,13 @@ def intervals(given: Iterable[Iterable[Sequence[float]]], period: float | None) 
 class PopulationSpec:
     """The options of the simulated clients: speed, availability, dropout, deadline, attack.
 
-    They do not depend on the algorithm. Of these, only `deadline` applies to real clients.
+    The options do not depend on the algorithm. Only `deadline` also applies to real clients.
 
     Args:
         speed, available: one of the forms in this module's docstring.
         dropout: the probability that a client that was asked never replies, from 0 to below 1.
-        deadline: seconds after which a round does not wait for a client any more (virtual seconds for simulated
-        clients,
-            real seconds for real ones); None: a round waits for all clients.
+        deadline: seconds after which a round stops waiting for a client, in virtual time for simulated clients and
+            in real time for real clients; None means that a round waits for all clients.
         attack: how some of the clients attack the model: one of the forms in `rayps.federated.population.attack_spec`.
     """
 
@@ -150,13 +146,13 @@ class PopulationSpec:
 
     @property
     def attackers(self) -> AttackSpec | None:
-        """The attack, parsed from its text or wire form; None: there are no attackers."""
+        """The attack, parsed from its text or wire form; None if there are no attackers."""
         return attack_of(self.attack)
 
-    def must_be_unset(self) -> None:
+    def check_unset(self) -> None:
         """Check the options of a job with real clients.
 
-        Raises ConfigError: an option for simulated clients (any but `deadline`) was given.
+        Raises ConfigError if an option for simulated clients (any option except `deadline`) was given.
         """
         for field in fields(self):
             value = getattr(self, field.name)
@@ -178,11 +174,14 @@ def check_fraction(fraction: Json) -> None:
 
 
 def check_replies(min_replies: int, enough: int | None, over_selection: float) -> None:
-    """Check the options on the number of replies. Raises ConfigError: one is invalid, or no round would have enough."""
+    """Check the options on the number of replies.
+
+    Raises ConfigError if an option is invalid, or if a round would always end before it has `min_replies` replies.
+    """
     if not is_number(over_selection) or not 0 <= over_selection <= 10:
         raise ConfigError(
-            f"over_selection is {over_selection!r}: give how many more clients than needed to ask, as a fraction of "
-            "the needed ones from 0 to 10 (0.3 asks 13 clients if 10 are needed)",
+            f"over_selection is {over_selection!r}: give a number from 0 to 10, the additional clients to ask as a "
+            "fraction of the needed clients (0.3 asks 13 clients if 10 are needed)",
             field="over_selection",
         )
     for field, value, least, free in (("min_replies", min_replies, 0, False), ("enough", enough, 1, True)):
@@ -202,7 +201,7 @@ def check_replies(min_replies: int, enough: int | None, over_selection: float) -
 
 
 def _read(field: str, given: Json, known: dict[str, JsonObject]) -> CheckedForm:
-    """Parse text or a mapping into the name and every option of one of the `known` forms, and check the numbers."""
+    """Parse text or a mapping into one of the `known` forms, with its name and all its options; check the numbers."""
     spec = form(given) if isinstance(given, str) else dict(given) if isinstance(given, Mapping) else {"name": given}
     name = spec.pop("name", None)
     if name not in known:
@@ -235,7 +234,7 @@ def _shown(value: Json) -> str:
 
 
 def _one_of(field: str, found: CheckedForm, first: str, second: str) -> None:
-    """Check that a trace has either a file (`first`) or a list (`second`). Raises ConfigError."""
+    """Raise ConfigError unless a trace has either a file (`first`) or a list (`second`)."""
     if (found[first] is None) == (found[second] is None):
         raise ConfigError(f"{field}: give trace either {first}=... or {second}=..., not both or none", field=field)
     if found[first] is not None and not isinstance(found[first], str):

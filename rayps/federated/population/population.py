@@ -1,8 +1,8 @@
-"""Simulate the clients of a round in virtual time: which are asked, which reply, which are lost and why, when it ends.
+"""Simulate a round's clients in virtual time: which are asked, which reply, which are lost and why, and its end.
 
 Each random draw is a function of (seed, client, round) only: neither the host's load, nor the number of workers, nor an
-earlier round changes it. A round depends on the previous round only through the moment at which that ended. Seconds in
-this module are virtual; no process waits for them.
+earlier round changes the draw. A round depends on the previous round only through the moment at which the previous
+round ended. Seconds in this module are virtual: no process waits for them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from rayps.federated.population import options
 from rayps.federated.population.availability import FOREVER, Availability, availability, micros, read_seconds
 from rayps.federated.population.cohort import Ints, cohort_size, first, normals, uniforms
 
-LOOKS = 10_000  # a round fails after this many checks without an available client
+MOST_CHECKS = 10_000  # a round fails after this number of checks without an available client
 _LATEST = 1 << 60  # microseconds: the latest moment of virtual time
 
 
-REASONS = ("", "offline", "dropout", "deadline")  # why a client's reply was lost; "": the client replied
+REASONS = ("", "offline", "dropout", "deadline")  # why a client's reply was lost; "" means that the client replied
 
 
 class Training(NamedTuple):
@@ -33,7 +33,7 @@ class Training(NamedTuple):
 
     client: int
     version: int  # the training starts from the parameters at the start of this round
-    staleness: int  # how many rounds later its reply is used
+    staleness: int  # rounds between `version` and the round that uses the reply
     again: int  # how often this client had already started from this version
     begin: float  # virtual seconds
     end: float  # virtual seconds
@@ -61,12 +61,12 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class TrainingFates:
+class TrainingOutcomes:
     """The outcomes of trainings that start at one moment, with one element per client."""
 
     clients: Ints
     ends: Ints  # the moment (microseconds) at which the client replies, or the round stops waiting for it
-    reasons: list[str] = field(default_factory=list)  # why the reply is lost; "": the client replies
+    reasons: list[str] = field(default_factory=list)  # why the reply is lost; "" means that the client replies
 
 
 class Population:
@@ -78,8 +78,8 @@ class Population:
         fraction: the fraction of all clients that a round needs.
         speed, available: one of the forms in `rayps.federated.population.options`.
         dropout: the probability that a client that was asked never replies.
-        deadline: virtual seconds after which a round does not wait for a client any more; None: it waits for all.
-        enough: a round ends after this many replies; None: when all replies have arrived or are lost.
+        deadline: virtual seconds after which a round stops waiting for a client; None means that it waits for all.
+        enough: a round ends after this number of replies; None means when all replies have arrived or are lost.
         over_selection: s; a round that needs n replies asks (1 + s) n clients, and ends with n replies.
 
     Raises:
@@ -120,22 +120,22 @@ class Population:
         self._available: Availability = availability(seed, options.available_of(available))
         self._speed = options.speed_of(speed)
         self._all = np.arange(self.clients, dtype=np.int64)
-        self._pace = self._paces()
+        self._seconds = self._draw_seconds()
 
     def round(self, t: int, now: float = 0.0) -> Plan:
-        """Return the plan of round `t`; the round before it ended at `now`, in seconds.
+        """Return the plan of round `t`. The previous round ended at `now`, in virtual seconds.
 
         Raises:
             TrainingError: no client is available now or later.
         """
-        moment, candidates = self.someone(t, micros(now), self._all)
+        moment, candidates = self.first_available(t, micros(now), self._all)
         sampled = first(self.seed, t, candidates, self.asked)
-        sent = self.send(sampled, moment, t)
-        end = int(sent.ends.max())
-        replies = [at for at, reason in enumerate(sent.reasons) if not reason]
+        outcomes = self.start_trainings(sampled, moment, t)
+        end = int(outcomes.ends.max())
+        replies = [at for at, reason in enumerate(outcomes.reasons) if not reason]
         if self.enough is not None and len(replies) >= self.enough:
-            replies.sort(key=lambda at: (sent.ends[at], at))
-            end = int(sent.ends[replies[self.enough - 1]])
+            replies.sort(key=lambda at: (outcomes.ends[at], at))
+            end = int(outcomes.ends[replies[self.enough - 1]])
             replies = replies[: self.enough]
         kept = set(replies)
         trains = sampled[sorted(kept)]
@@ -145,49 +145,51 @@ class Population:
             sampled=sampled,
             trains=trains,
             trainings=tuple(
-                Training(client, t, 0, 0, begin, sent.ends[at] / 1e6)
+                Training(client, t, 0, 0, begin, outcomes.ends[at] / 1e6)
                 for client, at in zip(trains.tolist(), sorted(kept), strict=True)
             ),
-            dropped=[(int(client), sent.reasons[at] or "late") for at, client in enumerate(sampled) if at not in kept],
+            dropped=[
+                (int(client), outcomes.reasons[at] or "late") for at, client in enumerate(sampled) if at not in kept
+            ],
             begin=begin,
             end=end / 1e6,
             waited=(moment - micros(now)) / 1e6,
         )
 
-    def someone(self, t: int, now: int, among: Ints) -> tuple[int, Ints]:
-        """Return the first moment, from `now` on, at which any of the clients `among` is available, and these clients.
+    def first_available(self, t: int, now: int, among: Ints) -> tuple[int, Ints]:
+        """Return the first moment, from `now` on, at which at least one of the clients `among` is available.
 
-        Moments are microseconds.
+        Also return the clients that are available at this moment. Moments are in microseconds.
 
         Raises:
             TrainingError: none of the clients is available now or later.
         """
         moment: int | None = now
-        for attempt in range(LOOKS):
+        for attempt in range(MOST_CHECKS):
             if moment is None or moment > _LATEST:
                 break
-            there = self._available.there(among, moment, t, attempt)
+            there = self._available.are_available(among, moment, t, attempt)
             if there.any():
                 return moment, among[there]
             moment = self._available.next(among, moment)
         raise TrainingError(
             f"round {t}: none of {len(among)} clients is available at {now / 1e6:g} virtual seconds, nor "
-            + (f"in the next {LOOKS} checks" if moment is not None else "later")
+            + (f"in the next {MOST_CHECKS} checks" if moment is not None else "later")
             + ": make clients available more often (available=...), or give the trace a period",
             round=t,
         )
 
-    def there(self, clients: Ints, now: int, t: int) -> NDArray[np.bool_]:
+    def are_available(self, clients: Ints, now: int, t: int) -> NDArray[np.bool_]:
         """Return for each of `clients` whether it is available in round `t` at `now` (microseconds)."""
-        return self._available.there(clients, now, t, 0)
+        return self._available.are_available(clients, now, t, 0)
 
-    def send(self, clients: Ints, now: int, t: int, again: int = 0) -> TrainingFates:
+    def start_trainings(self, clients: Ints, now: int, t: int, again: int = 0) -> TrainingOutcomes:
         """Return the outcomes of `clients` that start to train in round `t` at `now` (microseconds).
 
-        `again` is how often they have already started in this round. Without a deadline, the round stops waiting for a
-        client lost by dropout at the moment at which its reply was due.
+        `again` is how often the clients have already started in this round. Without a deadline, the round stops waiting
+        for a client that is lost by dropout at the moment at which the client's reply was due.
         """
-        seconds, place = self._pace[clients], (t, again) if again else (t,)
+        seconds, place = self._seconds[clients], (t, again) if again else (t,)
         jitter = self._speed.get("jitter", 0.0)
         if jitter:
             seconds = seconds * np.exp(jitter * normals(self.seed, "jitter", clients, *place))
@@ -204,9 +206,9 @@ class Population:
         ends = np.minimum(np.minimum(due, leaves), latest)
         if self._deadline is not None:
             ends = np.where(lost & (leaves >= ends), latest, ends)  # the round stops waiting for it at the deadline
-        return TrainingFates(clients, ends, reasons)
+        return TrainingOutcomes(clients, ends, reasons)
 
-    def _paces(self) -> NDArray[np.float64]:
+    def _draw_seconds(self) -> NDArray[np.float64]:
         """Return each client's virtual seconds per sample."""
         spec, name = self._speed, self._speed["name"]
         if name == "lognormal":

@@ -1,7 +1,7 @@
-"""The option `clients`, which says how a job waits for real clients: `clients=remote(least=3,wait=600)`.
+"""The option `clients`, which sets how a job waits for real clients: `clients=remote(least=3,wait=600)`.
 
     least=1     the number of clients that must be connected before a round starts
-    wait=600    seconds for which the job waits for them in each round; after this the job fails
+    wait=600    seconds for which the job waits for these clients in each round; after this the job fails
 
 With real clients, the strategy's `deadline` is in real seconds, 600 by default: an update that arrives later does not
 count in the round. The options of simulated clients (speed, available, dropout, attack, enough, over_selection) are
@@ -25,14 +25,14 @@ REMOTE = "remote"
 
 @dataclass(frozen=True, slots=True)
 class JoinOptions:
-    """The options of `clients=remote`: for how many connected clients a round waits, and for how many seconds."""
+    """The options of `clients=remote`."""
 
-    least: int = 1
-    wait: float = 600.0
+    least: int = 1  # number of connected clients for which a round waits
+    wait: float = 600.0  # seconds for which a round waits
 
 
 def joining_of(given: Json) -> JoinOptions | None:
-    """Parse the option `clients`; return None for None, which means simulated clients.
+    """Parse the option `clients`. Return None for None, which means simulated clients.
 
     Raises:
         ConfigError: the text is not of the form `remote(least=3,wait=600)`.

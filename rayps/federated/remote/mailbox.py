@@ -1,19 +1,21 @@
 """The folder through which the service and a job's worker exchange files. Real clients call the service only.
 
-    door.json                    written by the driver: a machine that cannot read it does not have this folder
+    door.json                    written by the driver; a machine that cannot read this file does not have the folder
     members/NUMBER.json          each client that has joined; written by the service
-    seen/NUMBER, left/NUMBER     the time of a client's last request; the clients that left; by the service
+    seen/NUMBER                  the time of a client's last request; by the service
+    left/NUMBER                  each client that has left; by the service
     starts.json                  each start of the job: its first round and its first order; by the worker
     standing.json                the clients for which the job waits, as text; by the worker
     rounds/SERIAL/order.json     the round's clients, facts and deadline; by the worker
     rounds/SERIAL/parameters.safetensors   the parameters with which the clients start; by the worker
     rounds/SERIAL/inbox/NUMBER   each client's update; by the service
-    rounds/SERIAL/taken/NUMBER   the updates after the worker has closed the round: `inbox` is renamed to `taken`
+    rounds/SERIAL/taken/NUMBER   the updates after the worker has closed the round and renamed `inbox` to `taken`
     rounds/SERIAL/verdicts.json  why updates of the round did not count; by the worker
 
 Every file is created complete, by rename or link. The rename of a round's inbox closes the round: an update is either
-in the inbox or late, never both, and two workers cannot both take it. A serial number is used once: if a worker is lost
-and the job returns to a checkpoint, the repeated round has a new serial, and updates for the old one are refused.
+in the inbox or late, never both, and two workers cannot both take the update. A serial number is used once. If a worker
+is lost and the job returns to a checkpoint, the repeated round has a new serial, and updates for the old serial are
+refused.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ _KEPT_ROUNDS = 20  # the folders of older closed rounds are deleted
 
 @dataclass(frozen=True, slots=True)
 class JoinedClient:
-    """A client that has joined. `key` is the hash of its secret, `token` the id of the token that it used."""
+    """A client that has joined. `key` is the hash of its secret, and `token` is the id of the token that it used."""
 
     number: int
     name: str
@@ -65,7 +67,7 @@ class RoundOrder:
 
 
 class Mailbox:
-    """The mailbox folder of one job: first the methods for the service, then those for the driver and the worker."""
+    """The mailbox folder of one job. The methods for the service come first, then those for the driver and worker."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -94,12 +96,12 @@ class Mailbox:
                     back = JoinedClient(**(asdict(member) | {"token": token, "samples": samples}))
                     _write(self._member(member.number), asdict(back))
                     (self.folder / "left" / str(member.number)).unlink(missing_ok=True)
-                    self.seen(member.number)
+                    self.record_request(member.number)
                     return back
             number = max((member.number for member in known), default=-1) + 1
             made = JoinedClient(number, name, hashed, token, time.time(), samples)
             if _write(self._member(number), asdict(made), new=True):
-                self.seen(number)
+                self.record_request(number)
                 return made
 
     def members(self) -> list[JoinedClient]:
@@ -108,7 +110,7 @@ class Mailbox:
         return [JoinedClient(**facts) for facts in found if facts is not None]
 
     def member(self, number: int, key: str) -> JoinedClient:
-        """Return the client with this number. Raises Unauthorized: there is none, or it has another key."""
+        """Return the client with this number. Raises Unauthorized if there is none, or if it has another key."""
         facts = read_json(self._member(number))
         hashed = hashlib.sha256(key.encode()).hexdigest()
         if facts is None or not secrets.compare_digest(str(facts["key"]), hashed):
@@ -117,16 +119,16 @@ class Mailbox:
             )
         return JoinedClient(**facts)
 
-    def seen(self, number: int) -> None:
+    def record_request(self, number: int) -> None:
         """Record that a client has sent a request now."""
         _touch(self.folder / "seen" / str(number))
 
     def leave(self, number: int) -> None:
-        """Record that a client has left; the client may join again."""
+        """Record that a client has left. The client may join again."""
         _touch(self.folder / "left" / str(number))
 
     def last_seen(self, number: int) -> float:
-        """Return the seconds since the client's last request; infinity if there was none."""
+        """Return the seconds since the client's last request, or infinity if there was none."""
         try:
             return max(0.0, time.time() - (self.folder / "seen" / str(number)).stat().st_mtime)
         except OSError:
@@ -147,7 +149,7 @@ class Mailbox:
     # ---- rounds, for the service
 
     def newest(self) -> RoundOrder | None:
-        """Return the order of the newest round, open or closed; None before the first round."""
+        """Return the order of the newest round, open or closed, or None before the first round."""
         serials = self._serials()
         facts = read_json(self._round(serials[-1]) / "order.json") if serials else None
         return None if facts is None else _order(facts)
@@ -156,31 +158,31 @@ class Mailbox:
         """Return whether the round still accepts updates."""
         return (self._round(serial) / "inbox").is_dir()
 
-    def has(self, serial: int, number: int) -> bool:
+    def has_update(self, serial: int, number: int) -> bool:
         """Return whether the client's update for the round has been received."""
-        home = self._round(serial)
-        return (home / "inbox" / str(number)).exists() or (home / "taken" / str(number)).exists()
+        folder = self._round(serial)
+        return (folder / "inbox" / str(number)).exists() or (folder / "taken" / str(number)).exists()
 
     def parameters(self, serial: int) -> Path:
-        """Return the path of the parameters of an open round. Raises Conflict: the round is closed."""
+        """Return the path of the parameters of an open round. Raises Conflict if the round is closed."""
         path = self._round(serial) / PARAMETERS
         if not self.is_open(serial) or not path.is_file():
-            raise self._late(serial)
+            raise self._too_late(serial)
         return path
 
-    def part(self, serial: int, number: int) -> Path:
+    def new_part(self, serial: int, number: int) -> Path:
         """Return the path of a new file, into which the service writes an update before it calls `deliver`.
 
-        Raises Conflict: the round is closed.
+        Raises Conflict if the round is closed.
         """
         if not self.is_open(serial):
-            raise self._late(serial)
+            raise self._too_late(serial)
         return self._round(serial) / f".{number}-{secrets.token_hex(8)}"
 
     def deliver(self, serial: int, number: int, part: Path) -> bool:
         """Move a complete update from the file `part` into the round.
 
-        Return False if an update of this client is there already; the earlier update then counts, and `part` is
+        Return False if the round already has an update of this client. The earlier update then counts, and `part` is
         deleted.
 
         Raises:
@@ -193,7 +195,7 @@ class Mailbox:
         except FileNotFoundError:
             if (self._round(serial) / "taken" / str(number)).exists():
                 return False
-            raise self._late(serial) from None
+            raise self._too_late(serial) from None
         finally:
             part.unlink(missing_ok=True)
         return True
@@ -201,19 +203,19 @@ class Mailbox:
     def verdict(self, serial: int, number: int) -> str | None:
         """Return the reason why a client's update of a closed round did not count.
 
-        None: the update counted, or the verdicts were not written yet or are deleted.
+        Return None if the update counted, or if the verdicts are not written yet or are deleted.
         """
         found = (read_json(self._round(serial) / "verdicts.json") or {}).get(str(number))
         return None if found is None else str(found)
 
     def withdraw(self, number: int) -> None:
-        """Exclude a client whose token was revoked: it is not asked again, its update of an open round is deleted."""
+        """Exclude a client whose token was revoked: do not ask it again, and delete its update of an open round."""
         self.leave(number)
         order = self.newest()
         if order is not None:
             (self._round(order.serial) / "inbox" / str(number)).unlink(missing_ok=True)
 
-    def _late(self, serial: int) -> Exception:
+    def _too_late(self, serial: int) -> Exception:
         if self._round(serial).is_dir():
             return Conflict(
                 f"order {serial} is closed (its deadline has passed, or the job returned to a checkpoint): this "
@@ -224,14 +226,14 @@ class Mailbox:
         return NotFound(f"there is no order {serial}", status=404, code="no_order")
 
     def standing(self) -> str | None:
-        """Return as text which clients the job waits for; None if it waits for none."""
+        """Return as text which clients the job waits for, or None if the job waits for no client."""
         found = read_json(self.folder / "standing.json") or {}
         return str(found["waits"]) if found.get("waits") else None
 
     # ---- for the driver and the worker
 
     def prepare(self) -> None:
-        """Create the folder and its subfolders; the driver calls this before the worker starts."""
+        """Create the folder and its subfolders. The driver calls this before the worker starts."""
         for name in ("members", "seen", "left", "rounds"):
             (self.folder / name).mkdir(parents=True, exist_ok=True, mode=0o700)
         _write(self.folder / "door.json", {"host": os.uname().nodename})
@@ -240,15 +242,15 @@ class Mailbox:
         """Return whether this machine has the folder, and this process may write into it."""
         return (self.folder / "door.json").is_file() and os.access(self._rounds, os.W_OK)
 
-    def say(self, waits: str | None) -> None:
-        """Write the text that says which clients the job waits for; None: it waits for none."""
+    def write_waits(self, waits: str | None) -> None:
+        """Write, as text, which clients the job waits for. None means that the job waits for no client."""
         if waits != self.standing():
             _write(self.folder / "standing.json", {"waits": waits, "time": time.time()})
 
     def starts(self, round: int, first: bool) -> list[list[int]]:
         """Return each start of the job as (its first round, the serial of its first order).
 
-        With `first`, the job has just started at `round`: add this start, with the serial that its order will have.
+        With `first`, the job has just started at `round`: add this start, with the serial that its first order gets.
         """
         path = self.folder / "starts.json"
         known: list[list[int]] = (read_json(path) or {}).get("starts", [])
@@ -260,13 +262,13 @@ class Mailbox:
             _write(path, {"starts": known})
         return known
 
-    def begin(
+    def open_round(
         self, facts: OrderFacts, sampled: dict[int, str], deadline: float, most_bytes: int, parameters: bytes
     ) -> RoundOrder:
         """Open a new round, and return its order.
 
-        If the newest round is open and has the same facts and parameters, bit for bit, return its order instead: the
-        updates that it has received still count.
+        If the newest round is open and has the same facts and parameters, bit for bit, return its order instead. The
+        updates that this round has received still count.
         """
         digest = hashlib.sha256(parameters).hexdigest()
         facts = {**facts, "parameters": {"sha256": digest, "bytes": len(parameters)}}
@@ -274,7 +276,7 @@ class Mailbox:
         if before is not None and self.is_open(before.serial) and _same(before.facts, facts):
             return before
         if before is not None:
-            self.close(before.serial)
+            self.close_round(before.serial)
         serial = max(self._serials(), default=0) + 1
         order = RoundOrder(
             serial, int(facts["round"]), sampled, time.time(), deadline, most_bytes, {**facts, "serial": serial}
@@ -284,7 +286,7 @@ class Mailbox:
         (making / PARAMETERS).write_bytes(parameters)
         _write(making / "order.json", asdict(order))
         making.rename(self._round(serial))
-        self._forget(serial)
+        self._delete_old_rounds(serial)
         return order
 
     def arrived(self, serial: int) -> set[int]:
@@ -294,27 +296,27 @@ class Mailbox:
         except FileNotFoundError:
             return set()
 
-    def close(self, serial: int) -> dict[int, Path]:
-        """Close a round; return the files of its updates, by client; empty if another worker has closed it."""
-        home = self._round(serial)
+    def close_round(self, serial: int) -> dict[int, Path]:
+        """Close a round. Return a dict from client to the file of its update, or {} if another worker has closed it."""
+        folder = self._round(serial)
         try:
-            (home / "inbox").rename(home / "taken")
+            (folder / "inbox").rename(folder / "taken")
         except FileNotFoundError:
             return {}
-        (home / PARAMETERS).unlink(missing_ok=True)
-        return {int(path.name): path for path in sorted((home / "taken").iterdir())}
+        (folder / PARAMETERS).unlink(missing_ok=True)
+        return {int(path.name): path for path in sorted((folder / "taken").iterdir())}
 
-    def judge(self, serial: int, verdicts: Mapping[int, str]) -> None:
-        """Write for each client in `verdicts` why its update of the round did not count; delete the round's updates."""
-        home = self._round(serial)
+    def write_verdicts(self, serial: int, verdicts: Mapping[int, str]) -> None:
+        """Write for each client in `verdicts` why its update did not count. Delete all updates of the round."""
+        folder = self._round(serial)
         if verdicts:
-            _write(home / "verdicts.json", {str(number): reason for number, reason in verdicts.items()})
-        for path in (home / "taken").iterdir():
+            _write(folder / "verdicts.json", {str(number): reason for number, reason in verdicts.items()})
+        for path in (folder / "taken").iterdir():
             path.write_bytes(b"")  # the empty file shows that the client's update was received
-        for path in home.glob(".*-*"):
+        for path in folder.glob(".*-*"):
             path.unlink(missing_ok=True)  # an incomplete update, of which no more will arrive
 
-    def _forget(self, serial: int) -> None:
+    def _delete_old_rounds(self, serial: int) -> None:
         for old in self._serials():
             if old <= serial - _KEPT_ROUNDS:
                 for path in sorted(self._round(old).rglob("*"), reverse=True):
@@ -345,7 +347,7 @@ def _order(facts: Keywords) -> RoundOrder:
 
 
 def _write(path: Path, value: Keywords, new: bool = False) -> bool:
-    """Write `value` to a JSON file, atomically; return whether it was written.
+    """Write `value` to a JSON file, atomically. Return whether the file was written.
 
     With `new`, the file is written only if it does not exist.
     """

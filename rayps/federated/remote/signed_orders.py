@@ -30,7 +30,7 @@ NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9 _.-]{0,62}[A-Za-z0-9])?")  # the form
 
 
 class Key:
-    """The service's private key, with which it signs orders; it never leaves the service."""
+    """The service's private key, with which the service signs orders. The key never leaves the service."""
 
     def __init__(self, private: Ed25519PrivateKey) -> None:
         self._private = private
@@ -38,8 +38,8 @@ class Key:
         self.fingerprint = fingerprint(self.public)
 
     @classmethod
-    def kept(cls, path: Path) -> Self:
-        """Return the key stored in the file `path`; if there is no such file, create it with a new key, in mode 0600.
+    def load_or_create(cls, path: Path) -> Self:
+        """Return the key stored in the file `path`. If there is no file, create it with a new key and mode 0600.
 
         Raises:
             ConfigError: the file does not contain a key.
@@ -72,28 +72,25 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class ClientToken:
-    """A client's token: a secret, the job (None: any) and client name (None: any) for which it is valid.
-
-    `fingerprint` is that of the service's public key.
-    """
+    """A client's token: a secret, and the job and client name for which the token is valid."""
 
     secret: str
-    job: str | None
-    fingerprint: str
-    name: str | None = None
+    job: str | None  # None means any job
+    fingerprint: str  # fingerprint of the service's public key
+    name: str | None = None  # None means any name
 
     def __str__(self) -> str:
         named = "" if self.name is None else f".{text_of(self.name.encode())}"
         return f"{_SCHEME}.{self.job or ANY_JOB}.{self.secret}.{self.fingerprint}{named}"
 
     @classmethod
-    def made(cls, job: str | None, key: Key, name: str | None = None) -> Self:
+    def create(cls, job: str | None, key: Key, name: str | None = None) -> Self:
         """Create a new token, with a random secret."""
         return cls(secrets.token_urlsafe(32), job, key.fingerprint, name)
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """Parse a token's text. Raises ConfigError: the text is not a client token."""
+        """Parse a token's text. Raises ConfigError if the text is not a client token."""
         parts = text.strip().split(".")
         name = _name(parts[4]) if len(parts) == 5 else None
         well = len(parts) == 4 or name is not None
@@ -108,7 +105,7 @@ class ClientToken:
     def check(self, public: str) -> None:
         """Check a public key that a service has sent.
 
-        Raises Unauthorized: it is not the key of the service that created this token.
+        Raises Unauthorized if it is not the key of the service that created this token.
         """
         try:
             known = fingerprint(public)
@@ -130,7 +127,7 @@ class OrderedParameters(TypedDict):
 class OrderFacts(TypedDict, total=False):
     """The content of an order, by which a client trains in one round.
 
-    The worker writes it. For each client, the service adds `job`, `client`, `name` and `seconds`, and signs the order.
+    The worker writes the order. For each client, the service adds `job`, `client`, `name` and `seconds`, and signs it.
     """
 
     kind: str  # "round"
@@ -162,7 +159,7 @@ def fingerprint(public: str) -> str:
 
 
 def order_text(facts: OrderFacts) -> str:
-    """Return an order's canonical text, which is signed."""
+    """Return an order's canonical text, which the service signs."""
     return json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
 
@@ -170,7 +167,7 @@ def verified(text: str, signature: str, public: str, expected: str) -> OrderFact
     """Check the fingerprint of the key `public` and the signature of `text`, then return the order in `text`.
 
     Raises:
-        Unauthorized: the fingerprint or the signature is wrong; no part of the order may be used.
+        Unauthorized: the fingerprint or the signature is wrong. No part of the order may be used.
     """
     try:
         known, key = fingerprint(public), Ed25519PublicKey.from_public_bytes(bytes_of(public))
@@ -205,7 +202,7 @@ def _wrong_key() -> Unauthorized:
 
 
 def _name(text: str) -> str | None:
-    """Decode the client's name in a token; return None if it is not a valid name."""
+    """Decode the client's name in a token. Return None if the name is not valid."""
     try:
         found = bytes_of(text).decode()
     except ValueError:
@@ -219,5 +216,5 @@ def text_of(value: bytes) -> str:
 
 
 def bytes_of(text: str) -> bytes:
-    """Decode a text that `text_of` returned. Raises ValueError: `text` is not base64."""
+    """Decode a text that `text_of` returned. Raises ValueError if `text` is not base64."""
     return base64.b64decode(text.encode() + b"=" * (-len(text) % 4), altchars=b"-_", validate=True)

@@ -18,7 +18,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from rayps.core.repeated_pushes import anywhere
+from rayps.core.repeated_pushes import union
 from rayps.core.replica import Replica
 from rayps.parallel.pipeline.skip import Route
 from rayps.parallel.tensor import Plan
@@ -153,7 +153,7 @@ class Division:
         ledgers = [(a - lo, b - lo, each) for a, b, each in snapshot.ledgers if lo <= a < lo + mine.layout.size]
         # a ledger of another division numbers the elements in another order: apply its entries to the whole vector
         if snapshot.divided != self.key and snapshot.ledgers:
-            ledgers = [(0, mine.layout.size, anywhere(each for _, _, each in snapshot.ledgers))]
+            ledgers = [(0, mine.layout.size, union(each for _, _, each in snapshot.ledgers))]
         return Snapshot(
             mine.layout,
             torch.cat([snapshot.params[:0], *params]),

@@ -28,7 +28,7 @@ from rayps.core.errors import LinkError, RaypsError
 from rayps.ps.protocol.messages import Event, GroupMessage, SegmentOrder
 from rayps.ps.protocol.space import Space
 from rayps.ps.server.assignments import AssignedSpace, Assignments, SegmentReport
-from rayps.ps.server.replication import BackupConnection, Replication
+from rayps.ps.server.replication import BackupServer, Replication
 from rayps.ps.tables.table_segment import TableSegment
 
 log = logging.getLogger(__name__)
@@ -253,7 +253,7 @@ class Outbound:
         """`later(work)` runs `work` in the loop, whose poll object is `poll`. `manager` is None if there is none."""
         self._name, self._secret, self._manager = name, secret, manager
         self._poll, self._later, self._replication, self._manager_session = poll, later, copies, manager_session
-        self._peers: dict[int, BackupConnection] = {}
+        self._peers: dict[int, BackupServer] = {}
         self._closing = threading.Event()
         if manager is not None:
             self._look_for_manager()
@@ -290,7 +290,7 @@ class Outbound:
 
     # ---- other servers
 
-    def dial(self, peer: BackupConnection) -> None:
+    def dial(self, peer: BackupServer) -> None:
         """Connect to another server in a new thread; report the result to `Replication`."""
 
         def call() -> None:
@@ -304,7 +304,7 @@ class Outbound:
 
         threading.Thread(target=call, name=f"{self._name}-dial", daemon=True).start()
 
-    def _reached(self, peer: BackupConnection, link: Link) -> None:
+    def _reached(self, peer: BackupServer, link: Link) -> None:
         if peer.lost:
             link.close()
             return
@@ -313,7 +313,7 @@ class Outbound:
         self._replication.connected(peer, link)
         self.flush_peer(peer)
 
-    def hang_up(self, peer: BackupConnection) -> None:
+    def hang_up(self, peer: BackupServer) -> None:
         """Close a connection to another server that is not needed any more, or has failed."""
         if peer.link is not None and not peer.link.closed:
             descriptor = peer.link.fileno()
@@ -321,7 +321,7 @@ class Outbound:
                 self._poll.unregister(descriptor)
             peer.link.close()
 
-    def _attend_peer(self, peer: BackupConnection) -> None:
+    def _attend_peer(self, peer: BackupServer) -> None:
         assert peer.link is not None
         try:
             for message in peer.link.feed():
@@ -331,7 +331,7 @@ class Outbound:
             return
         self.flush_peer(peer)
 
-    def flush_peer(self, peer: BackupConnection) -> None:
+    def flush_peer(self, peer: BackupServer) -> None:
         """Send queued messages, then states that wait for room on the connection."""
         if peer.link is None:
             return

@@ -49,7 +49,7 @@ class Stage(enum.Enum):
     LOST = "lost"
 
 
-class BackupConnection:
+class BackupServer:
     """A primary's connection to one backup server for one space."""
 
     def __init__(self, space: int, server: str, address: str) -> None:
@@ -67,7 +67,7 @@ class BackupConnection:
 class ReplicaCopy:
     """One segment's backup on one server, as the segment's primary sees it."""
 
-    def __init__(self, assigned: AssignedSegment, peer: BackupConnection, stage: Stage, whole: bool) -> None:
+    def __init__(self, assigned: AssignedSegment, peer: BackupServer, stage: Stage, whole: bool) -> None:
         self.assigned, self.peer, self.stage = assigned, peer, stage
         self.whole = whole  # whether to send the whole state, and not only the mark
         self.first = NEVER  # tag of the STATE message
@@ -78,10 +78,10 @@ class ReplicaCopy:
 class Calls(Protocol):
     """What `Replication` calls on the server."""
 
-    def dial(self, peer: BackupConnection) -> None:
+    def dial(self, peer: BackupServer) -> None:
         """Begin to connect to a backup server; the server calls `Replication.connected` or `.lost` later."""
 
-    def hang_up(self, peer: BackupConnection) -> None:
+    def hang_up(self, peer: BackupServer) -> None:
         """Close the connection to a backup server, because it is not needed any more, or has failed."""
 
     def report(self, report: SegmentReport) -> None:
@@ -99,7 +99,7 @@ class Replication:
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
-        self._peers: dict[tuple[int, str], BackupConnection] = {}
+        self._peers: dict[tuple[int, str], BackupServer] = {}
         self.bytes = 0  # bytes of all states sent so far
 
     # ---- which backups exist
@@ -149,13 +149,13 @@ class Replication:
             copy.peer.todo.append(copy)
         self.send_states(copy.peer)
 
-    def _peer(self, space: int, server: str, address: str) -> BackupConnection:
+    def _peer(self, space: int, server: str, address: str) -> BackupServer:
         peer = self._peers.get((space, server))
         if peer is not None and peer.address != address:
             self.lost(peer, "the server's address has changed")
             peer = None
         if peer is None or peer.lost:
-            peer = self._peers[space, server] = BackupConnection(space, server, address)
+            peer = self._peers[space, server] = BackupServer(space, server, address)
             self._calls.dial(peer)
         return peer
 
@@ -180,7 +180,7 @@ class Replication:
         Small changes of several segments are sent to one server in one message (FORWARD with b = -1, whose payload is a
         head and pieces).
         """
-        small: dict[BackupConnection, list[tuple[ReplicaCopy, bytes]]] = {}
+        small: dict[BackupServer, list[tuple[ReplicaCopy, bytes]]] = {}
         for assigned, changes in changed:
             assigned.state_generation = assigned.generation
             for copy in assigned.copies.values():
@@ -194,7 +194,7 @@ class Replication:
         for peer, items in small.items():
             self._send_many(peer, items)
 
-    def send_states(self, peer: BackupConnection) -> None:
+    def send_states(self, peer: BackupServer) -> None:
         """Send a backup server the states that are still to be sent, while its connection has room."""
         while peer.todo and peer.link is not None and peer.link.queued < ROOM and not peer.lost:
             copy = peer.todo.popleft()
@@ -222,7 +222,7 @@ class Replication:
         generation = copy.assigned.generation + (0.0 if copy.assigned.usable else 0.5)
         self._send_message(copy.peer, kind, copy.assigned.index, generation, payload)
 
-    def _send_many(self, peer: BackupConnection, items: list[tuple[ReplicaCopy, bytes]]) -> None:
+    def _send_many(self, peer: BackupServer, items: list[tuple[ReplicaCopy, bytes]]) -> None:
         if len(items) == 1:
             self._send(items[0][0], GroupMessage.FORWARD, items[0][1])
             return
@@ -232,7 +232,7 @@ class Replication:
         self._send_message(peer, GroupMessage.FORWARD, -1, 0.0, pack(pieces))
 
     def _send_message(
-        self, peer: BackupConnection, kind: GroupMessage, index: int, generation: float, payload: bytes | bytearray
+        self, peer: BackupServer, kind: GroupMessage, index: int, generation: float, payload: bytes | bytearray
     ) -> None:
         peer.sent += 1
         if peer.link is None or peer.lost:
@@ -244,13 +244,13 @@ class Replication:
 
     # ---- what is received
 
-    def connected(self, peer: BackupConnection, link: Link) -> None:
+    def connected(self, peer: BackupServer, link: Link) -> None:
         """Use a new connection to a backup server, and send the states that are still to be sent."""
         link.queue_limit = 1 << 60  # no limit here: the workers' unanswered requests and ROOM bound the queue
         peer.link = link
         self.send_states(peer)
 
-    def handle(self, peer: BackupConnection, message: Message) -> None:
+    def handle(self, peer: BackupServer, message: Message) -> None:
         """Handle a message of a backup server: COPIED, or STALE for refused segments."""
         if message.kind == GroupMessage.COPIED:
             peer.acked = max(peer.acked, message.tag)
@@ -273,7 +273,7 @@ class Replication:
         if copy.assigned.role != Role.LEAVING or copy.assigned.handed:
             copy.peer.watched.discard(copy)
 
-    def _refused(self, peer: BackupConnection, index: int, tag: int) -> None:
+    def _refused(self, peer: BackupServer, index: int, tag: int) -> None:
         copy = peer.copies.get(index)
         if copy is None or copy.stage != Stage.SENT or tag < copy.first:
             return  # the backup has refused an earlier state
@@ -283,7 +283,7 @@ class Replication:
         else:
             self._give_up(copy)
 
-    def lost(self, peer: BackupConnection, why: str) -> None:
+    def lost(self, peer: BackupServer, why: str) -> None:
         """Mark the backups of a failed connection as lost. Answers wait for these backups until new orders arrive."""
         if peer.lost:
             return
@@ -304,12 +304,12 @@ class Replication:
 
     # ---- which answers wait
 
-    def needs(self, segments: Iterable[AssignedSegment]) -> dict[BackupConnection, int]:
+    def needs(self, segments: Iterable[AssignedSegment]) -> dict[BackupServer, int]:
         """Return a dict from connection to the tag that must be acknowledged before these segments answer.
 
         For a DUE or LOST backup the tag is NEVER.
         """
-        found: dict[BackupConnection, int] = {}
+        found: dict[BackupServer, int] = {}
         for assigned in segments:
             for copy in assigned.copies.values():
                 if copy.stage == Stage.SENT:
@@ -356,7 +356,7 @@ def _set_recording(assigned: AssignedSegment) -> None:
         assigned.segment.copied = bool(assigned.copies)
 
 
-def unacknowledged(needs: dict[BackupConnection, int]) -> list[str]:
+def unacknowledged(needs: dict[BackupServer, int]) -> list[str]:
     """Return the servers that an answer waits for."""
     return sorted(peer.server for peer, tag in needs.items() if peer.acked < tag)
 

@@ -27,7 +27,7 @@ from rayps.ps.server.connection import NOT_JOINED, PeerRequest, ServerPeer, fenc
 from rayps.ps.server.consistent_readers import ConsistentReaders
 from rayps.ps.server.dense_segment import DenseSegment
 from rayps.ps.server.mailboxes import MailboxHead, WholePush, request_of
-from rayps.ps.server.replication import BackupConnection, Replication, unacknowledged
+from rayps.ps.server.replication import BackupServer, Replication, unacknowledged
 from rayps.ps.tables.delta import delta
 from rayps.ps.tables.table_segment import TableSegment
 
@@ -44,7 +44,7 @@ class Withheld:
     message: Message
     payload: Any
     segments: list[AssignedSegment]
-    needs: dict[BackupConnection, int]
+    needs: dict[BackupServer, int]
     deadline: float
 
 

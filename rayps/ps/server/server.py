@@ -32,7 +32,7 @@ from rayps.ps.server.connection import PeerRequest, ServerPeer
 from rayps.ps.server.fair_queue import FairQueue
 from rayps.ps.server.mailboxes import Mailboxes, request_of
 from rayps.ps.server.outbound import Address, Load, ManagerSession, Outbound
-from rayps.ps.server.replication import BackupConnection, Backups, Replication
+from rayps.ps.server.replication import Backups, BackupServer, Replication
 from rayps.ps.server.requests import OPERATIONS, RequestHandler
 
 log = logging.getLogger(__name__)
@@ -438,11 +438,11 @@ class GroupServerLoop:
             mailbox.offer(segment, slice_.memory)
             self._flush(peer)
 
-    def dial(self, peer: BackupConnection) -> None:
+    def dial(self, peer: BackupServer) -> None:
         """Connect to another server; see `Outbound.dial`."""
         self._outbound.dial(peer)
 
-    def hang_up(self, peer: BackupConnection) -> None:
+    def hang_up(self, peer: BackupServer) -> None:
         """Close the connection to another server; see `Outbound.hang_up`."""
         self._outbound.hang_up(peer)
 
