@@ -259,7 +259,7 @@ class Client:
     def room(self, lookup):
         return torch.zeros(1)
 
-    def asked(self, lookup):
+    def pull_pieces(self, lookup):
         return dict.fromkeys(range(4), b"")
 
     def landing(self, lookup, rows):
