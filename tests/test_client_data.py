@@ -552,7 +552,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (lambda: data.rule("iid"), "iid needs the number of clients: iid(20)"),
         (lambda: data.rule("iid(n=3)"), "iid has no option 'n'; it has clients, seed"),
         (lambda: data.rule("shards(2, client=3)"), "did you mean 'clients'?"),
-        (lambda: data.rule("iid(5, 3)"), "only the first, clients,"),
+        (lambda: data.rule("iid(5, 3)"), "only the first option, clients,"),
         (lambda: data.rule("dirichlett(alpha=1,clients=3)"), "did you mean 'dirichlet'?"),
         (lambda: labelled([0] * 12, data.iid(6)).clients.rows(99), "no client 99: their numbers are 0 to 5"),
         (lambda: labelled([0] * 12, data.iid(6)).clients.rows(-1), "no client -1: their numbers are 0 to 5"),

@@ -170,12 +170,12 @@ def test_the_same_bits_on_any_number_of_workers(kind, strategy):
 def test_the_same_bits_in_any_order_of_replies(kind, strategy, monkeypatch):
     work = kind(rule="uneven", n=45)
     before = train(work, strategy, workers=2, epochs=4)
-    dealt = SimulatedReplies._dealt
+    dealt = SimulatedReplies._divide_trainings
     seed = random.getrandbits(32)
     print("seed", seed)
     chance = np.random.default_rng(seed)
     monkeypatch.setattr(
-        SimulatedReplies, "_dealt", lambda self, who: [chance.permutation(each) for each in dealt(self, who)]
+        SimulatedReplies, "_divide_trainings", lambda self, who: [chance.permutation(each) for each in dealt(self, who)]
     )
     after = train(work, strategy, workers=2, epochs=4)
     assert torch.equal(after.snapshot.params, before.snapshot.params)

@@ -335,7 +335,7 @@ def test_how_much_of_the_pull_is_hidden_is_measured():
     model = Model()
     tables = embedding.bind(model, session, servers.space, lookups)
     tables.ahead(given[0])
-    tables._ahead._coming[0].order.done.wait(10)
+    tables._ahead._coming[0].call.done.wait(10)
     tables.begin(0)
     loss(model, given[0])
     point = tables.point()

@@ -687,7 +687,7 @@ def test_a_token_needs_a_job_that_has_real_clients(clinic: Clinic) -> None:
     job = clinic.user.submit("work.py:Server", working_dir=clinic.path, strategy="all_reduce")
     with pytest.raises(ConfigError, match="clients=remote"):
         clinic.invite(job)
-    with pytest.raises(ConfigError, match="one job or"):
+    with pytest.raises(ConfigError, match="a job, a client's name, or both"):
         clinic.user.call("POST", "/api/v1/client-tokens", json={})
     whole = str(ClientToken("s", None, "f", "Ward 7"))
     assert ClientToken.read(whole).name == "Ward 7" and ClientToken.read("rpc.any.s.f").name is None

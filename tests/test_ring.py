@@ -287,7 +287,7 @@ def test_how_many_streams_fill_the_line_is_measured_and_the_others_are_closed():
     assert "streams_seconds" not in again[0].choices
     for ring in (*rings, *again):
         ring.close()
-    with pytest.raises(ConfigError, match="streams is 99: give 1 to 16"):
+    with pytest.raises(ConfigError, match="streams is 99: give a number from 1 to 16"):
         form(2, streams=99)
 
 
