@@ -60,7 +60,7 @@ class StepRow:
 
 
 class StepBench:
-    """An actor: one worker, which takes part in the measurement of every contender."""
+    """One worker of the benchmark, as an actor. It runs all contenders that need no processes of their own, in turn."""
 
     def __init__(self, rank: int, size: int, hidden: int | None, model: str = "mlp") -> None:
         torch.set_num_threads(1)

@@ -81,7 +81,9 @@ def client(
         raise ConfigError(f"this token is for job {which}, not for {job}: omit --job", field="job")
     if name is not None and not NAME.fullmatch(name):
         raise ConfigError(
-            f"name is {name!r}: give letters and digits, which may have blanks and _ . - between them", field="name"
+            f"name is {name!r}: give at most 64 characters: letters (A-Z, a-z), digits, spaces and _ . -, with a "
+            "letter or a digit first and last",
+            field="name",
         )
     if name is not None and found.name not in (None, name):
         raise ConfigError(f"this token is for the client {found.name!r}, not for {name!r}: omit --name", field="name")

@@ -25,7 +25,11 @@ MOST_STEPS = 2**53  # an update that reports more steps or samples is rejected
 
 
 def encode_parameters(w: Tensor, layout: Layout, shared: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> bytes:
-    """Encode the parameters with which the clients of a round start."""
+    """Encode, as safetensors, what the clients of a round start from.
+
+    `w`: the model as one vector. `shared`: the server's state by name, such as SCAFFOLD's c. `buffers`: the model's
+    buffers by name. `layout`: the names and shapes of the parts of `w`.
+    """
     tensors = {"w": w, **_named("shared", shared), **_named("buffers", buffers)}
     return safetensors.torch.save(
         {name: _plain(value) for name, value in tensors.items()}, {"layout": json.dumps(_layout_rows(layout))}

@@ -96,9 +96,10 @@ class ColumnSpace:
     # ---- checkpoints
 
     def collect(self) -> None:
-        """Fetch states for checkpoints from now on. Call it when a generation of the worker group begins.
+        """Start a thread that fetches the segments' states from the servers for checkpoints; `want` names the round.
 
-        Does nothing if the space has tables only.
+        Call this when a generation of the worker group begins: it ends the thread of the earlier generation. A space
+        that has only tables gets no thread.
         """
         self.stop_collecting()
         if self.space.cuts:

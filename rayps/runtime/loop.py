@@ -505,7 +505,7 @@ def _norm(given: Json) -> float:
     """Return `max_norm` as a number. Raises ConfigError if it is not a number above 0."""
     if isinstance(given, bool) or not isinstance(given, (int, float)) or not given > 0:
         raise ConfigError(
-            f"max_norm is {given!r}: give a number above 0 (inf only measures the norm)", field="max_norm"
+            f"max_norm is {given!r}: give a number above 0 (inf: measure the norm without clipping)", field="max_norm"
         )
     return float(given)
 

@@ -184,7 +184,7 @@ def _folder(name: str, text: str) -> Path:
 
 def _word(name: str, text: str) -> str:
     if any(c.isspace() or not c.isprintable() for c in text):
-        raise ConfigError(f"{name} is {text!r}: give a text without blanks and control characters", field=name)
+        raise ConfigError(f"{name} is {text!r}: give a value without whitespace or control characters", field=name)
     return text
 
 

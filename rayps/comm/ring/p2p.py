@@ -226,9 +226,10 @@ class PointToPoint:
         self._due.set()
 
     def _send_queued(self) -> None:
-        """Send queued messages until the mesh ends.
+        """Send queued messages until the connections of the ring (the mesh) are closed or have failed.
 
-        An error ends the mesh. The next call by the ring's thread raises the error.
+        This runs in a thread of its own. An error here makes the mesh fail. The thread then ends, and the next call of
+        the mesh from the worker's thread raises the error.
         """
         with suppress(LinkError):
             while not self._over:

@@ -157,7 +157,10 @@ class ModelSlice(Whole):
         return means if self.reports else {}
 
     def factory(self, factory: Factory) -> Factory:
-        """Return the workload's `factory` of optimizers, for this part's parameters."""
+        """Return an optimizer factory for this part's parameters, in the order of `layout`.
+
+        `factory` is the workload's, which expects all parameters of the model.
+        """
         return of_some(factory, self._whole, [entry.name for entry in self.layout.entries])
 
     def facts(self) -> JsonObject:

@@ -47,9 +47,9 @@ class Manager:
 
     `folder` has the group's record, from which a later manager can continue; with None no record is written. A record
     in `folder` takes precedence over `servers` and `replicas`. Unless `detached`, the group ends with this manager.
-    Servers are actors of `cluster` (default: the surrounding one) with `cpus` CPUs each. A server that sends nothing
-    for `silence` seconds counts as dead. `balance` is the rule by which segments move because of load; with None no
-    segment does.
+    Servers are actors of `cluster` (default: the cluster in which this code runs) with `cpus` CPUs each. A server that
+    sends nothing for `silence` seconds counts as dead. `balance` is the rule that moves segments away from overloaded
+    servers; with None, load moves no segment.
 
     Raises ConfigError if the group cannot have this size, or `folder` has no readable record of this group.
     """

@@ -151,10 +151,10 @@ class ManagerSession:
             self._beat(now)
 
     def send_heartbeat(self, now: float) -> None:
-        """Send a heartbeat if the loop is late, because it is busy with one long request, such as a large state.
+        """Send a heartbeat if that of the server's loop is overdue by more than one interval (`every` seconds).
 
-        Call this from another thread. When the request takes longer than `WORK_SECONDS`, no heartbeat is sent, so that
-        the manager counts the server as dead.
+        One long request, such as a large state, can delay the loop. Call this from another thread. If the loop has not
+        called `send_due` for `WORK_SECONDS`, no heartbeat is sent, and the manager then counts the server as dead.
         """
         with self.lock:
             late = now > self.next_beat + self.every

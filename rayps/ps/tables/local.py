@@ -75,9 +75,11 @@ class InProcess:
         weight: float = 0.0,
         outputs: Mapping[int, Buffer] | None = None,
     ) -> SegmentReplies:
-        """Apply the pieces as servers would.
+        """Serve one push, pull or read on the segments of this process.
 
-        Raises ConfigError or ValueError if a piece is invalid; then no piece was applied.
+        `pieces` maps a segment to the request's bytes for it; `outputs` maps a segment to the memory for its answer.
+        Raises ConfigError if `kind` is another one, and ConfigError or ValueError if a piece is invalid. If a piece of
+        a push is invalid, no piece was applied.
         """
         views = {index: memoryview(as_bytes(piece)) for index, piece in pieces.items()}
         answers: dict[int, Buffer] = dict.fromkeys(views, EMPTY)

@@ -64,7 +64,7 @@ def lookup_of(ids: Tensor, table: SparseTable) -> Lookup:
     given = ids.reshape(-1).numpy()
     count = len(given)
     if count and int(given.min()) < 0:
-        wanted = "ids from 0 to 2**63 - 1; for a missing value give an id of its own, or leave it out of the bag"
+        wanted = "ids from 0 to 2**63 - 1; reserve one id for missing values, or leave them out of the bag"
         raise DataError(f"id {given.min()} of table {table.name!r} is negative: give {wanted}", table=table.name)
     width, digits = int(given.max(initial=0)).bit_length(), count.bit_length()
     keys = wire_format.bucket(given, table.segments)
