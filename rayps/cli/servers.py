@@ -165,7 +165,7 @@ def set_quota(
         show.dump(data)
         return
     full, held = _find_space(before, space)
-    show.line(f"{full}: quota {quota({'bytes': most, 'operations': operations}).replace('-', 'none')}")
+    show.line(f"{full}: quota {quota({'bytes': most, 'operations': operations}, none='none')}")
     if most is not None and held > most:
         show.note(
             f"the space has {size(held)} now, more than the quota. Nothing is deleted, but its job fails if a push "
@@ -328,14 +328,14 @@ def _ready_segments(segments: list[SegmentLine]) -> str:
     return str(len(segments)) if ready == len(segments) else f"{ready} of {len(segments)} ready"
 
 
-def quota(given: Mapping[str, float | None] | None) -> str:
-    """Return a quota as text, or "-" if there is none."""
+def quota(given: Mapping[str, float | None] | None, none: str = "-") -> str:
+    """Return a quota as text, or `none` if there is no quota."""
     found = given or {}
     parts = [
         size(found["bytes"]) if found.get("bytes") is not None else "",
         f"{found['operations']:g}/s" if found.get("operations") is not None else "",
     ]
-    return ", ".join(part for part in parts if part) or "-"
+    return ", ".join(part for part in parts if part) or none
 
 
 def _percent(share: float | None) -> str:
