@@ -1,4 +1,4 @@
-"""Kill the service (SIGKILL) at each step of submit, launch, restart, stop, kill and seal: every acknowledged job ends,
+"""Kill the service (SIGKILL) at each step of submit, launch, restart, stop, kill and end: every acknowledged job ends,
 once, and the death of the service is no failure of the job. Drivers are processes that outlive the service
 (`service_process`); `test_service.py` has the same on Ray."""
 
@@ -23,7 +23,7 @@ from rayps.core.failpoint import VARIABLE
 
 pytestmark = pytest.mark.chaos
 ROOT = Path(__file__).resolve().parent.parent
-FAMILIES = "submit|launch|restart|stop|kill|seal|driver"
+FAMILIES = "submit|launch|restart|stop|kill|end|driver"
 
 LINE = """
 import torch
@@ -136,7 +136,7 @@ SUBMIT = [
     "submit: stored, not acknowledged",
 ]
 LAUNCH = ["launch: chosen, not stored", "launch: stored, not started", "launch: started, not noted"]
-SEAL = ["end: decided, not stored", "end: stored, driver not ended"]
+END = ["end: decided, not stored", "end: stored, driver not ended"]
 RESTART = ["restart: attempt stored, status not"]
 STOP = ["stop: stored, not acknowledged", "stop: stored, driver not asked", "stop: driver asked"]
 KILL = ["kill: chosen, not done", "kill: done"]
@@ -148,11 +148,11 @@ def test_there_is_a_kill_for_each_place() -> None:
     for folder in ("rayps/service", "rayps/runtime", "api"):
         for path in (ROOT / folder).rglob("*.py"):
             found |= set(re.findall(rf'passing\("((?:{FAMILIES}): [^"]+)"\)', path.read_text()))
-    assert found == {*SUBMIT, *LAUNCH, *SEAL, *RESTART, *STOP, *KILL, *DRIVER}
+    assert found == {*SUBMIT, *LAUNCH, *END, *RESTART, *STOP, *KILL, *DRIVER}
 
 
-@pytest.mark.parametrize("place", [*SUBMIT, *LAUNCH, *SEAL])
-def test_killed_between_submit_and_seal(site: Site, place: str) -> None:
+@pytest.mark.parametrize("place", [*SUBMIT, *LAUNCH, *END])
+def test_killed_between_submit_and_end(site: Site, place: str) -> None:
     """With `max_failures=0`: that the service was killed is no failure of the job."""
     site.start(f"{place}=2")
     jobs = {key: site.submit("quick:Quick", key, max_failures=0) for key in ("one", "two", "three")}
