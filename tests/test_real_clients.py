@@ -671,7 +671,7 @@ def test_the_commands(clinic: Clinic, capsys: pytest.CaptureFixture[str], monkey
         (("--token", "rps_x"), "not a client token"),
         (("--token", "@/nowhere"), "cannot be read"),
         (("--token", str(made), "--job", "other"), "not for other"),
-        (("--token", str(made), "--name", "../x"), "letters and digits"),
+        (("--token", str(made), "--name", "../x"), "at most 64 characters"),
         (("--token", str(made), "--name", "h1"), "for the client 'h0', not for 'h1'"),
         (("--token", free), "give this client's name"),
         (("--token", str(made), "--device", "cuda:99"), "Give --device cpu"),
