@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import ClassVar, Protocol, TypeVar
 
 from rayps.core.topology import Peers, Servers, Topology
 
@@ -39,9 +39,11 @@ class DataMethods(Protocol[_Source]):
 # ---- rows
 
 
-@dataclass(frozen=True, slots=True)
-class Reshuffled:
-    """Rows are distributed again in each epoch."""
+class _ByWorker:
+    """Rows belong to workers, which read the training data."""
+
+    __slots__ = ()
+    _keeps_rows: ClassVar[bool]  # whether a worker has the same rows in every epoch
 
     @property
     def by_client(self) -> bool:
@@ -54,43 +56,30 @@ class Reshuffled:
         return False
 
     def rounds(self, data: RowSource, replicas: int) -> int:
-        """Make the data distribute its rows again in each epoch, and return the number of rounds of an epoch.
+        """Tell the data whether workers keep their rows in every epoch, and return the number of rounds of an epoch.
 
         Raises DataError or ConfigError if the rows cannot be counted or divided.
         """
-        data.keeps_rows = False
-        return data.steps(replicas)
-
-    def source(self, workload: DataMethods[_Source]) -> _Source:
-        """Return the data that workers read."""
-        return workload.data()
-
-
-@dataclass(frozen=True, slots=True)
-class Fixed:
-    """A worker has the same rows in every epoch."""
-
-    @property
-    def by_client(self) -> bool:
-        """False: rows belong to workers."""
-        return False
-
-    @property
-    def remote(self) -> bool:
-        """False: workers read the data."""
-        return False
-
-    def rounds(self, data: RowSource, replicas: int) -> int:
-        """Make the data give each worker the same rows in every epoch, and return the number of rounds of an epoch.
-
-        Raises DataError or ConfigError if the rows cannot be counted or divided.
-        """
-        data.keeps_rows = True
+        data.keeps_rows = self._keeps_rows
         return data.steps(replicas)
 
     def source(self, workload: DataMethods[_Source]) -> _Source:
         """Return the training data, which workers read."""
         return workload.data()
+
+
+@dataclass(frozen=True, slots=True)
+class Reshuffled(_ByWorker):
+    """Rows are distributed again in each epoch."""
+
+    _keeps_rows: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed(_ByWorker):
+    """A worker has the same rows in every epoch."""
+
+    _keeps_rows: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, slots=True)
